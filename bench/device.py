@@ -189,7 +189,7 @@ def _known(estimates: Mapping[int, Estimate | None]) -> dict[int, Estimate]:
 
 
 def rate_of(turns: Sequence[Turn]) -> float | None:
-    """Return the tokens per second of concurrent answers while all of them run; None if they never all do."""
+    """Return the tokens per second of concurrent answers while all of them run; None without such a time."""
     times = [[*accumulate(turn.gaps_s, initial=turn.first_s or 0.0)] for turn in turns]
     began_s, ended_s = max(some[0] for some in times), min(some[-1] for some in times)
     num_tokens = sum(began_s < at <= ended_s for some in times for at in some)

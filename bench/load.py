@@ -205,7 +205,7 @@ def _stalls(answers: Sequence[Turn]) -> Iterator[Sample]:
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check the promises of a worker under load."""
+    """Check the cost of cached tokens, fairness, stalls, the KV limit, and that no session was lost."""
     plan = found.plan
     one = [turn for turn in found.turns if turn.x == 1 and turn.case in {"", OPENING}]
     crowd = [turn for turn in found.turns if turn.case in {BEGINNING, *FOUND_IN}]
@@ -299,7 +299,7 @@ class _Talk:
 async def _level(
     run: Run[Plan], client: Client, utterances: Sequence[int], at_once: int = AT_ONCE, **opening: Any
 ) -> AsyncGenerator[list[_Talk]]:
-    """Begin one session for each number of `utterances`, which it gets as a prompt; close all afterwards."""
+    """Begin sessions whose first prompts have these numbers of `utterances`; close them afterwards."""
     chats, name = run.corpus.conversations, uuid4().hex[:8]
 
     def talk(number: int) -> _Talk:

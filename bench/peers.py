@@ -115,7 +115,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield each round's tokens per second, of all its streams."""
+    """Yield the tokens per second of each round, over all its streams."""
     concurrent = [turn for turn in turns if turn.facts.get("part") == CONCURRENT]
     for place, streams in stats.grouped(((turn.case, *turn.place), turn) for turn in concurrent).items():
         if not any(turn.error for turn in streams):

@@ -88,7 +88,7 @@ PLOTS = (
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check the promises of a worker around its memory limit."""
+    """Check the memory limits, the refusals, the results in the log, the answers, and the load itself."""
     limits = ("device_memory", "max_memory", "without sessions")
     device, kv, idle = (found.facts.get(name, 0) for name in limits)
     active, held, process = found.of(DEVICE, ALLOCATED), found.of(KV), found.of(PROCESS)

@@ -85,7 +85,7 @@ PLOTS = (
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check the promised cost of a restart."""
+    """Check the prefilled tokens, answers and waits of turns after a restart or an eviction."""
     turns, pairs = found.answered, list(found.pairs(WARM))
     lived = [turn for turn in turns if turn.case in LIVED]
     name = "sessions were in memory, and spilled ones were not"

@@ -45,7 +45,7 @@ FAULT_PAUSE_S: Final = 0.2
 
 
 class Run(Generic[P]):
-    """The interface of a measuring coroutine; keeps the measurements so far."""
+    """Starts workers and times turns for a bench's measuring coroutine; keeps the measurements so far."""
 
     def __init__(self, bench: str, plan: P, where: Where) -> None:
         self.plan = plan
@@ -280,7 +280,7 @@ def _end_where_cancelled() -> None:
 
 
 def _answered(arrivals: Sequence[tuple[float, Chunk]], result: Generated, times: dict[str, Any]) -> Turn:
-    """Make the turn of an answer from its chunks, each with its time, and its result."""
+    """Build a turn from an answer's chunks, each with its arrival time, and the answer's result."""
     usage, counts = result.usage, tuple(len(chunk.tokens) for _, chunk in arrivals)
     tokens = tuple(token for _, chunk in arrivals for token in chunk.tokens)
     text = "".join(chunk.text for _, chunk in arrivals)

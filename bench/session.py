@@ -108,7 +108,7 @@ PLOTS = (
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield the KV by its formula, turns after a restart by length, and each block's bytes written per token.
+    """Yield samples: KV by its formula, first chunks after a restart, bytes written per token of each block.
 
     Written bytes are counted by block, since snapshots are written after their turns.
     """
@@ -127,7 +127,7 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check the promised cost of a session."""
+    """Check a session's KV, prefilled tokens, disk use, drift of turn times, and process memory."""
     several = found.answered if len(found.answered) > 1 else []  # one turn fits any formula
     formula = kv_formula(several)
     name = "KV is not empty and follows its formula at every turn"
@@ -193,7 +193,7 @@ def _cache(plan: Plan) -> CachePolicy | None:
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Run the conversation, with one start of the worker or with restarts."""
+    """Run the conversation; with `restart_every`, restart the worker in between."""
     talk, plan = _Conversation(run), run.plan
     if plan.restart_every is None:
         async with run.target() as client:
@@ -215,7 +215,7 @@ async def measure(run: Run[Plan]) -> None:
 
 
 class _Conversation:
-    """The session, and its position before the next turn."""
+    """Runs the turns of the session, and keeps its position before the next turn."""
 
     def __init__(self, run: Run[Plan]) -> None:
         self._run, self._texts, self._cache = run, run.corpus.texts(), _cache(run.plan)

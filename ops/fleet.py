@@ -109,7 +109,7 @@ class Gateways:
         self._heard: dict[str, tuple[float, GatewayMetrics]] = {}
 
     def hear(self, metrics: GatewayMetrics) -> None:
-        """Store a gateway's message, unless no gateway can have sent it."""
+        """Store a gateway's message; ignore one that no gateway can have sent."""
         self._heard = {one.gateway: (heard_s, one) for heard_s, one in self._now()}
         if _is_possible(metrics) and len(self._heard) < MAX_WORKERS:
             self._heard[metrics.gateway] = (self._clock(), metrics)

@@ -63,7 +63,7 @@ _BODY: Final = bytes(1024)
 
 
 class Measuring:
-    """A loaded model, and the parts of a worker around it. Nothing else may run on the device meanwhile."""
+    """Measures a loaded model and the parts of a worker. Nothing else may run on the device meanwhile."""
 
     def __init__(self, loaded: LoadedModel, directory: DataDir, chosen: Settings) -> None:
         """Choose the model's batch as a worker does, once for rows together and once for rows apart."""
@@ -251,7 +251,7 @@ class Measuring:
         return caches
 
     def _least_rows(self) -> str:
-        """Name the constant from how many rows on this model pools or merges them; "" if it never does."""
+        """Name the constant that has this model's least rows to pool or merge; "" if it never does either."""
         (row,) = self._begin(True, 1, [[0, 0]])
         self._batches[True].step([])
         is_together = row.caches is None

@@ -27,7 +27,7 @@ Prompts = list[list[int]]
 
 
 class Engine:
-    """The model, and the prompt caches of its sessions."""
+    """Runs mlx-lm with one model, and keeps the prompt caches of the sessions."""
 
     def __init__(self, folder: str) -> None:
         """Load the model as a worker with its default settings does."""

@@ -47,7 +47,7 @@ _DAY = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Answering:
-    """A loaded model with a batch for each side. Nothing else may run on the device meanwhile."""
+    """Decodes answers of a model, in a batch per side. Nothing else may run on the device meanwhile."""
 
     def __init__(self, loaded: LoadedModel, draft: LoadedModel | None, trials: Path) -> None:
         """Choose the model's batch as a worker does: without drafts, with lookups, with a draft model."""

@@ -85,7 +85,7 @@ async def run(
 
 
 def _hear(console: Console, running: uvicorn.Server) -> None:
-    """Read the worker's log from standard input; stop the server once the input ends, as the worker has."""
+    """Read the worker's log from standard input; stop the server when the input ends with the worker."""
     if said := os.read(sys.stdin.fileno(), 2**16):
         console.log.add(said)
     else:

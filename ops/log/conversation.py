@@ -48,7 +48,7 @@ def conversation(entries: Sequence[Entry]) -> Iterator[Turn]:
 
 
 class Mark(NamedTuple):
-    """The end of a part of a conversation: sequences that its requests (`before`) and results precede."""
+    """The end of a part of a conversation: its requests precede sequence `before`, its results `end`."""
 
     before: int
     end: int

@@ -70,10 +70,10 @@ async def find(client: Client, session: str, request: str) -> Dead:
 
 
 async def retry(client: Client, dead: Dead, *, anyway: bool, timeout_s: float) -> Result:
-    """Send a request again, under a new id, and remove its letter once it is answered.
+    """Send a request again, under a new id; remove its letter if it succeeds, or gets a new dead letter.
 
     Unless `anyway` is set, the session's position must be the same as when the request was given up. If
-    workers give up the request again, it gets a new dead letter.
+    the request fails otherwise, its letter stays.
     """
     if dead.asked is None:
         raise DeadError(f"the request at {dead.letter.seq} is not in the log any more; drop its letter")

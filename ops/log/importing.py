@@ -114,7 +114,7 @@ class Import:
                 result["repeat_of"] = msgspec.Raw(str(new).encode())
             answer = decode_result(bytes(line.result))
             is_close = isinstance(decode_request(bytes(line.request)), Close) and isinstance(answer, Closed)
-            if is_close and answer.repeat_of is None:  # this note lets workers remove it later
+            if is_close and answer.repeat_of is None:  # by this note workers remove the session later
                 yield Unsent(self._subjects.of(self._key, "closed"), b"", {})
                 seq += 1
             headers = {name: line.headers[name] for name in HEADERS if name in line.headers}

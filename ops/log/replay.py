@@ -97,7 +97,7 @@ class Replay:
         self._places = asyncio.Semaphore(_AT_ONCE if speed == math.inf else len(record.sessions))
 
     async def run(self) -> Report:
-        """Play all sessions. Raises `ReplayError`, and `NoWorkerError` if no worker answers."""
+        """Replay all sessions. Raises `ReplayError`, and `NoWorkerError` if no worker answers."""
         if not self._record.sessions:
             raise ReplayError(
                 "there is nothing to replay: the log holds no such session with answered requests"

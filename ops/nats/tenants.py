@@ -61,7 +61,7 @@ class Limits:
     max_connections: int = 100
     max_subscriptions: int = 1000
     max_payload_bytes: int | None = None  # None: the server's limit
-    copies: int = 1  # of each stored byte; each copy counts
+    copies: int = 1  # replicas of each stored message; all count
 
 
 def accounts(
@@ -241,7 +241,7 @@ async def mirror(
 
 
 def _copies(folder: Path) -> int:
-    """Return how many nodes keep a copy of the streams: three in a cluster."""
+    """Return how many nodes keep a copy of the streams: three in a cluster, else one."""
     return 3 if (folder / ROUTES).exists() else 1
 
 
