@@ -38,7 +38,7 @@ class DirectGets:
         self._timeout_s = timeout_s
         self._inbox = ""
         self._opening = asyncio.Lock()
-        # One for all: a subscription for each request takes a third longer.
+        # One subscription for all requests: one for each takes a third longer.
         self._subscription: Subscription | None = None
         self._waiting: dict[str, _Batch] = {}
         self._numbers = itertools.count()
@@ -91,7 +91,7 @@ class _Batch:
             self._ended.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait for the batch's last message. To wait for each one would take longer than to read it."""
+        """Wait for the batch's last message. Waiting for each message would take longer than reading it."""
         num_before = 0
         while True:
             with contextlib.suppress(TimeoutError):
