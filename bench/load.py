@@ -50,7 +50,7 @@ ONE_ARRIVAL_S: Final = 0.0005
 EQUAL: Final = 0.1
 #: The number of answers beside a long prompt, and the range of its token ids, which all vocabularies have.
 ANSWERS, IDS = 4, (32, 240)
-#: A shorter prefill is over within a few steps, so its stalls say nothing.
+#: A shorter prefill is over within a few steps, so its stalls are not informative.
 MIN_PROMPT_S: Final = 2.0
 #: How many sessions of a crowd are begun at a time, and the exponent of Zipf's law for its turns.
 CROWD_AT_ONCE, SKEW = 64, 1.1
@@ -262,7 +262,7 @@ async def measure(run: Run[Plan]) -> None:
         if plan.crowd is not None:
             most_bytes = await _most_bytes(run, client)
     if plan.crowd is not None:
-        # Preallocated memory would hide what sessions take.
+        # Preallocated memory would hide the memory that sessions take.
         memory = ("--max-memory", f"{max(MIN_MEMORY_BYTES, plan.room * most_bytes)}", "--spare-memory", "0")
         async with run.target(*METRICS, *memory) as client, run.watching(client, note):
             await _crowd(run, client, plan.crowd, sizes)

@@ -52,7 +52,7 @@ NEIGHBOURS: Final = 12
 SYNC_S: Final = 5.0
 #: The least `--max-batch` of the workers; a larger measured batch raises it.
 MIN_BATCH: Final = 16
-#: The pause between sides, for the acknowledgements and closed connections behind an answer.
+#: The pause between sides, for the acknowledgements and closed connections after an answer.
 PAUSE_S: Final = 0.1
 #: Ids that are neither special nor beyond the smallest vocabulary.
 FIRST_ID: Final = 32

@@ -128,7 +128,7 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
     """Check a session's KV, prefilled tokens, disk use, drift of turn times, and process memory."""
-    several = found.answered if len(found.answered) > 1 else []  # one turn fits any formula
+    several = found.answered if len(found.answered) > 1 else []  # a single turn would fit any formula
     formula = kv_formula(several)
     name = "KV is not empty and follows its formula at every turn"
     yield count(name, several, lambda t: t.kv_live_bytes not in set(map(formula, _lengths(t))) - {0})

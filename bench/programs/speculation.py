@@ -2,7 +2,7 @@
 
 `turnkeep bench speculation` runs it. It loads a model, and a draft model if one is named, as a worker does,
 and prints a line that describes them. Each line of its input is an array in JSON, the arguments of
-`Answering.answer`; for each it prints what that returns. Runs the worker's own batch, one for each side over
+`Answering.answer`; for each it prints the result. Runs the worker's own batch, one for each side over
 the same weights.
 """
 
