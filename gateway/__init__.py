@@ -1,1 +1,1 @@
-"""The HTTP gateway: APIs of OpenAI, Anthropic and Ollama over durable sessions. Imports only `protocol`."""
+"""HTTP APIs of OpenAI, Anthropic and Ollama over durable sessions. Imports no other folder but `protocol`."""

@@ -152,7 +152,7 @@ class Conversations:
         if (held := self.index.sessions.get(session)) is not None:
             self.index.drop(held)
         named = self.client.session(session)
-        with contextlib.suppress(ResultTimeoutError):  # the log has the request: the worker will come to it
+        with contextlib.suppress(ResultTimeoutError):  # the request is in the log: the worker will execute it
             try:
                 await named.close(forget=True, timeout_s=LAST_PAUSE_S)
             except RequestFailedError as error:
@@ -394,7 +394,7 @@ class Conversations:
             self._note_moved(held)
 
     def _note_moved(self, held: Held) -> None:
-        """Note that another gateway has continued a session; earlier positions can still be forked."""
+        """Note that another gateway has continued a session, so that its position is unknown now."""
         if self.index.rewrites:
             self.index.drop(held)
         else:
@@ -406,7 +406,7 @@ class Conversations:
             asked.opening = None
 
     def _note_failed(self, plan: Plan) -> None:
-        """Mark a request so that no turn repeats it. After a failed repeat the first one may still run."""
+        """Mark a request so that no turn repeats it. If a repeat failed, the first one may still run."""
         plan.asked.is_certain, plan.asked.claim_until_s = False, 0.0
         if plan.how != "repeated":
             plan.asked.state = "failed"
@@ -431,7 +431,7 @@ class Conversations:
             self.beside(self._cancel(asked))
 
     async def _cancel(self, asked: Asked) -> None:
-        """Ask the worker again and again to cancel an answer, until it ends or a client wants it again."""
+        """Ask the worker repeatedly to cancel an answer, until it ends or a client wants it again."""
         pause_s = 0.0
         if asked.opening is not None:
             await asked.opening.wait()

@@ -45,7 +45,7 @@ class Dialect(NamedTuple):
     """One HTTP API: how to read its requests, and write its answers, events and errors.
 
     `names` maps the protocol's field names to this API's, where they differ. `begun` writes an answer without
-    a result, for APIs with background answers. `at_once` answers requests without a model, or returns None.
+    a result, for APIs with background answers. `at_once` answers requests that need no worker, else None.
     """
 
     name: str

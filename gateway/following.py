@@ -37,7 +37,7 @@ KEY_REUSED: Final = "key_reused"
 
 
 class Standing(NamedTuple):
-    """The log's state of an idempotency key: its request's last attempt, and its session's fork point."""
+    """What the log has for an idempotency key: its request's last attempt, and its session's fork point."""
 
     session: str
     last: Recorded | None = None

@@ -98,7 +98,7 @@ class Keys:
     """All API keys. Without keys, every request belongs to the default tenant, and has no limits."""
 
     def __init__(self, keys: Mapping[bytes, Key] | None = None) -> None:
-        """`keys` maps each key's SHA-256 to it, so that the time of a look-up reveals nothing about keys."""
+        """`keys` maps SHA-256 digests to keys, so that the time of a look-up reveals nothing about keys."""
         self._keys = keys
         self._anybody = Key(DEFAULT_TENANT)
 

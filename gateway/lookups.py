@@ -1,4 +1,4 @@
-"""Finds the answers that requests refer to by an id or key, in the log of any model."""
+"""Finds answers in the logs of all models, for requests that refer to one by its id or key."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Lookups:
     async def cut(self, tenant: str, headers: Mapping[str, str], digest: str) -> tuple[Kept, Place] | None:
         """Find the answer whose broken stream a client resumes by `Last-Event-ID`, and the place in it.
 
-        None without that header, or if log and client have no answer yet. Raises `Fault`, `TurnkeepError`.
+        None without that header, or if the request has not reached the log. Raises `Fault`, `TurnkeepError`.
         """
         if (read := places.read(headers.get("last-event-id", ""))) is None:
             return None

@@ -31,7 +31,7 @@ class Counters:
         self.num_running = 0
 
     def note(self, how: str, result: Generated) -> None:
-        """Count an answer and its tokens; `how` says in which way its conversation was found."""
+        """Count an answer and its tokens; `how` says how its conversation was found."""
         self.answers[how] += 1
         self.num_resumed += bool(result.resumed_tokens)
         if how != "repeated":
@@ -41,7 +41,7 @@ class Counters:
             self.tokens["generated"] += used.completion_tokens
 
     def counting(self, app: ASGIApp, paths: Iterable[str]) -> ASGIApp:
-        """Wrap an application to count its requests by path and status; all paths not in `paths` as one."""
+        """Wrap an application to count its requests by path and status; others than `paths` count as one."""
         known = {*paths}
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:

@@ -106,7 +106,7 @@ def page_v0(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _model(name: str, worker: Metrics | None) -> dict[str, Any]:
-    """Describe a model in OpenAI's and Anthropic's fields; `_CONTEXT` names those for its context length."""
+    """Describe a model in OpenAI's and Anthropic's fields, with its context length as other servers do."""
     name = name or (worker.model if worker else "")
     return {
         "id": name,

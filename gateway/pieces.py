@@ -40,7 +40,7 @@ def ahead(
 
 
 def _groups(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield start and end of consecutive groups whose sizes add up to `most` at most, or of a larger item."""
+    """Yield start and end of consecutive groups of at most `most` in total; a larger item stands alone."""
     start = total = 0
     for at, size in enumerate(sizes):
         if at > start and total + size > most:

@@ -42,7 +42,7 @@ class Plan(NamedTuple):
 
 
 def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
-    """Decide how to send a turn, and record it in the index, so that no other turn takes the session.
+    """Decide how to send a turn, and record that in the index, so that no other turn takes the session.
 
     `number` is the answer's among several. If this `is_last` of the attempts, it goes to a new session.
     """

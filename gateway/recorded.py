@@ -95,7 +95,7 @@ class _Exchange(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A generate request from the log, at the stream sequence `seq`, and its result; None without one.
+    """A generate request from the log, at the stream sequence `seq`, and its result (None if it has none).
 
     The `messages` of `turn` are the whole conversation, or None if the log no longer has all of it.
     """
@@ -186,7 +186,7 @@ async def find(client: Client, wanted: set[str], *, conversation: bool = True) -
 async def _exchanges(
     client: Client, key: SessionKey, *, conversation: bool = True
 ) -> AsyncIterator[_Exchange]:
-    """Yield a session's appends, generates and forgetting closes in the log's order, repeated ones too."""
+    """Yield a session's appends, generates and closes that forget, in log order, repeated ones too."""
     results = await _results(client, key)
     said: _Conversation = ()  # up to the last answer
     prompts: dict[str, _Conversation] = {}

@@ -416,7 +416,7 @@ class Gateway:
         return self._keys.of(request.headers)
 
     def _may_ask(self, origin: str) -> bool:
-        """Whether pages of an origin may send requests: local ones, desktop programs, and `--cors`."""
+        """Whether an origin's pages may send requests: this machine, desktop programs and `--cors` may."""
         return origin in self._cors or origin.startswith(PROGRAMS) or is_local(origin)
 
     async def _of(self, tenant: str, model: str) -> Conversations:

@@ -70,7 +70,7 @@ SERVED: Final = {
 
 
 def openapi() -> dict[str, Any]:
-    """Return the OpenAPI document. It describes requests; answers are as the named APIs specify them."""
+    """Return the OpenAPI document. It has schemas of requests, but not of answers."""
     kinds = {one.request for one in SERVED.values() if one.request is not None}
     kinds_in_order = sorted(kinds, key=lambda kind: kind.__module__)
     references, schemas = msgspec.json.schema_components(

@@ -108,7 +108,7 @@ class Marked:
         return self._marked(self._events.end(results))
 
     def error(self, fault: Fault) -> bytes:
-        """Write the error event that ends the stream; the client gets it whatever it has already."""
+        """Write the error event that ends the stream; it always counts as new to the client."""
         if self._numbered is not None:
             self._at = max(self._at, self._after)
             self._numbered.num_events = self._at.num_events

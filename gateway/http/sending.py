@@ -43,7 +43,7 @@ _CANCELLED: Final = "the answer was cancelled; send an Idempotency-Key, and it g
 
 
 class Asker(NamedTuple):
-    """A request's API key and counters, and whether to explain it; `running` is closed when it has ended."""
+    """A request's API key, counters and `explain` setting; `running` is closed when the request has ended."""
 
     key: Key
     counters: Counters
@@ -160,7 +160,7 @@ class Answer(Response):
         try:
             if failure is None:
                 first += await self._until_begun(answering, events, send)
-        except RequestFailedError as error:  # the log has no such answer: tell no id
+        except RequestFailedError as error:  # the log has no such request: send no id
             events, start, failure = self._unmarked_events(), b"", error
         except TurnkeepError as error:
             failure = error
@@ -176,7 +176,7 @@ class Answer(Response):
         await send(_part(last, more=False))
 
     async def _until_begun(self, answering: Answering, events: Events, send: Send) -> bytes:
-        """Wait until the log has the request, if its answer stays; return the events that came meanwhile.
+        """Wait until the log has the request of an answer that stays; return the events that came meanwhile.
 
         The first event tells the client the answer's id, with which it may resume at once, at any gateway.
         Raises `TurnkeepError`.

@@ -38,7 +38,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 class _Protocol(H11Protocol):
-    """HTTP/1.1 that closes a connection if its first request, or one that has begun, does not arrive."""
+    """An HTTP/1.1 connection that closes if its first request, or one that has begun, does not arrive."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)

@@ -67,7 +67,7 @@ class Lines:
 
     @property
     def heartbeat(self) -> bytes:
-        """A line with an empty text, since lines of JSON have no comments."""
+        """A line with an empty text, as a sign that the stream lives: JSON lines have no comments."""
         return self._line(self._say(""), done=False)
 
     def start(self, index: int) -> bytes:  # noqa: ARG002  # there is one answer

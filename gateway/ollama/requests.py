@@ -87,7 +87,7 @@ class Generate(_Request, frozen=True, kw_only=True):
 
 
 class _Empty(Struct, frozen=True):
-    """The fields of a request that, without a prompt, only loads or unloads a model in Ollama."""
+    """A request that, if it has no prompt, only loads or unloads a model in Ollama."""
 
     model: str = ""
     prompt: str | None = None
@@ -165,7 +165,7 @@ def _options(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
 
 
 def _messages(given: Sequence[_Said], warnings: list[Warned]) -> list[Message]:
-    """Convert a conversation's messages. Ollama's tool results have no ids, so each gets an open call's."""
+    """Convert messages. Ollama's tool results have no ids: each gets the id of a call without a result."""
     found: list[Message] = []
     waiting: list[ToolCall] = []
     for number, one in enumerate(given):
@@ -195,7 +195,7 @@ def _call(given: _Call, call_id: str) -> ToolCall:
 
 
 def at_once(body: bytes) -> dict[str, Any] | None:
-    """Answer a request without a prompt, which loads a model in Ollama and does nothing here; else None."""
+    """Answer a request without a prompt, which only loads a model in Ollama; None for other requests."""
     asked = decoded(_EMPTY, body)
     if asked.prompt or asked.messages:
         return None

@@ -91,7 +91,7 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
 
 
 class _Sent(Struct, frozen=True):
-    """The fields that the prompt repeats, with their JSON keys in the order of the request."""
+    """The messages and tools of a request, with their JSON keys in the order in which they were sent."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -204,7 +204,7 @@ def _call(given: _Call, index: int, where: str) -> ToolCall:
     if called is None:
         raise refused(f"a call of the type {given.type} must have the field {given.type}", where)
     arguments = called.arguments
-    if isinstance(arguments, dict):  # OpenAI's are text, but some clients send the object
+    if isinstance(arguments, dict):  # OpenAI's are JSON text, but some clients send an object
         try:
             arguments = encode(arguments).decode()
         except InvalidMessageError as error:

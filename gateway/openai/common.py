@@ -104,7 +104,7 @@ def _plain(value: Any) -> Any:
 
 
 def _best_effort(form: Any) -> Any:
-    """Set `strict` to false in a JSON schema's format without it: the schema is followed where possible."""
+    """Return the response format with `strict: false` for a JSON schema, unless the client set `strict`."""
     match form:
         case {"type": "json_schema", "json_schema": dict() as given} if given.get("strict") is None:
             return {**form, "json_schema": {**given, "strict": False}}
@@ -127,7 +127,7 @@ def reasoning(effort: str | None) -> dict[str, Any]:
 
 
 def refuse(asked: Struct, names: Iterable[str]) -> None:
-    """Raise `Fault` if one of these fields has a value."""
+    """Raise `Fault` if a request has a value in one of the fields `names`, which are not supported."""
     for name in names:
         if getattr(asked, name) not in (None, False, "", [], {}):
             raise refused(f"{name} is not supported", name)
@@ -157,7 +157,7 @@ def usage(results: Iterable[Generated], num_prompts: int = 1) -> dict[str, Any]:
 
 
 def likelihoods(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """Write the log probability of each token, with those of the likeliest tokens in its place."""
+    """Write each token's log probability, with those of the likeliest tokens at its position."""
     return [_likelihood(one) | {"top_logprobs": [*map(_likelihood, one.top)]} for one in tokens]
 
 

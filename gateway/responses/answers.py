@@ -250,7 +250,7 @@ class Events:
     def _of(self, begun: _Begun, event: str, **fields: Any) -> bytes:
         return self._event(f"response.{event}", item_id=begun.id, output_index=begun.index, **fields)
 
-    def _event(self, type: str, **fields: Any) -> bytes:  # noqa: A002  # as the events have it
+    def _event(self, type: str, **fields: Any) -> bytes:  # noqa: A002  # the field's name in an event
         self.num_events += 1
         return event(type, sequence_number=self.num_events - 1, **fields)
 
@@ -277,7 +277,7 @@ def _kind(turn: Turn, name: str) -> dict[str, str]:
     return found
 
 
-def _call(  # the fields of an item
+def _call(  # each is a field of the item
     turn: Turn, key: str, call_id: str, name: str, arguments: str, status: str = "completed"
 ) -> dict[str, Any]:
     kind = dict(_kind(turn, name))

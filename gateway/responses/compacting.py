@@ -1,4 +1,4 @@
-"""Translates `/v1/responses/compact`, where the model sums up a conversation to continue it shorter. Pure.
+"""Translates `/v1/responses/compact`, where the model shortens a conversation to a summary. Pure.
 
 The client gets the summary as an opaque item, which `items` decodes when the client sends it back.
 """
