@@ -39,7 +39,7 @@ _MAX_PAUSE_S: Final = 5.0
 
 
 class Attachments:
-    """What the `SessionAttachments` of a worker share; `tasks` runs the storing tasks. Event loop only."""
+    """The journal, tokenizer and task group that a worker's `SessionAttachments` share. Event loop only."""
 
     def __init__(
         self, journal: Journal, tokenizer: Tokenizer, tasks: TaskGroup, *, max_message_bytes: int
@@ -142,7 +142,7 @@ class SessionAttachments:
         return found
 
     async def _store(self, value: bytes) -> Link | None:
-        """Store a value in parts, each with a link to the one before; return the last link, or None."""
+        """Store a value in parts, each linked to the one before; return the last link, None on failure."""
         attachments, link = self._shared, None
         for start in range(0, max(len(value), 1), attachments.part_bytes):
             part = value[start : start + attachments.part_bytes]

@@ -73,7 +73,7 @@ class Attempts:
         return AttemptNote()
 
     async def is_under_way(self, note: AttemptNote) -> bool:
-        """Whether another worker still makes the attempt that a note counts, so has not crashed over it."""
+        """Whether another worker is still making the attempt that a note counts, and so has not crashed."""
         return self._runs is not None and note.by != self._me and await self._runs(note.by)
 
     async def store(self, key: SessionKey, note: AttemptNote) -> AttemptNote:

@@ -62,7 +62,7 @@ class Embedder:
     ) -> None:
         """`refusal` says why the model makes no vectors; a vector has `size` numbers, a reply `max_bytes`.
 
-        `judging` has the tokens yes and no, or a cross-encoder's one output; a string says why it has none.
+        `judging` are the logits that score a document (yes and no, or one); a string says why there are none.
         """
         self._engine = engine
         self._tokenizer = tokenizer
@@ -120,7 +120,7 @@ class Embedder:
         *,
         logits_of: tuple[int, ...] = (),
     ) -> list[bytes] | Failed:
-        """Return each prompt's vector, or its `logits_of`; `param` names the prompts in a refusal."""
+        """Return each prompt's vector, or the logits `logits_of` after it; `param` is for refusals."""
         for number, prompt in enumerate(prompts):
             if why := self._fault(prompt):
                 return failure(None, "invalid_request", f"{param}[{number}] {why}")

@@ -183,7 +183,7 @@ class Execution:
         history: History,
         shared: Callable[[History], Awaitable[int]],
     ) -> tuple[Result, History]:
-        """Close a session; to forget it, erase its KV, except that of its first `shared(history)` tokens."""
+        """Close a session; a forget also erases its KV, except that of its first `shared(history)` tokens."""
         removed = await self._retention.note_close(key, forget=request.forget)
         closed = Closed(id=request.id, seq=pending.seq, position=history.position, removed_entries=removed)
         if not request.forget:

@@ -162,7 +162,7 @@ class Fold:
     def forked(self, whole: History, parent: Parent, tags: tuple[str, ...] = ()) -> History:
         """Start a session with the first tokens of its parent, given the parent's `whole` history.
 
-        They are the tokens that a rewind to the fork's position would leave; it may be inside an answer or a
+        The fork equals the parent after a rewind to the fork's position, which may be inside an answer or a
         prompt. Raises `CutOffError`.
         """
         begun = self.rewound(whole, parent.position)
@@ -296,7 +296,7 @@ class Fold:
         return [Said(one) for one in self._tokenizer.adapted([answer], {"role": "user"}, Counter())]
 
     def _check_model(self, history: History) -> None:
-        """Raise `RefusedError` if another model has answered the session and must not be replaced."""
+        """Raise `RefusedError` if another model answered the session and it may not be taken over."""
         last, own = history.model, self.model
         if self._takes_over or not history.position or last is None or digests_of(last) == digests_of(own):
             return

@@ -1,4 +1,4 @@
-"""A session's history (tokens and conversation), and an input added to it. Values; `fold` computes them."""
+"""A session's history (tokens and conversation) and added inputs. Pure values; `fold` computes them."""
 
 from __future__ import annotations
 

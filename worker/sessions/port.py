@@ -69,7 +69,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """The cost of a turn. `num_cached` prompt tokens already had KV; `num_prefilled` were run.
+    """The cost of a turn. `num_cached` prompt tokens already had KV; `num_prefilled` were prefilled.
 
     `complete` says that the turn was not cancelled before its whole context had KV. `started_s` and
     `first_token_s` are readings of the monotonic clock.
@@ -89,7 +89,7 @@ class EnginePort(Protocol):
 
     @property
     def max_bytes(self) -> int:
-        """The device memory that all KV may take."""
+        """The bytes of device memory that all KV may take."""
 
     async def run(
         self,

@@ -314,7 +314,7 @@ class Record:
             self.answered_ids.add(pending.request.id, AnsweredAt(pending.seq, out_seq))
 
     def cancel_before(self, seq: int) -> None:
-        """Cancel the appends and generates before a close at `seq` that ends them."""
+        """Cancel the pending appends and generates before the close at `seq`, which cancels them."""
         self._cancelled_before = max(self._cancelled_before, seq)
         for pending in self.pending:
             self._cancel_early(pending)

@@ -323,7 +323,7 @@ class Session:
         """
         if pending is self.active:
             return True
-        # The next request may be too young for the record.
+        # The next request may not be in the record yet.
         is_next = all(pending.seq <= one.seq for one in self.log.record.pending)
         return is_next and (await self._is_streamed(pending) or pending is self.active)
 

@@ -48,7 +48,7 @@ _MAX_IDLE_BYTES = 64 * 2**20
 
 
 class Sessions:
-    """The sessions in memory, by name. Event loop only."""
+    """Keeps the sessions in memory, by name. Event loop only."""
 
     def __init__(self, services: Services, tasks: TaskGroup, *, idle_timeout_s: float) -> None:
         """`tasks` runs the tasks of the sessions at work, which end by themselves after `stop`."""
@@ -160,7 +160,7 @@ class Sessions:
                 ) from None
 
     async def _num_shared(self, key: SessionKey, tokens: Tokens, parent: Parent | None) -> int:
-        """Count the first tokens of a session that another open session has too; true until the next await.
+        """Count the first tokens of a session that another open session has too; valid until the next await.
 
         The other sessions are those in memory, and the parent, which is read for this.
         """

@@ -40,7 +40,7 @@ class AnswerStream:
         self._pending = pending
         self._ttl_s = ttl_s
         self._said = list(published.chunks)
-        self._said_s = pending.stored.timestamp()  # the first chunk is no older
+        self._said_s = pending.stored.timestamp()  # no chunk is older than the request
         self._last_seq = published.last_seq
         self._is_heard = True
 

@@ -191,7 +191,7 @@ class EmbeddedServer:
         return self._process.pid if self._process else None
 
     def check(self) -> bool:
-        """Return whether a server runs already. Raises `BrokerError` if `start` could not start one either.
+        """Return whether a server runs already. Raises `BrokerError` if none runs and `start` would fail.
 
         Changes nothing.
         """

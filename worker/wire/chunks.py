@@ -219,7 +219,7 @@ class AnswerChunks:
             if data == body and data and not is_own:
                 is_own = after
             elif self._stops(data, found.headers or {}, seq):
-                raise FencedError(subject)  # else of a client, or of another request under this id
+                raise FencedError(subject)  # else it is a client's, or of another request with this id
         return is_own or after, is_own > 0
 
     async def _token(self, subject: str, after: int | None = None) -> RawStreamMsg | None:

@@ -194,7 +194,7 @@ async def _check_server(client: Client, shown: str, min_payload_bytes: int, time
 
 
 def small_payload(client: Client, min_payload_bytes: int, shown: str) -> str | None:
-    """Return why the connected server's limit of a message is too small; None if it is not."""
+    """Return why the connected server's limit for the size of messages is too low; None if it is not."""
     if client.max_payload >= min_payload_bytes:
         return None
     return (
@@ -213,7 +213,7 @@ def server_version(client: Client) -> str:
 
 
 def loses_entries(version: str) -> str:
-    """Return which entries a NATS server of this version can lose, and the remedy; empty if it is sound."""
+    """Return which entries a NATS server of this version can lose, and the remedy; empty if none is known."""
     if not version:
         return ""
     number = tuple(map(int, version.split(".")))

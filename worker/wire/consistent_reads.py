@@ -41,7 +41,7 @@ RACE_S: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One stored message; `stored` is the server's time."""
+    """One message of a stream; `stored` is the time at which the server stored it."""
 
     seq: int
     kind: Literal["in", "out"]
@@ -56,7 +56,7 @@ class ConsistentReads:
     def __init__(self, nc: Client, js: JetStreamContext) -> None:
         self._js = js
         self._gets = DirectGets(nc, timeout_s=TIMEOUT_S)
-        self._replicated: dict[str, tuple[float, bool]] = {}  # by stream: until when this is known
+        self._replicated: dict[str, tuple[float, bool]] = {}  # by stream: (valid until, has replicas)
 
     async def page(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
         """Read a subject's next messages after the sequence `after`, and count the remaining ones."""

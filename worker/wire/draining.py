@@ -55,7 +55,7 @@ class Workers:
         return {one.worker: one for one in await recorded(self._gets, self._subjects)}
 
     async def drain(self, member: Member, *, on: bool) -> list[str]:
-        """Ask a worker to start or stop draining; return who takes its sessions. Without any, it refuses."""
+        """Ask a worker to start or stop draining; return who takes its sessions (if nobody, it refuses)."""
         subject = address(self._subjects, member, "drain")
         reply = await self._nc.request(subject, msgspec.json.encode(on), timeout=_TIMEOUT_S)
         return msgspec.json.decode(reply.data, type=list[str])

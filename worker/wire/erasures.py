@@ -55,7 +55,7 @@ class Copies(Protocol):
         """Erase the copies of a forgotten token sequence; return false if a turn still uses some of them."""
 
     async def clear(self) -> bool:
-        """Erase everything."""
+        """Erase all copies of KV."""
 
     def erased_up_to(self, log: str) -> Erased | None:
         """Return what `note_erased` stored last for a log; None if nothing."""
@@ -132,7 +132,7 @@ class Erasures:
         return done
 
     async def _erase(self, let_go: LetGo, copies: Copies, entry: Entry) -> bool:
-        """Carry out a note; return false if it has to wait for a turn."""
+        """Carry out a note; return false if it has to wait because a turn uses the KV."""
         tenant = entry.headers["Nats-Subject"].rpartition(".")[2]
         try:
             note = msgspec.json.decode(entry.body, type=Note)

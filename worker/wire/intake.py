@@ -278,8 +278,7 @@ class Intake:
     async def _refuse(self, message: Msg, seq: int) -> None:
         """Refuse a request whose names form no subject, and terminate its delivery.
 
-        The server may deliver the request again while it waits here or is being refused; it is refused only
-        once.
+        A request that the server delivers again meanwhile is not refused a second time.
         """
         if seq not in self._refused:
             self._refused[seq] = None

@@ -171,7 +171,7 @@ class Journal:
         await self._append(self._subjects.of(key, kind), body)
 
     async def note_erasure(self, tenant: str, body: bytes) -> None:
-        """Store a note of a session's tokens to erase, for workers that were away."""
+        """Store in the log a note of erased tokens, for workers that were away."""
         await self._append(self._subjects.erased(tenant), body)
 
     async def _append(self, subject: str, body: bytes) -> None:
@@ -260,8 +260,7 @@ class Journal:
     async def refuse(self, subject: str, seq: int, message: str) -> None:
         """Refuse a request whose names cannot be used in subjects, on its tenant's subject `_refused`.
 
-        Does not retry. There is no answer if the tenant's name is invalid too; after a crash there may be two
-        answers.
+        Does not retry. There is no answer if the tenant's name is invalid too, and maybe two after a crash.
         """
         tenant = subject.rsplit(".", 3)[1]
         with contextlib.suppress(InvalidMessageError):

@@ -87,7 +87,10 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Members:
-    """Keeps this worker's record, knows others; run `keep` between `join` and `leave`. Event loop only."""
+    """Keeps this worker's record, and looks for the other workers. Event loop only.
+
+    Run `keep` between `join` and `leave`.
+    """
 
     def __init__(
         self,
@@ -135,7 +138,7 @@ class Members:
         return f"$KV.{self._subjects.workers_bucket}.live.{worker}"
 
     def address(self, member: Member, verb: str) -> str:
-        """Return the subject of requests `verb` to a worker. The stream does not store them."""
+        """Return the subject on which a worker gets requests of kind `verb`; no stream stores these."""
         return address(self._subjects, member, verb)
 
     @property
@@ -442,7 +445,7 @@ class Members:
 
 
 def address(subjects: Subjects, member: Member, verb: str) -> str:
-    """Return the subject on which a worker receives requests `verb` of other workers and of commands."""
+    """Return the subject on which a worker gets requests of kind `verb` from workers and commands."""
     return f"$KV.{subjects.workers_bucket}.peer.{member.boot}.{verb}"
 
 

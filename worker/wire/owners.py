@@ -116,7 +116,7 @@ class Owners:
         self._tasks = tasks
         self._erase = erase
         self._held: OrderedDict[SessionKey, int] = OrderedDict()  # with the sequences of claims, or 0
-        self._takers: OrderedDict[SessionKey, str] = OrderedDict()  # runs of the workers passed to last
+        self._takers: OrderedDict[SessionKey, str] = OrderedDict()  # the worker run that took it last
         self._routed: dict[SessionKey, dict[int, _Routed]] = {}  # deliveries that are under way, by sequence
         self._is_leaving = False
         self.intake: Intake  # set before the first request is heard
@@ -124,7 +124,7 @@ class Owners:
         self._answer: Callable[[str, bytes], Awaitable[bytes]]
 
     async def open(self, ring: Ring, answer: Callable[[str, bytes], Awaitable[bytes]]) -> None:
-        """Subscribe to other workers' requests; take sessions without a worker. `answer` answers on `ctl`."""
+        """Subscribe to other workers' requests; take ownerless sessions. `answer` does control requests."""
         self._ring, self._answer = ring, answer
         heard = {
             "deliver": self._delivered,
@@ -262,7 +262,7 @@ class Owners:
             self._ring(delivery)
 
     async def control(self, key: SessionKey, subject: str, body: bytes) -> bytes | None:
-        """Return the answer of a session's owner to a control request; None if it is this one, or silent."""
+        """Return the owner's answer to a control request; None if this worker is the owner, or none came."""
         owner = None if self.holds(key) else await self._owner(key)
         if owner is None or owner.member is None:
             return None
@@ -294,7 +294,7 @@ class Owners:
         return self._less_busy(_GAP)
 
     def _less_busy(self, gap: int) -> Member | None:
-        """Return the worker with the least work, if this one has far more, or drains."""
+        """Return the least busy other worker if this one drains or has `gap` sessions more; else None."""
         others = [one for one in self._members.others.values() if one.serves and not one.drains]
         mine, idlest = self.intake.num_sessions, min(others, key=_load, default=None)
         if idlest is None or self._members.me.drains:
@@ -354,7 +354,7 @@ class Owners:
 
     async def _delivered(self, message: Msg) -> bytes:
         passed = msgspec.json.decode(message.data, type=_Passed)
-        key = session_of(passed.subject)  # whose names may break the rule for ids: the session refuses them
+        key = session_of(passed.subject)  # names that break the rule for ids are refused by the session
         if self._is_leaving or key is None:
             return _NOT_YET
         entry = await self._journal.entry(passed.seq)
@@ -410,7 +410,7 @@ class Owners:
     async def _take_unanswered(self) -> None:
         """Claim sessions with requests that no running worker has, before the server redelivers them."""
         if self._members.me.drains and self._heir() is not None:
-            return  # that one takes them
+            return  # the heir takes them
         try:
             keys = await self._journal.unanswered()
         except (APIError, nats.errors.Error, OSError):
@@ -429,5 +429,5 @@ def _load(member: Member) -> int:
 
 
 def _lost(key: SessionKey, entry: Entry) -> Delivery:
-    """Return a delivery that was lost with a worker, which may have crashed over it."""
+    """Build the delivery of a request whose worker has ended, and may have crashed over it."""
     return Delivery(key, entry.seq, entry.stored, entry.body, again=True)

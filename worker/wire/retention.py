@@ -46,8 +46,8 @@ _NEARLY_FULL: Final = 0.9
 _RELIEVED: Final = 0.8
 #: A note without a result after this time belongs to a close that was never carried out.
 _STALE_S: Final = 3600.0
-#: How long the result of a close stays if it is the session's last. A worker that knows less was stalled or
-#: cut off since: the server gives up a connection after about six minutes, and what comes late is lost.
+#: How long the result of a close stays if it is the session's last. A worker that knows only an older one was
+#: stalled or cut off: the server closes such a connection after about six minutes; its late commits are lost.
 _LAST_S: Final = 900.0
 _FORGET: Final = b"forget"
 

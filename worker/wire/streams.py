@@ -256,7 +256,7 @@ async def _copied(look: Callable[[], Awaitable[Any]], num_replicas: int | None) 
 
 
 def _check_identity(wanted: api.StreamConfig, info: api.StreamInfo) -> None:
-    """Refuse a stream that belongs to another program, or has what this version cannot read or change."""
+    """Raise `BrokerError` if a stream is another program's, or this version cannot read or update it."""
     found = info.config
     if info.state.messages and not (wanted.metadata or {}).items() <= (found.metadata or {}).items():
         raise BrokerError(
