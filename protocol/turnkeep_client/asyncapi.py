@@ -1,4 +1,4 @@
-"""The AsyncAPI 3 document of the protocol, built from the message types and the subject grammar.
+"""Builds the protocol's AsyncAPI 3 document from the message types and the subject grammar.
 
 The document takes the worker's view: the worker receives requests and sends results.
 `python -m turnkeep_client.asyncapi` prints the document; `--check FILE` compares a file with it.

@@ -32,7 +32,7 @@ _MOST_TOLD: Final = 20
 
 
 class Warned(NamedTuple):
-    """A part of a request that has no effect or another form; if `is_lost`, the model gets none of it."""
+    """A part of a request that had no effect or was converted; if `is_lost`, the model gets none of it."""
 
     where: str
     what: str

@@ -1,4 +1,4 @@
-"""Publish a request and wait for its result.
+"""Publishes requests and waits for their results.
 
 Reaches NATS through a `Wire`, so this module depends on no NATS library. It starts no task: the caller that
 waits does the work, so an abandoned call leaves nothing running.
@@ -38,7 +38,7 @@ MOST_LAG_S: Final = 30.0
 
 
 class Stored(NamedTuple):
-    """One message of a stream."""
+    """One message that a JetStream stream has stored."""
 
     seq: int
     body: bytes
@@ -46,7 +46,7 @@ class Stored(NamedTuple):
 
 
 class Wire(Protocol):
-    """The NATS operations that calls need. On a closed connection each raises `ClientClosedError`."""
+    """The NATS operations of calls. If closed, all but `read` and `lacks` raise `ClientClosedError`."""
 
     subjects: Subjects
     #: Number of reconnections. Subscriptions miss messages published while disconnected.
@@ -64,7 +64,7 @@ class Wire(Protocol):
         """A sentence about who closed the connection, and why."""
 
     async def publish(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> int:
-        """Store `body` in the log at least once; return its stream sequence."""
+        """Publish `body` until the log has stored it (at least once); return its stream sequence."""
 
     async def ask(self, subject: str, body: bytes, timeout_s: float) -> bytes:
         """Send one core NATS request and return its reply; raises `NoAnswerError` if none comes."""

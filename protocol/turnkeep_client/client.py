@@ -233,7 +233,7 @@ class Client:
     async def log(self, session: str | None = None) -> list[Entry]:
         """Read the log's entries of a session, or of every session of the tenant, in order.
 
-        Empty if there is no log. Raises `NoWorkerError` if the log cannot be read.
+        Raises `NoWorkerError` if the log cannot be read, or does not exist since no worker ever ran.
         """
         key = SessionKey(self.tenant, "*") if session is None else session_key(self.tenant, session)
         subjects = self._wire.subjects

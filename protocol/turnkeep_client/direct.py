@@ -30,7 +30,7 @@ class TooManyError(nats.errors.Error):
 
 
 class DirectGets:
-    """The batched direct gets of one connection. Event loop only."""
+    """Sends batched direct gets over one connection. Event loop only."""
 
     def __init__(self, connection: Client, *, timeout_s: float) -> None:
         """A batch fails if none of its messages arrives for `timeout_s`."""

@@ -105,7 +105,7 @@ class Generation:
                     return
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
-        """Yield the answer as it arrives, from its first token on; raises what `wait` raises.
+        """Yield the answer's chunks as they arrive, from its first token on; raises what `wait` raises.
 
         Raises `StreamBrokenError` if the worker contradicts what it published before.
         """

@@ -83,7 +83,7 @@ class History(Struct, frozen=True, kw_only=True):
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation in OpenAI's shape."""
+        """The conversation as chat messages in OpenAI's shape."""
         return [message for turn in self.turns for message in turn.messages]
 
     @property

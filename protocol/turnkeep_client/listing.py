@@ -1,4 +1,4 @@
-"""A tenant's sessions, from the last request and the last result of each. Pure."""
+"""Lists a tenant's sessions from the last request and the last result of each. Pure."""
 
 from __future__ import annotations
 

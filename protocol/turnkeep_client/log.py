@@ -1,4 +1,4 @@
-"""Entries of the log, parsed from stored messages.
+"""Parses stored messages into entries of the log.
 
 Pure: a stored message in, an entry out. The client does the reading.
 """

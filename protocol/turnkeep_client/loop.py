@@ -45,7 +45,7 @@ async def run_tools(
             try:
                 await session.append(messages=said, request_id=f"{steps}-{number}-results")
             except RequestFailedError as error:
-                if error.code != "id_conflict":  # an earlier run got other results: those stand
+                if error.code != "id_conflict":  # keep the other results of an earlier run
                     raise
         given = {} if number else {"messages": said}
         answer = await session.generate(request_id=f"{steps}-{number}", **given, **sampling)
@@ -75,5 +75,5 @@ async def _result(functions: Mapping[str, Callable[..., Any]], call: Called) -> 
         if inspect.isawaitable(found):
             found = await found
         return found if isinstance(found, str) else msgspec.json.encode(found).decode()
-    except Exception as error:  # noqa: BLE001  # of foreign code, for the model to read
+    except Exception as error:  # noqa: BLE001  # the caller's functions raise anything
         return f"{type(error).__name__}: {error}"

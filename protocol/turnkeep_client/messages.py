@@ -15,15 +15,15 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
-from .controls import *  # noqa: F403  # the one import of all messages
+from .controls import *  # noqa: F403  # users import all messages from here
 from .controls import ControlRequest, CountRequest
 from .errors import InvalidMessageError
 from .explain import explain
-from .metrics import *  # noqa: F403  # the one import of all messages
+from .metrics import *  # noqa: F403  # users import all messages from here
 from .metrics import GatewayMetrics, Metrics
-from .requests import *  # noqa: F403  # the one import of all messages
+from .requests import *  # noqa: F403  # users import all messages from here
 from .requests import Append, Generate, Id, Request
-from .results import *  # noqa: F403  # the one import of all messages
+from .results import *  # noqa: F403  # users import all messages from here
 from .results import (
     Cancelled,
     Chunk,

@@ -279,7 +279,7 @@ class Generated(_Turned, frozen=True, tag="generated"):
         read = getattr(kind, "model_validate_json", None)
         try:
             found: _T = read(self.text) if read else msgspec.json.decode(self.text, type=kind)
-        except ValueError as error:  # of msgspec and of pydantic
+        except ValueError as error:  # raised by msgspec and by pydantic
             raise AnswerNotParsedError(
                 f"the answer is no {getattr(kind, '__name__', kind)}: {error}; it begins {self.text[:80]!r}"
             ) from error

@@ -55,7 +55,7 @@ class Unsent(NamedTuple):
 
 
 class Api(Protocol):
-    """The NATS calls that `LogStream` needs. All raise `NoWorkerError` and `NotPermittedError`."""
+    """The NATS calls of `LogStream`. They raise `NoWorkerError` and, except `send`, `NotPermittedError`."""
 
     @property
     def is_clustered(self) -> bool:
@@ -72,7 +72,7 @@ class Api(Protocol):
 
 
 class LogStream:
-    """The log of one prefix."""
+    """Reads and changes the log of one prefix."""
 
     def __init__(self, api: Api, subjects: Subjects) -> None:
         self._api = api

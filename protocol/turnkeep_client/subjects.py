@@ -75,7 +75,7 @@ def session_key(tenant: str, session: str) -> SessionKey:
 
 @dataclass(frozen=True, slots=True)
 class Subjects:
-    """All subjects under one prefix."""
+    """Builds and parses all subjects under one prefix."""
 
     prefix: str = DEFAULT_PREFIX
 

@@ -1,4 +1,4 @@
-"""The message types of the TypeScript client, written from the schemas of the AsyncAPI document.
+"""Writes the message types of the TypeScript client from the schemas of the AsyncAPI document.
 
 `python -m turnkeep_client.typescript` prints them; `--check FILE` compares a file with them.
 """

@@ -149,7 +149,7 @@ class NatsWire:
             await self._nats.close()
 
     async def publish(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> int:
-        """Store `body` in the log at least once; return its stream sequence."""
+        """Publish `body` until the log has stored it (at least once); return its stream sequence."""
         patience_s, num_refusals, is_doubtful = FIRST_ACK_S, 0, False
         while True:
             await self._connected.wait()
@@ -348,7 +348,7 @@ class NatsWire:
         return stop
 
     async def bodies(self, subject: str) -> AsyncGenerator[bytes, None]:
-        """Yield every message of a subject until the connection is closed."""
+        """Yield the body of every message of a subject until the connection is closed."""
         subscription = await self._subscribe(subject)
         try:
             with contextlib.suppress(*_NATS_ERRORS):  # nats-py sends the first ping before the subscription

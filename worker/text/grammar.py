@@ -65,11 +65,11 @@ _FREE: Final = '%llguidance {"no_forcing": true}'
 
 
 class GrammarError(Exception):
-    """A `response_format` cannot be followed; the text says why."""
+    """A `response_format` cannot be enforced; the message says why."""
 
 
 class Grammars:
-    """Compiles and keeps the grammars of one model. Event loop only."""
+    """Compiles and caches the grammars of one model. Event loop only."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -99,7 +99,7 @@ class Grammars:
         return found
 
     def _compile(self, asked: ResponseFormat) -> Grammar:
-        """Compile a grammar; llguidance lets other threads run meanwhile."""
+        """Compile a grammar on this thread; llguidance lets other threads run meanwhile."""
         try:
             import llguidance
         except ImportError:

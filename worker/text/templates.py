@@ -60,7 +60,7 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class Conversation(Segments):
-    """A conversation that a chat template renders. Immutable: every change returns a new object.
+    """A session's conversation, rendered by a chat template. Immutable: every change returns a new object.
 
     The argument `history` is always the session's tokens before the change.
     """
