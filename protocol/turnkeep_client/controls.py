@@ -1,6 +1,6 @@
 """Control requests, sent on `ctl`: a worker answers them at once, and the log does not store them.
 
-Imported through `messages`.
+Import them from `messages`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Metrics that workers and gateways publish. `messages` has all messages."""
+"""Metrics that workers and gateways publish. Import them from `messages`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests on `in`, decoded strictly, and their parts. `messages` has all messages."""
+"""Requests on `in`, decoded strictly, and their parts. Import them from `messages`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results, chunks and replies; decoding accepts unknown fields. `messages` has all messages."""
+"""Results, chunks and replies; decoding accepts unknown fields. Import them from `messages`."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Segments:
     @property
     def plain_tools(self) -> list[Message]:
         """A copy of the session's tools."""
-        found: list[Message] = json.loads(json.dumps(self.tools))  # JSON may nest deeper than `deepcopy`
+        found: list[Message] = json.loads(json.dumps(self.tools))  # copies deeper nesting than `deepcopy`
         return found
 
     @property
