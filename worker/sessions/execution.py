@@ -140,7 +140,7 @@ class Execution:
     ) -> tuple[Result, History]:
         """Carry out a request that has passed `Fold.check`; return its result and the history after it.
 
-        Raises `RefusedError`, `DeviceFaultError` and `StoppingError`.
+        Raises `RefusedError`, `FencedError`, and what `EnginePort.run` raises.
         """
         match request:
             case Append():
