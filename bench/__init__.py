@@ -1,1 +1,1 @@
-"""The demo and the benchmarks: they drive a worker from outside, through `protocol` alone."""
+"""The benchmarks: they drive a worker from outside, by `protocol`; only `programs` imports the worker."""

@@ -2,7 +2,7 @@
 
 An exact check counts violations and cannot fail by chance, so it decides the command's exit code. A
 statistical check compares an interval with the bound in its name: it fails if the whole interval is beyond
-the bound, and cannot tell if the interval contains the bound. A value at the bound fails once in forty runs.
+the bound, and cannot tell if the interval contains it. A true value at the bound fails once in forty runs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ LAG_BOUND_S: Final = 0.05
 #: The most that a held token may cost, as a share of its prefill; attention to it costs a few percent.
 BELIEVED: Final = 0.25
 GROWTH_PER_HOUR: Final = 8 * 2**20
-#: At first a process fills its own caches, so short runs, and the first quarter of a run, show no growth.
+#: A process first fills its own caches: growth is not judged in short runs, nor in a run's first quarter.
 MIN_GROWTH_S: Final = 600.0
 WARM_UP: Final = 0.25
-#: A long run has so many blocks.
+#: The number of blocks of a long run.
 STRETCHES: Final = 10
 
 
@@ -59,7 +59,7 @@ class Check(Struct, frozen=True, kw_only=True):
 
 
 def count(name: str, of: Collection[T], broken: Callable[[T], object], things: str = "turns") -> Check:
-    """Exactly check that no element of `of` is `broken`; the verdict for no elements is "cannot tell"."""
+    """Check exactly that no element of `of` is `broken`; without elements the verdict is "cannot tell"."""
     wrong = sum(bool(broken(one)) for one in of)
     detail = f"{wrong:,} of {len(of):,} {things} break it" if wrong else f"{len(of):,} {things}"
     outcome = Verdict.FAILS if wrong else Verdict.HOLDS if of else Verdict.CANNOT_TELL
@@ -118,7 +118,7 @@ def common(turns: Sequence[Turn], lags_s: Sequence[float]) -> Iterable[Check]:
 
 
 def kept_time(lags_s: Sequence[float]) -> Check:
-    """Check the measuring loop's own lag while turns were in flight."""
+    """Check that the measuring event loop was hardly late while turns were in flight."""
     name = f"the measuring loop was late by at most {number(LAG_BOUND_S, 's')} at p99"
     return bounded(name, {"": stats.quantile(lags_s, 0.99)}, at_most=LAG_BOUND_S, unit="s")
 

@@ -39,7 +39,7 @@ class _Benches(click.Group):
         return [*NAMES, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Make a bench's command."""
+        """Return the command of this name: a bench's, or another one."""
         return command(_bench(cmd_name)) if cmd_name in NAMES else super().get_command(ctx, cmd_name)
 
 
@@ -62,7 +62,7 @@ def command(bench: AnyBench) -> click.Command:
 
     params: list[click.Parameter] = [*options(bench.plan), *shared, smoke(bench.plan)]
     made = click.Command(bench.name, callback=run, params=params, help=bench.plan.__doc__)
-    made.short_help = made.get_short_help_str(limit=sys.maxsize)  # click cuts it to the terminal's width
+    made.short_help = made.get_short_help_str(limit=sys.maxsize)  # whole: click shortens it again
     return made
 
 

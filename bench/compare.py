@@ -48,7 +48,7 @@ def interleaved(pairs: Sequence[Pair]) -> bool:
 
 
 def table(bench: AnyBench, pairs: Sequence[Pair]) -> Table:
-    """Compare every measure that all reports have; judged ratios have intervals."""
+    """Compare every measure that all reports have; only ratios of alternating runs have intervals."""
     judged = len(pairs) >= stats.MIN_BLOCKS and interleaved(pairs)
     sides = [[bench.findings(report) for report in side] for side in zip(*pairs, strict=True)]
     first, rows = sides[0][0], []
@@ -68,7 +68,7 @@ def table(bench: AnyBench, pairs: Sequence[Pair]) -> Table:
 
 
 def warnings(pairs: Sequence[Pair]) -> list[str]:
-    """List the reasons why the runs are less comparable, and say which ratios are judged."""
+    """List the reasons why the runs are hard to compare, and whether ratios get a verdict."""
     cut = [report for pair in pairs for report in pair if not report.complete]
     found = [f"a report is not complete: {report.ending}" for report in cut]
     here, there = (_setting(report) for report in pairs[0])

@@ -35,7 +35,7 @@ class Source(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The users' side of some conversations, and their source."""
+    """The users' messages of some conversations, and their source."""
 
     source: Source
     conversations: tuple[tuple[str, ...], ...]
@@ -101,7 +101,7 @@ CORPORA: Final = {"mt-bench": mt_bench, "built-in": built_in}
 
 
 class Texts:
-    """Real texts, cut to any number of tokens, by the tokenizer of the measured model."""
+    """Yields real text of any number of tokens, as counted by the measured model's tokenizer."""
 
     def __init__(self, model: Path, texts: Iterator[str]) -> None:
         """Read the tokenizer in the model's folder. Raises `BenchError` if there is none."""
@@ -113,7 +113,7 @@ class Texts:
         self._texts = texts
 
     def next_tokens(self, number: int) -> tuple[int, ...]:
-        """Return exactly `number` tokens: the next texts, the last one cut."""
+        """Return exactly `number` tokens of the next texts; the last text is truncated."""
         found: list[int] = []
         while len(found) < number:
             found += self.tokens_of(f"{next(self._texts)}\n\n")

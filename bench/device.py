@@ -1,4 +1,4 @@
-"""`turnkeep bench device`: what this device does, and the constants of a worker that suit it.
+"""`turnkeep bench device`: measures this device, and suggests a worker's constants for it.
 
 Two programs take turns: `bench.programs.device` runs the worker's own batch, snapshots and NATS server, and
 `bench.programs.in_process` runs mlx-lm. A round is a block.
@@ -30,18 +30,18 @@ from .stats import Estimate
 from .turns import Measure, Turn
 
 WORKER, MLX = "worker", "mlx-lm"
-#: Whether the KV of rows is together, pooled or merged, and whether the next step is launched ahead.
+#: Cases of decoding: whether rows are pooled or merged, and whether the next step is launched ahead.
 WAYS: Final = {
     "together, ahead": (True, True),
     "together": (True, False),
     "apart, ahead": (False, True),
     "apart": (False, False),
 }
-#: Pieces of mlx-lm's prompts.
+#: The tokens of a prompt that mlx-lm prefills at a time.
 MLX_PIECE: Final = 2048
-#: A longer piece has to be faster by more than this: it delays what comes meanwhile, and takes more memory.
+#: The least share of the best rate for a shorter piece, which delays others less and takes less memory.
 FAST_ENOUGH: Final = 0.95
-#: Measured memory that exceeds a number of layers by less than this share of a layer is still that number.
+#: A measured number of layers is rounded up, unless it exceeds a whole number by less than this.
 ROUNDING: Final = 0.05
 
 NOTES: Final = (
@@ -60,8 +60,8 @@ Numbers = tuple[int, ...]
 class Plan:
     """This device, by the worker's own parts: prefill, decoding, snapshots, the NATS server, memory.
 
-    mlx-lm's own loop runs beside it. At the end stand the constants of worker/device/machine.py that the
-    figures suggest, and those in use.
+    mlx-lm's own loop is measured for comparison. The last table has the constants of
+    worker/device/machine.py in use, and those that the figures suggest.
     """
 
     prompt: Annotated[int, Option("Tokens of the prompt.", smoke=256)] = 2048
@@ -84,7 +84,7 @@ class Plan:
 
 
 class Described(msgspec.Struct, frozen=True):
-    """What the program says of the model, the device, and the worker's settings and constants."""
+    """The program's description of the model, the device, and the worker's settings and constants."""
 
     folder: str
     model: str
@@ -117,7 +117,7 @@ PLOTS = (
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check that a restore gives the KV that was cut, and that no piece takes more than its estimate."""
+    """Check that restored KV equals the stored KV, and that no piece takes more memory than estimated."""
     changed = found.of(CHANGED)
     yield count("what is restored is what was cut", changed, lambda one: one.value, "restores")
     most = stats.grouped((one.block, one.value) for one in found.of(SCRATCH))
@@ -126,14 +126,14 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def prompt_blocks(shares: Mapping[int, float], block: int) -> int | None:
-    """Return the smallest number of blocks with nearly the best rate; `shares` of it by tokens of a piece."""
+    """Return the fewest blocks of a piece with nearly the best rate; `shares` maps tokens to shares of it."""
     return min((piece // block for piece, share in shares.items() if share >= FAST_ENOUGH), default=None)
 
 
 def rows_together(ratios: Mapping[int, float]) -> int | None:
-    """Return the number of rows from which it is never slower to have them together.
+    """Return the least number of rows from which decoding them together is never slower.
 
-    `ratios` are those of rows together to rows apart, by their number.
+    `ratios` are the rates of rows together, divided by those of rows apart, by the number of rows.
     """
     least = None
     for num in sorted(ratios, reverse=True):
@@ -146,14 +146,14 @@ def rows_together(ratios: Mapping[int, float]) -> int | None:
 def kept_layers(kept: Mapping[int, float], block: int) -> int | None:
     """Return how many layers' temporary arrays were in memory at once, at the most.
 
-    Pieces shorter than a block do not count: caches that grow take more than such a piece.
+    Pieces shorter than a block do not count, since growing caches take more memory than such a piece.
     """
     most = max((number for piece, number in kept.items() if piece >= block), default=None)
     return None if most is None else max(1, math.ceil(most - ROUNDING))
 
 
 def suggested(choose: Callable[[dict[int, float]], int | None], figures: Mapping[int, Estimate]) -> str:
-    """Write what the figures suggest: several values if it depends on where in its interval a figure is."""
+    """Format the suggested constant; several values if the ends of the figures' intervals suggest others."""
     chosen = []
     for end in ("value", "low", "high"):
         ends = {x: getattr(one, end if math.isfinite(one.high) else "value") for x, one in figures.items()}
@@ -173,7 +173,7 @@ def closing(found: Findings[Plan]) -> Sequence[Sequence[str]]:
     pairs = {num: found.compared(Against(DECODING, apart), both, num) for num in found.plan.rows}
     ratios = {num: stats.mean(some, log=True) for num, some in pairs.items()}
     if facts["least"] == "pooled_rows":
-        ratios.pop(1, None)  # one row would lose its drafts
+        ratios.pop(1, None)  # a single row that is pooled has no drafts
     values = dict.fromkeys(("pooled_rows", "merged_rows", "freed_bytes"), "not measured") | {
         "prompt_blocks": suggested(lambda some: prompt_blocks(some, block), _known(shares)),
         "kept_layers": suggested(lambda some: kept_layers(some, block), _known(kept)),
@@ -189,7 +189,7 @@ def _known(estimates: Mapping[int, Estimate | None]) -> dict[int, Estimate]:
 
 
 def rate_of(turns: Sequence[Turn]) -> float | None:
-    """Return the tokens per second of answers at a time, while all of them run; None if they never do."""
+    """Return the tokens per second of concurrent answers while all of them run; None without such a time."""
     times = [[*accumulate(turn.gaps_s, initial=turn.first_s or 0.0)] for turn in turns]
     began_s, ended_s = max(some[0] for some in times), min(some[-1] for some in times)
     num_tokens = sum(began_s < at <= ended_s for some in times for at in some)
@@ -230,7 +230,7 @@ async def _measure(run: Run[Plan], said: Described, program: Program, mlx: Progr
     prompts = [texts.next_tokens(max(plan.context, said.block + 1)) for _ in range(max(4, *plan.rows))]
 
     async def ask(case: str, asked: tuple[Any, ...]) -> dict[str, Any]:
-        """Ask the worker's program for figures, or mlx-lm's for answers of so many tokens."""
+        """Send a request to the worker's program or mlx-lm's; return figures by the measures' names."""
         side = mlx if case == MLX else program
         line = await side.exchange(msgspec.json.encode(asked) + b"\n", plan.timeout)
         if case != MLX:
@@ -240,7 +240,7 @@ async def _measure(run: Run[Plan], said: Described, program: Program, mlx: Progr
             return {PREFILL.name: plan.prompt / (turns[0].first_s or math.inf)}
         return {DECODING.name: rate_of(turns) or []}
 
-    # What is compared is measured one after the other: the case, the level, and what is asked.
+    # Measurements to compare follow each other: the case, the level, and the request of each.
     groups: list[list[tuple[str, int | None, tuple[Any, ...]]]] = [
         [(WORKER, piece, ("prefill", piece, prompt)) for piece in plan.pieces],
         [("", None, ("restore", restored))],

@@ -24,7 +24,7 @@ def main() -> None:
     """Make `os.fsync` slow or failing in the cache's writer thread, then run the given module."""
     how, module = sys.argv[1:3]
     sync = os.fsync
-    if how == "fails":  # it would say so of every file; the bench counts them
+    if how == "fails":  # hide an error line per file; the bench counts the failures
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # as long as the process
 
     def fsync(fd: Any) -> None:

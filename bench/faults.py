@@ -35,6 +35,6 @@ async def in_background(*work: Coroutine[Any, Any, Any], wait: bool = False) -> 
 
 
 async def together(*work: Coroutine[Any, Any, Any]) -> None:
-    """Run all coroutines to their end."""
+    """Run all coroutines to their end; after a fault, cancel the others and raise it."""
     async with in_background(*work, wait=True):
         pass

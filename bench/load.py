@@ -3,8 +3,8 @@
 Each level of load opens sessions, sends turns to them in one of several ways, and closes them. A block is the
 unit of statistics. In a closed loop it is two waves of turns; a wave has one turn for each session served at
 a time. In an open loop a block has the turns that are due in a tenth of the level's time; with a crowd (more
-sessions than fit into memory) a tenth of the crowd's turns. With a long prompt it is one sending of this
-prompt, with the answers that run beside it.
+sessions than fit into memory) a tenth of the crowd's turns. With a long prompt it is one prefill of this
+prompt, and the answers that run beside it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .turns import Measure, Sample, Turn
 METRICS: Final = ("--metrics-interval-s", "0.25s")
 #: Waves in a block: a wave shares steps with the next one, so a single wave would not be independent.
 WAVES: Final = 2
-#: By default, how many sessions are begun at a time; how many are closed at a time.
+#: The default number of sessions begun at a time, and the number closed at a time.
 AT_ONCE: Final = 8
 CLOSE_TIMEOUT_S: Final = 5.0
 #: An opening only needs its prompt, so its answer is as short as templates allow.
@@ -48,9 +48,9 @@ OPENING_TOKENS: Final = 4
 ONE_ARRIVAL_S: Final = 0.0005
 #: Sessions whose token counts are within this share of the median had equal work.
 EQUAL: Final = 0.1
-#: How many answers run beside a long prompt, and the range of its ids, which every vocabulary has.
+#: The number of answers beside a long prompt, and the range of its token ids, which all vocabularies have.
 ANSWERS, IDS = 4, (32, 240)
-#: A shorter prefill is over within a few steps, so its stalls say nothing.
+#: A shorter prefill is over within a few steps, so its stalls are not informative.
 MIN_PROMPT_S: Final = 2.0
 #: How many sessions of a crowd are begun at a time, and the exponent of Zipf's law for its turns.
 CROWD_AT_ONCE, SKEW = 64, 1.1
@@ -71,8 +71,8 @@ class Plan:
 
     In a closed loop a fixed number of sessions is served at a time. In an open loop turns are due whatever
     the worker does, at random times, and a turn's time counts from when it was due. A crowd is more sessions
-    than fit in memory: all are begun, then asked in a random order, some of them often; the report tells
-    sessions found in memory, on SSD and nowhere apart.
+    than fit in memory: all are begun, then asked in a random order, some of them often; the report
+    separates turns by where their KV was found: in memory, on SSD, or nowhere.
     """
 
     concurrency: Annotated[tuple[int, ...] | None, Option(CLOSED, smoke=(1, 4))] = None
@@ -205,7 +205,7 @@ def _stalls(answers: Sequence[Turn]) -> Iterator[Sample]:
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check the promises of a worker under load."""
+    """Check the cost of cached tokens, fairness, stalls, the KV limit, and that no session was lost."""
     plan = found.plan
     one = [turn for turn in found.turns if turn.x == 1 and turn.case in {"", OPENING}]
     crowd = [turn for turn in found.turns if turn.case in {BEGINNING, *FOUND_IN}]
@@ -247,7 +247,7 @@ async def measure(run: Run[Plan]) -> None:
 
     def note(at_s: float, metrics: Metrics) -> None:
         beside_bytes = metrics.process_bytes - metrics.resident_kv_bytes
-        sizes.append((len(run.turns), beside_bytes))  # a worker does not keep the idle ones of a crowd loaded
+        sizes.append((len(run.turns), beside_bytes))  # not of `metrics.sessions`: workers unload idle ones
         run.sample(PROCESS, "", at_s, 0, beside_bytes)
         run.sample(KV, "", at_s, 0, metrics.resident_kv_bytes / max(metrics.max_memory_bytes, 1))
 
@@ -262,7 +262,7 @@ async def measure(run: Run[Plan]) -> None:
         if plan.crowd is not None:
             most_bytes = await _most_bytes(run, client)
     if plan.crowd is not None:
-        # Preallocated memory would hide what sessions take.
+        # Preallocated memory would hide the memory that sessions take.
         memory = ("--max-memory", f"{max(MIN_MEMORY_BYTES, plan.room * most_bytes)}", "--spare-memory", "0")
         async with run.target(*METRICS, *memory) as client, run.watching(client, note):
             await _crowd(run, client, plan.crowd, sizes)
@@ -299,7 +299,7 @@ class _Talk:
 async def _level(
     run: Run[Plan], client: Client, utterances: Sequence[int], at_once: int = AT_ONCE, **opening: Any
 ) -> AsyncGenerator[list[_Talk]]:
-    """Begin sessions, each with its number of utterances from its own conversation; close them afterwards."""
+    """Begin sessions whose first prompts have these numbers of `utterances`; close them afterwards."""
     chats, name = run.corpus.conversations, uuid4().hex[:8]
 
     def talk(number: int) -> _Talk:
@@ -417,7 +417,7 @@ async def _crowd(run: Run[Plan], client: Client, size: int, sizes: Sequence[tupl
     plan, before, turns = run.plan, len(sizes), len(run.turns)
     asked = order(size, plan.crowd_turns or 2 * size, plan.seed)
     async with _level(run, client, [plan.history] * size, CROWD_AT_ONCE, case=BEGINNING) as talks:
-        # The first sessions fill the process's own caches.
+        # Leaves out the first sessions, which fill the process's own caches.
         late = [(sent - turns, taken) for sent, taken in sizes[before:] if sent - turns > size / 4]
         points = [(STRETCHES * begun // (size + 1), begun, taken) for begun, taken in late]
         for block, slope in enumerate(stats.slopes(points)):
@@ -430,7 +430,7 @@ async def _crowd(run: Run[Plan], client: Client, size: int, sizes: Sequence[tupl
 
 
 async def _ask(run: Run[Plan], talk: _Talk) -> Turn:
-    """Send a turn to a session of the crowd, after asking where its KV is."""
+    """Send a turn to a session of the crowd, after querying the worker for where its KV is."""
     told, resident = None, False
     with contextlib.suppress(TurnkeepError):  # the following turn reports it
         if talk.turns == KEPT_TURNS:

@@ -28,7 +28,7 @@ from .faults import BenchError
 T = TypeVar("T")
 
 _BLAS: Final = re.compile(r"blas|lapack|mkl", re.IGNORECASE)
-#: numpy and SciPy carry OpenBLAS under other symbol names, which MLX never calls.
+#: Folders with numpy's and SciPy's own OpenBLAS, whose symbols have other names, so MLX never calls it.
 _PRIVATE: Final = frozenset({"numpy.libs", "scipy.libs"})
 READY_TIMEOUT_S: Final = 180.0
 STOP_TIMEOUT_S: Final = 30.0
@@ -49,7 +49,7 @@ class Process:
         self.name = name
         self._command, self._logged = command, logged
         self._log: IO[bytes] | None = None
-        self._pipes: int | None = None  # for input and output, if not None
+        self._pipes: int | None = None  # `subprocess.PIPE` for input and output, or None
         self._environment = os.environ | ({"LD_PRELOAD": " ".join(preload)} if preload else {})
         self._process: subprocess.Popen[bytes] | None = None
         self._family: list[psutil.Process] = []  # a killed worker's NATS server keeps running
@@ -99,7 +99,7 @@ class Process:
         """Stop the process as Ctrl-C does, which stops a worker's NATS server too; kill what is left."""
         if self._process is not None:
             self.find_children()
-            # Cleared first: to other threads this is no end by itself, so `exit_code` is None.
+            # Cleared first, so that other threads do not take the stop for a crash: `exit_code` is None.
             process, self._process = self._process, None
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -215,7 +215,7 @@ class Program(Process):
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code if the program failed."""
+        """The exit code if the program failed; None while it runs, or after an end without a fault."""
         return super().exit_code or None
 
     async def exchange(self, line: bytes = b"", timeout_s: float | None = None) -> bytes:
@@ -274,7 +274,7 @@ async def reach(url: str, **where: Any) -> Client:
     """Connect to a worker without waiting for it. Raises `NoWorkerError` if it does not answer."""
     client = await connect(url, **where)
     try:
-        with contextlib.suppress(RequestFailedError):  # the worker says that there is no such session
+        with contextlib.suppress(RequestFailedError):  # expected: there is no such session
             await client.session("any").info()
     except BaseException:
         await client.close()

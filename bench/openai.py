@@ -24,7 +24,7 @@ from .local import Process, free_port
 from .turns import Turn
 
 OWN: Final = "mlx_lm.server"
-#: The name of `mlx_lm.server` for its model; most other servers ignore the name.
+#: The name that `mlx_lm.server` has for its model; most other servers ignore the name.
 MODEL: Final = "default_model"
 CONNECT_TIMEOUT_S: Final = 10.0
 #: The most characters that are shown of an error message.
@@ -78,7 +78,7 @@ class Server:
     async def ask(
         self, messages: list[dict[str, str]], *, max_tokens: int, timeout_s: float, began_s: float = 0.0
     ) -> Turn:
-        """Ask for the next answer, greedily, as a stream. An error is returned in the turn, not raised.
+        """Stream a greedy answer to `messages`, and time it. An error is returned in the turn, not raised.
 
         If the server does not count tokens, the deltas are counted.
         """

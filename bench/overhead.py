@@ -39,26 +39,26 @@ from .turns import Measure, Sample, Turn
 IN_PROCESS, WORKER = "in process", "worker"
 OFF, ON, SLOW, FAILING = "snapshots off", "snapshots on", "slow disk", "failing disk"
 CASES = (IN_PROCESS, WORKER, OFF, ON, SLOW, FAILING)
-#: The least share of the decoding speed without snapshots that must be left.
+#: Checks of the decoding speed: name, sides, and the least share of the speed without snapshots.
 KEPT: Final = (("with snapshots on", (ON,), 0.98), ("on a bad disk", (SLOW, FAILING), 0.95))
 #: The share of equal tokens that is required: rounding sometimes decides a near tie otherwise.
 AGREEING: Final = 0.9
 #: The most CPUs that all idle sides together may use.
 IDLE_CPUS: Final = 0.05
-#: How many steps the copying and writing of a block can delay, and how many steps on each side it cannot.
+#: How many steps the copying and writing of a block can delay, and how many steps around them to compare.
 WINDOW: Final = 4
 NEIGHBOURS: Final = 12
 #: How long the slow disk syncs every file.
 SYNC_S: Final = 5.0
 #: The least `--max-batch` of the workers; a larger measured batch raises it.
 MIN_BATCH: Final = 16
-#: The pause between sides, for the acknowledgements and closed connections behind an answer.
+#: The pause between sides, for the acknowledgements and closed connections after an answer.
 PAUSE_S: Final = 0.1
 #: Ids that are neither special nor beyond the smallest vocabulary.
 FIRST_ID: Final = 32
 
 Tokens = tuple[int, ...]
-Prompts = list[list[Tokens]]  # of each turn, of each session
+Prompts = list[list[Tokens]]  # by turn, then by session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ PROMPTS = Measure("prompts", "tokens/s", "higher")
 BESIDE = Measure("added by a block", "s", log=False)
 SPEED = Against(DECODING, OFF)
 IDLE = Measure("CPUs of the sides that wait", "share", log=False)
-#: Checks that a side is what it is called: a fact of turns and whether it is above 0, sides, and name.
+#: Checks of the sides' settings: a fact of turns and whether it must be above 0, the sides, the name.
 STATES = (
     (("written", True), (WORKER, ON), "with snapshots on, some were written"),
     (("lost", False), (WORKER, ON), "with snapshots on, none was lost"),
@@ -138,7 +138,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def _speed_left(found: Findings[Plan], side: str, batch: int) -> list[float]:
-    """Return, for each round, the share of the decoding speed that is left while blocks are cut and saved.
+    """Return, for each round, the share of the decoding speed that is left while blocks are copied and saved.
 
     Computed from the delay of the steps next to a completed block, since whole answers vary by more than the
     delay. All sessions together complete a block every `block_tokens` tokens.
@@ -150,7 +150,7 @@ def _speed_left(found: Findings[Plan], side: str, batch: int) -> list[float]:
 
 
 def _agreeing(turns: Sequence[Turn]) -> dict[str, list[float]]:
-    """Return each round's share of equal tokens.
+    """Return, for each side and round, the share of tokens that equal those in process.
 
     After a session's first differing answer, its later ones do not count.
     """
@@ -249,7 +249,7 @@ async def measure(run: Run[Plan]) -> None:
 
 
 def _keep(run: Run[Plan], case: str, block: int, prompts: Prompts, answers: list[list[Turn]]) -> None:
-    """Keep the answers of one side. Raises `BenchError` if a turn failed."""
+    """Add the answers of one side to the run. Raises `BenchError` if a turn failed."""
     sent = [0] * len(prompts[0])
     for number, (asked, turns) in enumerate(zip(prompts, answers, strict=True)):
         for i, (prompt, turn) in enumerate(zip(asked, turns, strict=True)):
@@ -294,7 +294,7 @@ def _through(run: Run[Plan], case: str, worker: LocalWorker) -> Side:
     timeout_s, max_tokens = run.plan.turn_timeout, run.plan.max_tokens
 
     async def counters(idle: Session) -> SnapshotCounters:
-        """Return the worker's snapshot counters after all are written (on the slow disk, without waiting)."""
+        """Return the snapshot counters once all snapshots are written; on the slow disk, at once."""
         metrics = (await idle.info()).worker if case == SLOW else await run.wait_for_snapshots(idle)
         return metrics.snapshots
 
@@ -312,7 +312,7 @@ def _through(run: Run[Plan], case: str, worker: LocalWorker) -> Side:
                 sooner, later = (one.failed + sum(one.dropped.values()) for one in (before, after))
                 facts = {"written": after.durable - before.durable, "lost": later - sooner}
                 answers.append([replace(turn, facts=facts | {"waiting": after.in_flight}) for turn in turns])
-            # Drops what waits for the disk too: the next side has the machine to itself.
+            # This also drops snapshots that wait for the disk, so the next side has the machine to itself.
             await asyncio.gather(*(one.close(forget=True, timeout_s=timeout_s) for one in (idle, *sessions)))
         return answers
 
@@ -342,7 +342,7 @@ async def _start(run: Run[Plan], stack: contextlib.AsyncExitStack) -> tuple[list
     )
     program = Program("bench.programs.in_process", folder, like=first)
     stack.enter_context(run.owning(program))
-    await program.exchange(timeout_s=plan.turn_timeout)  # it is ready
+    await program.exchange(timeout_s=plan.turn_timeout)  # its first line means ready
     sides[IN_PROCESS] = _in_process(run, program)
     run.facts["BLAS"] = common_blas(first, program)
     return [sides[case] for case in CASES], folder

@@ -115,7 +115,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield each round's tokens per second, of all its streams."""
+    """Yield the tokens per second of each round, over all its streams."""
     concurrent = [turn for turn in turns if turn.facts.get("part") == CONCURRENT]
     for place, streams in stats.grouped(((turn.case, *turn.place), turn) for turn in concurrent).items():
         if not any(turn.error for turn in streams):
@@ -200,7 +200,7 @@ async def measure(run: Run[Plan]) -> None:
     names = [TURNKEEP, *(peer if peer == OWN else parse(peer).name for peer in plan.peer)]
     if len(set(names)) < len(names):
         raise BenchError(f"every side needs a name of its own, these are {', '.join(names)}")
-    # The weights as they are, like the peer with the same folder; only a GGUF file is converted.
+    # Keep the weights' dtype, as the peer does with the same folder; only a GGUF file is converted.
     keep = ("--dtype", "keep") if model and not model.endswith(".gguf") else ()
     async with AsyncExitStack() as stack:
         worker, client = await stack.enter_async_context(run.worker(*keep))
@@ -231,7 +231,7 @@ def _shuffled(run: Run[Plan]) -> Iterator[str]:
 
 
 class _Parts:
-    """The three parts, on all sides."""
+    """Runs the three parts of the bench on all sides."""
 
     def __init__(self, run: Run[Plan], sides: Sequence[Peer], texts: Texts) -> None:
         self._run, self._plan, self._sides, self._texts = run, run.plan, sides, texts
@@ -248,7 +248,7 @@ class _Parts:
             await self._converse(CONCURRENT, streams, places)
 
     async def _converse(self, part: str, streams: int, places: Sequence[tuple[int, int]]) -> None:
-        """Begin chats on every side and run their turns, each turn at its `x` and block."""
+        """Begin chats on every side and run their turns; `places` has the `x` and block of each turn."""
         plan, chats = self._plan, {side: [side.chat() for _ in range(streams)] for side in self._sides}
         for x, block in places:
             texts = [self._texts.next_text(plan.turn_tokens) for _ in range(streams)]

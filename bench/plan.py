@@ -32,7 +32,7 @@ Setting = str | int | float | bool | tuple[int | float | str, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The option of a plan's field. `smoke` is the value in the short form, if that has another one.
+    """The option of a plan's field. `smoke` is the value under `--smoke`; None if it is the default.
 
     `type` is a click type, where the annotation is not enough: numbers are above 0, a tuple of numbers is
     joined by commas, a tuple of strings is a repeatable option, a bool a flag.
@@ -81,15 +81,15 @@ class Where:
     prefix: Annotated[str, Option("First part of that worker's subjects.")] = DEFAULT_PREFIX
     tenant: Annotated[str, Option("Tenant of the bench's sessions.")] = "bench"
     program: tuple[str, ...] = ("commands",)
-    login: dict[str, Any] = field(default_factory=dict, repr=False)  # what nats-py takes besides `nats`
+    login: dict[str, Any] = field(default_factory=dict, repr=False)  # credentials, as nats-py takes them
 
 
-#: The options for a worker that runs already.
+#: The options that name a worker that runs already.
 REMOTE: Final = ("nats", "prefix", "tenant")
 
 
 class Numbers(click.ParamType[Any]):
-    """Numbers joined by commas; returns them sorted, without duplicates."""
+    """A click type for numbers joined by commas; its value is sorted, without duplicates."""
 
     name = "N,..."
 
@@ -97,7 +97,7 @@ class Numbers(click.ParamType[Any]):
         self._each = each
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse the numbers; those of the short form are a tuple already."""
+        """Parse the numbers; values of `--smoke` are tuples already."""
         if isinstance(value, tuple):
             return value
         return tuple(sorted({self._each.convert(part, param, ctx) for part in value.split(",")}))
@@ -116,7 +116,7 @@ _TYPES: Final[dict[Any, Any]] = {
 
 
 def options(plan: type[Any]) -> list[click.Option]:
-    """Return the options of a plan."""
+    """Return the click options of a plan's fields."""
     found = []
     for name, kind, option, default in _fields(plan):
         several = kind == tuple[str, ...]
@@ -137,12 +137,12 @@ def options(plan: type[Any]) -> list[click.Option]:
 
 
 def short_form(plan: type[Any]) -> dict[str, Any]:
-    """Return the settings of the short form that differ from the defaults."""
+    """Return the settings that `--smoke` changes, with their values."""
     return {name: option.smoke for name, _, option, _ in _fields(plan) if option.smoke is not None}
 
 
 def smoke(plan: type[Any]) -> click.Option:
-    """Return the flag of the short form; settings that the command line names stay as they are."""
+    """Return the flag `--smoke`, which does not change settings that the command line names."""
 
     def shorten(context: click.Context, _: click.Parameter, wanted: bool) -> None:
         if wanted:

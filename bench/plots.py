@@ -1,4 +1,4 @@
-"""Five kinds of plot of a bench's findings, as SVG that takes its colours from the page.
+"""Draws five kinds of plot of a bench's findings, as SVG with the page's colours.
 
 Matplotlib draws with placeholder colours, which are replaced by the page's variables, so that a plot fits
 light and dark mode.
@@ -21,7 +21,7 @@ from .stats import Estimate
 from .turns import Measure, Sample
 
 _STYLE: Final = Path(__file__).with_name("plots.mplstyle")
-#: Its placeholder colours, and the page's variables that replace them.
+#: The style's placeholder colours, and the page's variables that replace them.
 _COLOURS: Final = {
     "#010101": "var(--ink)",
     "#020202": "var(--faint)",
@@ -79,7 +79,7 @@ def _cloud(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
     span, span_name = scale(most or 1.0, "s") if over_time else (1.0, "")
     line: dict[str, Any] = {"linewidth": 1.3}
     for i, (label, colour, some) in enumerate(groups, 1):
-        # What lies at the same place is seen around what lies on it.
+        # Earlier groups have larger markers, so that they show around later ones at the same place.
         mark = {"marker": "o", "linestyle": "", "markersize": 3 + 2 * (len(groups) - i), "alpha": 0.7}
         points = sorted((sample.x or 0.0, sample.value) for sample in some)
         points = points[:: max(1, len(points) // MAX_SHAPES)]
@@ -104,7 +104,7 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
             continue
         sizes = [_sizes(one, measure) for _, one in found]
         axes.errorbar(
-            [x + 0.05 * apart * (i - (len(cases) - 1) / 2) for x, _ in found],  # intervals side by side
+            [x + 0.05 * apart * (i - (len(cases) - 1) / 2) for x, _ in found],  # so intervals do not overlap
             [one.value / divisor for _, one in found],
             yerr=[[size / divisor for size in side] for side in zip(*sizes, strict=True)],
             color=_LINES[i % len(_LINES)],
@@ -125,7 +125,7 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
 def _sizes(estimate: Estimate, measure: Measure) -> tuple[float, float]:
     """Return how far an interval reaches below and above its value.
 
-    A share's interval is cut at 0 and 100%.
+    A share's interval is limited to 0 and 100%.
     """
     value, low, high = estimate.value, estimate.low, estimate.high
     if math.isinf(high):
@@ -199,7 +199,7 @@ def _name(plot: Plot, unit: str) -> str:
 def _vertical(axes: Any, plot: Plot) -> None:
     if not plot.log:
         low, high = min(axes.dataLim.intervaly[0], 0.0), max(axes.dataLim.intervaly[1], 0.0)
-        room = 0.03 * (high - low) or 1.0  # a mark at the very top is whole
+        room = 0.03 * (high - low) or 1.0  # so that a marker at the top is not clipped
         axes.set_ylim(low - room if low else 0.0, high + room)
     _numbers(axes.yaxis, log=plot.log)
 

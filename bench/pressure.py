@@ -34,7 +34,7 @@ from .turns import Measure, Sample, Turn
 SHORT, LONG, ALONE, NEVER, AGAIN = CASES = ("short", "long", "fits alone", "never fits", "held again")
 LONG_FROM, ALONE_FROM, MOST = 0.2, 0.8, 1.4
 WEIGHTS: Final = (60, 22, 10, 8)
-#: The share of turns that fit alone, or never fit, which are at the limit to the token.
+#: The share of "fits alone" and "never fits" turns that are at the limit, or one token above it.
 EDGE: Final = 0.25
 GENERATES, CANCELLED = 0.7, 0.12
 SHORT_ANSWER: Final = 32
@@ -60,7 +60,7 @@ class Plan:
     """A worker at its memory limit: never above it, refusing nothing that fits, answering everything else.
 
     Sessions of random length are opened and closed; some fit only alone, some never; some requests are
-    cancelled. Afterwards some of the sessions are held again alone: they must get the same answers.
+    cancelled. Afterwards some of the sessions are repeated alone, and must get the same answers.
     """
 
     duration: Annotated[float, Option("How long requests are sent.", smoke=1.5, metavar="SECONDS")] = 600.0
@@ -88,7 +88,7 @@ PLOTS = (
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check the promises of a worker around its memory limit."""
+    """Check the memory limits, the refusals, the results in the log, the answers, and the load itself."""
     limits = ("device_memory", "max_memory", "without sessions")
     device, kv, idle = (found.facts.get(name, 0) for name in limits)
     active, held, process = found.of(DEVICE, ALLOCATED), found.of(KV), found.of(PROCESS)
@@ -151,7 +151,7 @@ async def measure(run: Run[Plan]) -> None:
                 run.progress(done_s, plan.duration, f"request {len(run.turns):,}")
                 await load.stretch(plan.duration / STRETCHES)
             await load.read_log()
-            async with connect(worker.url, tenant="alone") as other:  # finds nothing in the cache
+            async with connect(worker.url, tenant="alone") as other:  # a new tenant, without a cache
                 await load.again(other)
 
 
@@ -241,7 +241,7 @@ class _Load:
                 self._run.keep(replace(turn, case=case, block=self.block, own_tokens=own, facts=facts))
             if turn.error is None:
                 member.held = turn.position or 0
-                if turn.finish_reason == "cancelled":  # a repetition asks for its length
+                if turn.finish_reason == "cancelled":  # its repetition must be as long
                     request = request | {"max_tokens": len(turn.tokens)}
                 if turn.tokens or verb in {"append", "rewind"}:
                     member.done.append((verb, request, turn.tokens))
@@ -304,7 +304,7 @@ def draw(dice: random.Random, room: int, held: int) -> tuple[str, dict[str, Any]
     if dice.random() < GENERATES:
         answer = dice.randint(1, min(SHORT_ANSWER, added - 1))
         if added > SHORT_ANSWER and dice.random() < 0.15:
-            # A long answer instead of a long prompt: it grows into its memory.
+            # A long answer instead of a long prompt: its memory grows while it runs.
             answer = added - dice.randint(1, SHORT_ANSWER)
             cancel_after_s = dice.uniform(0.2, 3)
     request = {"tokens": tuple(dice.randint(FIRST_ID, LAST_ID) for _ in range(added - answer))}

@@ -86,7 +86,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Run the program."""
+    """Run the measuring program on a text, and keep the figures that it prints."""
     plan = run.plan
     options = [f"--{name}={getattr(plan, name)}" for name in ("window", "windows", "answer", "answers")]
     run.facts["model"] = run.where.model or "the packaged model"

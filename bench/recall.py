@@ -26,11 +26,11 @@ from .spec import Against, Bench, Findings, Plot
 from .turns import Measure, Sample, Turn
 
 FULL, WINDOW, PAGED = WAYS = ("full", "window", "paged")
-#: Sinks of a window of so many tokens in all.
+#: The sinks of a window, which count among its tokens.
 SINK: Final = 4
-#: Tokens of an answer: of a code of four digits, and of some words before it.
+#: Most tokens of an answer: some words, then a code of four digits.
 ANSWER_TOKENS: Final = 12
-#: How much less a paged session may know, as a share of all questions.
+#: How much lower a paged session's share of right answers may be than a full session's.
 LOST: Final = 1 / 3
 NAMES: Final = ("Greta", "Anton", "Marie", "Oskar", "Paula", "Viktor", "Helen", "Bruno", "Clara", "Simon")
 
@@ -130,7 +130,7 @@ class Fact(NamedTuple):
 
     @property
     def said(self) -> str:
-        """The sentence."""
+        """The sentence to plant in the text."""
         return f" The secret code of {self.who} is {self.code}. "
 
     @property
@@ -140,7 +140,7 @@ class Fact(NamedTuple):
 
 
 def planted(texts: Texts, tokens: int, facts: Sequence[Fact]) -> tuple[int, ...]:
-    """Return the next `tokens` tokens of the texts, and the facts among them, from the first depth on."""
+    """Return the next `tokens` tokens of the texts, with each fact inserted at its depth; depths ascend."""
     said, found = texts.next_tokens(tokens), list[int]()
     edges = [0, *(tokens * fact.depth // 100 for fact in facts), tokens]
     for (start, end), fact in itertools.zip_longest(itertools.pairwise(edges), facts):

@@ -91,7 +91,7 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit if this is a checkout, not a folder within another repository."""
+    """Return the commit of this checkout; None if the code is not a git checkout of its own."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None

@@ -35,9 +35,9 @@ from .spec import Against, Bench, Findings, Plot
 from .turns import Measure, Turn
 
 BLOCK_TOKENS: Final = 128
-#: The most that a restored turn may take of a cold turn's prefill; restoring takes almost nothing.
+#: The most time of a restored turn, as a share of a cold turn's prefill; restores take almost none.
 BELIEVED: Final = 0.5
-#: A shorter prefill cannot be told from the overhead of a turn.
+#: A shorter prefill cannot be distinguished from the overhead of a turn.
 MIN_PREFILL_S: Final = 0.05
 MIN_MEMORY_BYTES: Final = 2**20
 #: Tokens of an answer that a kill interrupts: still far from its end when its first token arrives.
@@ -85,7 +85,7 @@ PLOTS = (
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check the promised cost of a restart."""
+    """Check the prefilled tokens, answers and waits of turns after a restart or an eviction."""
     turns, pairs = found.answered, list(found.pairs(WARM))
     lived = [turn for turn in turns if turn.case in LIVED]
     name = "sessions were in memory, and spilled ones were not"
@@ -251,7 +251,7 @@ class _Lives:
             over = asyncio.ensure_future(generation)
             while not over.done() and (await session.info()).state != "running":  # noqa: ASYNC110 - over the wire
                 await asyncio.sleep(PULSE_S)
-            with contextlib.suppress(TurnkeepError):  # already over
+            with contextlib.suppress(TurnkeepError):  # the answer has ended
                 await generation.cancel()
             await over
             await self._run.wait_for_snapshots(session)

@@ -37,7 +37,7 @@ from .turns import Measure, Sample, Turn
 
 P = TypeVar("P")
 
-#: From look to look at the loop's lag, at the processes, and at the snapshots in flight.
+#: Seconds between two checks of the loop's lag, of the processes, and of the snapshots in flight.
 PULSE_S: Final = 0.02
 SETTLE_TIMEOUT_S: Final = 120.0
 #: The pause after a failed turn, so that a broken worker is not flooded.
@@ -45,7 +45,7 @@ FAULT_PAUSE_S: Final = 0.2
 
 
 class Run(Generic[P]):
-    """The interface of a measuring coroutine; keeps the measurements so far."""
+    """Starts workers and times turns for a bench's measuring coroutine; keeps the measurements so far."""
 
     def __init__(self, bench: str, plan: P, where: Where) -> None:
         self.plan = plan
@@ -84,7 +84,7 @@ class Run(Generic[P]):
     async def ask(
         self, session: Session, *, begun: asyncio.Event | None = None, texts: bool = False, **request: Any
     ) -> Turn:
-        """Send one generate and time it, for at most the plan's `turn_timeout`; `keep` keeps the turn.
+        """Send one generate and time it, for at most the plan's `turn_timeout`; only `keep` records the turn.
 
         A fault is returned in the turn, not raised. `request` are the arguments of `Session.generate`. The
         first chunk sets `begun`. With `texts` the answer's text is a fact of the turn. An answer without text
@@ -123,11 +123,11 @@ class Run(Generic[P]):
             self._in_flight -= 1
 
     def keep(self, *turns: Turn) -> None:
-        """Keep measured turns."""
+        """Add measured turns to the report."""
         self.turns += turns
 
     def sample(self, measure: Measure, case: str, x: float | None, block: int, value: float) -> None:
-        """Keep a value that cannot be computed from turns."""
+        """Add a value that cannot be computed from turns to the report."""
         self._samples.append(Sample(measure.name, case, x, block, value))
 
     def warn(self, message: str) -> None:
@@ -162,7 +162,7 @@ class Run(Generic[P]):
                     yield worker, client
 
     async def _ready(self, worker: LocalWorker) -> Client:
-        """Wait for a worker that starts; meanwhile the terminal is for the bars of that worker."""
+        """Wait until a starting worker answers; meanwhile show its progress bars instead of the bench's."""
         was_shown = self._bars.live.is_started
         self._bars.stop()
         try:
@@ -280,7 +280,7 @@ def _end_where_cancelled() -> None:
 
 
 def _answered(arrivals: Sequence[tuple[float, Chunk]], result: Generated, times: dict[str, Any]) -> Turn:
-    """Make the turn of an answer from its chunks, each with its time, and its result."""
+    """Build a turn from an answer's chunks, each with its arrival time, and the answer's result."""
     usage, counts = result.usage, tuple(len(chunk.tokens) for _, chunk in arrivals)
     tokens = tuple(token for _, chunk in arrivals for token in chunk.tokens)
     text = "".join(chunk.text for _, chunk in arrivals)

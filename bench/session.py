@@ -35,7 +35,7 @@ from .turns import Measure, Sample, Turn
 DEFAULT_TURNS: Final = 50
 #: The errors of a session that has no room left.
 FULL: Final = frozenset({"context_exceeded", "memory_exceeded"})
-#: The fewest turns of a stretch; a shorter one is hardly independent of its neighbours.
+#: The fewest turns of a block; a shorter one is hardly independent of its neighbours.
 MIN_TURNS: Final = 5
 #: How much longer a turn at the end may take than one at the beginning, as a share.
 DRIFT: Final = 0.5
@@ -108,7 +108,7 @@ PLOTS = (
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield the KV by its formula, turns after a restart by length, and each block's bytes written per token.
+    """Yield samples: KV by its formula, first chunks after a restart, bytes written per token of each block.
 
     Written bytes are counted by block, since snapshots are written after their turns.
     """
@@ -120,15 +120,15 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
             yield Sample(RESTARTED.name, "", turn.fact("held"), turn.block, turn.first_s)
     known = [(turn, size) for turn in turns if (size := turn.fact("written_bytes")) is not None]
     steps = ((turn.block, (later - size, turn)) for (_, size), (turn, later) in pairwise(known))
-    # Fewer bytes than before are those of a worker that was restarted.
+    # A restarted worker counts its bytes from 0 again: those steps are left out.
     for block, some in stats.grouped(step for step in steps if step[1][0] >= 0).items():
         if tokens := sum(len(turn.tokens) for _, turn in some):
             yield Sample(WRITTEN.name, "", some[-1][1].x, block, sum(more for more, _ in some) / tokens)
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check the promised cost of a session."""
-    several = found.answered if len(found.answered) > 1 else []  # one turn fits any formula
+    """Check a session's KV, prefilled tokens, disk use, drift of turn times, and process memory."""
+    several = found.answered if len(found.answered) > 1 else []  # a single turn would fit any formula
     formula = kv_formula(several)
     name = "KV is not empty and follows its formula at every turn"
     yield count(name, several, lambda t: t.kv_live_bytes not in set(map(formula, _lengths(t))) - {0})
@@ -193,7 +193,7 @@ def _cache(plan: Plan) -> CachePolicy | None:
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Run the conversation, with one start of the worker or with restarts."""
+    """Run the conversation; with `restart_every`, restart the worker in between."""
     talk, plan = _Conversation(run), run.plan
     if plan.restart_every is None:
         async with run.target() as client:
@@ -206,7 +206,7 @@ async def measure(run: Run[Plan]) -> None:
     if run.where.nats is not None:
         raise BenchError("only a worker of the bench's own is restarted: leave out --nats or --restart-every")
     async with run.worker() as (worker, first):
-        await first.close()  # it would connect again with each restart
+        await first.close()  # else it would reconnect after each restart
         while not talk.is_over:
             if run.turns:
                 await run.restart(worker)
@@ -215,7 +215,7 @@ async def measure(run: Run[Plan]) -> None:
 
 
 class _Conversation:
-    """The session, and its position before the next turn."""
+    """Runs the turns of the session, and keeps its position before the next turn."""
 
     def __init__(self, run: Run[Plan]) -> None:
         self._run, self._texts, self._cache = run, run.corpus.texts(), _cache(run.plan)

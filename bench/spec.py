@@ -1,4 +1,4 @@
-"""The parts of a bench, and the measurements of a run, looked up by measure, case and level. Pure.
+"""Defines the parts of a bench; looks up a run's measurements by measure, case and level. Pure.
 
 A bench is data and one measuring coroutine; tables, ratios, plots and pages follow from the samples.
 """
@@ -37,7 +37,7 @@ class Plot:
     """One plot; `caption` says how to read it, `x` names the x axis if it has no levels.
 
     `cdf`, `over time` (x in seconds) and `points` show a line or cloud for each of `measures` and each case;
-    `by x` shows the typical values of the first, with their intervals; `bars` stacks all for each case.
+    `by x` shows the first measure's typical values with intervals; `bars` stacks all for each case.
     """
 
     kind: Literal["cdf", "over time", "by x", "bars", "points"]
@@ -50,7 +50,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Bench(Generic[P]):
-    """One bench. `plan` is an annotated dataclass, whose docstring is the command's help (see `plan`).
+    """A bench's definition. `plan` is an annotated dataclass; its docstring is the help (see `bench.plan`).
 
     `cases` gives the order of cases in tables and legends; other cases come last. `levels` names `x` if it is
     one of a few levels with table rows of their own (lengths, batch sizes); otherwise `x` is only an axis.
@@ -80,7 +80,7 @@ class Bench(Generic[P]):
         return (self.plan.__doc__ or "").partition("\n")[0].rstrip(".")
 
     def findings(self, report: Report) -> Findings[P]:
-        """Return the findings of a report, for lookups."""
+        """Return the findings of a report, to look up its measurements."""
         plan = msgspec.convert(report.plan, self.plan, dec_hook=lambda kind, value: kind(value))
         return Findings(self, plan, report.turns, report.samples, report.facts)
 
@@ -127,7 +127,7 @@ class Findings(Generic[P]):
         return found
 
     def of(self, measure: Measure, case: str | None = None, level: float | None = None) -> list[Sample]:
-        """Return the samples of a measure, or those of one case and one level."""
+        """Return the samples of a measure: all, or only those of `case` and of `level`."""
         return [
             sample
             for sample in self._samples[measure.name]
@@ -151,7 +151,7 @@ class Findings(Generic[P]):
         return sorted(found, key=lambda one: (one[0] is None, one[0] or 0.0, order.index(one[1])))
 
     def blocks(self, measure: Measure, case: str, level: float | None = None) -> Blocks:
-        """Return each block's median."""
+        """Return the median of a measure's values in each block."""
         return stats.by_block((sample.block, sample.value) for sample in self.of(measure, case, level))
 
     def numbers(self, measure: Measure) -> dict[str, list[float]]:
@@ -159,7 +159,7 @@ class Findings(Generic[P]):
         return {case: [*self.blocks(measure, case).values()] for case in self.cases(measure)}
 
     def estimate(self, measure: Measure, case: str, level: float | None = None) -> Estimate | None:
-        """Return the typical value with its interval."""
+        """Return a measure's typical value with its interval; None without values."""
         return stats.mean(self.blocks(measure, case, level).values(), log=measure.log)
 
     def compared(self, against: Against, case: str, level: float | None = None) -> list[float]:

@@ -23,7 +23,7 @@ from .spec import Against, Bench, Findings, Plot
 from .turns import Measure
 
 PLAIN, LOOKUP, DRAFT_MODEL = SIDES = ("plain", "lookup", "draft model")
-#: The most that drafts may cost, as a share of the tokens/s without them.
+#: The least tokens/s with drafts, as a share of the tokens/s without them.
 KEPT: Final = 0.97
 #: The share of equal tokens that is required: rounding sometimes decides a near tie otherwise.
 AGREEING: Final = 0.9
@@ -47,7 +47,7 @@ CALLS: Final = (
     "Remind me on Monday at nine to call the dentist about the bill.",
     "Find flights from Oslo to Lisbon on the third of May for two adults.",
 )
-#: What a call's arguments are like, for all tools.
+#: The JSON schema of a tool call's arguments, the same for all tools.
 ARGUMENTS: Final[dict[str, Any]] = {
     "type": "object",
     "properties": {
@@ -91,7 +91,7 @@ class Plan:
 
 
 class Described(msgspec.Struct, frozen=True):
-    """What the program says of the models and the device."""
+    """The program's description of the models and the device."""
 
     model: str
     draft_model: str = msgspec.field(name="draft model")
@@ -100,7 +100,7 @@ class Described(msgspec.Struct, frozen=True):
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """What the program says of answers; see `bench.programs.speculation.Answering`."""
+    """The program's reply with its answers; see `bench.programs.speculation.Answering`."""
 
     tokens: list[list[int]]
     rate: float
@@ -118,7 +118,7 @@ PLOTS = tuple(Plot("by x", kind.capitalize(), (rate,)) for kind, rate in RATES.i
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check that drafts change no token, and never cost more than a little."""
+    """Check that drafts change few tokens, and hardly lower the tokens/s."""
     same = {side: [*found.blocks(SAME, side).values()] for side in found.cases(SAME)}
     name = f"answers have {AGREEING:.0%} of the tokens that they have without drafts"
     yield bounded(name, same, at_least=AGREEING, unit="share")
@@ -132,7 +132,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def agreeing(tokens: list[list[int]], expected: list[list[int]]) -> float:
-    """Return the share of `expected` tokens before the first ones that differ."""
+    """Return the share of `expected` tokens before each answer's first different token."""
     num = sum(
         next(
             (i for i, (ours, theirs) in enumerate(zip(one, other, strict=False)) if ours != theirs),

@@ -1,4 +1,4 @@
-"""The tables of a bench's findings, for a page or a terminal."""
+"""Makes the tables of a bench's findings, for a page or a terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Table:
 
 
 def tables(findings: Findings[Any]) -> list[Table]:
-    """Return one table of all measures with a single row, one for each other measure, and the closing one."""
+    """Return one table for all measures with a single row, one per other measure, and the closing table."""
     shown = [measure for measure in findings.bench.measures if findings.cases(measure)]
     short = [measure for measure in shown if findings.places(measure) == [(None, "")]]
     others = [table(findings, measure.name, [measure]) for measure in shown if measure not in short]
@@ -106,7 +106,7 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def label(name: str, level: float | None, case: str) -> str:
-    """Return the name of a row."""
+    """Return the name of a table row: its level and case."""
     if level is None:
         return case or "all"
     at = f"{level:,g} {name}"

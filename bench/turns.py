@@ -12,7 +12,7 @@ from .figures import Unit
 
 
 class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One generate. Times are measured by the client, in seconds; token counts come from the worker.
+    """A timed generate request. The client measures times, in seconds; the worker counts the tokens.
 
     `case` names the compared variant, `x` is the value on the x axis, `block` the unit of pairing and
     statistics. `at_s` counts from the start of the run, `first_s` and `total_s` from sending the request;

@@ -1,1 +1,1 @@
-"""HTTP for agents: OpenAI's and Anthropic's APIs in front of durable sessions. Imports only `protocol`."""
+"""HTTP APIs of OpenAI, Anthropic and Ollama over durable sessions. Imports no other folder but `protocol`."""

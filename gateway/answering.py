@@ -1,4 +1,4 @@
-"""What is told of answers while they come: by `conversations`, to who sends them."""
+"""The events of running answers, which `conversations` queues and the HTTP responses read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Found(NamedTuple):
-    """The session that answers, and what it is to the conversation.
+    """Event: the session that answers a turn, and how much of the conversation it holds already.
 
-    It has `num_known` of the conversation's messages, which are `position` tokens. `differs` is the first
-    message that is in no known conversation, if a session should have it: by number, role and size.
+    It holds the first `num_known` messages, which are `position` tokens. If an earlier answer was not found,
+    `differs` names the first message (number, role, size) that no known conversation has.
     """
 
     session: str
@@ -36,22 +36,22 @@ class Found(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The log has the request."""
+    """Event: the log has stored the request."""
 
 
 Event = Found | Begun | Chunk | Generated | TurnkeepError
 
 
 class Answering:
-    """The answers to one turn. `events` has them as they come, each with its number among the answers."""
+    """The answers to one turn while they run. `events` queues each event with the number of its answer."""
 
     def __init__(
         self, on_end: Callable[[How, Generated], None], note: Note, key_id: str = "", *, stays: bool = False
     ) -> None:
-        """`on_end` gets each answer, also if nobody listens. `note` is kept with the request in the log.
+        """`on_end` gets each result, even without a client. `note` is stored with the request in the log.
 
-        `key_id` is the id of the answer to a request with a key. If it `stays`, it is answered whatever
-        becomes of its client, which is told when the log has the request.
+        `key_id` is the answer's id if the request has an idempotency key. If the answer `stays`, it goes on
+        after its client disconnects, and `Begun` tells the client that the log has the request.
         """
         self.on_end = on_end
         self.note = note

@@ -1,8 +1,8 @@
-"""Names the boundaries of a conversation: a chain of digests, one after each message.
+"""Computes a conversation's boundaries: after each message, a digest of the conversation up to there.
 
-Pure. Two conversations have the same digest up to a message if, and only if, the model would be told the
-same up to there. What clients change as they send a conversation again is left out: how a content is divided
-into parts, the spacing and order of a call's arguments, ids of calls, and all reasoning.
+Pure. Two conversations share a boundary if, and only if, the model would see the same prompt up to that
+message. The digests leave out what clients change when they send a conversation again: the division of
+content into parts, spacing and order in a call's arguments, ids of calls, and all reasoning.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import Called, Generated, Message, ToolCall
 
-#: Options of a generate that belong to the prompt.
+#: Options of a generate request that change its rendered prompt.
 _RENDERED: Final = ("tools", "chat_template_kwargs", "special_tokens")
 
 _ENCODER: Final = msgspec.json.Encoder(order="deterministic")
 
 
 def chain(messages: Sequence[Message], options: Mapping[str, Any]) -> list[bytes]:
-    """Return the digest of the conversation's beginning, then one after each message."""
+    """Return the digest of the options that change the prompt, then a chained digest after each message."""
     found, calls = [_digest(b"chat", _rendered(options))], list[str]()
     for message in messages:
         text, given = message.content or "", message.tool_calls or ()
@@ -41,21 +41,21 @@ def chain(messages: Sequence[Message], options: Mapping[str, Any]) -> list[bytes
 
 
 def prompt_of(prompt: str | Sequence[int], options: Mapping[str, Any]) -> bytes:
-    """Return the digest of a prompt that is no conversation: of a text, or of tokens."""
+    """Return the digest of a prompt that is a text or token ids, not a conversation."""
     return _digest(b"text", [prompt, _rendered(options)])
 
 
 def answered(prompt: bytes, result: Generated, prefix: str = "") -> set[bytes]:
-    """Return the digests that the conversation may have after an answer to `prompt` that began with `prefix`.
+    """Return the possible digests of a conversation after an answer to the prompt with the digest `prompt`.
 
-    Two, if the text begins or ends with white space: many clients remove it.
+    The answer begins with `prefix`. White space at its ends gives two digests, since many clients strip it.
     """
     calls, said = _calls(result.tool_calls), prefix + result.text
     return {_digest(prompt, ["assistant", text, None, calls]) for text in (said, said.strip())}
 
 
 def options_digest(options: Mapping[str, Any], number: int) -> bytes:
-    """Name what decides on an answer beside its prompt; `number` is that of the answer among several."""
+    """Return a digest of the options and of the answer's `number` among several, but not of the prompt."""
     biases = sorted(options.get("logit_bias", {}).items())
     return _digest(b"options", [{**options, "logit_bias": biases}, number])[:8]
 
@@ -76,7 +76,7 @@ def _arguments(text: str) -> list[Any]:
 
 
 def _place(call_id: str | None, calls: Sequence[str]) -> int | str | None:
-    """Return which of the last calls is answered: ids may differ, but not what they refer to."""
+    """Return the answered call's index among the last `calls`, as clients may change ids; else its id."""
     return calls.index(call_id) if call_id in calls else call_id
 
 
@@ -84,5 +84,5 @@ def _digest(before: bytes, item: Any) -> bytes:
     try:
         body = _ENCODER.encode(item)
     except (ValueError, RecursionError):
-        body = encode(item)  # raises an error with a sentence
+        body = encode(item)  # raises an error that says what is wrong
     return blake2b(before + body, digest_size=16).digest()

@@ -1,8 +1,8 @@
-"""Answers turns of one tenant: finds the session that has most of a conversation, and sends it only the rest.
+"""Answers one tenant's turns: finds the session with most of a conversation, and sends it only the rest.
 
-Each answer is a task of its own, which runs to its result even if nobody listens any more, so that the index
-always knows where its session stands. It waits across restarts of worker and NATS: only a client that goes
-away ends an answer early.
+Each answer is a task of its own, which waits for the result even if no client listens any more, so that the
+index always has the session's position. The task outlasts restarts of worker and NATS: an answer ends early
+only if its client disconnects.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How long the result of a request that has moved a session is waited for.
+#: How long to wait for the result of the request that has moved a session's position.
 _CATCH_UP_S: Final = 1.0
 #: Attempts to send a turn, the last one to a new session.
 _ATTEMPTS: Final = 4
@@ -69,7 +69,7 @@ _SWEEP_S: Final = 60.0
 
 
 class _Sent(NamedTuple):
-    """What was appended before a generate; `position` is where the session is then."""
+    """The messages appended before a generate request, and the session's `position` after them."""
 
     num_messages: int
     position: int
@@ -78,12 +78,12 @@ class _Sent(NamedTuple):
 
 
 class Conversations:
-    """The conversations of one tenant."""
+    """The conversations of one tenant with one model, and the sessions that hold them."""
 
     def __init__(self, client: Client, *, idle_s: float, is_stopping: Callable[[], bool]) -> None:
-        """Sessions that were not used for `idle_s` are removed.
+        """Sessions unused for `idle_s` are removed.
 
-        While `is_stopping`, answers whose clients are gone are not cancelled: the clients may come back.
+        While `is_stopping()`, answers without a client are not cancelled: their clients may come back.
         """
         self.index = Index()
         self.client = client
@@ -94,11 +94,11 @@ class Conversations:
         self._is_loaded = False
         self._seen = Seen()
         self.presence = Presence(client)
-        #: By session: the request with a key that the log does not have yet.
+        #: By `key_id`: the request with this idempotency key, while the log does not have it yet.
         self._beginning: dict[str, Answering] = {}
 
     async def start(self) -> None:
-        """Read from the log what the index should know, once. Raises `TurnkeepError`."""
+        """Fill the index from the log and start removing idle sessions, once. Raises `TurnkeepError`."""
         async with self._loading:
             if not self._is_loaded:
                 await recover(self.client, self.index)
@@ -115,7 +115,7 @@ class Conversations:
         return num_tokens
 
     async def close(self) -> None:
-        """End all tasks and the connection; the answers go on in the worker."""
+        """Cancel all tasks and close the connection; running answers go on in the worker."""
         self._is_stopping = lambda: True
         for task in self._tasks:
             task.cancel()
@@ -131,7 +131,7 @@ class Conversations:
         *,
         stays: bool = False,
     ) -> Answering:
-        """Start answering; the last event of each answer is its result or an error. See `Answering`."""
+        """Start a turn's answers; the last event of each is its result or an error. See `Answering`."""
         answering = Answering(on_end, note, key_id, stays=stays)
         for number in range(turn.n):
             self.beside(self._answer(turn, number, answering))
@@ -142,34 +142,34 @@ class Conversations:
         return await recorded.find(self.client, answer_ids, conversation=conversation)
 
     def follow(self, found: Recorded) -> Answering:
-        """Start telling an answer that is in the log."""
+        """Start a stream of events of an answer that is in the log."""
         answering = Answering(_ignore, found.note)
         answering.following = self.beside(self._follow(found, answering))
         return answering
 
     async def forget(self, session: str) -> None:
-        """Remove a session with its content. Raises `TurnkeepError`."""
+        """Delete a session and its content. Raises `TurnkeepError`."""
         if (held := self.index.sessions.get(session)) is not None:
             self.index.drop(held)
         named = self.client.session(session)
-        with contextlib.suppress(ResultTimeoutError):  # the log has the request: the worker will come to it
+        with contextlib.suppress(ResultTimeoutError):  # the request is in the log: the worker will execute it
             try:
                 await named.close(forget=True, timeout_s=LAST_PAUSE_S)
             except RequestFailedError as error:
                 if error.code != "unknown_session":
                     raise
-                await named.open(timeout_s=LAST_PAUSE_S)  # only what is open can be forgotten
+                await named.open(timeout_s=LAST_PAUSE_S)  # only an open session can be forgotten
                 await named.close(forget=True, timeout_s=LAST_PAUSE_S)
 
     def beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start work that goes on until it ends, or the gateway does."""
+        """Run a coroutine as a background task, until it ends or the gateway closes."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def abandon(self, answering: Answering) -> None:
-        """Cancel answers that nobody else waits for."""
+        """Stop waiting for these answers, and cancel each that no other client waits for."""
         answering.is_abandoned = True
         if answering.following is not None:
             answering.following.cancel()
@@ -217,7 +217,7 @@ class Conversations:
             return
 
     async def _plan(self, turn: Turn, number: int, answering: Answering, *, is_last: bool) -> Plan | Recorded:
-        """Decide how to send a turn, or find its answer by its key. Raises `TurnkeepError`."""
+        """Decide how to send a turn, or find its answer by its idempotency key. Raises `TurnkeepError`."""
         if not answering.key_id:
             return make_plan(self.index, turn, number, is_last=is_last)
         while (other := self._beginning.get(answering.key_id)) is not None:
@@ -228,7 +228,7 @@ class Conversations:
         return stands.answer or plan_apart(self.index, turn, stands)
 
     def _begin(self, answering: Answering) -> None:
-        """Note that the log has a request, or never will: who waits to look for its key may."""
+        """Release requests that wait with the same key: the log has this request now, or never will."""
         answering.begun.set()
         if self._beginning.get(answering.key_id) is answering:
             del self._beginning[answering.key_id]
@@ -244,7 +244,7 @@ class Conversations:
             tell(error)
 
     def _missing(self, turn: Turn, plan: Plan) -> str | None:
-        """Name, and log, what keeps a conversation that goes on from being found to its last answer."""
+        """Return and log where a conversation differs from known ones, if its last answer was not found."""
         told, differs = turn.messages or (), None
         num_seen = self._seen.add(plan.known) - 1
         num_old = max((at for at, one in enumerate(told, 1) if one.role == "assistant"), default=0)
@@ -262,7 +262,7 @@ class Conversations:
     async def _carry_out(
         self, turn: Turn, plan: Plan, answering: Answering, tell: Callable[[Event], None]
     ) -> Generated:
-        """Send a turn as planned, and return its result. The index knows it then."""
+        """Send a turn as planned, add its result to the index, and return it."""
         asked, held = plan.asked, plan.asked.held
         asked.num_users += 1
         answering.running.add(asked)
@@ -299,7 +299,7 @@ class Conversations:
             raise self._learnt(plan, error) from None
         except TurnkeepError as error:
             self._note_failed(plan)
-            if not isinstance(error, MessageTooLargeError):  # which nobody has got
+            if not isinstance(error, MessageTooLargeError):  # such a request was never sent
                 self.index.drop(held)  # whether it was answered is unknown
             raise
         else:
@@ -322,7 +322,7 @@ class Conversations:
                 answering.note = first.note
 
     async def _append(self, plan: Plan, pieces: list[Sequence[Message]]) -> _Sent:
-        """Append messages that do not fit in the generate. Raises `TurnkeepError`."""
+        """Append the messages that do not fit in the generate request. Raises `TurnkeepError`."""
         asked, held = plan.asked, plan.asked.held
         sent = _Sent(0, plan.position, 0)
         for piece in pieces:
@@ -351,7 +351,7 @@ class Conversations:
         piece: Sequence[Message],
         rendering: Mapping[str, Any],
     ) -> Appended:
-        """Append messages, under an id under which no earlier attempt has failed. Raises `TurnkeepError`."""
+        """Append messages; if their request id has failed before, use another. Raises `TurnkeepError`."""
         key, attempt = session_key(self.client.tenant, asked.held.name), 0
         while True:
             asked.appending = append_id(boundary, position, attempt)
@@ -362,7 +362,7 @@ class Conversations:
             attempt += 1
 
     async def _open(self, plan: Plan) -> None:
-        """Fork the session, where that is planned; the first request begins one. Raises `TurnkeepError`."""
+        """Fork or reopen the session as planned, or await the request that does. Raises `TurnkeepError`."""
         asked = plan.asked
         if plan.how == "repeated":
             if asked.opening is not None:
@@ -382,7 +382,7 @@ class Conversations:
                 if plan.is_apart and error.code in {
                     "id_conflict",
                     "invalid_request",
-                }:  # another gateway was first
+                }:  # another gateway forked it first
                     raise RequestFailedError("id_conflict", error.message, retryable=True) from None
                 if error.code == "position_conflict":
                     await self._catch_up(plan.parent, plan.parent_position)
@@ -393,16 +393,16 @@ class Conversations:
         self._note_opened(asked)
 
     async def _catch_up(self, held: Held, position: int | None) -> None:
-        """Wait for the result, which is on its way, of the request that has moved a session."""
+        """Wait a moment for the result of the request that has moved a session's position."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CATCH_UP_S):
-                while held.num_running and held.position == position:  # noqa: ASYNC110  # its task tells nobody
+                while held.num_running and held.position == position:  # noqa: ASYNC110  # its task signals nobody
                     await asyncio.sleep(FIRST_PAUSE_S)
         if held.position == position:
             self._note_moved(held)
 
     def _note_moved(self, held: Held) -> None:
-        """Note that another gateway has gone on in a session; earlier positions may be forked."""
+        """Note that another gateway has continued a session, so that its position is unknown now."""
         if self.index.rewrites:
             self.index.drop(held)
         else:
@@ -414,19 +414,19 @@ class Conversations:
             asked.opening = None
 
     def _note_failed(self, plan: Plan) -> None:
-        """Never repeat a request again. The first one may still run if a repeated one failed."""
+        """Mark a request so that no turn repeats it. If a repeat failed, the first one may still run."""
         plan.asked.is_certain, plan.asked.claim_until_s = False, 0.0
         if plan.how != "repeated":
             plan.asked.state = "failed"
 
     def _learnt(self, plan: Plan, error: RequestFailedError) -> RequestFailedError:
-        """Correct the index after a refused request, whose session is as it was; return what to raise."""
+        """Correct the index after a refused request, which changed no session; return the error to raise."""
         held = plan.asked.held
         if error.code == "position_conflict":
             self._note_moved(held)
         elif error.code in MISTAKEN - {"id_conflict"}:
             self.index.drop(held)
-        elif plan.how == "repeated":  # what was recorded is of no use any more
+        elif plan.how == "repeated":  # the recorded answer is no longer usable
             return RequestFailedError("id_conflict", error.message, retryable=False)
         return error
 
@@ -439,7 +439,7 @@ class Conversations:
             self.beside(self._cancel(asked))
 
     async def _cancel(self, asked: Asked) -> None:
-        """Ask the worker to stop an answer until it has, or somebody wants it again."""
+        """Ask the worker repeatedly to cancel an answer, until it ends or a client wants it again."""
         pause_s = 0.0
         if asked.opening is not None:
             await asked.opening.wait()
@@ -453,17 +453,17 @@ class Conversations:
         while True:
             await asyncio.sleep(min(_SWEEP_S, self._idle_s / 4))
             for held in self.index.old(time.time() - self._idle_s):
-                if await self.presence.is_loaded():  # else it would be loaded for that
+                if await self.presence.is_loaded():  # else the close would load the model
                     await self._remove(held)
 
     async def _remove(self, held: Held, *, forget: bool = True) -> None:
-        """Close a session, unless another gateway has used it since."""
+        """Drop a session from the index, and close it unless another gateway has used it since."""
         self.index.drop(held)
         if held.position is None:
             return
         key = session_key(self.client.tenant, held.name)
         with contextlib.suppress(TurnkeepError):
-            if not held.position:  # its first request was refused: only what is open can be forgotten
+            if not held.position:  # its first request was refused: only an open session can be forgotten
                 await self.client.submit(key, build(Open))
             await self.client.submit(key, build(Close, forget=forget or None, expect_position=held.position))
 
@@ -484,12 +484,12 @@ def _headers(turn: Turn, plan: Plan, sent: _Sent, note: Note) -> dict[str, str]:
 
 
 def _rendering(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a generate's options an append or a count has too, as it belongs to the prompt."""
+    """Return the generate options that append and count requests take too: those that change the prompt."""
     return {name: options.get(name) for name in ("tools", "chat_template_kwargs")}
 
 
 def _with_appended(result: Generated, sent: _Sent) -> Generated:
-    """Count tokens that were appended for an answer as prefilled, and not as cached; add their warnings."""
+    """Return a result that counts its turn's appended tokens as prefilled, and has the appends' warnings."""
     used = result.usage
     num_new = min(sent.num_prefilled, used.cached_tokens)
     counts = {"cached_tokens": -num_new, "prefilled_tokens": num_new}

@@ -1,4 +1,4 @@
-"""What a dialect is: functions that read its requests, and write its answers, events and errors."""
+"""Defines a dialect, one HTTP API: functions that read its requests, and write answers, events and errors."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ EVENT_STREAM: Final = "text/event-stream"
 
 
 class Events(Protocol):
-    """Writes the events of one stream."""
+    """Writes the events, or lines, of one streamed response."""
 
     @property
     def heartbeat(self) -> bytes:
-        """What clients count as life."""
+        """Bytes to send when no event comes, which clients accept as a sign that the stream lives."""
 
     def start(self, index: int) -> bytes:
-        """Write what comes before the answer number `index`."""
+        """Write the events that open answer number `index`."""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """Write a part of an answer; empty if there is nothing to say."""
+        """Write the events for a chunk of an answer; empty bytes if it adds nothing."""
 
     def finish(self, index: int, result: Generated) -> bytes:
-        """Write the end of an answer."""
+        """Write the events that close an answer."""
 
     def end(self, results: Sequence[Generated]) -> bytes:
-        """Write the end of the stream."""
+        """Write the events that close the stream."""
 
     def error(self, fault: Fault) -> bytes:
-        """Write an error, after which nothing comes."""
+        """Write the error event that ends the stream."""
 
 
 def _never(_body: bytes) -> None:
-    """Answer no request without a model."""
+    """Return None: no request to this API is answered without a worker."""
 
 
 class Dialect(NamedTuple):
-    """An API: how its requests are read, and its answers and errors written.
+    """One HTTP API: how to read its requests, and write its answers, events and errors.
 
-    `names` are those of its fields that have other names in the protocol. `begun` writes an answer that has
-    no result yet, where a client may leave it so. `at_once` answers requests that ask a model nothing.
+    `names` maps the protocol's field names to this API's, where they differ. `begun` writes an answer without
+    a result, for APIs with background answers. `at_once` answers requests that need no worker, else None.
     """
 
     name: str
@@ -60,5 +60,5 @@ class Dialect(NamedTuple):
 
     @property
     def is_marked(self) -> bool:
-        """Whether events have ids, behind which a client may go on."""
+        """Whether events have ids, after which a client can resume the stream."""
         return self.media_type == EVENT_STREAM

@@ -1,7 +1,7 @@
-"""Follows and cancels answers that are in the log, whoever has asked for them.
+"""Follows and cancels answers whose requests are in the log, whichever client or gateway sent them.
 
-A request with an `Idempotency-Key` has a session of its own, whose name follows from the key: so the log
-alone says what has become of it, to any gateway and at any time.
+A request with an `Idempotency-Key` has a session of its own, whose name is derived from the key, so any
+gateway can read the request's state from the log at any time.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
     from .recorded import Recorded
 
-#: Failures that say that a session is not what a gateway holds of it.
+#: Failure codes which mean that a session differs from its entry in the gateway's index.
 MISTAKEN: Final = {"position_conflict", "unknown_session", "history_diverged", "id_conflict"}
-#: Between two attempts to cancel an answer.
+#: The first and the longest pause between two attempts to cancel an answer.
 FIRST_PAUSE_S: Final = 0.05
 LAST_PAUSE_S: Final = 5.0
-#: The failure of a request whose key another request has.
+#: The failure code of a request whose idempotency key was sent before with another request.
 KEY_REUSED: Final = "key_reused"
 
 
 class Standing(NamedTuple):
-    """What the log has of a key: the last attempt of its request, and where its session was forked."""
+    """What the log has for an idempotency key: its request's last attempt, and its session's fork point."""
 
     session: str
     last: Recorded | None = None
@@ -45,25 +45,25 @@ class Standing(NamedTuple):
 
     @property
     def num_failed(self) -> int:
-        """The number of attempts that failed so that the next one may not."""
+        """The number of attempts that have failed, which is the nonce of the next one."""
         name = RequestName.parse(self.last.request.id) if self.last else None
         return name.nonce + 1 if name else 0
 
     @property
     def answer(self) -> Recorded | None:
-        """The attempt that has an answer, or will have one, or failed for good."""
+        """The last attempt, if it is answered, runs, or failed for good; None if a new one may be sent."""
         failed = self.last.result if self.last else None
         may_try = isinstance(failed, Failed) and (failed.retryable or failed.code in MISTAKEN)
         return None if may_try else self.last
 
 
 def id_of(key: str) -> str:
-    """Return the id of the answer to the request that has a key."""
+    """Return the answer's id for a request with this idempotency key."""
     return blake2b(key.encode(), digest_size=24).hexdigest()
 
 
 async def standing(client: Client, answer_id: str, body: str) -> Standing:
-    """Read what has become of a key. Raises `RequestFailedError` if its request had another body."""
+    """Read a keyed request's state from the log. Raises `RequestFailedError` if its body was another."""
     session = PREFIX + answer_id[:32]
     last = (await recorded.find(client, {answer_id}, conversation=False)).get(answer_id)
     if last is not None and last.note.body != body:
@@ -80,13 +80,13 @@ async def standing(client: Client, answer_id: str, body: str) -> Standing:
 
 
 def key_reused() -> RequestFailedError:
-    """Return the failure of a request whose key another request has."""
+    """Build the error for an idempotency key that was sent before with another request."""
     why = "this Idempotency-Key was sent with another request: each request needs a key of its own"
     return RequestFailedError(KEY_REUSED, why, retryable=False)
 
 
 async def follow(client: Client, found: Recorded, tell: Callable[[Chunk], None]) -> Generated:
-    """Tell the chunks of an answer from its first token on, and return its result. Raises `TurnkeepError`."""
+    """Pass an answer's chunks to `tell`, from the first on; return its result. Raises `TurnkeepError`."""
     match found.result:
         case Failed() as failed:
             raise RequestFailedError(failed.code, failed.message, retryable=failed.retryable)
@@ -101,7 +101,7 @@ async def follow(client: Client, found: Recorded, tell: Callable[[Chunk], None])
 
 
 async def cancel(client: Client, answer_id: str) -> Recorded | None:
-    """Stop an answer if it runs, and return what the log has of it. Raises `TurnkeepError`."""
+    """Cancel an answer if it runs; return its record in the log, None without one. Raises `TurnkeepError`."""
     pause_s = FIRST_PAUSE_S
     while True:
         found = (await recorded.find(client, {answer_id})).get(answer_id)

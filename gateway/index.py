@@ -1,7 +1,7 @@
-"""Which conversations lie in which sessions of one tenant, at which position. In memory, and no I/O.
+"""Maps the boundaries of conversations to one tenant's sessions and positions in them. In memory, no I/O.
 
-The log has the same facts: `recovery` reads them after a restart. A request's id begins with the digest of
-its prompt, and the tags of a fork's `open` have the digest that it begins with.
+The log has the same facts, and `recovery` reads them after a restart: a request's id begins with the digest
+of its prompt, and the tags of a fork's `open` contain the digest of the conversation up to the fork point.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import Appended, Generated
 
-#: Sessions of the gateway have names that begin so, and forks this tag.
+#: The prefix of the names of gateways' sessions, and the tag of their forks.
 PREFIX: Final = "gw-"
 TAG: Final = "gateway"
 _BEGINS: Final = "at-"
 
-#: Conversations of one tenant; the longest unused ones beyond are closed.
+#: Most sessions of one tenant; beyond it, the least recently used ones are closed.
 MOST_SESSIONS: Final = 10_000
-#: Boundaries of one session; beyond that the earliest are dropped.
+#: Most boundaries of one session; beyond it, the earliest are dropped.
 _MOST_MARKS: Final = 2_000
 
 
 class Mark(NamedTuple):
-    """A boundary in a session: after a prompt with the assistant's header, or after an answer.
+    """The place of a boundary in a session: after a prompt with the assistant's header, or after an answer.
 
-    Messages that were appended alone have no header: they are as an answer, since others may follow.
+    Appended messages have no such header after them, so they count as an answer: more messages may follow.
     """
 
     position: int
@@ -43,7 +43,7 @@ class Mark(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """A session of the gateway. A `position` of None is unknown; `num_running` requests have no result."""
+    """A gateway's session. `position` is None if unknown; `num_running` counts requests without a result."""
 
     name: str
     position: int | None
@@ -55,7 +55,7 @@ class Held:
 
 
 class RequestName(NamedTuple):
-    """A request's id in parts; `nonce` counts the requests for one prompt with the same options."""
+    """A request's id in parts: digests of prompt and options, and `nonce`, which counts equal requests."""
 
     prompt: bytes
     options: bytes
@@ -63,7 +63,7 @@ class RequestName(NamedTuple):
 
     @property
     def key(self) -> tuple[bytes, bytes]:
-        """What equal requests have in common."""
+        """The digests of prompt and options, which equal requests share."""
         return self.prompt, self.options
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class RequestName(NamedTuple):
 
     @classmethod
     def parse(cls, request_id: str) -> RequestName | None:
-        """Return the parts of an id that a gateway made, None for others."""
+        """Parse a request id that a gateway made; return None for any other."""
         try:
             prompt, options, nonce = request_id.split("-")
             found = cls(bytes.fromhex(prompt), bytes.fromhex(options), int(nonce))
@@ -82,12 +82,12 @@ class RequestName(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Asked:
-    """The last request for one prompt with the same options: enough to send it again unchanged.
+    """The last request with one prompt and the same options: all that is needed to send it again unchanged.
 
-    It sent the messages after a boundary that has the names `bases`, which was at `expected`. `opening` is
-    there until its session is in the log. An answer that `is_certain` is the same each time. A request that
-    was found in the log after a restart may be claimed once, until `claim_until_s`. Its answer begins with
-    the `prefix`, which was given. `appending` is the id of the append before it that is at work.
+    It sent the messages after the boundary with the digests `bases`, at the position `expected`. `opening`
+    is None once the session is in the log. If `is_certain`, the answer is the same each time. A request that
+    was found in the log after a restart may be repeated once, until `claim_until_s`. `prefix` is the given
+    beginning of the answer. `appending` is the id of the append before it, while that runs.
     """
 
     held: Held
@@ -104,12 +104,12 @@ class Asked:
 
 
 def append_id(boundary: bytes, position: int, attempt: int = 0) -> str:
-    """Name an append after which a session has this boundary; it begins at `position`."""
+    """Return the id of an append that begins at `position` and ends at this boundary."""
     return f"{boundary.hex()}-at-{position}" + (f"-{attempt}" if attempt else "")
 
 
 def appended_to(request_id: str) -> bytes | None:
-    """Return the boundary that an append has added; None if it is not a gateway's."""
+    """Return the boundary after an append, from its request id; None if no gateway made that."""
     digest, at, _ = request_id.partition("-at-")
     try:
         return bytes.fromhex(digest) if at else None
@@ -123,7 +123,7 @@ def tags(base: bytes) -> list[str]:
 
 
 def base_of(tags: tuple[str, ...]) -> bytes | None:
-    """Return the boundary after which a fork begins; None if it is not a gateway's."""
+    """Return the boundary after which a fork begins, from its tags; None if no gateway made them."""
     base = next((tag[len(_BEGINS) :] for tag in tags if tag.startswith(_BEGINS)), "")
     try:
         return bytes.fromhex(base) or None if TAG in tags else None
@@ -132,10 +132,10 @@ def base_of(tags: tuple[str, ...]) -> bytes | None:
 
 
 class Index:
-    """The conversations of one tenant. Event loop only."""
+    """The sessions, boundaries and last requests of one tenant. Event loop only."""
 
     def __init__(self) -> None:
-        #: In the order of their last use.
+        #: By name, the least recently used first.
         self.sessions: OrderedDict[str, Held] = OrderedDict()
         self.asked: dict[tuple[bytes, bytes], Asked] = {}
         #: Whether the chat template has ever changed earlier text of a session.
@@ -143,17 +143,17 @@ class Index:
         self._held: dict[bytes, Held] = {}
 
     def add(self, held: Held) -> None:
-        """Add a session, as the one used last."""
+        """Add a session as the most recently used."""
         self.sessions[held.name] = held
 
     def use(self, held: Held, now_s: float) -> None:
-        """Note that a session is used."""
+        """Mark a session as the most recently used, at `now_s`."""
         held.used_s = now_s
         if held.name in self.sessions:
             self.sessions.move_to_end(held.name)
 
     def drop(self, held: Held) -> None:
-        """Forget a session and what is known of it."""
+        """Remove a session with its boundaries and requests."""
         self.sessions.pop(held.name, None)
         self.cut(held, -1)
         for key in held.asked:
@@ -161,24 +161,24 @@ class Index:
         held.asked.clear()
 
     def find(self, boundary: bytes) -> tuple[Held, Mark] | None:
-        """Return a session that has this boundary, and where."""
+        """Return the session that has this boundary, and the place in it; None if no session has it."""
         held = self._held.get(boundary)
         return None if held is None else (held, held.marks[boundary])
 
     def ask(self, asked: Asked) -> None:
-        """Note a request that is about to be sent."""
+        """Record a request that is about to be sent."""
         if (before := self.asked.get(asked.name.key)) is not None:
             before.held.asked.discard(asked.name.key)
         self.asked[asked.name.key] = asked
         asked.held.asked.add(asked.name.key)
 
     def answer(self, asked: Asked, result: Generated) -> None:
-        """Add the boundaries before and after an answer."""
+        """Record a request's result: add the boundaries before and after the answer."""
         held, prompt = asked.held, asked.name.prompt
-        # Who asks for such an answer again wants a whole one.
+        # A client that repeats a request whose answer was stopped wants a whole answer.
         asked.state = "failed" if result.finish_reason in STOPPED else "answered"
         is_over = asked.state == "answered" and not asked.is_certain and not asked.claim_until_s
-        if is_over and self.asked.get(asked.name.key) is asked:  # nobody gets it again
+        if is_over and self.asked.get(asked.name.key) is asked:  # no repeated request may get it
             del self.asked[asked.name.key]
             held.asked.discard(asked.name.key)
         if held.name not in self.sessions:
@@ -187,9 +187,9 @@ class Index:
             self.rewrites = True
             self.cut(held, result.rewritten_from)
         held.position = result.position
-        if not result.tokens:  # cancelled before its first token: the session is as it was
+        if not result.tokens:  # cancelled before its first token: the session is unchanged
             return
-        if held.prompt in held.marks:  # another answer is mostly wanted to the last prompt
+        if held.prompt in held.marks:  # clients mostly ask again for the last answer only
             self._unmark(held, held.prompt)
         held.prompt = prompt
         before = result.position - len(result.tokens) - result.prefix_tokens
@@ -208,7 +208,7 @@ class Index:
         self._mark(held, boundary, Mark(result.position, is_answer=True))
 
     def old(self, before_s: float) -> Iterator[Held]:
-        """Yield sessions that were not used since `before_s`, and those beyond `MOST_SESSIONS`."""
+        """Yield sessions without running requests, unused since `before_s` or over `MOST_SESSIONS`."""
         beyond = len(self.sessions) - MOST_SESSIONS
         for number, held in enumerate([*self.sessions.values()]):
             if held.used_s >= before_s and number >= beyond:
@@ -220,7 +220,7 @@ class Index:
         other = self._held.get(boundary)
         if other not in (None, held):
             if other.position == other.marks[boundary].position:
-                return  # that one can go on from there without a fork
+                return  # it can continue from there without a fork
             del other.marks[boundary]
         held.marks[boundary] = mark
         self._held[boundary] = held
@@ -228,7 +228,7 @@ class Index:
             self._unmark(held, next(iter(held.marks)))
 
     def cut(self, held: Held, position: int) -> None:
-        """Forget the boundaries after `position`: the session has other tokens there."""
+        """Drop a session's boundaries after `position`, because its tokens there have changed."""
         for boundary in [one for one, mark in held.marks.items() if mark.position > position]:
             self._unmark(held, boundary)
 

@@ -1,4 +1,4 @@
-"""API keys from a file: the tenant of each, and how much may be asked with it."""
+"""API keys from a file, each with its tenant and its limits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 _LIMIT: Final = re.compile(r"(requests|tokens)=([1-9]\d*)/min|(at_once)=([1-9]\d*)")
 _MINUTE_S: Final = 60.0
-#: How long who has too many requests at once should wait.
+#: How long a client with too many requests at once should wait.
 _PAUSE_S: Final = 1.0
 
 
 class Limits(NamedTuple):
-    """What may be asked with a key: requests and tokens in a minute, and requests at once. None is no limit.
+    """A key's limits: requests per minute, tokens per minute, and requests at once. None means no limit.
 
-    Tokens are those that were prefilled, and those of answers.
+    Prefilled tokens and the tokens of answers count.
     """
 
     requests: int | None = None
@@ -38,7 +38,7 @@ _UNLIMITED: Final = Limits()
 
 
 class _Bucket:
-    """What is left of a limit by the minute: it is full at first, and fills again all the time."""
+    """A token bucket that holds a limit per minute: full at first, and refilled continuously."""
 
     def __init__(self, size: int | None, clock: Callable[[], float]) -> None:
         self._size = size
@@ -47,7 +47,7 @@ class _Bucket:
         self._seen_s = clock()
 
     def wait_s(self, needed: float) -> float:
-        """Return the time until so much is left; 0 if it is."""
+        """Return the seconds until the amount `needed` is available; 0 if it is available now."""
         if self._size is None:
             return 0.0
         now_s = self._clock()
@@ -56,12 +56,12 @@ class _Bucket:
         return max(0.0, (needed - self._left) * _MINUTE_S / self._size)
 
     def take(self, amount: float) -> None:
-        """Take so much, perhaps more than is left."""
+        """Subtract an amount, even if less than that is left."""
         self._left -= amount
 
 
 class Key:
-    """One key, and what was asked with it. Event loop only."""
+    """One API key: its tenant, its limits and their use so far. Event loop only."""
 
     def __init__(
         self, tenant: str, limits: Limits = _UNLIMITED, clock: Callable[[], float] = time.monotonic
@@ -74,7 +74,7 @@ class Key:
 
     @contextmanager
     def one_request(self) -> Iterator[None]:
-        """Count one request while it runs. Raises `Fault` if that is too much."""
+        """Count one request while it runs. Raises `Fault` if a limit of the key is reached."""
         limits = self._limits
         if limits.at_once is not None and self._num_running >= limits.at_once:
             raise _too_many(f"{limits.at_once} requests at once", _PAUSE_S)
@@ -90,21 +90,21 @@ class Key:
             self._num_running -= 1
 
     def spend(self, num_tokens: int) -> None:
-        """Count the tokens of an answer, which are known at its end."""
+        """Count an answer's tokens against the key's limit, once the answer has ended."""
         self._tokens.take(num_tokens)
 
 
 class Keys:
-    """All keys. Without any, every request is of the default tenant, and nothing is limited."""
+    """All API keys. Without keys, every request belongs to the default tenant, and has no limits."""
 
     def __init__(self, keys: Mapping[bytes, Key] | None = None) -> None:
-        """`keys` are by their SHA-256, so that a look-up says nothing of them by its time."""
+        """`keys` maps SHA-256 digests to keys, so that the time of a look-up reveals nothing about keys."""
         self._keys = keys
         self._anybody = Key(DEFAULT_TENANT)
 
     @classmethod
     def read(cls, path: Path) -> Keys:
-        """Read a file with a key, a tenant and perhaps limits in each line. Raises `TurnkeepError`."""
+        """Read a file with a key, its tenant and optional limits in each line. Raises `TurnkeepError`."""
         found: dict[bytes, Key] = {}
         try:
             lines = path.read_text().splitlines()
@@ -126,11 +126,11 @@ class Keys:
 
     @property
     def are_needed(self) -> bool:
-        """Whether requests need a key."""
+        """Whether requests must have an API key."""
         return self._keys is not None
 
     def of(self, headers: Mapping[str, str]) -> Key:
-        """Return the key of a request. Raises `Fault`."""
+        """Return the API key in a request's headers. Raises `Fault` if it is missing or unknown."""
         if self._keys is None:
             return self._anybody
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -142,7 +142,7 @@ class Keys:
 
 
 def _limits(words: Sequence[str]) -> Limits:
-    """Read the limits of a line. Raises `InvalidMessageError`."""
+    """Parse the words of a line that are limits. Raises `InvalidMessageError`."""
     found: dict[str, int] = {}
     for word in words:
         match = _LIMIT.fullmatch(word)

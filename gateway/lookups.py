@@ -1,4 +1,4 @@
-"""Finds answers that are in the log, among those of all models, for requests that name them."""
+"""Finds answers in the logs of all models, for requests that refer to one by its id or key."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _LENGTH: Final = 48
 
 
 class Kept(NamedTuple):
-    """An answer that is in the log, and the conversations that it is one of."""
+    """An answer from the log, and the conversations (tenant and model) that it belongs to."""
 
     conversations: Conversations
     answer: Recorded
 
 
 class Lookups:
-    """The answers of all models."""
+    """Finds answers in the log, for any tenant and model."""
 
     def __init__(self, of: Callable[[str, str], Awaitable[Conversations]], names: Sequence[str]) -> None:
-        """`of` returns the conversations of a tenant with a model."""
+        """`of` returns the `Conversations` of a tenant with a model; `names` are all models."""
         self._of = of
         self._names = names
 
     async def find(self, tenant: str, answer_id: str, *, conversation: bool = True) -> Kept | None:
-        """Find an answer by its id. Raises `TurnkeepError`."""
+        """Find an answer by its id, in all models; None if there is none. Raises `TurnkeepError`."""
         wanted = own_id(answer_id)
         for name in self._names:
             conversations = await self._of(tenant, name)
@@ -46,16 +46,16 @@ class Lookups:
         return None
 
     async def kept(self, tenant: str, answer_id: str, api: str) -> Kept:
-        """Find an answer of one API that any client may ask for. Raises `Fault`, `TurnkeepError`."""
+        """Find an answer of one API that clients may read by id. Raises `Fault` (404), `TurnkeepError`."""
         found = await self.find(tenant, answer_id, conversation=api == responses.NAME)
         if found is None or not found.answer.note.is_kept or found.answer.note.api != api:
             raise Fault(404, f"Response with id '{answer_id}' not found.")
         return found
 
     async def cut(self, tenant: str, headers: Mapping[str, str], digest: str) -> tuple[Kept, Place] | None:
-        """Find the answer, and the place in it, from which on a client wants a stream that was cut.
+        """Find the answer whose broken stream a client resumes by `Last-Event-ID`, and the place in it.
 
-        None if it wants no such, or has nothing of it yet. Raises `Fault`, `TurnkeepError`.
+        None without that header, or if the request has not reached the log. Raises `Fault`, `TurnkeepError`.
         """
         if (read := places.read(headers.get("last-event-id", ""))) is None:
             return None
@@ -84,7 +84,7 @@ class Lookups:
         return wanted
 
     async def items(self, tenant: str, body: bytes) -> dict[str, dict[str, Any]]:
-        """Return the items of earlier answers that a request refers to. Raises `TurnkeepError`."""
+        """Return, by id, the items of earlier answers that a request refers to. Raises `TurnkeepError`."""
         if not (wanted := responses.referred(body)):
             return {}
         found: dict[str, Recorded] = {}
@@ -95,12 +95,12 @@ class Lookups:
 
 
 def own_id(answer_id: str) -> str:
-    """Return the id of an answer without what its API puts before it."""
+    """Strip the API's prefix, such as `resp_`, from an answer's id."""
     return answer_id[-_LENGTH:]
 
 
 def after(answer: Recorded, headers: Mapping[str, str], query: Mapping[str, str]) -> Place | None:
-    """Return the place behind which a client wants an answer's stream. Raises `Fault`."""
+    """Return the place after which a client wants an answer's stream; None for all of it. Raises `Fault`."""
     if (number := number_in(query, "starting_after")) is not None:
         return places.behind_number(number)
     read = places.read(headers.get("last-event-id", ""))

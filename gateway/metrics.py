@@ -1,4 +1,4 @@
-"""Counts what the gateway does, and writes it for Prometheus."""
+"""Counts requests, answers and tokens of the gateway, and writes the counts for Prometheus and NATS."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PREFIX: Final = "turnkeep_gateway_"
 
 
 class Counters:
-    """The counts since the start. Event loop only."""
+    """The gateway's counts since its start. Event loop only."""
 
     def __init__(self) -> None:
         self._begun_s = time.monotonic()
@@ -31,7 +31,7 @@ class Counters:
         self.num_running = 0
 
     def note(self, how: str, result: Generated) -> None:
-        """Count an answer; `how` its conversation was found."""
+        """Count an answer and its tokens; `how` says how its conversation was found."""
         self.answers[how] += 1
         self.num_resumed += bool(result.resumed_tokens)
         if how != "repeated":
@@ -41,7 +41,7 @@ class Counters:
             self.tokens["generated"] += used.completion_tokens
 
     def counting(self, app: ASGIApp, paths: Iterable[str]) -> ASGIApp:
-        """Return an application that counts requests; those for other paths together."""
+        """Wrap an application to count its requests by path and status; others than `paths` count as one."""
         known = {*paths}
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,7 +61,7 @@ class Counters:
         return counted
 
     def message(self, gateway: str, num_conversations: int, interval_s: float) -> GatewayMetrics:
-        """Write all counts as the message that is published; `interval_s` until the next one."""
+        """Build the metrics message for NATS from all counts; the next follows after `interval_s`."""
         by_status = Counter[str]()
         for (_, status), count in self.requests.items():
             by_status[str(status)] += count

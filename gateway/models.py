@@ -1,4 +1,4 @@
-"""Which models there are, and which one a request wants; described as other servers do."""
+"""Lists and describes the gateway's models as other servers do, and chooses the model for a request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Named(Struct):
-    """The field that requests of all dialects have in common; some of Ollama's call it `name`."""
+    """The field for the model in requests of all dialects; some of Ollama's requests call it `name`."""
 
     model: str | None = None
     name: str | None = None
@@ -30,7 +30,7 @@ class _Named(Struct):
 _NAMED: Final = msgspec.json.Decoder(_Named)
 #: Ollama's clients add this to the name of a model.
 _LATEST: Final = ":latest"
-#: A model's context, in the words of several other servers.
+#: The fields in which several other servers give a model's context length.
 _CONTEXT: Final = ("context_window", "max_model_len", "max_input_tokens")
 
 
@@ -38,17 +38,17 @@ class Models:
     """The models behind one gateway."""
 
     def __init__(self, of: Callable[[str, str], Awaitable[Conversations]], names: Sequence[str]) -> None:
-        """`of` returns the conversations of a tenant with a model; one model has the name ''."""
+        """`of` returns the `Conversations` of a tenant with a model; a single model may be named ''."""
         self._of = of
         self.names = tuple(names)
 
     @property
     def are_several(self) -> bool:
-        """Whether requests choose one of several."""
+        """Whether there are several models, so that requests must name one."""
         return len(self.names) > 1
 
     def chosen(self, body: bytes) -> str:
-        """Return the model that a request names. Where there is only one, it has any name. Raises `Fault`."""
+        """Return the model that a request names; a single model is chosen by any name. Raises `Fault`."""
         if not self.are_several:
             return self.names[0]
         named = wanted(body)
@@ -70,9 +70,9 @@ class Models:
         raise _no_model(name, [one["id"] for one in found])
 
     async def described(self, tenant: str, *, now: bool = False) -> list[dict[str, Any]]:
-        """Describe all models; of several, those whose worker does not answer by their names alone.
+        """Describe all models; one of several whose worker does not answer is described by its name only.
 
-        If not `now`, what a worker said a moment ago will do. Raises `NoWorkerError`.
+        Unless `now`, metrics of the last second are used again. Raises `NoWorkerError`.
         """
         found = await asyncio.gather(*(self._looked_at(tenant, name, now=now) for name in self.names))
         if not any(found):
@@ -89,24 +89,24 @@ class Models:
 
 
 def wanted(body: bytes) -> str:
-    """Return the name of a model in a request; empty if there is none. Raises `Fault`."""
+    """Return the model's name in a request's body; empty if it has none. Raises `Fault`."""
     named = decoded(_NAMED, body)
     return named.model or named.name or ""
 
 
 def page(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """List models as OpenAI and Anthropic do."""
+    """Write a list of models as OpenAI and Anthropic do."""
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]}
     return {"object": "list", "data": models, "has_more": False, **ends}
 
 
 def page_v0(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """List models as LM Studio does."""
+    """Write a list of models as LM Studio does."""
     return {"object": "list", "data": [_model_v0(one) for one in models]}
 
 
 def _model(name: str, worker: Metrics | None) -> dict[str, Any]:
-    """Describe a worker's model as both APIs do. The context has the names that other servers gave it."""
+    """Describe a model in OpenAI's and Anthropic's fields, with its context length as other servers do."""
     name = name or (worker.model if worker else "")
     return {
         "id": name,

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import Message
 
-#: Of a request beside messages and options: its type, id and position.
+#: Room for a request's other fields beside messages and options: type, id and position.
 _HEAD_BYTES: Final = 512
 
 
 def ahead(
     messages: Sequence[Message], options: Mapping[str, Any], max_bytes: int, header_bytes: int = 0
 ) -> list[Sequence[Message]]:
-    """Return the messages that must be appended before the last one is sent, in pieces; mostly none.
+    """Return the messages to append before the last one is sent, in pieces that fit; usually none.
 
-    A message in the log has up to `max_bytes`, the last one with a header of `header_bytes` at most.
+    A request in the log may have `max_bytes`, of which the last needs up to `header_bytes` for its header.
     The first piece has the tools too. Raises `MessageTooLargeError` if a message alone is too large.
     """
     sizes = [len(encode(message)) + 1 for message in messages]
@@ -40,7 +40,7 @@ def ahead(
 
 
 def _groups(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of consecutive groups of at most `most` together, or of one that is larger."""
+    """Yield start and end of consecutive groups of at most `most` in total; a larger item stands alone."""
     start = total = 0
     for at, size in enumerate(sizes):
         if at > start and total + size > most:

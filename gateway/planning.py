@@ -1,4 +1,4 @@
-"""Decides how a turn is sent: to which session, as what, and without which of its messages. No I/O."""
+"""Decides how to send a turn: to which session, new, continued or forked, and which messages. No I/O."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ How = Literal["continued", "forked", "begun", "repeated"]
 
 
 class Plan(NamedTuple):
-    """How to send a turn: to `asked.held`, which is at `position`, without its first `num_known` messages.
+    """How to send a turn: to the session `asked.held` at `position`, without its first `num_known` messages.
 
-    `known` are the names of all its boundaries. A fork has a `parent`, which was at `parent_position` when
-    this was planned, None if that is unknown; one that is in the log already has none. If it `is_apart`,
-    other gateways may send the same to this session; if it `reopens`, that was closed.
+    `known` are all its boundaries. A fork has a `parent`, which was at `parent_position` when planned, None
+    if unknown; a fork that the log has already has none. If it `is_apart`, other gateways may send the
+    same request to this session; if it `reopens`, the session was closed.
     """
 
     asked: Asked
@@ -42,16 +42,16 @@ class Plan(NamedTuple):
 
 
 def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
-    """Decide how to send a turn, and note it in the index, so that no other turn takes the session.
+    """Decide how to send a turn, and record that in the index, so that no other turn takes the session.
 
-    `number` is that of the answer among several. The last attempt is sent to a new session.
+    `number` is the answer's among several. If this `is_last` of the attempts, it goes to a new session.
     """
     now_s = time.time()
     options, known, key = _named(turn, number)
     before = index.asked.get(key)
     if before is not None and not is_last and _may_repeat(before, now_s):
         base = next((at for at, boundary in enumerate(known) if boundary in before.bases), None)
-        if not before.expected:  # it sent the whole conversation
+        if not before.expected:  # that request sent the whole conversation
             base = 0
         if base is not None:
             before.claim_until_s = 0.0
@@ -64,7 +64,7 @@ def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
     if parent is not None:
         index.use(parent, now_s)
         how = "forked"
-        # With nothing new to say the session is at an answer's beginning, where it must stay.
+        # Without new messages the session stands at an answer's beginning, and must keep that position.
         if parent.position == position and not parent.num_running and num_known < len(known) - 1:
             held, how = parent, "continued"
     index.add(held)
@@ -76,7 +76,7 @@ def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
 
 
 def plan_apart(index: Index, turn: Turn, stands: Standing) -> Plan:
-    """Decide how to send a turn to a session of its own, which has its name, and which no other turn takes.
+    """Decide how to send a turn with an idempotency key to the key's own session, which no other turn uses.
 
     Each gateway gives the request the same id. Raises `RequestFailedError` if the session was opened for
     another request.
@@ -104,7 +104,7 @@ def plan_apart(index: Index, turn: Turn, stands: Standing) -> Plan:
 
 
 def _named(turn: Turn, number: int) -> tuple[dict[str, Any], list[bytes], tuple[bytes, bytes]]:
-    """Return a turn's options, the names of its boundaries, and what equal requests have in common."""
+    """Return a turn's options, its boundaries, and the two digests that identify equal requests."""
     options = dict(turn.options)
     if options.get("seed") is not None:
         options["seed"] += number
@@ -116,7 +116,7 @@ def _named(turn: Turn, number: int) -> tuple[dict[str, Any], list[bytes], tuple[
 
 
 def _noted(index: Index, asked: Asked, made: Plan) -> Plan:
-    """Note a plan in the index."""
+    """Record a plan's request in the index; return the plan with its parent's current position."""
     asked.prefix = made.options.get("prefix", "")
     asked.opening = asyncio.Event()
     index.ask(asked)
@@ -124,12 +124,12 @@ def _noted(index: Index, asked: Asked, made: Plan) -> Plan:
 
 
 def _place(index: Index, known: list[bytes]) -> tuple[int, Held, int] | None:
-    """Find the longest known beginning: the number of its messages, a session and a position in it."""
+    """Find the longest beginning that a session holds: its number of messages, session and position."""
     for num_known in range(len(known) - 1, 0, -1):
         if (found := index.find(known[num_known])) is None:
             continue
         held, mark = found
-        # What the session has after a prompt is an answer's beginning: no message fits there.
+        # A prompt's boundary lies after the assistant's header: no further message fits there.
         if mark.is_answer != (num_known < len(known) - 1):
             continue
         if held.num_running and index.rewrites:
@@ -139,9 +139,9 @@ def _place(index: Index, known: list[bytes]) -> tuple[int, Held, int] | None:
 
 
 def _may_repeat(asked: Asked, now_s: float) -> bool:
-    """Whether a request that is asked again gets the same answer.
+    """Whether a new request equal to `asked` gets the same answer.
 
-    A sampled answer only if it is from before this gateway's start: then its client may not have got it.
+    A sampled answer only if it is from before this gateway's start: its client may not have received it.
     """
     if asked.state == "failed":
         return False

@@ -1,4 +1,4 @@
-"""What a worker says of itself, asked for at most once a second."""
+"""Fetches a worker's metrics, and keeps them for a second."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics
 
-#: How long an answer of the worker to `metrics` holds.
+#: How long a worker's metrics are used before they are fetched again.
 _SEEN_S: Final = 1.0
-#: Between two looks for a worker.
+#: The pause between two attempts to reach a worker.
 _BETWEEN_S: Final = 0.1
 
 
 class Presence:
-    """The worker behind one client. Event loop only."""
+    """The latest metrics of the worker behind one client. Event loop only."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -30,9 +30,9 @@ class Presence:
         self._seen_s = float("-inf")
 
     async def worker(self, *, patience_s: float = 0.0, now: bool = False) -> Metrics:
-        """Return what a worker said of itself within the last second, or says `now`.
+        """Return the worker's metrics, at most a second old; with `now`, fetch them again.
 
-        Waits up to `patience_s` for one that was there before. Raises `NoWorkerError`.
+        Waits up to `patience_s` for a worker that has answered before. Raises `NoWorkerError`.
         """
         if now:
             self._seen_s = float("-inf")
@@ -50,7 +50,7 @@ class Presence:
         return self._metrics
 
     async def _while_connected(self, asking: Coroutine[Any, Any, Metrics]) -> Metrics:
-        """Wait for an answer while it can come. Raises `NoWorkerError`."""
+        """Wait for a worker's metrics while NATS is connected. Raises `NoWorkerError`."""
         task = asyncio.create_task(asking)
         try:
             while self._client.connected and not task.done():
@@ -63,11 +63,11 @@ class Presence:
 
     @property
     def max_message_bytes(self) -> int:
-        """The size of the largest message, as the worker said it last; 0 if it did not."""
+        """The size of the largest message that the worker takes, from its latest metrics; 0 if unknown."""
         return self._metrics.max_message_bytes if self._metrics else 0
 
     async def is_loaded(self) -> bool:
-        """Whether a request would not have the model loaded first."""
+        """Whether the worker has its model loaded; also True if no worker answers."""
         try:
             return (await self.worker()).device != UNLOADED
         except NoWorkerError:

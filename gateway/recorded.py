@@ -1,7 +1,7 @@
 """Finds answers in the log by their ids, with the conversations before them.
 
-An id names a session and one of its requests, so the log alone knows all answers, also after a restart. A
-request whose answer may be asked for has a `Note` in a header of its own, which workers ignore.
+An id names a session and one of its requests, so the log alone is enough, also after a restart. A request
+whose answer clients may read later has a `Note` in a header of its own, which workers ignore.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ if TYPE_CHECKING:
 
     _Conversation: TypeAlias = tuple[Message, ...] | None
 
-#: The API of which an answer's id may stand for its conversation.
+#: The API in which a request may name an earlier answer in place of the conversation up to it.
 RESPONSES: Final = "response"
 HEADER: Final = "Turnkeep-Answer"
 #: JetStream stores headers of up to 64 KiB.
 MOST_BYTES: Final = 60_000
 _MOST_INFLATED: Final = 64 * 2**20
 _ID: Final = re.compile(r"[0-9a-f]{48}")
-#: The fields of a generate that are no options of a turn.
+#: Fields of a generate request that are not options of a turn.
 _OWN: Final = ("type", "id", "messages", "text", "tokens", "expect_position")
 
 
 class Note(Struct, frozen=True, omit_defaults=True):
-    """What the log keeps with a request: what its answer repeats of it, and the messages `before` a fork.
+    """A header that the log stores with a request: fields that its answer repeats, and a fork's history.
 
-    Without `before`, which may be too long, those are in the log of the fork's parent, while there is one.
-    `api` names the dialect, `body` the request's body by a digest. If the answer is not `is_kept`, only a
-    client whose stream was cut finds it; that is so for one of several answers.
+    `before` has the messages before the fork; if they are too long, only the parent's log has them. `api`
+    names the dialect; `body` is a digest of the request's body. Only a client that resumes a broken stream
+    finds an answer that is not `is_kept`, such as one of several.
     """
 
     id: str
@@ -77,14 +77,14 @@ class Note(Struct, frozen=True, omit_defaults=True):
 
     @property
     def has_messages(self) -> bool:
-        """Whether a request may go on with the conversation by the answer's id."""
+        """Whether a later request may continue the conversation by naming the answer's id."""
         return self.api == RESPONSES and self.is_kept
 
 
 class _Exchange(NamedTuple):
-    """A generate with the conversation up to its answer, or an append with the one up to its end.
+    """A session's request and its result; `prompt` is the conversation before an answer or after an append.
 
-    Or a close that forgets all exchanges before it, which the worker may still have to remove.
+    A close that forgets makes all exchanges before it void, even if the worker has not removed them yet.
     """
 
     seq: int
@@ -95,9 +95,9 @@ class _Exchange(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A request from the log, which has it at `seq`, and its result, if it has one.
+    """A generate request from the log, at the stream sequence `seq`, and its result (None if it has none).
 
-    The `messages` of the turn are the whole conversation, or None if the log has not all of it any more.
+    The `messages` of `turn` are the whole conversation, or None if the log no longer has all of it.
     """
 
     session: str
@@ -109,17 +109,17 @@ class Recorded(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The answer's id."""
+        """The answer's id, as `answer_id` makes it."""
         return answer_id(self.session, self.note)
 
 
 def digest(api: str, body: bytes) -> str:
-    """Name a request by its API and its body."""
+    """Return a digest of a request's API and body."""
     return blake2b(api.encode() + body, digest_size=16).hexdigest()
 
 
 def new_note(own_id: str, created: int, turn: Turn, api: str = RESPONSES, body: str = "") -> Note:
-    """Return the note of a turn, with the digest of its `body`. Raises `Fault`."""
+    """Build the note for a turn; `body` is the digest of its request's body. Raises `Fault`."""
     asked = {**turn.asked, **({"include_usage": True} if turn.include_usage else {})}
     is_kept = turn.n == 1 and (turn.is_kept or api != RESPONSES)
     note = Note(own_id[-16:], created, turn.model, asked, None, api, body, is_kept)
@@ -129,17 +129,17 @@ def new_note(own_id: str, created: int, turn: Turn, api: str = RESPONSES, body: 
 
 
 def num_bytes(note: Note) -> int:
-    """Return how large the header of a note may become."""
+    """Return the most bytes that a note's header can have."""
     return MOST_BYTES if note.has_messages else len(_packed(note))
 
 
 def answer_id(session: str, note: Note) -> str:
-    """Return the id under which an answer is found."""
+    """Build an answer's id from its session's name and its note's id."""
     return session.removeprefix(PREFIX) + note.id
 
 
 def headers(note: Note, before: tuple[Message, ...] | None) -> dict[str, str]:
-    """Write a note as a header; `before` are the messages that a fork takes from its parent."""
+    """Encode a note as a NATS header; `before` are the messages that a fork takes from its parent."""
     packed = _packed(msgspec.structs.replace(note, before=before if note.has_messages else None))
     return {HEADER: packed if len(packed) <= MOST_BYTES else _packed(note)}
 
@@ -147,7 +147,7 @@ def headers(note: Note, before: tuple[Message, ...] | None) -> dict[str, str]:
 def continued(turn: Turn, before: Recorded | None) -> Turn:
     """Put the conversation up to an earlier answer before a turn's messages. Raises `Fault`.
 
-    Instructions belong to one request only: those of the earlier one are left out.
+    Instructions apply to one request only, so the earlier request's are left out.
     """
     result = before.result if before is not None and before.note.has_messages else None
     if before is None or before.turn.messages is None or not isinstance(result, Generated):
@@ -162,9 +162,9 @@ def continued(turn: Turn, before: Recorded | None) -> Turn:
 
 
 async def find(client: Client, wanted: set[str], *, conversation: bool = True) -> dict[str, Recorded]:
-    """Return what the log has of answers, by their ids; if asked for, with the `conversation` before.
+    """Find answers in the log; return those found, by id, each with the `conversation` before it if wanted.
 
-    Of a request that was sent again because it failed, that is the last attempt. Raises `NoWorkerError`.
+    If a request failed and was sent again, the last attempt is returned. Raises `NoWorkerError`.
     """
     found: dict[str, Recorded] = {}
     for session in {one[:32] for one in wanted if _ID.fullmatch(one)}:
@@ -186,7 +186,7 @@ async def find(client: Client, wanted: set[str], *, conversation: bool = True) -
 async def _exchanges(
     client: Client, key: SessionKey, *, conversation: bool = True
 ) -> AsyncIterator[_Exchange]:
-    """Yield a session's appends and generates in order, repeated ones too."""
+    """Yield a session's appends, generates and closes that forget, in log order, repeated ones too."""
     results = await _results(client, key)
     said: _Conversation = ()  # up to the last answer
     prompts: dict[str, _Conversation] = {}
@@ -217,7 +217,7 @@ async def _exchanges(
 
 
 async def _said_at(client: Client, point: ForkPoint) -> _Conversation:
-    """Return the conversation at a position of a session; None if the log does not have it."""
+    """Return the conversation up to a fork point; None if the log does not have it."""
     async for _, request, _, result, prompt in _exchanges(client, session_key(client.tenant, point.session)):
         if isinstance(result, Appended) and point.position == result.position:
             return prompt
@@ -240,7 +240,7 @@ async def _results(client: Client, key: SessionKey) -> dict[str, Result]:
 
 
 def _after(prompt: tuple[Message, ...], result: Generated, prefix: str = "") -> tuple[Message, ...]:
-    if not result.tokens:  # cancelled before the first one
+    if not result.tokens:  # the answer was cancelled before its first token
         return prompt
     calls = tuple(
         ToolCall(id=call.id, function=Function(call.function.name, call.function.arguments))
@@ -252,7 +252,7 @@ def _after(prompt: tuple[Message, ...], result: Generated, prefix: str = "") -> 
 def _turn(request: Generate, note: Note, prompt: tuple[Message, ...] | None) -> Turn:
     fields = msgspec.to_builtins(request)
     options = {name: value for name, value in fields.items() if name not in _OWN}
-    options["max_tokens"] = request.max_tokens  # which a turn always has, but the log only unless it is 256
+    options["max_tokens"] = request.max_tokens  # the log leaves out the default, a turn does not
     return Turn(
         messages=prompt,
         text=request.text,

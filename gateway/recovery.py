@@ -1,4 +1,4 @@
-"""Reads from the log which conversations lie in which sessions, after a restart of the gateway."""
+"""Rebuilds the index of conversations and sessions from the log, after a restart of the gateway."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Sessions that are read whole, the last used ones; of the others only age and position are known.
+#: How many sessions are read whole, last used first; of the others, only age and position are known.
 _MOST_READ: Final = 2_000
 _AT_ONCE: Final = 16
-#: How long an answer from before the restart is for the next one who asks the same.
+#: How long after its end an answer from before the restart can go to the next equal request.
 CLAIM_S: Final = 600.0
 
 
 class _End(NamedTuple):
-    """Where a session stands after some results: the names of its last boundary, None if they are unknown."""
+    """A session's position after some of its results, and its last boundary's digests (None if unknown)."""
 
     bases: set[bytes] | None
     position: int
 
 
 async def recover(client: Client, index: Index) -> None:
-    """Fill an index. Raises `NoWorkerError` if the log cannot be read."""
+    """Fill an index from the log. Raises `NoWorkerError` if the log cannot be read."""
     try:
         every = await client.stored.subjects(client.tenant)
     except (NotPermittedError, StreamError) as error:
@@ -83,7 +83,7 @@ async def recover(client: Client, index: Index) -> None:
         if last is not None and not isinstance(last, Closed | UnknownResult):
             wanted.append((Held(key.session, last.position, _time(one)), key))
             index.add(wanted[-1][0])
-    begun = requests.keys() - {key for _, key in results}  # no request has its result yet
+    begun = requests.keys() - {key for _, key in results}  # sessions in which no request has a result yet
     for key in begun:
         wanted.append((Held(key.session, None, _time(requests[key])), key))
         index.add(wanted[-1][0])
@@ -93,7 +93,7 @@ async def recover(client: Client, index: Index) -> None:
 def _fold(
     index: Index, held: Held, entries: list[tuple[Stored, Result]], prefixes: Mapping[str, str]
 ) -> _End:
-    """Add what a session's results say to the index; `prefixes` begin answers, by the id of their request."""
+    """Add a session's results to the index; `prefixes` has the given beginnings of answers, by request id."""
     end = _End(None, 0)
     for one, result in entries:
         if result.position is None or result.repeat_of is not None:
@@ -119,7 +119,7 @@ def _fold(
                     asked = _asked(held, name, end, 0.0)
                     asked.state = "failed"
                     index.ask(asked)
-            case _:  # somebody else's request
+            case _:  # not a gateway's request
                 if isinstance(result, Rewound):
                     index.cut(held, result.position)
                 end = _End(None, result.position)
@@ -128,7 +128,7 @@ def _fold(
 
 
 def _note_running(index: Index, held: Held, stored: Stored, end: _End) -> None:
-    """Note a request without a result: who sends it again gets its answer."""
+    """Add a request without a result to the index, so that an equal request gets its answer."""
     held.position = None
     try:
         request = decode_request(stored.body)
@@ -158,7 +158,7 @@ def _prefixes(stored: list[Stored]) -> dict[str, str]:
 def _decoded(stored: Stored) -> Result | None:
     try:
         return decode_result(stored.body)
-    except InvalidMessageError:  # not a worker's
+    except InvalidMessageError:  # no worker wrote it
         return None
 
 

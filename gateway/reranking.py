@@ -1,4 +1,4 @@
-"""How well documents answer a query, in the words of Cohere and of Jina. The worker judges them."""
+"""Answers reranking requests in the shapes of Cohere and Jina; the worker scores the documents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
 
 _MOST_DOCUMENTS: Final = 1000
-#: For some documents, which may be as long as the context, on a slow device.
+#: Enough for several documents as long as the context, on a slow device.
 _TIMEOUT_S: Final = 600.0
 
 
@@ -23,7 +23,7 @@ class _Document(Struct, frozen=True):
 
 
 class Asked(Struct, frozen=True, kw_only=True):
-    """A request to `/v1/rerank` or `/v2/rerank`; a document is a text, or an object with one."""
+    """A request to `/v1/rerank` or `/v2/rerank`; a document is a text, or an object with a `text`."""
 
     query: str
     documents: list[str | _Document]
@@ -38,7 +38,7 @@ _ASKED: Final = msgspec.json.Decoder(Asked, dec_hook=as_whole)
 
 
 async def rerank(client: Client, body: bytes) -> tuple[dict[str, Any], int]:
-    """Answer with the best documents first; the number of tokens comes with it.
+    """Score a request's documents; return the answer, best documents first, and the number of tokens.
 
     Raises `Fault`, `TurnkeepError`.
     """

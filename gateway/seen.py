@@ -1,4 +1,4 @@
-"""Remembers the boundaries of past conversations, to say where another one departs from them. Pure."""
+"""Remembers the boundaries of past conversations, to find where a new one differs from them. Pure."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Twice as many boundaries are remembered at most, some 90 bytes each.
+#: Boundaries of one generation, some 90 bytes each; two generations are kept.
 _MOST: Final = 10_000
 
 
 class Seen:
-    """The last boundaries that were asked about, in two generations: the older one is dropped whole."""
+    """The boundaries of recent conversations, in two generations; the older one is dropped as a whole."""
 
     def __init__(self) -> None:
         self._young: set[bytes] = set()
         self._old: set[bytes] = set()
 
     def add(self, known: Sequence[bytes]) -> int:
-        """Add a conversation's boundaries; return how many of its first ones were there already."""
+        """Add a conversation's boundaries; return how many of them, from the first on, were known already."""
         num = len(known)
         while num and known[num - 1] not in self._young and known[num - 1] not in self._old:
             num -= 1

@@ -1,6 +1,6 @@
-"""Tokens of a text, and the text of tokens, in the words of llama.cpp and of vLLM.
+"""Converts texts to tokens and tokens to text, in the shapes of llama.cpp and vLLM.
 
-The gateway has no tokenizer: the worker says how it would prefill a prompt, and prefills it for that.
+The gateway has no tokenizer, so the worker prefills the prompt and returns its tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Tokenize(Struct, frozen=True):
-    """A request to `/tokenize`: a text under either name, or messages."""
+    """A request to `/tokenize`: a text, as `content` or as `prompt`, or messages."""
 
     model: str | None = None
     content: str | None = None
@@ -71,7 +71,7 @@ async def detokenize(conversations: Conversations, body: bytes) -> dict[str, Any
 
 
 async def _prefilled(conversations: Conversations, **prompt: Any) -> tuple[PromptToken, ...]:
-    """Have a prompt prefilled in a session of its own, without an answer."""
+    """Let the worker prefill a prompt in a temporary session, without an answer; return its tokens."""
     name = new_name()
     try:
         result = await conversations.client.session(name).generate(**prompt, max_tokens=0, echo=True)

@@ -1,6 +1,6 @@
-"""The internal form of a request, which every dialect reads into, and what may be wrong with a request.
+"""The internal form of a request (`Turn`), to which every dialect converts its own, and its errors (`Fault`).
 
-A result needs no form of its own: dialects write the protocol's `Chunk` and `Generated`.
+Results have no internal form: dialects convert the protocol's `Chunk` and `Generated`.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ if TYPE_CHECKING:
     from turnkeep_client.blocks import Warned
     from turnkeep_client.messages import Message
 
-#: More than any context has: a worker cuts `max_tokens` to what is left of the session's.
+#: More than any context: a worker lowers `max_tokens` to the room that the session's context has left.
 ALL_THAT_FITS: Final = 2**31 - 1
-#: Answers to one prompt.
+#: The most answers to one prompt.
 MOST_ANSWERS: Final = 16
 
-#: The header of an answer that says what of its request was not taken as it is.
+#: The response header that lists the parts of a request that were ignored or replaced.
 WARNINGS: Final = "x-turnkeep-warnings"
 _MOST_SHOWN: Final = 4_000
 _UNSHOWN: Final = re.compile(r"[^ -~]+")
 
 _NUMBER: Final = re.compile(r"\d{1,15}", re.ASCII)
 
-#: How long who is one too many should wait, and who finds no worker.
+#: When a client should try again: after an overloaded worker, and if there is no worker.
 _PAUSE_S: Final = 1.0
 _START_S: Final = 5.0
-#: Of a worker's `context_exceeded`: the prompt's tokens and the context.
+#: The number of the prompt's tokens and the context length, in a worker's `context_exceeded` message.
 _OVERFLOW = re.compile(r"would hold (\d+) tokens .* the context is (\d+)")
 _PATH = re.compile(r".* - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
-#: Words of the protocol's sentences that are fields too, where a sentence begins with them.
+#: Fields that are also common words: an error message names them only if it begins with them.
 _PROSE: Final = {"type", "id", "text", "tokens", "raw", "cache", "stop", "echo", "prefix", "priority"}
 _ALL: Final = "|".join(Generate.__struct_fields__)
 _CLEAR: Final = "|".join(name for name in Generate.__struct_fields__ if name not in _PROSE)
-#: The field that a sentence is about.
+#: The field that an error message is about.
 _FIELD: Final = re.compile(rf"(?:^(?:{_ALL})|\b(?:{_CLEAR}))\b(?:\[\d+\]|\.\w+)*")
-#: An escape in JSON: half a surrogate pair is in the group.
+#: An escape in JSON; only an unpaired surrogate is in the group.
 _ESCAPE: Final = re.compile(
     rb"\\(?:u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|(u[dD][89a-fA-F][\da-fA-F]{2})|.)",
     re.DOTALL,
@@ -67,17 +67,17 @@ _T = TypeVar("_T")
 
 
 class Whole(int):
-    """An integer of a request, which some clients write as 2.0."""
+    """An integer in a request, which some clients write as 2.0."""
 
 
 class Turn(Struct, frozen=True, kw_only=True):
     """One request: a whole conversation, or a prompt as `text` or `tokens`, and how to answer it `n` times.
 
-    `options` are fields of the protocol's generate. `model` is what the client calls the model. `asked` has
-    other fields of the request that its answer repeats. If the answer `is_kept`, its id will find it.
-    `previous` is the id of an earlier answer: the conversation up to it comes before the messages.
-    `warnings` are told in a header of the answer. With `prompts`, of which `text` or `tokens` is the first,
-    the `n` answers are those to all of them, in their order.
+    `options` are fields of the protocol's generate request. `model` is the client's name for the model.
+    `asked` has other fields of the request that the answer repeats. Clients can read an answer that `is_kept`
+    later by its id. `previous` is the id of an earlier answer: the conversation up to it comes before the
+    messages. `warnings` go into a header of the response. If there are several `prompts` (`text` or `tokens`
+    is the first), the `n` answers are those to all prompts, in their order.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -95,7 +95,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     prompts: tuple[str | tuple[int, ...], ...] = ()
 
     def alone(self, number: int) -> tuple[Turn, int]:
-        """Return the turn with the one prompt of the answer `number`, and that one's number among its own."""
+        """Return a turn with only the prompt of answer `number`, and the answer's number for that prompt."""
         if not self.prompts:
             return self, number
         which, own = divmod(number, self.n // len(self.prompts))
@@ -105,7 +105,7 @@ class Turn(Struct, frozen=True, kw_only=True):
 
 
 class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in its own shape
-    """Why a request gets no answer, with the HTTP status and OpenAI's words for the kind of error."""
+    """The error of a request, with its HTTP status and OpenAI's type, code and parameter."""
 
     def __init__(
         self,
@@ -118,9 +118,9 @@ class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in 
         overflow: tuple[int, int] | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        """`overflow`: the tokens of a prompt that is too long, and the context, if these are known.
+        """`overflow`: the tokens of a prompt that is too long and the context length, if these are known.
 
-        `retry_after_s`: when the same request may be answered.
+        `retry_after_s`: when the client should send the same request again.
         """
         super().__init__(message)
         self.status = status
@@ -133,18 +133,18 @@ class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in 
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer."""
+        """HTTP headers of the error: `retry-after`, if the client should try again."""
         return {} if self.retry_after_s is None else {"retry-after": str(math.ceil(self.retry_after_s))}
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> Fault:
-    """Build the fault of a request that asks for something that is not there."""
+    """Build the fault, with status 400, of a request that is invalid or not supported."""
     return Fault(400, message, param=param, code=code)
 
 
 @contextlib.contextmanager
 def parts_checked() -> Iterator[None]:
-    """Raise `Fault` for a content that is none."""
+    """Convert a `ContentError`, raised for an invalid part of a message's content, to a `Fault`."""
     try:
         yield
     except ContentError as error:
@@ -152,13 +152,13 @@ def parts_checked() -> Iterator[None]:
 
 
 def told(warnings: Sequence[Warned]) -> dict[str, str]:
-    """Return the header of an answer that has the warnings of its request."""
+    """Return the response header with a request's warnings; empty if there are none."""
     shown = _UNSHOWN.sub("?", "; ".join(sentences(warnings)))
     return {WARNINGS: shown[:_MOST_SHOWN]} if shown else {}
 
 
 def all_read(turn: Turn) -> Turn:
-    """Return `turn` if nothing of it is lost, else raise `Fault`."""
+    """Return `turn` if the model can read all of its content, else raise `Fault`."""
     for one in turn.warnings:
         if one.is_lost:
             raise refused(one.refusal, one.where)
@@ -166,7 +166,7 @@ def all_read(turn: Turn) -> Turn:
 
 
 def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
-    """Decode a request's body; half a surrogate pair becomes a replacement character. Raises `Fault`."""
+    """Decode a request's body; unpaired surrogates become replacement characters. Raises `Fault`."""
     try:
         return decoder.decode(body)
     except RecursionError:
@@ -183,7 +183,7 @@ def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
 
 
 def as_whole(kind: type, given: Any) -> Any:
-    """Convert a number to `Whole`, as a decoder's hook. Raises `ValueError`."""
+    """Convert a number to `Whole`; a `dec_hook` for msgspec's decoders. Raises `ValueError`."""
     if (
         kind is Whole
         and isinstance(given, int | float)
@@ -196,7 +196,7 @@ def as_whole(kind: type, given: Any) -> Any:
 
 
 def number_in(query: Mapping[str, str], name: str) -> int | None:
-    """Return a number in the address of a request; None if it is not there. Raises `Fault`."""
+    """Return a whole number from the query of a request's URL; None if it is missing. Raises `Fault`."""
     if (given := query.get(name)) is None:
         return None
     if _NUMBER.fullmatch(given) is None:
@@ -205,9 +205,9 @@ def number_in(query: Mapping[str, str], name: str) -> int | None:
 
 
 def prefilled(messages: list[Message], options: dict[str, Any]) -> tuple[tuple[Message, ...], dict[str, Any]]:
-    """Make the assistant's last message, if it is the last of all, the beginning of the answer.
+    """Remove a final message of the assistant, and return options that make it the answer's prefix.
 
-    Such an answer has no reasoning. Raises `Fault`.
+    An answer with a prefix has no reasoning. Raises `Fault`.
     """
     *before, last = messages
     if last.role != "assistant":
@@ -228,7 +228,7 @@ def prefilled(messages: list[Message], options: dict[str, Any]) -> tuple[tuple[M
 
 
 def check(turn: Turn, names: Mapping[str, str]) -> Turn:
-    """Return `turn` if a worker would take its fields, else raise `Fault`; `names` are a dialect's own."""
+    """Return `turn` if its fields are valid, else raise `Fault`; `names` has the dialect's field names."""
     try:
         for number in range(0, turn.n, max(1, turn.n // (len(turn.prompts) or 1))):
             one, _ = turn.alone(number)
@@ -241,7 +241,7 @@ def check(turn: Turn, names: Mapping[str, str]) -> Turn:
 
 
 def renamed(fault: Fault, names: Mapping[str, str]) -> Fault:
-    """Name the field of an invalid request as its dialect does; if it is about none, that of the messages."""
+    """Change the field in a fault to its name in the dialect; without a field, to that of the messages."""
     if fault.status == 400 and fault.kind == "invalid_request_error":
         name = fault.param or "messages"
         field = re.split(r"[.\[]", name, maxsplit=1)[0]
@@ -250,13 +250,13 @@ def renamed(fault: Fault, names: Mapping[str, str]) -> Fault:
 
 
 def field_of(message: str) -> str | None:
-    """Return the field of a generate that a sentence of the protocol is about."""
+    """Return the field of a generate request that an error message is about; None if it names none."""
     found = _FIELD.search(message)
     return found[0] if found else None
 
 
 def fault_of(error: TurnkeepError) -> Fault:
-    """Say an error of the protocol in HTTP's and OpenAI's words."""
+    """Convert an error of the protocol to a fault, with an HTTP status and OpenAI's type and code."""
     match error:
         case RequestFailedError(code="context_exceeded" | "memory_exceeded" as code):
             return _too_long(code, error.message)
@@ -286,7 +286,7 @@ def fault_of(error: TurnkeepError) -> Fault:
 
 
 def _too_long(code: str, message: str) -> Fault:
-    """Use OpenAI's wording, which agents look for before they compact a conversation."""
+    """Build the fault of a prompt that is too long, in OpenAI's wording: agents compact when they see it."""
     words, overflow = f"is exceeded: {message}.", None
     if code == "context_exceeded" and (found := _OVERFLOW.search(message)):
         words = f"is {found[2]} tokens. However, your messages resulted in {found[1]} tokens."

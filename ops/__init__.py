@@ -1,1 +1,1 @@
-"""Monitoring of running workers, and commands on the log. Imports only `protocol`."""
+"""Monitoring of running workers, and commands on the log. Imports `protocol`, and `cache` for tokens."""

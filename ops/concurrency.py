@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 async def until_one_ends(*parts: Coroutine[Any, Any, None]) -> None:
-    """Run all parts until the first one ends; cancel the others, and re-raise its exception, if any.
+    """Run all parts until the first one ends, cancel the others, and re-raise the first one's exception.
 
     Unlike a task group it raises the exception itself, which the command line shows as one line.
     """

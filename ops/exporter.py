@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.wire import Backlog
 
-#: How often the log's consumer is looked at.
+#: Seconds between two reads of the state of the log's consumer.
 _LOOK_S: Final = 2.0
 
 
@@ -45,7 +45,7 @@ async def run(client: Client, host: str, port: int, *, keep_s: float) -> NoRetur
 
 
 class Exporter:
-    """The data of the scrapes. `collect` may be called on any thread."""
+    """Collects the metrics for scrapes. `collect` may be called on any thread."""
 
     def __init__(self, client: Client, keep_s: float) -> None:
         self._client = client
@@ -103,7 +103,7 @@ def serving(exporter: Exporter, host: str, port: int) -> Iterator[str]:
 
 
 def _guarded(app: WSGIApplication) -> WSGIApplication:
-    """Refuse requests that name another machine as their host."""
+    """Wrap an app so that it refuses requests whose Host header names another machine."""
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if may_ask(environ["REMOTE_ADDR"], environ.get("HTTP_HOST", "")):

@@ -1,4 +1,4 @@
-"""Turns workers' metrics into Prometheus's: names, types and labels. Pure.
+"""Converts workers' metrics messages to Prometheus metrics: names, types and labels. Pure.
 
 A metric's name is the field of the metrics message, followed by the unit. Every metric of a worker has the
 labels `worker`, `model` and `device`.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _WORKER: Final = ("worker", "model", "device")
 
-#: Name behind `turnkeep_`, field of the message, help, and a label for each level of a mapping.
+#: Name after `turnkeep_`, field of the message, help text, and a label for each level of a mapping.
 COUNTERS: Final[tuple[tuple[str, ...], ...]] = (
     ("requests", "requests", "Requests with a result, by type and outcome.", "type", "outcome"),
     ("ignored_entries", "ignored", "Entries and chunks that no worker can have published.", "kind"),
@@ -119,8 +119,8 @@ HISTOGRAMS: Final[tuple[tuple[str, ...], ...]] = (
 def families(sightings: Sequence[Sighting], backlog: Backlog | None, *, connected: bool) -> Iterator[Metric]:
     """Yield all metric families.
 
-    A silent worker only has `up` and `last_seen_seconds`, since its other metrics are out of date. Without a
-    `backlog` the metrics of the log's consumer are left out.
+    A silent worker has only `up`, `last_seen_seconds` and the info metrics, since all others are out of
+    date. Without a `backlog` the metrics of the log's consumer are left out.
     """
     yield _single("nats_connected", "Whether the exporter has a connection to NATS.", connected)
     if backlog is not None:
@@ -152,7 +152,7 @@ def _consumer(backlog: Backlog) -> Iterator[Metric]:
 
 
 def _known(sightings: Sequence[Sighting]) -> Iterator[Metric]:
-    """Yield what is known of every worker, silent or not."""
+    """Yield the metrics that silent workers have too: up, last seen, version and KV layers."""
     up = GaugeMetricFamily("turnkeep_up", "Whether the worker publishes metrics.", labels=_WORKER)
     last_seen = GaugeMetricFamily(
         "turnkeep_last_seen_seconds", "Time since the worker's last metrics.", labels=_WORKER

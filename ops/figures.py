@@ -1,4 +1,4 @@
-"""Computes rates, shares and percentiles of the last minute from a worker's messages, for people. Pure."""
+"""Computes rates, shares and percentiles from a worker's recent messages, for people to read. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Figures:
         self.cached_per_s = self._per_s(cached)
         self.cached_share = share(cached, cached + prefilled)
         self.accepted_share = share(accepted, drafted)
-        #: How many times as fast drafts make the answers.
+        #: The speedup by drafts; 2 if they double the speed of answers.
         self.draft_gain = share(decoding_s + saved_s, decoding_s) if drafted else None
         self.kv_share = share(now.resident_kv_bytes, now.max_memory_bytes)
         self.disk_share = share(now.snapshots.stored_bytes, now.snapshots.capacity_bytes)
@@ -40,7 +40,7 @@ class Figures:
         self.duration = since(now.request_duration, before.request_duration if before else None)
         self.first_token = since(now.time_to_first_token, before.time_to_first_token if before else None)
         self.per_token = since(now.time_per_output_token, before.time_per_output_token if before else None)
-        #: While answers ran.
+        #: Tokens per second of the time in which answers ran.
         self.generated_per_s = share(self.per_token.count, decoding_s) if before and self.per_token else None
         self.batch = since(now.batch_size, before.batch_size if before else None)
         self.num_drops = sum(now.snapshots.dropped.values())
@@ -55,7 +55,7 @@ def share(part: float, whole: float) -> float | None:
 
 
 def since(now: Histogram | UnsetType, before: Histogram | UnsetType | None) -> Histogram | None:
-    """Return the counts since `before`; None if there are none."""
+    """Subtract the counts of `before` from those of `now`; None if no value was added."""
     if not isinstance(now, Histogram):
         return None
     if isinstance(before, Histogram) and before.bounds == now.bounds:
@@ -65,7 +65,7 @@ def since(now: Histogram | UnsetType, before: Histogram | UnsetType | None) -> H
 
 
 def mean(histogram: Histogram | None) -> float | None:
-    """Return the mean value."""
+    """Return the mean value; None without a histogram."""
     return histogram.sum / histogram.count if histogram else None
 
 

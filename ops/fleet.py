@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 #: A worker that has missed this many messages is silent.
 _MISSED: Final = 3
-#: Workers that are kept, and messages of each, at the most.
+#: Most workers to keep, and most messages of each worker.
 MAX_WORKERS: Final = 1000
 MAX_MESSAGES: Final = 16
-#: Limits of a message: of its numbers, texts, and the entries of a mapping (1,000 tenants may be named).
+#: Limits of a message: size of a number, length of a text, entries of a mapping (as of 1,000 tenants).
 _MAX_NUMBER: Final = 2**63
 _MAX_TEXT: Final = 4096
 _MAX_ENTRIES: Final = 2000
@@ -59,11 +59,11 @@ class Fleet:
         self._forget_s = forget_s
         self._window_s = window_s
         self._clock = clock
-        #: When the last message came, and the messages, never empty. A list is replaced, not changed.
+        #: Each worker's last arrival time, and its messages (at least one). Lists are replaced, not changed.
         self._heard: dict[str, tuple[float, list[Metrics]]] = {}
 
     def hear(self, metrics: Metrics) -> bool:
-        """Store a worker's message. Returns whether the worker is new."""
+        """Store a worker's message; return whether the worker is new."""
         now_s = self._clock()
         gone = [name for name, (heard_s, _) in self._heard.items() if now_s - heard_s > self._forget_s]
         for name in gone:
@@ -76,12 +76,12 @@ class Fleet:
             messages = []  # a new run of the worker, whose counters begin at 0
         kept = [one for one in messages if metrics.uptime_s - one.uptime_s <= self._window_s]
         if len(kept) > 1 and kept[-1].uptime_s - kept[-2].uptime_s <= self._window_s / (MAX_MESSAGES - 2):
-            kept.pop()  # so frequent messages are not all kept
+            kept.pop()  # so at most `MAX_MESSAGES` frequent messages are kept
         self._heard[metrics.worker] = (now_s, [*kept, metrics])
         return is_new
 
     def _make_room(self, now_s: float) -> bool:
-        """Make room for one more worker; if necessary, forget the one that has been silent for longest."""
+        """Return whether one more worker has room; if necessary, first forget the longest silent worker."""
         if len(self._heard) < MAX_WORKERS:
             return True
         name, (heard_s, messages) = min(self._heard.items(), key=lambda item: item[1][0])
@@ -109,7 +109,7 @@ class Gateways:
         self._heard: dict[str, tuple[float, GatewayMetrics]] = {}
 
     def hear(self, metrics: GatewayMetrics) -> None:
-        """Store a gateway's message, unless no gateway can have sent it."""
+        """Store a gateway's message; ignore one that no gateway can have sent."""
         self._heard = {one.gateway: (heard_s, one) for heard_s, one in self._now()}
         if _is_possible(metrics) and len(self._heard) < MAX_WORKERS:
             self._heard[metrics.gateway] = (self._clock(), metrics)
@@ -128,7 +128,7 @@ class Gateways:
 
 
 def _is_possible(value: Any) -> bool:
-    """Say whether a worker can have sent a message, or a part of one."""
+    """Return whether a message, or a part of one, is within the limits that all workers observe."""
     match value:
         case int() | float():
             return abs(value) < _MAX_NUMBER

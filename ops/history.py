@@ -1,4 +1,4 @@
-"""The history of workers for the console: current figures, and points over time.
+"""Keeps the workers' history for the console: current figures, and points over time.
 
 One thread adds points, others read.
 """
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
     from .fleet import Sighting
 
-    #: When, and the figures in the order of `SERIES`.
+    #: A time, and the figures at that time in the order of `SERIES`.
     _Point = tuple[float, tuple[float | None, ...]]
 
-#: Points of a worker's course, at the most; a page draws no more on its width.
+#: Most points of a worker's history; a page is not wide enough to draw more.
 MOST_POINTS: Final = 720
-#: Time between two points, at the least: that between a worker's messages, by default.
+#: Least time between two points: the default interval of a worker's messages.
 LEAST_STEP_S: Final = 5.0
 
-#: The figures of each moment. Rates, shares and percentiles are of the fleet's window; None of nothing.
+#: The figures of a point. Rates, shares and percentiles cover the fleet's window; None without events.
 SERIES: Final[dict[str, Callable[[Sighting, Figures], float | None]]] = {
     "first_token_p50_s": lambda _, of: percentile(of.first_token, 0.5),
     "first_token_p95_s": lambda _, of: percentile(of.first_token, 0.95),
@@ -50,7 +50,7 @@ class History:
     def __init__(self, keep_s: float) -> None:
         self.step_s = max(keep_s / MOST_POINTS, LEAST_STEP_S)
         self._keep_s = keep_s
-        #: What is shown of each worker now, and its points. Both are replaced, not changed.
+        #: The current figures of each worker, and its points. Both mappings are replaced, not changed.
         self._now: dict[str, dict[str, Any]] = {}
         self._points: dict[str, list[_Point]] = {}
 

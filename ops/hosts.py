@@ -7,7 +7,7 @@ import ipaddress
 from typing import Final
 from urllib.parse import urlsplit
 
-#: What somebody who asked for another name gets to read.
+#: The answer to a refused request, which named another host.
 REFUSAL: Final = "ask for localhost or 127.0.0.1, not for another name"
 
 

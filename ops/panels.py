@@ -35,7 +35,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Alert:
-    """Fires if the comparison of `figure` has been true for `for_`; `absent` fires if there is no figure."""
+    """An alert that fires once `figure` met `compare` for the time `for_`; `absent`: once it has no value."""
 
     name: str
     figure: str

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .fleet import Sighting
 
-#: Lines above and below the table's rows: title, heads, a gap. Then there are the details and the keys.
+#: Lines around the table's rows: title, column heads, a gap. The details and the keys come below.
 _OTHER_LINES: Final = 3
 _DETAIL_LINES: Final = 11
 _MIN_ROWS: Final = 3
@@ -49,7 +49,7 @@ class Mode(Enum):
 class _Column:
     head: str
     cell: Callable[[Sighting, Figures], str]
-    #: What rows are sorted by; the largest first, but names.
+    #: The sort key of the rows; the largest first, except names.
     order: Callable[[Sighting, Figures], Any]
 
 
@@ -81,10 +81,10 @@ _COLUMNS: Final = (
     _Column("disk", lambda _, own: percent(own.disk_share), lambda _, own: own.disk_share or 0),
     _Column("drop", lambda _, own: count(own.num_drops), lambda _, own: own.num_drops),
 )
-_NAMES: Final = 2  # these columns are cut where there is no room
-#: Characters of a worker's name and a model's for which there has to be room.
+_NAMES: Final = 2  # number of leading columns with names, which are shortened if there is no room
+#: The least characters to show of a worker's name, and of a model's.
 _MIN_NAMES: Final = (16, 8)
-#: Columns in the order in which they are left out where names would be shorter than that.
+#: The columns in the order in which they are omitted if the names would be shorter than that.
 _LEAST: Final = ("model", "drop", "disk", "sess", "found", "KV", "first", "tok/s")
 
 
@@ -249,7 +249,7 @@ def _table(
 
 
 def _detail(label: str, value: str, columns: int) -> list[Text]:
-    """Write a label and its value, folded below each other."""
+    """Format a label and its value as up to three lines, wrapped to the terminal's width."""
     folded = wrap(_clean(value), max(columns - _LABEL, 1), max_lines=3, placeholder=" …") or [""]
     return [
         Text.assemble((f"{'' if number else label:<{_LABEL}}", "cyan"), line, no_wrap=True)
@@ -347,7 +347,7 @@ def _room(now: Metrics, own: Figures) -> list[tuple[str, str]]:
 
 
 def gateway_lines(gateways: Sequence[GatewayMetrics]) -> list[tuple[str, str]]:
-    """Describe what all gateways have done since their starts as a line, none without a gateway."""
+    """Describe the totals of all gateways since their starts in one line; without a gateway, in none."""
     if not gateways:
         return []
     found, tokens, num_requests = Counter[str](), Counter[str](), 0

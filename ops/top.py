@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import SessionInfo
 
-#: Rates and percentiles are of this long, and silent workers stay in sight for the second time.
+#: The time that rates and percentiles cover, and the time for which silent workers are still shown.
 WINDOW_S: Final = 60.0
 _FORGET_S: Final = 300.0
 _DRAW_S: Final = 0.5
@@ -56,12 +56,12 @@ async def run(client: Client, title: str) -> None:
         raise TurnkeepError("top needs a terminal; turnkeep info --json prints one metrics message")
     top = _Top(client, title)
     with _typing(top.press):
-        # One of them ends: by `q`, with the connection, or by a fault.
+        # The first task ends after `q`, with the connection, or with a fault.
         await until_one_ends(top.listen(), top.listen_to_gateways(), top.look(), top.draw())
 
 
 class _Top:
-    """The state between keys, messages and the screen. Event loop only."""
+    """Connects keys, messages and the screen, and keeps their state. Event loop only."""
 
     def __init__(self, client: Client, title: str) -> None:
         self._client = client
@@ -93,7 +93,7 @@ class _Top:
             async for metrics in self._client.gateways():
                 self._gateways.hear(metrics)
         except NotPermittedError:
-            await asyncio.Event().wait()  # they are not shown
+            await asyncio.Event().wait()  # so gateways are not shown
         raise TurnkeepError(_CLOSED)
 
     async def look(self) -> NoReturn:
@@ -142,7 +142,7 @@ def keys(typed: str) -> list[str]:
 
 @contextlib.contextmanager
 def _typing(press: Callable[[str], None]) -> Iterator[None]:
-    """Pass on each key at once, without echo, while the block runs."""
+    """Call `press` with each typed key at once, without echo, while the block runs."""
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     loop = asyncio.get_running_loop()
@@ -153,10 +153,10 @@ def _typing(press: Callable[[str], None]) -> Iterator[None]:
             loop.remove_reader(terminal)
         press(typed.decode(errors="ignore") if typed else "q")
 
-    # Without `TCSADRAIN` what was typed before would be dropped.
+    # Without `TCSADRAIN` keys that were typed before would be dropped.
     tty.setcbreak(terminal, termios.TCSADRAIN)
     mode = termios.tcgetattr(terminal)
-    # Ctrl-Z is no key: the shell would get a terminal without echo that shows the other screen.
+    # Disable Ctrl-Z: the shell would get a terminal without echo that still shows this screen.
     mode[6][termios.VSUSP] = os.fpathconf(terminal, "PC_VDISABLE").to_bytes(1, "big")
     termios.tcsetattr(terminal, termios.TCSADRAIN, mode)
     loop.add_reader(terminal, read)

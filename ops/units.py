@@ -1,6 +1,6 @@
-"""Makes the files by which systemd and launchd run a worker. Pure, but for `python -m ops.units`.
+"""Makes the files by which systemd and launchd run a worker. Pure, except `python -m ops.units`.
 
-`turnkeep service` installs them for a user; the models in ops/deploy are written by `python -m ops.units`.
+`turnkeep service` installs them for a user; `python -m ops.units` writes the examples in ops/deploy.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ ProtectHostname=yes
 """,
     "target": "multi-user.target",
 }
-#: A user's systemd can hide no part of the machine from a service without a user namespace.
+#: Without sandboxing (`walls`): a user's systemd needs a user namespace to hide parts of the machine.
 _USER: Final = {
     "about": "# Written by `turnkeep service install`; `turnkeep service uninstall` removes it.\n",
     "after": "",
@@ -94,12 +94,12 @@ _PLAIN: Final = re.compile(r"[\w./:=@+,-]+")
 
 
 def unit(command: Sequence[str], *, of_user: bool = True) -> str:
-    """Return a unit of systemd that runs a worker by this command, for a user or for the machine."""
+    """Return a systemd unit that runs a worker by this command, for a user or for the machine."""
     return _UNIT.format(command=" ".join(map(_quoted, command)), **(_USER if of_user else _SYSTEM))
 
 
 def command_in(text: str) -> list[str]:
-    """Return the words of the command in a unit that `unit` has made; none if there is no command."""
+    """Return the words of the command in a unit that `unit` has made; empty without a command."""
     found = re.search(r"^ExecStart=(.*)$", text, re.MULTILINE)
     words = re.findall(r'"((?:[^"\\]|\\.)*)"|(\S+)', found[1]) if found else []
     return [re.sub(r"\\(.)|%(%)|\$(\$)", r"\1\2\3", quoted) or plain for quoted, plain in words]
@@ -113,7 +113,7 @@ def _quoted(word: str) -> str:
 
 
 def agent(command: Sequence[str], folder: Path, log: Path) -> bytes:
-    """Return a property list by which launchd runs a worker in a folder, and appends its lines to `log`."""
+    """Return a launchd property list that runs a worker in a folder, and appends its output to `log`."""
     return plistlib.dumps(
         {
             "Label": NAME,
@@ -132,7 +132,7 @@ def agent(command: Sequence[str], folder: Path, log: Path) -> bytes:
 
 
 def models() -> dict[Path, bytes]:
-    """Return the files in ops/deploy for a program in /opt/turnkeep."""
+    """Return the example files of ops/deploy, by path, for a program in /opt/turnkeep."""
     place = Path("/opt/turnkeep")
     serve = [f"{place}/bin/turnkeep", "serve", "--config"]
     system = unit([*serve, "/etc/turnkeep/turnkeep.toml"], of_user=False).encode()

@@ -56,14 +56,14 @@ if TYPE_CHECKING:
 Figures: TypeAlias = "dict[str, float | list[float]]"
 Save: TypeAlias = "Callable[[Span, tuple[Tensor, ...]], object]"
 
-#: Steps that are timed together with one cut, or with none: with a step in flight, the next one is late.
+#: Steps timed as one group, with or without one copy: steps run ahead, so a copy may delay a later step.
 _GROUP: Final = 4
-#: As large as a short result.
+#: A message body as large as a short result.
 _BODY: Final = bytes(1024)
 
 
 class Measuring:
-    """A loaded model, and the parts of a worker around it. Nothing else may run on the device meanwhile."""
+    """Measures a loaded model and the parts of a worker. Nothing else may run on the device meanwhile."""
 
     def __init__(self, loaded: LoadedModel, directory: DataDir, chosen: Settings) -> None:
         """Choose the model's batch as a worker does, once for rows together and once for rows apart."""
@@ -137,7 +137,7 @@ class Measuring:
         return {"prefill": len(tokens) / step_s, **memory}
 
     def decode(self, together: bool, ahead: bool, steps: int, prompts: Sequence[Sequence[int]]) -> Figures:
-        """Answer all prompts at a time; copying the rows together and apart is part of the measured time."""
+        """Decode answers to all prompts at once; the time includes copying rows into a pool and out of it."""
         batch, rows = self._batches[together], self._begin(together, steps, prompts)
         began_s = time.perf_counter()
         for _ in range(steps):
@@ -147,11 +147,11 @@ class Measuring:
         return {"decoding": len(rows) * steps / (time.perf_counter() - began_s)}
 
     def cut(self, groups: int, prompts: Sequence[Sequence[int]]) -> Figures:
-        """Cut the last full block of a session, and of a row while rows decode."""
+        """Time copying the last full block of a session's KV, and of a row's KV while rows decode."""
         if not self._is_stored:
             return {}
         batch, rows = self._batches[True], self._begin(True, 1 + 2 * groups * _GROUP, prompts)
-        batch.step([], run_ahead=True)  # the rows are copied together
+        batch.step([], run_ahead=True)  # pools or merges the rows
         taken: tuple[list[float], list[float]] = [], []
         for i in range(2 * groups):
             began_s = time.perf_counter()
@@ -172,11 +172,11 @@ class Measuring:
         return {"cut of a block": cut_s, "cut rate": size_bytes / cut_s / 1e6, "delay by a cut": delay_s}
 
     def restore(self, tokens: Sequence[int]) -> Figures:
-        """Store the blocks of a session, read them again, and compare."""
+        """Store the blocks of a session's KV, time the restore from the disk, and compare the arrays."""
         return anyio.run(self._restore, tokens) if self._is_stored else {}
 
     def publish(self, number: int) -> Figures:
-        """Publish results to a NATS server as a worker runs it, one after the other."""
+        """Time publishing results one after the other, to a NATS server that runs as a worker's does."""
         return anyio.run(self._publish, number)
 
     async def _restore(self, tokens: Sequence[int]) -> Figures:
@@ -202,7 +202,7 @@ class Measuring:
             took_s = time.perf_counter() - began_s
         finally:
             await store.close()
-        sides = (caches, found)  # a window holds its last tokens only
+        sides = (caches, found)  # a sliding window holds only its last tokens
         held = next(i for i in range(num) if all(layers.holds(side, i, num) for side in sides))
         both = (layers.cut(side, held, num, at_end=True) or () for side in sides)
         wrong = sum(one.data != other.data for one, other in zip(*both, strict=True))
@@ -227,20 +227,20 @@ class Measuring:
         return {"publish": times_s}
 
     def _cut_block(self, caches: list[Any], num_tokens: int) -> int:
-        """Cut the last full block as a worker does; return the bytes of the copy."""
+        """Copy the last full block of KV as a worker does; return the bytes of the copy."""
         end = num_tokens - num_tokens % self._block
         tensors = layers.cut(caches, end - self._block, end)
         return sum(tensor.data.nbytes for tensor in tensors or ())
 
     def _prefilled(self, tokens: Sequence[int], save: Save | None = None) -> list[Any]:
-        """Return caches of these tokens, which must not be written to; a second call computes nothing."""
+        """Return the caches of these tokens, kept for later calls; callers must not write to them."""
         key = tuple(tokens)
         if key not in self._held:
             self._held[key] = self._run(key, save)
         return self._held[key]
 
     def _run(self, tokens: Sequence[int], save: Save | None = None) -> list[Any]:
-        """Prefill new caches by blocks, and `save` what is cut of each."""
+        """Prefill new caches block by block, and pass a copy of each block's KV to `save`."""
         caches = self._new()
         for start in range(0, len(tokens), self._block):
             piece = list(tokens[start : start + self._block])
@@ -251,7 +251,7 @@ class Measuring:
         return caches
 
     def _least_rows(self) -> str:
-        """Name the constant that says from how many rows on this model's rows are together; "" if never."""
+        """Name the constant that has this model's least rows to pool or merge; "" if it never does either."""
         (row,) = self._begin(True, 1, [[0, 0]])
         self._batches[True].step([])
         is_together = row.caches is None
@@ -259,7 +259,7 @@ class Measuring:
         return ("merged_rows" if row.form is None else "pooled_rows") if is_together else ""
 
     def _begin(self, together: bool, steps: int, prompts: Sequence[Sequence[int]]) -> list[Row]:
-        """Start an answer to each prompt; return their rows, which have their first tokens."""
+        """Start an answer to each prompt; return the rows, each with its first token sampled."""
         pieces = []
         for prompt in prompts:
             *before, last = prompt
@@ -274,7 +274,7 @@ class Measuring:
 
 
 def _drop_cached(folder: Path) -> None:
-    """Let the system forget the contents of files, so that they are read from the disk; not on macOS."""
+    """Drop files from the page cache, so that they are read from the disk; not on macOS."""
     for path in folder.rglob("*") if sys.platform == "linux" else ():
         if path.is_file():
             with path.open("rb") as file:
@@ -282,13 +282,13 @@ def _drop_cached(folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Answer lines until the input ends."""
+    """Load the model, then answer each line of standard input until the input ends."""
     parser = argparse.ArgumentParser(prog="python -m bench.programs.device")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--nats-port", required=True)
     parser.add_argument("--model")
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # the log of the worker's parts must not come between the replies
+    os.dup2(2, 1)  # log lines must not come between the replies
     chosen = settings.load(vars(parser.parse_args(arguments)), os.environ)
     dtype = chosen.dtype if chosen.dtype != "auto" else models.default_dtype()
     machine.prepare()

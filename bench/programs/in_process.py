@@ -27,7 +27,7 @@ Prompts = list[list[int]]
 
 
 class Engine:
-    """The model, and the prompt caches of its sessions."""
+    """Runs mlx-lm with one model, and keeps the prompt caches of the sessions."""
 
     def __init__(self, folder: str) -> None:
         """Load the model as a worker with its default settings does."""
@@ -43,7 +43,7 @@ class Engine:
         )
 
     def converse(self, prompts: list[Prompts], max_tokens: int) -> list[list[Turn]]:
-        """Answer greedily, turn by turn."""
+        """Run new sessions: answer the prompts greedily, turn by turn."""
         began_s = time.perf_counter()
         answers = [self._answer(asked, max_tokens, began_s) for asked in prompts]
         self._caches.clear()
@@ -92,7 +92,7 @@ class Engine:
 
 
 def main() -> None:
-    """Answer lines until the input ends. After a fault the bench reports the traceback's last line."""
+    """Answer each line of input until the end. After a fault the bench reports the traceback's last line."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries may print, but not between the replies
     engine = Engine(sys.argv[1])

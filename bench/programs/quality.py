@@ -53,7 +53,7 @@ class Plan:
 
 
 class Side:
-    """A model whose KV has one precision, and the measurements of its outputs."""
+    """Measures the outputs of a model whose KV has one precision."""
 
     def __init__(self, loaded: LoadedModel, plan: Plan, kv_bits: int | None) -> None:
         self._model = loaded.model
@@ -85,7 +85,7 @@ class Side:
         return loss, best
 
     def answer(self, tokens: Sequence[int]) -> list[int]:
-        """Decode greedily after these tokens."""
+        """Decode an answer greedily after these tokens."""
         caches = make_prompt_cache(self._model)
         *_, (_, logits) = self._run(caches, tokens)
         answer = [_most_likely(logits[-1])]
@@ -174,7 +174,7 @@ def _print(kv_bits: int | None, window: int | None, figures: dict[str, float]) -
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the measurement."""
+    """Measure full precision, then each number of bits, and print the figures."""
     parser = argparse.ArgumentParser(prog="python -m bench.programs.quality")
     parser.add_argument("text", type=Path)
     parser.add_argument("--data-dir", type=Path, required=True)

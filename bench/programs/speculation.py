@@ -2,7 +2,7 @@
 
 `turnkeep bench speculation` runs it. It loads a model, and a draft model if one is named, as a worker does,
 and prints a line that describes them. Each line of its input is an array in JSON, the arguments of
-`Answering.answer`; for each it prints what that returns. Runs the worker's own batch, one for each side over
+`Answering.answer`; for each it prints the result. Runs the worker's own batch, one for each side over
 the same weights.
 """
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
     from worker.models.model import LoadedModel
 
-#: The day on which every session began, for templates that ask.
+#: The start date of every session, for chat templates that use it.
 _DAY = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Answering:
-    """A loaded model with a batch for each side. Nothing else may run on the device meanwhile."""
+    """Decodes answers of a model, in a batch per side. Nothing else may run on the device meanwhile."""
 
     def __init__(self, loaded: LoadedModel, draft: LoadedModel | None, trials: Path) -> None:
         """Choose the model's batch as a worker does: without drafts, with lookups, with a draft model."""
@@ -69,10 +69,10 @@ class Answering:
     def answer(
         self, side: str, prompts: Sequence[str], most: int, temperature: float, schema: Any
     ) -> dict[str, Any]:
-        """Answer all prompts at a time, up to `most` tokens of each.
+        """Decode answers to all prompts at once, each of up to `most` tokens.
 
-        Returns the answers' tokens, tokens/s behind the first ones, and how many tokens were drafted, and
-        were right. With `schema` all answers follow it.
+        Returns the answers' tokens, the tokens/s after the first ones, and the numbers of drafted and of
+        accepted tokens. With `schema` all answers follow it.
         """
         served = self._sides[side]
         batch, spoken = served.batch, served.batch.speculation
@@ -117,13 +117,13 @@ class Answering:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Answer lines until the input ends."""
+    """Load the models, then answer each line of standard input until the input ends."""
     parser = argparse.ArgumentParser(prog="python -m bench.programs.speculation")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--model")
     parser.add_argument("--draft-model")
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # the log of the worker's parts must not come between the replies
+    os.dup2(2, 1)  # log lines must not come between the replies
     chosen = settings.load(vars(parser.parse_args(arguments)), os.environ)
     dtype = chosen.dtype if chosen.dtype != "auto" else models.default_dtype()
     machine.prepare()

@@ -1,1 +1,1 @@
-"""Anthropic's API: a dialect over the same form as the others."""
+"""Anthropic's API: translates its requests into `Turn`s, and results into its answers."""

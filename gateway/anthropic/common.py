@@ -1,4 +1,4 @@
-"""Errors, events and usage in the words of Anthropic's API. Pure."""
+"""Writes errors, events and token counts in the shapes of Anthropic's API. Pure."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _REASONS: Final = {
     "given_up": "max_tokens",
     "tool_calls": "tool_use",
 }
-#: Anthropic's words for the kind of error; other statuses are an `api_error` or an invalid request.
+#: Anthropic's error types by HTTP status; others are `api_error` from 500 on, else `invalid_request_error`.
 _KINDS: Final = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"} | {
     408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-#: Writing a cache costs nothing here.
+#: The cache's counts before they are known; writes to the cache are never charged here.
 CACHE_USAGE: Final = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
 def error(fault: Fault) -> dict[str, Any]:
-    """Write a fault in Anthropic's shape."""
+    """Convert a fault to the JSON of Anthropic's errors."""
     kind = _KINDS.get(fault.status, "api_error" if fault.status >= 500 else "invalid_request_error")
     message = fault.message
     if fault.code == "context_length_exceeded":
@@ -45,7 +45,7 @@ def error(fault: Fault) -> dict[str, Any]:
 
 
 def usage(result: Generated) -> dict[str, Any]:
-    """Write the tokens of an answer. What is not read from a cache is an input."""
+    """Write the token counts of an answer. Prompt tokens that were not cached are `input_tokens`."""
     used = result.usage
     return CACHE_USAGE | {
         "input_tokens": used.prompt_tokens - used.cached_tokens,
@@ -55,17 +55,17 @@ def usage(result: Generated) -> dict[str, Any]:
 
 
 def end(result: Generated) -> dict[str, Any]:
-    """Name the end of an answer."""
+    """Return why an answer ended, as Anthropic's `stop_reason` and `stop_sequence`."""
     reason = "end_turn" if result.stop is None else "stop_sequence"
     return {"stop_reason": _REASONS.get(result.finish_reason, reason), "stop_sequence": result.stop}
 
 
 def signature(texts: Iterable[str]) -> str:
-    """Sign reasoning, for clients that want a signature; nobody checks it."""
+    """Return a digest of the reasoning, for clients that require a signature; nobody checks it."""
     return blake2b("".join(texts).encode(), digest_size=32).hexdigest()
 
 
-def event(type: str, **fields: Any) -> bytes:  # noqa: A002  # as the events have it
-    """Write one event of a stream."""
+def event(type: str, **fields: Any) -> bytes:  # noqa: A002  # the field's name in an event
+    """Encode one server-sent event."""
     body = {"type": type, **fields}
     return f"event: {type}\ndata: ".encode() + msgspec.json.encode(body) + b"\n\n"

@@ -1,4 +1,4 @@
-"""The dialect of `/v1/messages`, which is Anthropic's API: a request into a turn, an answer out. Pure."""
+"""Translates Anthropic's `/v1/messages`: requests into turns, results into answers. Pure."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from turnkeep_client.blocks import Warned
     from turnkeep_client.messages import CallPart, Chunk, Generated
 
-#: A line of some clients' system prompts that changes by request, and tells the model nothing.
+#: A line in some clients' system prompts that differs in each request and means nothing to the model.
 _BILLING: Final = re.compile(r"x-anthropic-billing-header[^\n]*\n*")
-#: Fields that would change the answer, and that no worker knows.
+#: Fields that would change the answer, but that no worker supports.
 _REFUSED: Final = ("mcp_servers", "container")
 _T = TypeVar("_T")
 
@@ -78,7 +78,7 @@ class _OutputConfig(Struct, frozen=True):
 
 
 class _Request(openai.Sampled, frozen=True, kw_only=True):
-    """Anthropic's fields, and those of OpenAI's that decide how tokens are drawn."""
+    """A request: Anthropic's fields, and OpenAI's fields for sampling."""
 
     messages: list[_Message]
     system: str | list[Any] | None = None
@@ -96,7 +96,7 @@ DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 @parts_checked()
 def read(body: bytes) -> Turn:
-    """Read a request. Raises `Fault`."""
+    """Parse a request's body into a turn. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body, ("n",))
     openai.refuse(asked, _REFUSED)
     if not asked.messages:
@@ -132,7 +132,7 @@ def read(body: bytes) -> Turn:
 
 def _budget(thinking: _Thinking | None) -> int | None:
     if thinking is None or thinking.type not in {"disabled", "enabled"}:
-        return None  # as much as the model likes
+        return None  # no limit
     if thinking.type == "enabled" and thinking.budget_tokens is None:
         raise refused("enabled thinking needs budget_tokens", "thinking.budget_tokens")
     budget = 0 if thinking.type == "disabled" else int(thinking.budget_tokens or 0)
@@ -149,7 +149,7 @@ def _system(given: str | list[Any] | None, warnings: list[Warned]) -> list[Messa
 
 
 def _messages(given: _Message, where: str, warnings: list[Warned]) -> list[Message]:
-    """Return what a message is here: each result of a tool is a message of its own."""
+    """Convert a message to the protocol's form, in which each tool result is a message of its own."""
     blocks = [given.content] if isinstance(given.content, str) else given.content
     match given.role:
         case "assistant":
@@ -202,7 +202,7 @@ def _converted(block: dict[str, Any], kind: type[_T], where: str) -> _T:
 
 
 def _tools(asked: _Request) -> dict[str, Any]:
-    """Return the fields about tools. Tools that Anthropic's servers would run are left out."""
+    """Return the generate options for tools, without tools that Anthropic's own servers would run."""
     tools = []
     for number, tool in enumerate(asked.tools or ()):
         if tool.type == "function":
@@ -228,8 +228,8 @@ def _tools(asked: _Request) -> dict[str, Any]:
     return options
 
 
-def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:  # noqa: ARG001  # as of other dialects
-    """Write the answer to a request without `stream`."""
+def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:  # noqa: ARG001  # the same parameters in all dialects
+    """Write the JSON answer to a request without `stream`."""
     (result,) = results
     content: list[dict[str, Any]] = []
     if result.reasoning:
@@ -244,27 +244,27 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
 
 
 class Events:
-    """Writes the events of one stream: blocks one after the other, each with a start and a stop."""
+    """Writes the events of one stream: content blocks in sequence, each with a start and a stop event."""
 
     heartbeat: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(self, turn: Turn, answer_id: str, created: int) -> None:  # noqa: ARG002  # as of other dialects
+    def __init__(self, turn: Turn, answer_id: str, created: int) -> None:  # noqa: ARG002  # the same parameters in all dialects
         self._head = _head(turn, answer_id, [])
-        #: The number of the open or last block, and what it is: a call has its number.
+        #: The last block's number, and the open block's kind: "thinking", "text", or a tool call's index.
         self._number = -1
         self._open: str | int | None = None
         self._reasoning: list[str] = []
-        #: White space before a text, which is sent only with the text: a block of nothing else is refused.
+        #: White space before a text, held back until text follows: a block of white space alone is refused.
         self._space = ""
 
     def start(self, index: int) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write what comes before the answer."""
+        """Write the `message_start` event."""
         usage = {**anthropic.CACHE_USAGE, "input_tokens": 0, "output_tokens": 0}
         head = {**self._head, "stop_reason": None, "stop_sequence": None, "usage": usage}
         return anthropic.event("message_start", message=head)
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write a part of the answer; empty if there is nothing to say."""
+        """Write the events for a chunk of the answer; empty bytes if it adds nothing."""
         written = b""
         if chunk.reasoning:
             empty = {"type": "thinking", "thinking": "", "signature": ""}
@@ -275,17 +275,17 @@ class Events:
         return written + b"".join(self._call(part) for part in chunk.tool_calls)
 
     def finish(self, index: int, result: Generated) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write the end of the answer."""
+        """Write the events that end the open block, and tell why the answer ended and its token counts."""
         return self._stop() + anthropic.event(
             "message_delta", delta=anthropic.end(result), usage=anthropic.usage(result)
         )
 
     def end(self, results: Sequence[Generated]) -> bytes:  # noqa: ARG002  # each result is written already
-        """Write the end of the stream."""
+        """Write the `message_stop` event, the last of the stream."""
         return anthropic.event("message_stop")
 
     def error(self, fault: Fault) -> bytes:
-        """Write an error, after which nothing comes."""
+        """Write the error event that ends the stream."""
         return anthropic.event(**anthropic.error(fault))
 
     def _shown(self, text: str) -> str:
@@ -305,7 +305,7 @@ class Events:
         )
 
     def _block(self, kind: str | int, empty: dict[str, Any]) -> bytes:
-        """Open a block, unless it is open; the one before it ends."""
+        """Write the events that end the open block and start one of this kind; none if it is open already."""
         if kind == self._open:
             return b""
         before = self._stop()

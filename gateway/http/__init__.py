@@ -1,1 +1,1 @@
-"""The gateway's HTTP application: paths, bodies, answers whole or as events, and the server that runs it."""
+"""The gateway's HTTP side: routes, request bodies, whole and streamed answers, and the server."""

@@ -1,6 +1,6 @@
-"""The HTTP application: paths, keys and limits of bodies.
+"""The HTTP application: routes, API keys, allowed origins and body limits.
 
-Knows a dialect only by its functions, and conversations only by `Conversations`.
+It uses dialects only through `Dialect`, and sessions only through `Conversations`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ _PATHS: Final = {
     _MESSAGES_PATH: _MESSAGES,
     _RESPONSES_PATH: _RESPONSES,
 }
-#: What is asked of a model beside its answers.
+#: The handlers of requests for which a model generates no answer: embeddings and reranking.
 _ASKED: Final[Mapping[str, _Asking]] = {
     "/v1/embeddings": embeddings.embeddings,
     "/api/embed": embeddings.embed,
@@ -139,12 +139,12 @@ class Gateway:
     ) -> None:
         """`connect` returns a client of a tenant for one of the `models`; without names there is one model.
 
-        Metrics are published under `name`, an id. Conversations that are idle for `idle_s` are removed. A
-        request waits up to `patience_s` for a worker that starts again. Pages of this machine may ask, and
-        those of the origins in `cors`. With `explain`, a header says what was found of a conversation.
-        Without `placeholders`, images and other blocks that no model here can read are refused.
+        Metrics are published under the id `name`. Conversations idle for `idle_s` are removed. Requests wait
+        up to `patience_s` for a worker that restarts. Web pages of this machine and of origins in `cors` may
+        send requests. With `explain`, a header says how much of a conversation was found. Images and other
+        blocks that no model here can read are refused unless `placeholders` stand in for them.
         """
-        #: Whether the server ends; answers whose clients are gone go on then.
+        #: Whether the server is shutting down; answers whose clients have disconnected go on then.
         self.is_stopping: Callable[[], bool] = lambda: False
         self._connect = connect
         self._keys = keys
@@ -300,7 +300,7 @@ class Gateway:
         return turn if self._placeholders else all_read(turn)
 
     async def _turn(self, tenant: str, dialect: Dialect, body: bytes) -> Turn:
-        """Read a request, with the conversation that it goes on with. Raises `Fault`."""
+        """Parse a request into a turn, together with the conversation that it continues. Raises `Fault`."""
         known = await self._lookups.items(tenant, body) if dialect is _RESPONSES else {}
         turn = self._readable(responses.read(body, known) if known else dialect.read(body))
         if not turn.previous:
@@ -309,7 +309,7 @@ class Gateway:
         return recorded.continued(turn, found and found.answer)
 
     def _of_answers(self, path: str, dialect: Dialect) -> list[Route]:
-        """Return the routes of a dialect's answers."""
+        """Return a dialect's routes that create an answer, read or delete a stored one, and cancel one."""
         named = f"{path}/{{id}}"
         return [
             Route(path, self._answering(dialect), methods=["POST"]),
@@ -362,7 +362,7 @@ class Gateway:
 
     def _recorded(self, dialect: Dialect) -> _Handler:
         async def show(request: Request) -> Response:
-            """Return an answer that is in the log, whole or as a stream, or remove its session."""
+            """Return an answer that is in the log, whole or as a stream; for DELETE, remove its session."""
             key, wanted = self._key(request), request.path_params["id"]
             found = await self._lookups.kept(key.tenant, wanted, dialect.name)
             if request.method == "DELETE":
@@ -399,7 +399,7 @@ class Gateway:
         return _json(items.page(answer, request.query_params))
 
     def _key(self, request: Request) -> Key:
-        """Return a request's key. Raises `Fault`."""
+        """Return a request's API key. Raises `Fault` if key, origin or host is not allowed."""
         origin = request.headers.get("origin")
         if origin is not None and not self._may_ask(origin):
             raise Fault(
@@ -407,7 +407,7 @@ class Gateway:
             )
         if self._keys.are_needed:
             return self._keys.of(request.headers)
-        # Pages of a site whose name is made to mean this machine send no Origin with a GET.
+        # DNS rebinding: pages of a site whose name resolves to this machine send no Origin with a GET.
         name = name_in(f"//{request.headers.get('host', '')}")
         server: tuple[str, int] | None = request.scope.get("server")
         if server and is_loopback(server[0]) and may_be_a_site(name) and name not in self._cors_names:
@@ -416,7 +416,7 @@ class Gateway:
         return self._keys.of(request.headers)
 
     def _may_ask(self, origin: str) -> bool:
-        """Whether pages of an origin may ask: those of this machine, of its programs, and of `--cors`."""
+        """Whether an origin's pages may send requests: this machine, desktop programs and `--cors` may."""
         return origin in self._cors or origin.startswith(PROGRAMS) or is_local(origin)
 
     async def _of(self, tenant: str, model: str) -> Conversations:
@@ -429,7 +429,7 @@ class Gateway:
 
 
 def _without_slash(app: ASGIApp) -> ASGIApp:
-    """Return an application for which a path with a slash at its end is the same without."""
+    """Wrap an application so that it ignores a slash at the end of a path."""
 
     async def stripped(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
@@ -441,7 +441,7 @@ def _without_slash(app: ASGIApp) -> ASGIApp:
 
 
 def _json(body: dict[str, Any], status: int = 200, more: Mapping[str, str] | None = None) -> Response:
-    # After an error the rest of a body is not waited for.
+    # After an error the connection is closed, without waiting for the rest of the request's body.
     headers = {**(more or {}), **({"connection": "close"} if status >= 400 else {})}
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
@@ -473,7 +473,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 class _Cors(CORSMiddleware):
-    """Lets pages ask that may, and read the headers of answers."""
+    """Lets web pages of allowed origins send requests and read the headers of answers."""
 
     def __init__(self, app: ASGIApp, may_ask: Callable[[str], bool]) -> None:
         super().__init__(
@@ -490,7 +490,7 @@ class _Cors(CORSMiddleware):
 
 
 def _instead(path: str, error: HTTPException) -> str:
-    """Say what a wrong method or base URL should have been."""
+    """Return a hint at the right method or base URL, for the end of an error; empty if there is none."""
     if allowed := (error.headers or {}).get("Allow"):
         return f", only {allowed}"
     if path.startswith("/v1/v1/") or not path.startswith("/v1/"):

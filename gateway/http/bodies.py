@@ -14,7 +14,7 @@ from turnkeep_client.blocks import printed
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-#: A request's body must be there within this time.
+#: A request's body must have arrived within this time.
 _BODY_S: Final = 60.0
 
 _CODINGS: Final = ("identity", "gzip", "x-gzip", "deflate")
@@ -23,7 +23,7 @@ _ANY_HEADER: Final = zlib.MAX_WBITS | 32
 
 
 async def read(request: Request, most: int) -> bytes:
-    """Read a request's body, and decompress it: up to `most` bytes. Raises `Fault`."""
+    """Read and decompress a request's body of at most `most` bytes. Raises `Fault`."""
     body = bytearray()
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in _CODINGS:
@@ -48,7 +48,7 @@ async def read(request: Request, most: int) -> bytes:
 
 
 def _inflated(body: bytes, most: int, too_large: Fault) -> bytes:
-    """Decompress a body, up to `most` bytes. Raises `Fault`."""
+    """Decompress a body to at most `most` bytes. Raises `Fault`."""
     found, inflating = b"", zlib.decompressobj(_ANY_HEADER)
     try:
         while body:

@@ -1,4 +1,4 @@
-"""An answer's events as a stream of the Durable Streams protocol, which is read only. HTTP, over `following`.
+"""Serves an answer's events as a stream of the Durable Streams protocol, for reading only.
 
 The stream's messages are the events of `/v1/responses` as JSON; the offset is the next event's number.
 """
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from gateway.answering import Answering
     from gateway.lookups import Kept
 
-#: How long what there is of a running answer is collected.
+#: How long a read without `live` collects the events of a running answer.
 _COLLECT_S: Final = 0.1
-#: How long a poll waits for something new.
+#: How long a poll waits for new events.
 _POLL_S: Final = 20.0
-#: What a page has to read of a read's headers.
+#: Response headers that web pages must be able to read.
 HEADERS: Final = ("stream-next-offset", "stream-up-to-date", "stream-cursor", "stream-closed")
 _END: Final = b"\n\n"
 _DATA: Final = b"\ndata: "
 
 
 class Reading(Response):
-    """One read of an answer's events: what there is, the next ones, or all as they come."""
+    """The response to one read of an answer's events: those so far, the next ones, or all as they come."""
 
     def __init__(self, kept: Kept, query: Mapping[str, str]) -> None:
-        """`query` is that of the request. Raises `Fault`."""
+        """`query` has the request's `offset` and `live`. Raises `Fault`."""
         super().__init__()
         self._conversations, answer = kept
         self._answer = answer
@@ -55,7 +55,7 @@ class Reading(Response):
         self._is_closed = False
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        """Send the events behind the offset."""
+        """Send the events from the offset on."""
         answering = self._conversations.follow(self._answer)
         try:
             if self._live == "sse":
@@ -92,9 +92,9 @@ class Reading(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _batches(self, answering: Answering) -> AsyncIterator[list[bytes]]:
-        """Yield events that the client does not have, until the answer's end.
+        """Yield batches of events that the client does not have, until the answer ends.
 
-        Raises TimeoutError when a read without `live`, or a poll, has waited long enough.
+        Raises TimeoutError once a read without `live`, or a poll, has waited for its whole time.
         """
         written, clock = self._events.start(0), asyncio.get_running_loop().time
         until_s = clock() + (_POLL_S if self._live else _COLLECT_S)
@@ -108,7 +108,7 @@ class Reading(Response):
             except TimeoutError:
                 if self._live != "sse":
                     raise
-                yield []  # a sign of life
+                yield []  # a heartbeat
             while not answering.events.empty():
                 written += self._next(*answering.events.get_nowait())
         yield self._new(written)

@@ -1,4 +1,4 @@
-"""Says where to go: a page for people, and an OpenAPI document for programs. Pure; `app` serves both."""
+"""Describes the gateway's paths: a page for people, an OpenAPI document for programs. Pure; used by `app`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class _Served(NamedTuple):
 
 
 _REFERENCE: Final = "#/components/schemas/{name}"
-#: Paths of one answer of any API.
+#: What follows the path of one answer, in the APIs with stored answers.
 _OF_ANSWERS: Final = {
     "": _Served(("GET", "DELETE"), "An answer that is in the log, whole or as a stream"),
     "/cancel": _Served(("POST",), "End an answer that runs"),
 }
-#: What the application serves, by path; a request has a body if it has a type.
+#: What the application serves, by path; `request` is the type of the request's body, if it has one.
 SERVED: Final = {
     "/v1/chat/completions": _Served(("POST",), "OpenAI's chat completions", chat.DECODER.type),
     "/v1/completions": _Served(("POST",), "OpenAI's completions", completions.DECODER.type),
@@ -70,7 +70,7 @@ SERVED: Final = {
 
 
 def openapi() -> dict[str, Any]:
-    """Return the OpenAPI document. Answers are those of the APIs that are named; it does not repeat them."""
+    """Return the OpenAPI document. It has schemas of requests, but not of answers."""
     kinds = {one.request for one in SERVED.values() if one.request is not None}
     kinds_in_order = sorted(kinds, key=lambda kind: kind.__module__)
     references, schemas = msgspec.json.schema_components(

@@ -1,4 +1,4 @@
-"""Says which pages, machines and names are those of this machine."""
+"""Decides which origins, addresses and host names belong to this machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-#: Pages of desktop programs have such origins.
+#: The schemes of origins of pages in desktop programs.
 PROGRAMS: Final = ("app://", "vscode-file://", "vscode-webview://", "tauri://")
-#: Ends of names that are not on the internet.
+#: Suffixes of host names that exist only in private networks.
 _PRIVATE: Final = (".localhost", ".local", ".internal", ".home.arpa")
 
 
 def is_from_here(request: Request) -> bool:
-    """Whether a program of this machine asks, not a proxy, and under a name that no site can have."""
+    """Whether a request is from this machine, not through a proxy, and to a host name of this machine."""
     is_proxied = "x-forwarded-for" in request.headers or "forwarded" in request.headers
     with contextlib.suppress(ValueError):
         peer = ipaddress.ip_address(request.client.host if request.client else "")
@@ -26,27 +26,27 @@ def is_from_here(request: Request) -> bool:
 
 
 def is_local(origin: str) -> bool:
-    """Whether the name in an origin is one of this machine, which no site can have."""
+    """Whether an origin's host name always means this machine, so that no website can have it."""
     name = name_in(origin)
     return name == "localhost" or name.endswith(".localhost") or is_loopback(name)
 
 
 def name_in(origin: str) -> str:
-    """Return the name in an origin; empty if there is none."""
+    """Return the host name in an origin; empty if there is none."""
     with contextlib.suppress(ValueError):
         return urlsplit(origin).hostname or ""
     return ""
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this is an address of this machine."""
+    """Whether an address is a loopback address."""
     with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback  # IPv4 on a socket of IPv6
+        return ipaddress.ip_address(address.removeprefix("::ffff:")).is_loopback  # IPv4 on an IPv6 socket
     return False
 
 
 def may_be_a_site(name: str) -> bool:
-    """Whether a site can have this name, which its owner may let mean any address."""
+    """Whether a website can have this host name, so that its owner could resolve it to this machine."""
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(name)
         return False

@@ -1,7 +1,7 @@
-"""Marks the events of a stream with ids, and leaves out what a client has when it comes back. Pure.
+"""Adds ids to a stream's events, and leaves out events that a client has when it resumes the stream. Pure.
 
 An id names an answer in the log, and a place in it that does not depend on how the answer is divided into
-chunks: so any gateway goes on behind it, from the chunks or from the recorded result.
+chunks, so any gateway can resume after it, from the chunks or from the recorded result.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 _ID: Final = re.compile(r"([0-9a-f]{48})\.(\d{1,15})(?:\.(\d{1,15})\.(\d{1,15})\.(\d{1,15})\.(\d{1,15}))?")
 _END: Final = b"\n\n"
-#: Events before an answer's first one, in any dialect.
+#: The most events that a dialect sends before the answer's content.
 _NUM_STARTING: Final = 2
 
 
 class Place(NamedTuple):
-    """What a client has of an answer: characters, calls and tokens, and `num_events` since the last of them.
+    """How many characters, calls and tokens of an answer a client has, and `num_events` after the last one.
 
-    Of a stream whose events have numbers, `num_events` are all of its events, and the others are 0.
+    In a stream with numbered events, `num_events` counts all events, and the other fields are 0.
     """
 
     num_events: int = 0
@@ -40,15 +40,15 @@ class Place(NamedTuple):
 
     @property
     def has_content(self) -> bool:
-        """Whether it is behind more than the beginning of a stream."""
+        """Whether a client at this place has some of the answer, not only the stream's opening events."""
         return self.num_events > _NUM_STARTING or any(self[1:])
 
     def covers(self, other: Place) -> bool:
-        """Whether this has all of the content that `other` has."""
+        """Whether a client at this place has all of the answer's content up to the place `other`."""
         return all(mine >= its for mine, its in zip(self[1:], other[1:], strict=True))
 
     def behind(self, part: Chunk) -> Place:
-        """Return the place behind a part that begins here."""
+        """Return the place after a part that begins here; this place if the part is empty."""
         if not (part.text or part.reasoning or part.tool_calls or part.logprobs):
             return self
         return Place(
@@ -62,25 +62,25 @@ class Place(NamedTuple):
 
 @runtime_checkable
 class Numbered(Protocol):
-    """Events with numbers of their own, from 0."""
+    """A writer of events that have numbers of their own, from 0."""
 
     num_events: int
 
 
 class Marked:
-    """The events of one answer's stream, with ids; without those that a client has."""
+    """Writes the events of one answer's stream with ids, except events that the client has already."""
 
     def __init__(self, events: Events, answer_id: str, after: Place | None) -> None:
-        """The client has the events up to the place `after`."""
+        """The client has the events up to the place `after`; none if it is None."""
         self._events = events
         self._numbered = events if isinstance(events, Numbered) else None
         self._answer_id = answer_id.encode()
         self._at, self._after = Place(), after or Place()
-        self._is_known = after is not None  # what comes next
+        self._is_known = after is not None  # whether the client has the next event
 
     @property
     def heartbeat(self) -> bytes:
-        """What clients count as life; with the last number that the client has, if events have numbers."""
+        """The dialect's heartbeat; if events have numbers, with the last number that the client has."""
         if self._numbered is None or not self._is_known:
             return self._events.heartbeat
         num = self._numbered.num_events
@@ -90,25 +90,25 @@ class Marked:
         return written
 
     def start(self, index: int) -> bytes:
-        """Write what comes before the answer."""
+        """Write the events that open the answer."""
         return self._marked(self._events.start(index))
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """Write a part of the answer; empty if there is nothing to say."""
+        """Write the events for a chunk of the answer; empty bytes if it adds nothing new."""
         if self._numbered is not None:
             return self._marked(self._events.chunk(index, chunk))
         return b"".join(self._part(index, part) for part in _parts(chunk))
 
     def finish(self, index: int, result: Generated) -> bytes:
-        """Write the end of the answer."""
+        """Write the events that close the answer."""
         return self._marked(self._events.finish(index, result))
 
     def end(self, results: Sequence[Generated]) -> bytes:
-        """Write the end of the stream."""
+        """Write the events that close the stream."""
         return self._marked(self._events.end(results))
 
     def error(self, fault: Fault) -> bytes:
-        """Write an error, after which nothing comes: whatever the client has, it does not have this."""
+        """Write the error event that ends the stream; it always counts as new to the client."""
         if self._numbered is not None:
             self._at = max(self._at, self._after)
             self._numbered.num_events = self._at.num_events
@@ -126,7 +126,7 @@ class Marked:
         return written
 
     def _marked(self, written: bytes, behind: Place | None = None) -> bytes:
-        """Mark events that are new to the client; the place `behind` is that after the last one."""
+        """Add ids to the events that are new to the client; `behind` is the place after the last event."""
         shown, events = b"", written.split(_END)[:-1]
         for number, one in enumerate(events, 1):
             is_last = behind is not None and number == len(events)
@@ -145,7 +145,7 @@ class Marked:
 
 
 def read(event_id: str) -> tuple[str, Place] | None:
-    """Return an answer's id and the place in it that an event's id names; None if it is none of ours."""
+    """Parse an event's id into an answer's id and a place in the answer; None if no gateway wrote it."""
     if (found := _ID.fullmatch(event_id)) is None:
         return None
     first, *others = (int(number) for number in found.groups()[1:] if number is not None)
@@ -153,12 +153,12 @@ def read(event_id: str) -> tuple[str, Place] | None:
 
 
 def behind_number(number: int) -> Place:
-    """Return the place behind the event that has this number."""
+    """Return the place after the event that has this number."""
     return Place(number + 1)
 
 
 def _divided(part: Chunk, at: Place, target: Place) -> tuple[Chunk, Chunk]:
-    """Divide a part that begins `at` a place into what is before `target`, and the rest."""
+    """Split a part that begins at the place `at` into its content before the place `target`, and the rest."""
     said, text, calls, tokens = (max(0, end - begin) for begin, end in zip(at[1:], target[1:], strict=True))
     known = replace(
         part,
@@ -178,7 +178,7 @@ def _divided(part: Chunk, at: Place, target: Place) -> tuple[Chunk, Chunk]:
 
 
 def _parts(chunk: Chunk) -> Iterator[Chunk]:
-    """Divide a chunk into parts of one kind each, since each kind has events of its own."""
+    """Split a chunk into parts with one kind of content each, since each kind has events of its own."""
     if bool(chunk.reasoning) + bool(chunk.text) + len(chunk.tool_calls) <= 1:
         yield chunk
         return

@@ -1,4 +1,4 @@
-"""Sends answers over HTTP, whole or as a stream of events, in the words of any dialect."""
+"""Sends answers over HTTP, whole or as a stream of events, in any dialect."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
     from .places import Place
 
-#: How long a stream waits for its first part, or for a refusal, before it says that it is one.
+#: How long a stream waits for its first events, or for an error, before it sends status 200.
 _PATIENCE_S: Final = 1.0
-#: Between two signs of life.
+#: The pause before a heartbeat.
 _HEARTBEAT_S: Final = 5.0
-#: A sign of life before the first event.
+#: The heartbeat before the first event.
 _COMMENT: Final = b": the log does not have the request yet\n\n"
 _CANCELLED: Final = "the answer was cancelled; send an Idempotency-Key, and it goes on without its client"
 
 
 class Asker(NamedTuple):
-    """Whose request it is, and what is told of it; `running` is left when it has ended."""
+    """A request's API key, counters and `explain` setting; `running` is closed when the request has ended."""
 
     key: Key
     counters: Counters
@@ -51,7 +51,7 @@ class Asker(NamedTuple):
     running: contextlib.ExitStack
 
     def note(self, how: How, result: Generated) -> None:
-        """Count an answer."""
+        """Count an answer, and its tokens against the key's limit."""
         self.counters.note(how, result)
         if how != "repeated":
             used = result.usage
@@ -59,7 +59,7 @@ class Asker(NamedTuple):
 
 
 class Answer(Response):
-    """Sends the answers to one turn. If the client goes away, they are cancelled, unless they are to stay."""
+    """Sends a turn's answers. If the client disconnects, they are cancelled unless `Answering.stays`."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Answer(Response):
         begin: Callable[[], Answering],
         after: Place | None = None,
     ) -> None:
-        """`begin` starts answering; the client has a stream's events up to the place `after`."""
+        """`begin` starts the answers; the client has their stream's events up to the place `after`."""
         super().__init__()
         self._dialect = dialect
         self._turn = turn
@@ -80,12 +80,12 @@ class Answer(Response):
         self._after = after
         self._found: dict[int, Found] = {}
         self._results: dict[int, Generated] = {}
-        #: The worker's: known with the first part of an answer.
+        #: The worker's warnings, which come with the first chunk of an answer.
         self._warnings: dict[str, None] = {}
         self._has_begun = self._has_failed = False
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answers, while the client is there."""
+        """Send the answers, unless the client disconnects first."""
         with self._asker.running:
             await self._answer(receive, send)
 
@@ -139,7 +139,7 @@ class Answer(Response):
         await self._write_json(send, 200, whole)
 
     async def _write_events(self, answering: Answering, send: Send) -> None:
-        """Send a stream of events. Raises `TurnkeepError` before the stream has begun."""
+        """Send a stream of events. Raises `TurnkeepError` only before the stream has begun."""
         self._take(*await answering.events.get())  # the session, which is known at once
         (events, start), first, failure = self._new_events(), b"", None
         try:
@@ -147,21 +147,21 @@ class Answer(Response):
                 while not first and not self._is_over:
                     index, event = await answering.events.get()
                     first = self._take_events(events, index, event)
-                    if isinstance(event, Found | Begun):  # another session has it, or another gateway's note
+                    if isinstance(event, Found | Begun):  # the session or the note has changed
                         events, start = self._new_events()
         except TimeoutError:
             pass
         except TurnkeepError as error:
             if answering.following is None or self._dialect.begun is None:
                 raise
-            failure = error  # it belongs to an answer that was begun
+            failure = error  # the stream itself tells the failure of a recorded answer
         kind = {"content-type": f"{self._dialect.media_type}; charset=utf-8"}
         await send(_head(200, self._own_headers() | kind))
         try:
             if failure is None and answering.stays and not self._has_begun:
                 await self._until_begun(answering, send)
                 events, start = self._new_events()
-        except RequestFailedError as error:  # the log does not have it: nobody may ask for its id
+        except RequestFailedError as error:  # the log has no such request: send no id
             events, start, failure = self._unmarked_events(), b"", error
         except TurnkeepError as error:
             failure = error
@@ -177,9 +177,9 @@ class Answer(Response):
         await send(_part(last, more=False))
 
     async def _until_begun(self, answering: Answering, send: Send) -> None:
-        """Wait until the log has the request of an answer that is to stay.
+        """Wait until the log has the request of an answer that stays.
 
-        The first event tells the client the answer's id, by which it may come back at once, at any gateway.
+        The first event tells the client the answer's id, with which it may resume at once, at any gateway.
         Raises `TurnkeepError`.
         """
         while not self._has_begun:
@@ -190,7 +190,7 @@ class Answer(Response):
                 await send(_part(_COMMENT))
 
     async def _write_next(self, answering: Answering, events: Events, send: Send) -> None:
-        """Send the next events, or a sign of life. Raises `TurnkeepError`."""
+        """Send the next events, or a heartbeat. Raises `TurnkeepError`."""
         written = b""
         try:
             async with asyncio.timeout(_HEARTBEAT_S):
@@ -209,7 +209,7 @@ class Answer(Response):
             raise failure
 
     def _new_events(self) -> tuple[Events, bytes]:
-        """Return a writer of events, and what comes before the answers."""
+        """Return a writer of events, and the events that open the answers."""
         events = self._unmarked_events()
         if self._turn.n == 1 and self._dialect.is_marked:
             events = Marked(events, self._id, self._after)
@@ -223,7 +223,7 @@ class Answer(Response):
 
     @property
     def _id(self) -> str:
-        """The answer's id, which says where the log has it."""
+        """The answer's id, which names its session and its request in the log."""
         return recorded.answer_id(self._found[0].session, self._answering.note)
 
     def _take_events(self, events: Events, index: int, event: Any) -> bytes:

@@ -17,28 +17,28 @@ from turnkeep_client.errors import TurnkeepError
 if TYPE_CHECKING:
     from .app import Gateway
 
-#: How long answers may take to end when the server does. Their clients ask again, and get the rest.
+#: How long a server that stops waits for answers. Their clients can ask again, and get the rest.
 _DRAIN_S: Final = 10
 _KEEP_ALIVE_S: Final = 75
-#: A request's headers must be there within this time.
+#: A request's headers must have arrived within this time.
 _HEAD_S: Final = 10.0
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there, which sends each piece at once. Raises `TurnkeepError`."""
+    """Return a socket that listens on the address, with TCP_NODELAY. Raises `TurnkeepError`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family, backlog=512)
     except OSError as error:
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
         raise TurnkeepError(f"cannot listen on {host}:{port} ({why}); choose another --listen") from None
-    # asyncio sets it only for sockets that name their protocol. Else a token waits up to 40 ms for an ACK.
+    # asyncio sets it only for sockets that name their protocol. Without it a token can wait 40 ms for an ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 class _Protocol(H11Protocol):
-    """Closes connections whose next request has begun, or should be the first, and does not arrive."""
+    """An HTTP/1.1 connection that closes if its first request, or one that has begun, does not arrive."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -66,7 +66,7 @@ class _Protocol(H11Protocol):
 
 
 def server(gateway: Gateway) -> uvicorn.Server:
-    """Return a server of the gateway's application."""
+    """Return the uvicorn server that runs the gateway's application."""
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else clients that send nonsense fill the log
     made = uvicorn.Server(
         uvicorn.Config(
@@ -86,7 +86,7 @@ def server(gateway: Gateway) -> uvicorn.Server:
 
 
 async def serve(gateway: Gateway, server: uvicorn.Server, listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM, then let answers end."""
+    """Serve until SIGINT or SIGTERM, then wait for running answers and close the gateway."""
     publishing = asyncio.create_task(gateway.publish())
     try:
         await server.serve(sockets=[listener])

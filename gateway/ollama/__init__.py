@@ -1,1 +1,1 @@
-"""Ollama's API: a dialect over the same form as the others."""
+"""Ollama's API: translates its requests into `Turn`s, and results into its answers."""

@@ -1,4 +1,4 @@
-"""Writes Ollama's answers: one JSON object, or a line for each part; and its descriptions of models. Pure."""
+"""Writes Ollama's answers, as one JSON object or a line for each chunk, and model descriptions. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DETAILS: Final = {
 
 
 def _said(text: str, reasoning: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Write what a message of `/api/chat` says."""
+    """Return the fields for text, reasoning and tool calls in an answer of `/api/chat`."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning:
         message["thinking"] = reasoning
@@ -35,31 +35,31 @@ def _said(text: str, reasoning: str = "", calls: Sequence[dict[str, Any]] = ()) 
 
 
 def _generated(text: str, reasoning: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:  # noqa: ARG001  # there are no tools
-    """Write what an answer of `/api/generate` says."""
+    """Return the fields for text and reasoning in an answer of `/api/generate`."""
     return {"response": text, **({"thinking": reasoning} if reasoning else {})}
 
 
 class _Words:
-    """One of the two shapes, which differ in where the text is."""
+    """Writes answers of `/api/chat` or `/api/generate`; `say` returns the fields in which they differ."""
 
     def __init__(self, say: Callable[..., dict[str, Any]]) -> None:
         self.say = say
 
-    def whole(self, turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:  # noqa: ARG002  # as of other dialects
-        """Write the answer to a request without a stream."""
+    def whole(self, turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:  # noqa: ARG002  # the same parameters in all dialects
+        """Write the JSON answer to a request without a stream."""
         (result,) = results
         calls = [_call(one) for one in result.tool_calls]
         said = self.say(result.text, result.reasoning, calls)
         tokens = {"logprobs": openai.likelihoods(result.logprobs)} if turn.options.get("logprobs") else {}
         return {**_head(turn, created), **said, **tokens, **_end(result)}
 
-    def events(self, turn: Turn, answer_id: str, created: int) -> Lines:  # noqa: ARG002  # as of other dialects
-        """Return a writer of one stream."""
+    def events(self, turn: Turn, answer_id: str, created: int) -> Lines:  # noqa: ARG002  # the same parameters in all dialects
+        """Return a writer for the lines of one stream."""
         return Lines(self.say, _head(turn, created))
 
 
 class Lines:
-    """Writes the lines of one stream."""
+    """Writes the JSON lines of one stream."""
 
     def __init__(self, say: Callable[..., dict[str, Any]], head: dict[str, Any]) -> None:
         self._say = say
@@ -67,15 +67,15 @@ class Lines:
 
     @property
     def heartbeat(self) -> bytes:
-        """A line that says nothing: there are no comments."""
+        """A line with an empty text, as a sign that the stream lives: JSON lines have no comments."""
         return self._line(self._say(""), done=False)
 
     def start(self, index: int) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write what comes before the answer: nothing."""
+        """Return empty bytes: nothing opens an answer."""
         return b""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write a part of the answer; empty if there is nothing to say."""
+        """Write the line for a chunk of the answer; empty bytes if it adds nothing."""
         calls = [_call(part) for part in chunk.tool_calls]
         if not (chunk.text or chunk.reasoning or calls or chunk.logprobs):
             return b""
@@ -83,15 +83,15 @@ class Lines:
         return self._line(self._say(chunk.text, chunk.reasoning, calls), **tokens, done=False)
 
     def finish(self, index: int, result: Generated) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write the end of the answer."""
+        """Write the answer's last line, with token counts and durations."""
         return self._line(self._say(""), **_end(result))
 
     def end(self, results: Sequence[Generated]) -> bytes:  # noqa: ARG002  # the result is written already
-        """Write the end of the stream: nothing."""
+        """Return empty bytes: `finish` has written the last line."""
         return b""
 
     def error(self, fault: Fault) -> bytes:
-        """Write an error, after which nothing comes."""
+        """Write the line with the error that ends the stream."""
         return msgspec.json.encode(error(fault)) + b"\n"
 
     def _line(self, said: dict[str, Any], **more: Any) -> bytes:
@@ -103,17 +103,17 @@ GENERATE: Final = _Words(_generated)
 
 
 def error(fault: Fault) -> dict[str, Any]:
-    """Write a fault in Ollama's shape."""
+    """Convert a fault to the JSON of Ollama's errors."""
     return {"error": fault.message}
 
 
 def tags(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Write the list of models."""
+    """Write the list of models for `/api/tags`."""
     return {"models": [_listed(one) for one in models]}
 
 
 def running(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Write the list of models that are loaded."""
+    """Write the list of loaded models for `/api/ps`."""
     shown = []
     for one in models:
         if (context := one.get("max_model_len")) is not None:
@@ -123,7 +123,7 @@ def running(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def shown(model: dict[str, Any]) -> dict[str, Any]:
-    """Describe one model."""
+    """Describe one model for `/api/show`."""
     info = {"general.architecture": "mlx", "general.basename": model["id"]}
     if (context := model.get("max_model_len")) is not None:
         info["mlx.context_length"] = context
@@ -149,7 +149,7 @@ def _head(turn: Turn, created: int) -> dict[str, Any]:
 
 
 def _call(given: Called | CallPart) -> dict[str, Any]:
-    """Write a call, whose arguments are an object."""
+    """Write a tool call, with its arguments as an object instead of JSON text."""
     name, written = (
         (given.function.name, given.function.arguments)
         if hasattr(given, "function")

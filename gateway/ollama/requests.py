@@ -1,4 +1,4 @@
-"""Reads Ollama's requests: `/api/chat` and `/api/generate` into a turn. Pure."""
+"""Parses Ollama's requests to `/api/chat` and `/api/generate` into turns. Pure."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _SAME: Final = (
     "presence_penalty",
     "frequency_penalty",
 )
-#: Of the options, those that have an effect, with their names here.
+#: Ollama's options that have an effect, with the protocol's names for them.
 _OPTIONS: Final = dict(zip(_SAME, _SAME, strict=True)) | {
     "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
 }
-#: Fields that the protocol calls otherwise.
+#: Ollama's names of fields, by the protocol's names.
 NAMES: Final = {name: f"options.{theirs}" for theirs, name in _OPTIONS.items()} | {
     "response_format": "format"
 }
-#: What has no effect on any answer: how long a model stays loaded is the worker's setting.
+#: Fields that never affect an answer: how long a model stays loaded is the worker's setting.
 _HARMLESS: Final = {"keep_alive"}
 _ROLES: Final = ("system", "user", "assistant", "tool")
 
@@ -87,7 +87,7 @@ class Generate(_Request, frozen=True, kw_only=True):
 
 
 class _Empty(Struct, frozen=True):
-    """What a request has that only loads a model, or unloads it."""
+    """A request that, if it has no prompt, only loads or unloads a model in Ollama."""
 
     model: str = ""
     prompt: str | None = None
@@ -101,7 +101,7 @@ _GENERATE: Final = msgspec.json.Decoder(Generate)
 
 
 def chat(body: bytes) -> Turn:
-    """Read a request to `/api/chat`. Raises `Fault`."""
+    """Parse a request to `/api/chat` into a turn. Raises `Fault`."""
     asked, warnings = openai.request(_CHAT, body)
     warnings = [one for one in warnings if one.where not in _HARMLESS]
     if not asked.messages:
@@ -114,7 +114,7 @@ def chat(body: bytes) -> Turn:
 
 
 def generate(body: bytes) -> Turn:
-    """Read a request to `/api/generate`: one message, or with `raw` a rendered prompt. Raises `Fault`."""
+    """Parse a request to `/api/generate`: one message, or with `raw` a rendered prompt. Raises `Fault`."""
     asked, warnings = openai.request(_GENERATE, body)
     warnings = [one for one in warnings if one.where not in _HARMLESS]
     openai.refuse(asked, ("suffix",))
@@ -139,7 +139,7 @@ def _options(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
     known = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS}
     warnings += [Warned(f"options.{name}", "has no effect") for name in given if name not in _OPTIONS]
     most = known.pop("max_tokens", None)
-    if isinstance(most, int) and most < 0:  # without a limit, or what fits
+    if isinstance(most, int) and most < 0:  # -1 is no limit, -2 what fits in the context
         most = None
     if asked.format:
         known["response_format"] = (
@@ -165,7 +165,7 @@ def _options(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
 
 
 def _messages(given: Sequence[_Said], warnings: list[Warned]) -> list[Message]:
-    """Return the messages of a conversation. Results have no ids here: they are those of the calls before."""
+    """Convert messages. Ollama's tool results have no ids: each gets the id of a call without a result."""
     found: list[Message] = []
     waiting: list[ToolCall] = []
     for number, one in enumerate(given):
@@ -195,7 +195,7 @@ def _call(given: _Call, call_id: str) -> ToolCall:
 
 
 def at_once(body: bytes) -> dict[str, Any] | None:
-    """Answer a request without a prompt. Elsewhere it loads or unloads a model; here the worker does."""
+    """Answer a request without a prompt, which only loads a model in Ollama; None for other requests."""
     asked = decoded(_EMPTY, body)
     if asked.prompt or asked.messages:
         return None
@@ -206,7 +206,7 @@ def at_once(body: bytes) -> dict[str, Any] | None:
 
 
 def no_such(path: str) -> Fault:
-    """Return the fault of a request for something that is not here."""
+    """Build the fault for a path of Ollama's API that the gateway does not serve."""
     why = f"/api/{path} is not served here: `turnkeep model` pulls, shows and removes models"
     if path == "embeddings":
         why = "/api/embeddings is not served: ask /api/embed"

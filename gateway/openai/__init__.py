@@ -1,1 +1,1 @@
-"""OpenAI's chat completions, completions and embeddings: dialects over the same form as the others."""
+"""OpenAI's chat completions, completions and embeddings, translated to and from the worker's protocol."""

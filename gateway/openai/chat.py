@@ -1,4 +1,4 @@
-"""The dialect of `/v1/chat/completions`: a request into a turn, an answer out. Pure."""
+"""Translates OpenAI's `/v1/chat/completions`: requests into turns, results into answers. Pure."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-#: Calls and results as they were before there were tools have no ids.
+#: The id of calls and results in the old form, `function_call`, which has no ids.
 _OLD_ID: Final = "call_0"
-#: Calls of other types are told as text.
+#: Types of calls that stay calls; those of other types become text.
 _CALLS: Final = ("function", "custom")
-#: Fields that would change the answer, and that no worker knows.
+#: Fields that would change the answer, but that no worker supports.
 _REFUSED: Final = ("audio", "functions", "function_call", "web_search_options")
 
 
@@ -91,7 +91,7 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
 
 
 class _Sent(Struct, frozen=True):
-    """What the prompt has with its keys in the order of the request."""
+    """The messages and tools of a request, with their JSON keys in the order in which they were sent."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
@@ -103,7 +103,7 @@ _SENT: Final = msgspec.json.Decoder(_Sent)
 
 @parts_checked()
 def read(body: bytes) -> Turn:
-    """Read a request. Raises `Fault`."""
+    """Parse a request's body into a turn. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body)
     openai.refuse(asked, _REFUSED)
     if asked.modalities not in (None, [], ["text"]):
@@ -137,7 +137,7 @@ def read(body: bytes) -> Turn:
 
 
 def _tools(asked: _Request, sent: _Sent) -> dict[str, Any]:
-    """Return the fields about tools. They are the session's: equal tools change nothing."""
+    """Return the generate options for tools; sending a session the same tools again changes nothing."""
     if not asked.tools:
         if asked.tool_choice in (None, "auto", "none"):
             return {}
@@ -161,7 +161,7 @@ def _tools(asked: _Request, sent: _Sent) -> dict[str, Any]:
 
 
 def _as_sent(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool without fields that no worker knows, and without those that are null."""
+    """Return a tool as it was sent, without fields that are null or that no worker knows."""
     known = _ToolFunction.__struct_fields__
     function = {
         name: value for name, value in tool["function"].items() if name in known and value is not None
@@ -204,7 +204,7 @@ def _call(given: _Call, index: int, where: str) -> ToolCall:
     if called is None:
         raise refused(f"a call of the type {given.type} must have the field {given.type}", where)
     arguments = called.arguments
-    if isinstance(arguments, dict):  # OpenAI's are text, but some clients send the object
+    if isinstance(arguments, dict):  # OpenAI's are JSON text, but some clients send an object
         try:
             arguments = encode(arguments).decode()
         except InvalidMessageError as error:
@@ -214,7 +214,7 @@ def _call(given: _Call, index: int, where: str) -> ToolCall:
 
 
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
-    """Write the answers to a request without `stream`."""
+    """Write the JSON answers to a request without `stream`."""
     choices = []
     for index, result in enumerate(results):
         message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
@@ -245,12 +245,12 @@ class Events(openai.Stream):
         super().__init__(head, include_usage=turn.include_usage)
 
     def start(self, index: int) -> bytes:
-        """Write what comes before the answer number `index`."""
+        """Write the event that opens answer number `index`."""
         delta = {"role": "assistant", "content": "", "refusal": None}
         return self.choice(index, {"delta": delta}, None, None)
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """Write a part of an answer; empty if there is nothing to say."""
+        """Write the event for a chunk of an answer; empty bytes if it adds nothing."""
         delta: dict[str, Any] = {}
         if chunk.reasoning:
             delta["reasoning_content"] = chunk.reasoning
@@ -265,7 +265,7 @@ class Events(openai.Stream):
         )
 
     def finish(self, index: int, result: Generated) -> bytes:
-        """Write the end of an answer."""
+        """Write the event with an answer's `finish_reason`."""
         return self.choice(index, {"delta": {}}, None, openai.finish_reason(result))
 
 

@@ -1,4 +1,4 @@
-"""What the dialects of OpenAI's API that are served here have in common. Pure."""
+"""What OpenAI's dialects share: fields for sampling, usage, log probabilities, errors and events. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 #: Fields that are passed on under their own names.
 _SAME: Final = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "stop")
-#: Extensions of other servers that mean the same here.
+#: Fields that other servers have added, passed on under their own names too.
 _EXTRA: Final = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos")
 
-#: What other servers take for "not limited" or "not given".
+#: The number that means "not limited" or "not given" to other servers.
 ANY: Final = -1
-#: Fields that have no effect on an answer anywhere.
+#: Fields that affect no answer on any server, and so need no warning.
 _HARMLESS: Final = {
     *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "cache_control", "betas", "client_metadata"),
@@ -31,10 +31,10 @@ _HARMLESS: Final = {
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _R = TypeVar("_R", bound=Struct)
 
-#: Most tokens of the reasoning, by effort; others, which are many, have no limit.
+#: Most reasoning tokens, by effort; any other effort, such as "high", has no limit.
 _BUDGETS: Final = {"none": 0, "minimal": 64, "low": 512, "medium": 2048}
 
-#: The `finish_reason` of OpenAI's for those that it lacks.
+#: OpenAI's `finish_reason` in place of reasons that OpenAI does not have.
 _REASONS: Final = {
     "tool_calls_malformed": "stop",
     "cancelled": "stop",
@@ -45,13 +45,13 @@ _REASONS: Final = {
 
 
 class StreamOptions(Struct, frozen=True):
-    """OpenAI's options of a stream."""
+    """OpenAI's `stream_options`."""
 
     include_usage: bool | None = False
 
 
 class Sampled(Struct, frozen=True, kw_only=True):
-    """Fields that both kinds of request have. Unknown fields are ignored, with a warning."""
+    """Fields that the requests of several APIs share. Unknown fields are ignored, with a warning."""
 
     model: str = ""
     stream: bool | None = False
@@ -75,7 +75,7 @@ class Sampled(Struct, frozen=True, kw_only=True):
 
 
 def sampling(asked: Sampled, max_tokens: int | None) -> dict[str, Any]:
-    """Return the fields of a generate for what both kinds of request have. Raises `Fault`."""
+    """Convert the shared fields to options of a generate request. Raises `Fault`."""
     given = {name: getattr(asked, name) for name in (*_SAME, *_EXTRA)}
     options = {name: _plain(value) for name, value in given.items() if value is not None}
     if options.get("seed") == ANY:
@@ -104,7 +104,7 @@ def _plain(value: Any) -> Any:
 
 
 def _best_effort(form: Any) -> Any:
-    """Return a format whose schema, unless it says that it is strict, is followed as far as it can be."""
+    """Return the response format with `strict: false` for a JSON schema, unless the client set `strict`."""
     match form:
         case {"type": "json_schema", "json_schema": dict() as given} if given.get("strict") is None:
             return {**form, "json_schema": {**given, "strict": False}}
@@ -114,7 +114,7 @@ def _best_effort(form: Any) -> Any:
 def request(
     decoder: msgspec.json.Decoder[_R], body: bytes, without_effect: Iterable[str] = ()
 ) -> tuple[_R, list[Warned]]:
-    """Decode a request, and warn of the fields that have no effect. Raises `Fault`."""
+    """Decode a request's body; return it with warnings of fields without effect. Raises `Fault`."""
     asked = decoded(decoder, body)
     known = {*type(asked).__struct_fields__, *_HARMLESS} - {*without_effect}
     given = {name for name, value in decoded(_FIELDS, body).items() if bytes(value) != b"null"}
@@ -122,24 +122,24 @@ def request(
 
 
 def reasoning(effort: str | None) -> dict[str, Any]:
-    """Return the field of a generate for an effort of reasoning, if that is limited."""
+    """Return the `reasoning` field of a generate request for OpenAI's effort; empty if it sets no budget."""
     return {"reasoning": {"budget": _BUDGETS[effort]}} if effort in _BUDGETS else {}
 
 
 def refuse(asked: Struct, names: Iterable[str]) -> None:
-    """Raise `Fault` if one of these fields has a value."""
+    """Raise `Fault` if a request has a value in one of the fields `names`, which are not supported."""
     for name in names:
         if getattr(asked, name) not in (None, False, "", [], {}):
             raise refused(f"{name} is not supported", name)
 
 
 def finish_reason(result: Generated) -> str:
-    """Name the end of an answer as OpenAI does."""
+    """Return OpenAI's `finish_reason` for a result."""
     return _REASONS.get(result.finish_reason, result.finish_reason)
 
 
 def usage(results: Iterable[Generated], num_prompts: int = 1) -> dict[str, Any]:
-    """Add up the tokens of all answers to some prompts, each of which counts once."""
+    """Add up the token counts of all answers; each of the `num_prompts` prompts counts once."""
     found = [result.usage for result in results]
     answers = len(found) // num_prompts
     of_prompts = [found[at : at + answers] for at in range(0, len(found), answers)]
@@ -157,7 +157,7 @@ def usage(results: Iterable[Generated], num_prompts: int = 1) -> dict[str, Any]:
 
 
 def likelihoods(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """Write log probabilities, each with those of the likeliest tokens."""
+    """Write each token's log probability, with those of the likeliest tokens at its position."""
     return [_likelihood(one) | {"top_logprobs": [*map(_likelihood, one.top)]} for one in tokens]
 
 
@@ -167,20 +167,20 @@ def _likelihood(token: LikelyToken) -> dict[str, Any]:
 
 
 def error(fault: Fault) -> dict[str, Any]:
-    """Write a fault in OpenAI's shape."""
+    """Convert a fault to the JSON of OpenAI's errors."""
     fields = {"message": fault.message, "type": fault.kind, "param": fault.param, "code": fault.code}
     return {"error": fields}
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """Write one event of a stream."""
+    """Encode one server-sent event."""
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
 class Stream:
-    """Writes the events of a stream that both dialects have. `head` is in each event."""
+    """Writes the stream events that chat and text completions share; `head` is part of each event."""
 
-    #: A comment, which clients of these dialects count as life.
+    #: An SSE comment, which these dialects' clients accept as a sign that the stream lives.
     heartbeat: Final = b": waiting\n\n"
 
     def __init__(self, head: dict[str, Any], *, include_usage: bool, num_prompts: int = 1) -> None:
@@ -189,18 +189,18 @@ class Stream:
         self.include_usage = include_usage
 
     def choice(self, index: int, said: dict[str, Any], logprobs: Any, reason: str | None) -> bytes:
-        """Write an event of the answer number `index`."""
+        """Write one event of answer number `index`."""
         choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
         usage: dict[str, Any] = {"usage": None} if self.include_usage else {}
         return event({**self.head, "choices": [choice], **usage})
 
     def end(self, results: Sequence[Generated]) -> bytes:
-        """Write the end of the stream."""
+        """Write the events that close the stream: the usage, if it is wanted, and `[DONE]`."""
         done = b"data: [DONE]\n\n"
         if not self.include_usage:
             return done
         return event({**self.head, "choices": [], "usage": usage(results, self.num_prompts)}) + done
 
     def error(self, fault: Fault) -> bytes:
-        """Write an error, after which nothing comes."""
+        """Write the error event that ends the stream."""
         return event(error(fault))

@@ -1,4 +1,4 @@
-"""The dialect of `/v1/completions`: prompts of text or tokens, which no chat template renders. Pure."""
+"""Translates OpenAI's `/v1/completions`: prompts of text or tokens, without a chat template. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 _MOST_PROMPTS: Final = 128
-#: Fields that the protocol calls otherwise.
+#: This API's names of fields, by the protocol's names.
 NAMES: Final = dict.fromkeys(("messages", "text", "tokens"), "prompt")
 
 
@@ -33,7 +33,7 @@ DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
 def read(body: bytes) -> Turn:
-    """Read a request. Raises `Fault`."""
+    """Parse a request's body into a turn. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body)
     openai.refuse(asked, ("suffix",))
     if asked.echo and asked.stream:
@@ -66,7 +66,7 @@ def read(body: bytes) -> Turn:
 
 
 def prompts(given: Any, most: int, param: str) -> tuple[str | tuple[int, ...], ...]:
-    """Return the prompts of a request, `most` at most, each as text or as tokens. Raises `Fault`."""
+    """Return a request's prompts, at most `most`, each as text or token ids. Raises `Fault`."""
     several = given if isinstance(given, list) and not all(isinstance(one, int) for one in given) else [given]
     if len(several) > most:
         raise refused(f"a request may have {most} prompts", param)
@@ -82,7 +82,7 @@ def prompts(given: Any, most: int, param: str) -> tuple[str | tuple[int, ...], .
 
 
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
-    """Write the answers to a request without `stream`."""
+    """Write the JSON answers to a request without `stream`."""
     choices = [
         {
             "index": index,
@@ -101,7 +101,7 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
 
 
 def _echo(turn: Turn, result: Generated) -> str:
-    """Return the prompt, if the answer is to begin with it."""
+    """Return the prompt if the request has `echo`, so that the answer begins with it; else empty."""
     if not turn.options.get("echo"):
         return ""
     return "".join(one.token for one in result.prompt_logprobs) if turn.text is None else turn.text
@@ -118,12 +118,12 @@ class Events(openai.Stream):
         )
         self._lengths = dict.fromkeys(range(turn.n), 0)
 
-    def start(self, index: int) -> bytes:  # noqa: ARG002  # as of other dialects
-        """Write what comes before the answer number `index`: nothing."""
+    def start(self, index: int) -> bytes:  # noqa: ARG002  # the same parameters in all dialects
+        """Return empty bytes: no event opens an answer."""
         return b""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """Write a part of an answer; empty if there is nothing to say."""
+        """Write the event for a chunk of an answer; empty bytes if it adds nothing."""
         if not chunk.text and not chunk.logprobs:
             return b""
         said = _logprobs(chunk.logprobs, self._lengths[index]) if chunk.logprobs else None
@@ -131,7 +131,7 @@ class Events(openai.Stream):
         return self.choice(index, {"text": chunk.text}, said, None)
 
     def finish(self, index: int, result: Generated) -> bytes:
-        """Write the end of an answer."""
+        """Write the event with an answer's `finish_reason`."""
         return self.choice(index, {"text": ""}, None, openai.finish_reason(result))
 
 
@@ -145,7 +145,7 @@ def _head(turn: Turn, answer_id: str, created: int) -> dict[str, Any]:
 
 
 def _logprobs(tokens: Sequence[TokenLogprob | PromptToken], start: int) -> dict[str, Any]:
-    """Write log probabilities in the older shape; offsets are those of the tokens' texts, from `start`."""
+    """Write log probabilities in the older shape; `text_offset` counts characters from `start`."""
     offsets, end = [], start
     for one in tokens:
         offsets.append(end)
@@ -154,7 +154,7 @@ def _logprobs(tokens: Sequence[TokenLogprob | PromptToken], start: int) -> dict[
         "tokens": [one.token for one in tokens],
         "token_logprobs": [one.logprob for one in tokens],
         "top_logprobs": [
-            # The likeliest last: tokens of broken characters have the same text.
+            # The likeliest comes last, and so wins: tokens of incomplete characters have the same text.
             None if one.logprob is None else {other.token: other.logprob for other in reversed(one.top)}
             for one in tokens
         ],

@@ -1,4 +1,4 @@
-"""Vectors of texts, in the words of OpenAI and of Ollama. The worker makes them."""
+"""Answers requests for embeddings in the shapes of OpenAI and Ollama; the worker computes the vectors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Embedded
 
 _MOST_INPUTS: Final = 2048
-#: For some texts, which may be as long as the context, on a slow device.
+#: Enough for several texts as long as the context, on a slow device.
 _TIMEOUT_S: Final = 600.0
 
 
@@ -43,7 +43,7 @@ _EMBED: Final = msgspec.json.Decoder(Embed, dec_hook=as_whole)
 
 
 async def embeddings(client: Client, body: bytes) -> tuple[dict[str, Any], int]:
-    """Answer as OpenAI does; the number of tokens comes with it. Raises `Fault`, `TurnkeepError`."""
+    """Return OpenAI's answer with embeddings, and the number of tokens. Raises `Fault`, `TurnkeepError`."""
     asked = decoded(_ASKED, body)
     found = await _found(client, asked)
     in_base64 = asked.encoding_format == "base64"
@@ -57,7 +57,7 @@ async def embeddings(client: Client, body: bytes) -> tuple[dict[str, Any], int]:
 
 
 async def embed(client: Client, body: bytes) -> tuple[dict[str, Any], int]:
-    """Answer as Ollama does; the number of tokens comes with it. Raises `Fault`, `TurnkeepError`."""
+    """Return Ollama's answer with embeddings, and the number of tokens. Raises `Fault`, `TurnkeepError`."""
     asked = decoded(_EMBED, body)
     found = await _found(client, asked)
     num_tokens = sum(found.tokens)

@@ -1,1 +1,1 @@
-"""OpenAI's Responses: a dialect over the same form as the others."""
+"""OpenAI's Responses API: translates its requests into `Turn`s, and results into its answers."""

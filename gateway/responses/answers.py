@@ -1,4 +1,4 @@
-"""The answers of `/v1/responses`: items (reasoning, a message, calls), whole or as events. Pure."""
+"""Writes the answers of `/v1/responses`: items (reasoning, a message, calls), whole or as events. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gateway.turn import Fault, Turn
     from turnkeep_client.messages import Called, Chunk, TokenLogprob
 
-#: Statuses other than `completed`.
+#: The status of an answer by its `finish_reason`; otherwise it is `completed`.
 _STATUSES: Final = {
     "length": "incomplete",
     "expired": "incomplete",
@@ -29,19 +29,19 @@ _STATUSES: Final = {
     "given_up": "incomplete",
     "cancelled": "cancelled",
 }
-#: What grows in an item: the name of its events, and of the field with all of it.
+#: The content that an item streams: the name of its events, and the field with the whole content.
 _REASONING: Final = ("reasoning_text", "text")
 _TEXT: Final = ("output_text", "text")
 _ARGUMENTS: Final = ("function_call_arguments", "arguments")
 _INPUT: Final = ("custom_tool_call_input", "input")
-#: A piece of a text, which is one event: four characters, or fewer up to one of a script of many characters.
+#: The text of one event: four characters below U+0800, or up to three and then one above (such as CJK).
 _PIECE: Final = re.compile(r"[\0-\u07ff]{4}|[\0-\u07ff]{0,3}[\u0800-\U0010ffff]")
 #: The first piece is short, so that a client sees the first token when it comes.
 _FIRST: Final = re.compile(r".", re.DOTALL)
 
 
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
-    """Write the answer to a request without `stream`."""
+    """Write the JSON answer to a request without `stream`."""
     (result,) = results
     output = []
     if result.reasoning:
@@ -61,7 +61,7 @@ def begun(turn: Turn, answer_id: str, created: int) -> dict[str, Any]:
 
 
 def recorded(found: Recorded, answer_id: str) -> dict[str, Any]:
-    """Write an answer that was found in the log, or what became of it."""
+    """Write an answer from the log: its result, its failure, or the state of one that still runs."""
     if isinstance(found.result, Generated):
         return whole(found.turn, answer_id, found.note.created, [found.result])
     fault = None
@@ -72,7 +72,7 @@ def recorded(found: Recorded, answer_id: str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Begun:
-    """An item of a stream; `write` makes it of its text and status. It was told up to `num_told`."""
+    """An item of a stream; `write` builds it from text and status. `num_told` characters were sent."""
 
     id: str
     index: int
@@ -85,8 +85,8 @@ class _Begun:
 class Events:
     """Writes the events of one stream.
 
-    The events, and so their numbers, follow from the answer alone, not from how it is divided into chunks:
-    its reasoning and text are cut in the same places each time (`_PIECE`), and calls come last.
+    The events, and so their numbers, depend on the answer alone, not on how it is divided into chunks:
+    reasoning and text are split at the same characters each time (`_PIECE`), and calls come last.
     """
 
     def __init__(self, turn: Turn, answer_id: str, created: int) -> None:
@@ -99,23 +99,23 @@ class Events:
         self._reasoning: _Begun | None = None
         self._message: _Begun | None = None
         self._tokens: list[TokenLogprob] = []
-        #: The tokens that were told, and how long their texts are with those of the reasoning.
+        #: How many log probabilities were sent, and the length of their tokens' texts, reasoning included.
         self._num_told = self._told_length = 0
-        #: White space before a text, which is sent only with the text.
+        #: White space before a text, held back until text follows.
         self._space = ""
 
     @property
     def heartbeat(self) -> bytes:
-        """The last number again, with nothing new: some clients do not count comments as life."""
+        """An `in_progress` event that repeats the last number; some clients ignore comments as heartbeats."""
         self.num_events -= 1
         return self._life("in_progress")
 
     def start(self, index: int) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write what comes before the answer."""
+        """Write the events `response.created` and `response.in_progress`."""
         return self._life("created") + self._life("in_progress")
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write a part of the answer; empty if there is nothing to say."""
+        """Write the events for a chunk of the answer; empty bytes if it adds nothing."""
         self._tokens += chunk.logprobs
         written = b""
         if chunk.reasoning and self._message is None:
@@ -135,7 +135,7 @@ class Events:
         return written + (self._grow(self._message) if self._message else b"")
 
     def finish(self, index: int, result: Generated) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write the end of the answer."""
+        """Write the events that end the open items, the calls, and the event with the whole response."""
         body = whole(self._turn, self._id, self._created, [result])
         written = b""
         if self._message is None and any(item["type"] == "message" for item in body["output"]):
@@ -149,13 +149,13 @@ class Events:
         return written + self._event(f"response.{kind}", response=body)
 
     def end(self, results: Sequence[Generated]) -> bytes:  # noqa: ARG002  # the result is written already
-        """Write the end of the stream: nothing."""
+        """Return empty bytes: `finish` has written the last event."""
         return b""
 
     def error(self, fault: Fault) -> bytes:
-        """Write an error, after which nothing comes: twice, since clients know only one of the two events.
+        """Write the error that ends the stream, as two events: each client understands only one of them.
 
-        An answer that has not been started fails without its id.
+        Before the stream's first event, only the one without the answer's id is written.
         """
         written = b""
         if self.num_events:
@@ -165,7 +165,7 @@ class Events:
         return written + self._event("error", **told)
 
     def _speak(self) -> bytes:
-        """End the reasoning, and begin the message."""
+        """Write the events that end the reasoning item and begin the message item."""
         written, item_id = self._end(self._reasoning), f"msg_{self._id}"
         self._message, begun = self._begin(
             item_id,
@@ -176,7 +176,7 @@ class Events:
         return written + begun
 
     def _call(self, number: int, call: Called) -> bytes:
-        """Write a whole call."""
+        """Write all events of one tool call."""
         name, key = call.function.name, f"{self._id}_{number}"
         is_custom = _kind(self._turn, name).get("type") == "custom"
         begun, written = self._begin(
@@ -201,7 +201,7 @@ class Events:
         return begun, written
 
     def _grow(self, begun: _Begun, *, is_over: bool = False) -> bytes:
-        """Write the pieces of an item's text that are whole; if it `is_over`, the rest too."""
+        """Write an event for each complete piece of an item's text; if it `is_over`, for the rest too."""
         written, text = b"", begun.text
         while begun.num_told < len(text):
             found = _PIECE.match(text, begun.num_told) if begun.num_told else _FIRST.match(text)
@@ -216,7 +216,7 @@ class Events:
         return written
 
     def _likely(self, end: int, *, is_over: bool) -> list[TokenLogprob]:
-        """Return the tokens of a text up to `end` that were not told, or all of them if it `is_over`."""
+        """Return unsent tokens of the text before the character `end`; all unsent ones if it `is_over`."""
         first, thought = self._num_told, len(self._reasoning.text) if self._reasoning else 0
         while self._num_told < len(self._tokens):
             length = self._told_length + len(self._tokens[self._num_told].token)
@@ -227,7 +227,7 @@ class Events:
         return self._tokens[first : self._num_told]
 
     def _end(self, begun: _Begun | None, status: str = "completed") -> bytes:
-        """End an item, if there is one."""
+        """Write the events that end an item; empty bytes for None."""
         if begun is None:
             return b""
         item = begun.write(begun.text, status)
@@ -250,7 +250,7 @@ class Events:
     def _of(self, begun: _Begun, event: str, **fields: Any) -> bytes:
         return self._event(f"response.{event}", item_id=begun.id, output_index=begun.index, **fields)
 
-    def _event(self, type: str, **fields: Any) -> bytes:  # noqa: A002  # as the events have it
+    def _event(self, type: str, **fields: Any) -> bytes:  # noqa: A002  # the field's name in an event
         self.num_events += 1
         return event(type, sequence_number=self.num_events - 1, **fields)
 
@@ -272,12 +272,12 @@ def _message(item_id: str, text: str, tokens: Sequence[TokenLogprob], status: st
 
 
 def _kind(turn: Turn, name: str) -> dict[str, str]:
-    """Return what is special about the tool that the model knows by this name."""
+    """Return how calls of this tool differ from plain function calls; empty if they do not."""
     found: dict[str, str] = turn.asked.get("kinds", {}).get(name, {})
     return found
 
 
-def _call(  # the fields of an item
+def _call(  # each is a field of the item
     turn: Turn, key: str, call_id: str, name: str, arguments: str, status: str = "completed"
 ) -> dict[str, Any]:
     kind = dict(_kind(turn, name))
@@ -303,7 +303,7 @@ def _response(
     *,
     fault: Fault | None = None,
 ) -> dict[str, Any]:
-    """Write a response that has a result, or failed, or still runs."""
+    """Write the response object of an answer that has a result, has failed, or still runs."""
     options, asked = turn.options, turn.asked
     status = "in_progress" if fault is None else "failed"
     if result is not None:
@@ -339,7 +339,7 @@ def _response(
 
 
 def _flat(nested: Any) -> Any:
-    """Write a tool, or a choice of one, with the function's fields beside its type."""
+    """Flatten a tool, or a choice of one, so that the function's fields are next to its type."""
     return nested if isinstance(nested, str) else {"type": nested["type"], **nested["function"]}
 
 
@@ -348,7 +348,7 @@ def _format(nested: dict[str, Any]) -> dict[str, Any]:
 
 
 def usage_of(result: Generated) -> dict[str, Any]:
-    """Write the counts of tokens."""
+    """Write a result's token counts as the field `usage`."""
     used = result.usage
     return {
         "input_tokens": used.prompt_tokens,

@@ -1,6 +1,6 @@
-"""The dialect of `/v1/responses/compact`: the model itself sums up a conversation, to go on from that. Pure.
+"""Translates `/v1/responses/compact`, where the model shortens a conversation to a summary. Pure.
 
-The summary goes to the client as an item that is opaque to it, and `items` reads it when it comes back.
+The client gets the summary as an opaque item, which `items` decodes when the client sends it back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NAME: Final = "response.compaction"
 _BODY: Final = msgspec.json.Decoder(dict[str, Any])
-#: A summary that is longer saves little.
+#: The limit of a summary's tokens; a longer one saves little.
 _MOST_TOKENS: Final = 4096
 _ASKED: Final = (
     "Sum up this conversation so that you can go on with it from your summary and my messages alone. Keep"
@@ -32,7 +32,7 @@ _ASKED: Final = (
 
 
 def read(body: bytes) -> Turn:
-    """Read a request, with the question for a summary as the last message. Raises `Fault`."""
+    """Parse a request into a turn whose last message asks for a summary. Raises `Fault`."""
     given = {name: value for name, value in decoded(_BODY, body).items() if value is not None}
     said = given.get("input") or []
     if not said and not given.get("previous_response_id"):
@@ -44,7 +44,7 @@ def read(body: bytes) -> Turn:
 
 
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
-    """Write what a conversation was compacted to: all that the user said, then the summary."""
+    """Write the compacted conversation: all messages of the user, then the summary."""
     (result,) = results
     users = [one for one in (turn.messages or ())[:-1] if one.role == "user"]
     kept = [item for number, one in enumerate(users) for item in written(one, f"{answer_id}_{number}")]

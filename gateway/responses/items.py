@@ -1,4 +1,4 @@
-"""The items of `/v1/responses`, which clients send, as messages. Pure."""
+"""Converts the items of `/v1/responses` to messages, and messages to items. Pure."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _ROLES: Final = ("system", "developer", "user", "assistant")
 _NUM_ITEMS, _MOST_ITEMS = 20, 100
 _SEAL: Final = "turnkeep1:"
 _SUMMARY: Final = "Your own summary of our conversation before my next message:\n\n"
-#: Items that tell this model nothing: what other models thought, and searches without their results.
+#: Items that are left out: reasoning of models, searches without their results, and lists of tools.
 _SILENT: Final = ("reasoning", "web_search_call", "file_search_call", "mcp_list_tools")
 
 
 class Item(Struct, frozen=True):
-    """One item, of any type: each type has some of the fields."""
+    """One item of any type; each type uses some of the fields."""
 
     type: str | None = "message"
     role: str = ""
@@ -47,10 +47,10 @@ class Item(Struct, frozen=True):
 def messages(
     items: Sequence[Item], known: Mapping[str, dict[str, Any]], warnings: list[Warned]
 ) -> list[Message]:
-    """Return the messages of a conversation; `known` has items that only their ids stand for. Raises `Fault`.
+    """Convert items to messages; `known` has, by id, the items that others refer to. Raises `Fault`.
 
-    `warnings` get what is no text.
-    What an assistant says and calls in one turn is several items, but one message.
+    Each content that is not text adds a warning to `warnings`.
+    An assistant's text and calls in one turn are several items, but become one message.
     """
     found: list[Message] = []
     for number, given in enumerate(items):
@@ -70,7 +70,7 @@ def messages(
 
 
 def called_name(namespace: str | None, name: str) -> str:
-    """Return the name under which the model knows a function."""
+    """Return a function's name for the model: with its namespace, if it has one, in front."""
     return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
 
 
@@ -113,12 +113,12 @@ def _call(item: Item, name: str, arguments: Any) -> Message:
 
 
 def sealed(summary: str) -> str:
-    """Return a conversation's summary as what clients take for encrypted, and send back."""
+    """Encode a conversation's summary as the opaque `encrypted_content` that clients send back."""
     return f"{_SEAL}{b64encode(summary.encode()).decode()}"
 
 
 def _opened(given: Any) -> str | None:
-    """Return the summary that was `sealed`; None for what another server wrote."""
+    """Decode a summary that `sealed` encoded; None if another server wrote it."""
     if not isinstance(given, str) or not given.startswith(_SEAL):
         return None
     try:
@@ -128,7 +128,7 @@ def _opened(given: Any) -> str | None:
 
 
 def page(answer: Recorded, query: Mapping[str, str]) -> dict[str, Any]:
-    """Write the items of an answer's conversation, as many as a request wants of them. Raises `Fault`."""
+    """Write one page of the items of an answer's conversation, by the request's `query`. Raises `Fault`."""
     begun = int(bool(answer.turn.asked.get("instructions")))
     said = (answer.turn.messages or ())[begun:]
     found = [item for number, one in enumerate(said) for item in written(one, f"{answer.id}_{number}")]
@@ -146,7 +146,7 @@ def page(answer: Recorded, query: Mapping[str, str]) -> dict[str, Any]:
 
 
 def written(said: Message, key: str) -> list[dict[str, Any]]:
-    """Write a message as items."""
+    """Convert a message to items, with ids made from `key`."""
     if said.role == "tool":
         output = {"call_id": said.tool_call_id or "", "output": said.content or ""}
         return [{"id": f"fco_{key}", "type": "function_call_output", **output, "status": "completed"}]

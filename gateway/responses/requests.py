@@ -1,6 +1,6 @@
-"""The dialect of `/v1/responses`: a request into a turn. Pure.
+"""Parses requests to `/v1/responses` into turns. Pure.
 
-`items` reads what was said before, `answers` writes the answer.
+`items` converts the conversation in a request, `answers` writes the answer.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 #: What the log calls this API.
 NAME: Final = RESPONSES
-#: Fields that the protocol calls otherwise.
+#: This API's names of fields, by the protocol's names.
 NAMES: Final = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
-#: Fields that would change the answer, and that are not here.
+#: Fields that would change the answer, but that are not supported.
 _REFUSED: Final = ("conversation", "prompt")
 _REFERRED: Final = re.compile(rb'"(?:msg|rs|fc|ctc)_([0-9a-f]{48})')
 _MOST_REFERRED: Final = 2_000
 _NONE: Final[Mapping[str, dict[str, Any]]] = {}
 _ENCRYPTED: Final = "reasoning.encrypted_content"
 _LOGPROBS: Final = "message.output_text.logprobs"
-#: The most of a response's metadata, as OpenAI has it.
+#: OpenAI's limits of a response's metadata: pairs, characters of a key, characters of a value.
 _MOST_PAIRS, _MOST_KEY, _MOST_VALUE = 16, 64, 512
 
 
@@ -92,7 +92,7 @@ DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
 def referred(body: bytes) -> set[str]:
-    """Return the ids of answers of which a request may name items without sending them. Raises `Fault`."""
+    """Return the ids of the answers whose items a request may refer to. Raises `Fault`."""
     if b'"item_reference"' not in body:
         return set()
     found = {one.decode() for one in _REFERRED.findall(body)}
@@ -103,7 +103,7 @@ def referred(body: bytes) -> set[str]:
 
 @parts_checked()
 def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> Turn:
-    """Read a request; `known` has items that it only refers to. Raises `Fault`."""
+    """Parse a request into a turn; `known` has, by id, the items that it refers to. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body, ("max_tokens", "n"))
     openai.refuse(asked, _REFUSED)
     given = asked.input
@@ -161,9 +161,9 @@ def _metadata(given: dict[str, str]) -> dict[str, str]:
 
 
 def _tools(asked: _Request) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
-    """Return the fields about tools, and how calls of those are written that are no plain functions.
+    """Return the generate options for tools, and how calls of tools differ from plain function calls.
 
-    Tools that OpenAI's servers would run are left out.
+    Tools that OpenAI's own servers would run are left out.
     """
     tools, kinds, choice = [], {}, asked.tool_choice
     allowed = _allowed(choice)

@@ -1,4 +1,4 @@
-"""What can be done with a session on the page. Each action says what it did, and raises `TurnkeepError`."""
+"""The page's actions on a session. Each returns a message of what it did, or raises `TurnkeepError`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.session import Session
 
-#: How long an action, or the log, may take.
+#: Time limit of an action, and of storing a question in the log.
 PATIENCE_S: Final = 20.0
 
 
 class Details(Struct, frozen=True, forbid_unknown_fields=True):
-    """What an action needs to know: a request's id, a fork's name and position."""
+    """The arguments of an action: a request's id, a fork's name, a position."""
 
     id: str = ""
     name: str = ""
@@ -27,7 +27,7 @@ class Details(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Act(NamedTuple):
-    """A session, and what is to be done with it."""
+    """The client and session that an action works on, and its arguments."""
 
     client: Client
     session: Session

@@ -1,6 +1,6 @@
 """The console's HTTP API: workers, sessions and conversations as JSON, answers as events, and actions.
 
-Knows sessions only by the client and `ops.log`. `door` has let a request in before it comes here.
+Reads sessions only through the client and `ops.log`. `door` checks each request's token before.
 """
 
 from __future__ import annotations
@@ -58,26 +58,26 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Sessions, and turns of a conversation, that are shown at once.
+#: Sessions on one page of the list, and turns on one page of a conversation.
 _SESSIONS: Final = 50
 _TURNS: Final = 30
-#: Messages of its parent's conversation that a fork shows.
+#: Most messages of the parent's conversation that are shown with a fork.
 _INHERITED: Final = 60
-#: Sessions, the last active first, of which first words and parents are read.
+#: Most sessions, the last active ones, whose first words and parents are read.
 _READ: Final = 1000
-#: Answers that are streamed at once, and how long a reader may take for an event.
+#: Most answers streamed at once, and how long sending one event to a reader may take.
 MAX_STREAMS: Final = 16
 _SLOW_S: Final = 20.0
 _MAX_BODY_BYTES: Final = 2**20
-#: The temperature of another answer to the same question, where the model's is 0.
+#: The temperature for another answer to the same question, if the default is 0.
 _VARIED: Final = 0.7
-#: How long a worker may take to say that it is there.
+#: How long to wait for a worker's metrics; a worker that needs longer counts as busy.
 _PING_S: Final = 0.5
 _AWAY: Final = "NATS does not answer; what is shown may be old, and goes on when it is back"
 
 
 class Place(NamedTuple):
-    """The NATS server, the gateway, or where one usually is, and commands that reach them."""
+    """The URLs of the NATS server and of the gateway (a default if none runs), and commands that use them."""
 
     nats: str
     gateway: str
@@ -87,25 +87,25 @@ class Place(NamedTuple):
 
 
 class Shelf(Protocol):
-    """The models of this machine. `unloaded` is the one that the worker beside this console had before."""
+    """The models of this machine. `unloaded` is the model that this console's worker has unloaded."""
 
     unloaded: str | None
 
     def listed(self) -> dict[str, Any]:
-        """Return the models that are here, others that are good, and what is downloaded. Blocks."""
+        """Return the models on this machine, recommended others, and the downloads. Blocks."""
 
     def pull(self, name: str) -> str:
-        """Begin to download a model; say so. Raises `TurnkeepError`."""
+        """Start the download of a model; return a message. Raises `TurnkeepError`."""
 
     def serve(self, name: str) -> str:
-        """Let the worker restart with another model; say so. Blocks; raises `TurnkeepError`."""
+        """Restart the worker with another model; return a message. Blocks; raises `TurnkeepError`."""
 
     def unload(self, name: str) -> str:
-        """Let a model leave memory; say so. Raises `TurnkeepError`."""
+        """Remove a model from memory; return a message. Raises `TurnkeepError`."""
 
 
 class Served(NamedTuple):
-    """A prefix, and its model's name in the settings; empty if they name one model only."""
+    """A subject prefix, and its model's name in the settings; empty if the settings have only one model."""
 
     prefix: str
     model: str = ""
@@ -127,7 +127,7 @@ class _Question(Struct, frozen=True, forbid_unknown_fields=True):
     vary: bool = False
 
     def options(self) -> Any:
-        """Return the sampling options that were chosen."""
+        """Return the sampling options that the user has set, as arguments of a generate request."""
         names = ("max_tokens", "temperature", "top_p", "seed")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.schema is not None:
@@ -136,7 +136,7 @@ class _Question(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Console:
-    """Serves one tenant's sessions and all workers of a prefix. Event loop only."""
+    """The HTTP API for one tenant's sessions and all workers of a subject prefix. Event loop only."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class Console:
         )
 
     def _connected(self, route: Route) -> Route:
-        """Refuse requests of a route at once while NATS is away: they would wait for the log for long."""
+        """Wrap a route so that it refuses requests while NATS is away; otherwise they would wait long."""
         answer: Callable[[Request], Awaitable[Response]] = route.endpoint
 
         async def refused(request: Request) -> Response:
@@ -219,7 +219,7 @@ class Console:
     async def _workers(self, request: Request) -> Response:
         figures = self._live.shown(request.query_params.get("worker"))
         is_served = await self._is_served() if figures["connected"] else False
-        if is_served is False:  # known at once; that a worker is silent is noticed later
+        if is_served is False:  # NATS knows it at once; `up` turns false only after missed messages
             figures["workers"] = {name: one | {"up": False} for name, one in figures["workers"].items()}
         return _json(self._about | figures | {"is_served": is_served, "unloaded": self._shelf.unloaded})
 
@@ -256,7 +256,7 @@ class Console:
         return _json({"said": await asyncio.to_thread(self._shelf.unload, wanted.name)})
 
     async def _served(self) -> Metrics | None:
-        """Return what a worker says of itself; None if none serves the prefix, or is too busy to say so."""
+        """Return a worker's metrics; None if no worker serves the prefix, or it is too busy to answer."""
         with contextlib.suppress(TimeoutError, NoAnswerError):
             async with asyncio.timeout(_PING_S):
                 return await self._client.worker_metrics()
@@ -266,7 +266,7 @@ class Console:
         return _json(self.log.shown())
 
     async def _is_served(self) -> bool | None:
-        """Whether a worker takes requests; None if it is too busy to say so, or if this user may not ask."""
+        """Whether a worker serves the prefix; None if it is too busy to answer, or this user may not ask."""
         with contextlib.suppress(TimeoutError, TurnkeepError):
             async with asyncio.timeout(_PING_S):
                 try:
@@ -277,7 +277,7 @@ class Console:
         return None
 
     async def _sessions(self, request: Request) -> Response:
-        """Return a page of the sessions with `words` in the name or the first words; if `whole`, in any."""
+        """Return a page of the sessions whose name or first words contain `words`; with `whole`, any text."""
         asked = request.query_params
         words, state = asked.get("words", "").strip().casefold(), asked.get("state", "")
         listed = await running(self._client, await list_sessions(self._client, self._client.tenant))
@@ -315,7 +315,7 @@ class Console:
         return _json({"row": row, "cost": cost, "turns": there, "more": more})
 
     async def _inherited(self, name: str, turns: Sequence[Turn]) -> dict[int, tuple[Message, ...]]:
-        """Return the last messages that a fork has of its parent's conversation, by its `open`'s sequence."""
+        """Return the last messages that a fork inherits from its parent, by the sequence of its `open`."""
         found: dict[int, tuple[Message, ...]] = {}
         for turn, then in zip_longest(turns, turns[1:]):
             if isinstance(turn.result, Opened) and turn.result.parent:
@@ -330,7 +330,7 @@ class Console:
         return _json(info.pinned or [])
 
     async def _tree(self, request: Request) -> Response:
-        """Return the tree that a session is in, among the sessions that were active last."""
+        """Return a session's tree of forks, found among the last active sessions; null if it has none."""
         name = request.path_params["name"]
         rows = order(await list_sessions(self._client, self._client.tenant), "last")[:_READ]
         try:
@@ -399,7 +399,7 @@ class Console:
         return _json({"said": await ACTIONS[action](act)})
 
     async def _answer(self, request: Request) -> Response:
-        """Stream an answer from its first token on, whoever has asked for it."""
+        """Stream the answer to a question in the log, from its first token, whichever client asked."""
         name, seq = request.path_params["name"], request.path_params["seq"]
         stored = await self._client.stored.get(session_key(self._client.tenant, name), "in", seq)
         asked = decode_request(stored.body) if stored else None
@@ -416,14 +416,14 @@ class Console:
 
 
 class _Events(StreamingResponse):
-    """Server-sent events. A reader that does not read is left."""
+    """A response of server-sent events; it ends if the reader takes too long for an event."""
 
     def __init__(self, sent: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
         super().__init__(sent, media_type="text/event-stream")
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events while the client is there."""
+        """Send the events until they end, the client disconnects, or a send takes too long."""
 
         async def in_time(message: Any) -> None:
             async with asyncio.timeout(_SLOW_S):
@@ -437,7 +437,7 @@ class _Events(StreamingResponse):
 
 
 async def _body(request: Request, kind: type[T]) -> T:
-    """Read a request's body. Raises `HTTPException`."""
+    """Read and decode a request's JSON body. Raises `HTTPException`."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
@@ -450,7 +450,7 @@ async def _body(request: Request, kind: type[T]) -> T:
 
 
 def _number(text: str | None) -> int | None:
-    """Parse a number of a query. Raises `HTTPException`."""
+    """Parse a number of a query string; None if it is missing. Raises `HTTPException`."""
     if text is None:
         return None
     if not text.isascii() or not text.isdecimal() or len(text) > 15:
@@ -483,7 +483,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def behind_one_door(consoles: Mapping[str, Console], token: str) -> Starlette:
-    """Serve consoles of several prefixes: the first one at `/`, the others at `/of/PREFIX/`."""
+    """Build one app of several consoles behind `Door`: the first at `/`, the others at `/of/PREFIX/`."""
     (_, first), *others = consoles.items()
     return Starlette(
         routes=[*(Mount(f"/of/{prefix}", one.app) for prefix, one in others), Mount("/", first.app)],

@@ -1,4 +1,4 @@
-"""Who may ask the console: pages of this machine, with the token. Knows nothing of what is asked."""
+"""Lets only requests with the token and an allowed Host header reach the console. Knows no sessions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 PAGE: Final = Path(__file__).with_name("page")
-#: What the page that asks for the token needs; it is the same for everybody.
+#: Files of the page that asks for the token; they need no token.
 _OPEN: Final = frozenset({"/style.css", "/icon.svg"})
 _HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -33,7 +33,7 @@ _HEADERS: Final = {
 
 
 class Door:
-    """Lets requests with the token through, and adds the headers that keep a browser strict."""
+    """Passes on requests with the token to `app`, and adds security headers to every response."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -41,7 +41,7 @@ class Door:
         self._locked = (PAGE / "locked.html").read_text()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or pass it on."""
+        """Refuse a request, or pass it on to the app."""
 
         async def strictly(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -52,7 +52,7 @@ class Door:
         await (refusal or self._app)(scope, receive, strictly)
 
     def _refusal(self, request: Request) -> Response | None:
-        """Return the answer to a request that may not pass; None for one that may."""
+        """Return the response to a request that must not reach the app; None if it may."""
         host, path = request.headers.get("host", ""), request.url.path
         if not may_ask(request.client.host if request.client else "", host):
             return PlainTextResponse(f"{REFUSAL}\n", 421)
@@ -71,7 +71,7 @@ class Door:
         return None
 
     def _let_in(self, request: Request) -> Response:
-        """Keep the token as a cookie, and take it out of the address."""
+        """Set the token as a cookie, and redirect to an address without the token."""
         answer = RedirectResponse("/", 303)
         answer.set_cookie(_cookie(request), self._token, httponly=True, samesite="strict")
         return answer
@@ -81,10 +81,10 @@ class Door:
 
 
 def _is_of_the_page(request: Request, host: str) -> bool:
-    """Whether a browser says that the console's own page asks.
+    """Whether a request's headers say that the console's own page sent it.
 
-    Pages on other ports of this machine are the same site, so the browser sends the cookie for them, too.
-    Behind a proxy the origin has another name; `Sec-Fetch-Site` compares it with what the browser has asked.
+    Pages on other ports of this machine are the same site, so the browser adds the cookie to their requests.
+    Behind a proxy the Host header differs from the browser's; `Sec-Fetch-Site` is right even then.
     """
     if (site := request.headers.get("sec-fetch-site")) is not None:
         return site == "same-origin"
@@ -92,5 +92,5 @@ def _is_of_the_page(request: Request, host: str) -> bool:
 
 
 def _cookie(request: Request) -> str:
-    """Name the cookie; by the port, since a browser sends a cookie to all ports of a host."""
+    """Return the cookie's name. It has the port, since a browser sends a cookie to all ports of a host."""
     return f"turnkeep-console-{request.scope['server'][1]}"

@@ -1,4 +1,4 @@
-"""The workers of a prefix, with history, from their metrics messages. Event loop only."""
+"""Keeps the figures of a prefix's workers and their history, from metrics messages. Event loop only."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from ops.history import History
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
 
-#: Rates and percentiles are of so long.
+#: Rates and percentiles cover this time.
 _WINDOW_S: Final = 60.0
 _LINES: Final = 200
 _STYLES: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Log:
-    """The last lines of a worker's log."""
+    """Keeps the last lines of a worker's log."""
 
     def __init__(self) -> None:
         self._lines = deque[str](maxlen=_LINES)
         self._rest = b""
 
     def add(self, said: bytes) -> None:
-        """Add lines, of which the last may be a part."""
+        """Add output of the worker; its last line may be incomplete."""
         *lines, self._rest = (self._rest + said).split(b"\n")
         self._lines.extend(_STYLES.sub("", line.decode(errors="replace")) for line in lines)
 
     def shown(self) -> list[str]:
-        """Return the lines."""
+        """Return the complete lines, the oldest first."""
         return [*self._lines]
 
 
 class Live:
-    """The figures of the page."""
+    """Collects the workers' figures for the page."""
 
     def __init__(self, client: Client, keep_s: float) -> None:
         self._client = client
@@ -51,10 +51,10 @@ class Live:
         """Receive the workers' metrics messages until the client is closed."""
         async for metrics in self._client.metrics():
             if self._fleet.hear(metrics):
-                self._is_new.set()  # so that a page shows it at once
+                self._is_new.set()  # so that the page shows a new worker at once
 
     async def keep(self) -> NoReturn:
-        """Add points to the history for ever."""
+        """Add a point to the history every `step_s`, and at once for a new worker."""
         while True:
             self._is_new.clear()
             self._history.take(self._fleet.sightings(), time.time())
@@ -63,5 +63,5 @@ class Live:
                     await self._is_new.wait()
 
     def shown(self, worker: str | None) -> dict[str, Any]:
-        """Return all workers now, and the history of `worker` (None: of one that is up)."""
+        """Return the figures of all workers, and the history of `worker` (None: of one that is up)."""
         return {"connected": self._client.connected, **self._history.shown(worker)}

@@ -1,7 +1,7 @@
-"""Markdown of answers as trees that the page makes elements of, by markdown-it-py and pygments. Pure.
+"""Parses the Markdown of answers into trees, from which the page builds its elements. Pure.
 
-The page gets no HTML: a node is a text, or a tag with attributes and nodes. Tags in a text stay text, and
-links lead only to web pages and mail. `streams` calls it for an answer that grows, `turns` for a whole one.
+The page gets no HTML: a node is a text, or a tag with attributes and child nodes. HTML in an answer stays
+text, and links lead only to web pages and mail. `streams` parses growing answers, `turns` complete ones.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 Node = Any
 
 _PARSER: Final = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
-#: Longer texts are not parsed, and longer code is not highlighted: a parser's time may grow faster.
+#: Longer texts are not parsed, and longer code is not highlighted: parsing may take more than linear time.
 _MAX_TEXT: Final = 200_000
 _MAX_CODE: Final = 50_000
-#: Languages that are highlighted; each is a module to import, and its expressions run on what a model wrote.
+#: Languages to highlight. Few: each is imported, and its regular expressions run on a model's text.
 _LANGUAGES: Final = frozenset(
     """bash c c# cmake console cpp csharp css diff docker dockerfile go html http ini java javascript js json
     jsx kotlin lua make makefile php powershell py python r rb ruby rs rust scala sh shell sql swift toml ts
     tsx typescript xml yaml yml zsh""".split()  # noqa: SIM905
 )
-#: The style sheet's colours, by the first letters of pygments' short names.
+#: The style sheet's colour classes, by the first letters of pygments' short token names.
 _COLOURS: Final = {"c": "c", "k": "k", "s": "s", "m": "m", "nf": "f", "nc": "f", "nb": "b", "nt": "k"} | {
     "gd": "d",
     "gi": "s",
@@ -48,14 +48,14 @@ _LINE_END: Final = re.compile(r"\r\n?")
 
 @lru_cache(maxsize=256)
 def rendered(text: str) -> tuple[Node, ...]:
-    """Return the blocks of a text."""
+    """Parse a complete text; return its Markdown blocks."""
     return (_plain(text),) if len(text) > _MAX_TEXT else tuple(_blocks(_PARSER.parse(text)))
 
 
 class Growing:
-    """The blocks of a text that grows. Only the last two can still change, and are parsed again.
+    """The blocks of a growing Markdown text. Only the last two can still change, and are parsed again.
 
-    Two, since the begin of a line may be a paragraph, and with its next character an item of the list above.
+    Two, since a line may begin as a paragraph, and become an item of the list above by its next character.
     """
 
     def __init__(self) -> None:
@@ -64,13 +64,13 @@ class Growing:
         self._last: list[Node] = []
 
     def add(self, text: str) -> None:
-        """Add text."""
+        """Append text to the end."""
         text = self._half + text
-        self._half = "\r" if text.endswith("\r") else ""  # perhaps of a line's end
+        self._half = "\r" if text.endswith("\r") else ""  # may be half of a line end
         self._rest += _LINE_END.sub("\n", text.removesuffix("\r"))
 
     def take(self) -> tuple[int, list[Node]]:
-        """Return the number of blocks that stay as they are, and those behind them."""
+        """Return the number of leading blocks unchanged since the last call, and all later blocks."""
         rest = self._rest
         is_long = len(rest) > _MAX_TEXT
         tokens = [] if is_long else _PARSER.parse(rest)
@@ -122,14 +122,14 @@ def _leaf(token: Token) -> list[Node]:
         case "fence" | "code_block":
             language = "".join(token.info.split()[:1])
             return [["pre", {"language": language}, *highlighted(token.content, language)]]
-        case "image":  # nothing is loaded from elsewhere
+        case "image":  # a link, since the page loads no images
             address = str(token.attrs.get("src", ""))
             return [_link(address, token.content or address)]
     return [token.content] if token.content else []
 
 
 def _tag(token: Token) -> str:
-    if token.type == "heading_open":  # below the page's own
+    if token.type == "heading_open":  # below the page's own headings
         return f"h{min(6, int(token.tag[1]) + 2)}"
     if token.type == "link_open" and not _leads_out(str(token.attrs.get("href", ""))):
         return "span"
@@ -156,7 +156,7 @@ def _leads_out(address: str) -> bool:
 
 @lru_cache(maxsize=256)
 def highlighted(code: str, language: str) -> tuple[Node, ...]:
-    """Return a code's texts, with the kinds of those that have a colour."""
+    """Split code into plain texts, and spans with the class of their colour."""
     name = language.lower()
     if name not in _LANGUAGES or len(code) > _MAX_CODE:
         return (code,)

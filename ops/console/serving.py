@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .app import Place, Served, Shelf
 
-#: How long streams may take to end when the server does; pages take them up again.
+#: How long streams may take to end when the server stops; pages reopen them after a restart.
 _DRAIN_S: Final = 3
 
 
@@ -85,7 +85,7 @@ async def run(
 
 
 def _hear(console: Console, running: uvicorn.Server) -> None:
-    """Take the worker's log from standard input; stop the server if the worker at its other end has ended."""
+    """Read the worker's log from standard input; stop the server when the input ends with the worker."""
     if said := os.read(sys.stdin.fileno(), 2**16):
         console.log.add(said)
     else:
@@ -98,20 +98,20 @@ async def _end_of(task: asyncio.Task[None]) -> None:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there, which sends each event at once. Raises `ConsoleError`."""
+    """Return a listening socket that sends each event without delay. Raises `ConsoleError`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family)
     except OSError as error:
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
         raise ConsoleError(f"cannot listen on {host}:{port} ({why}); choose another --listen") from None
-    # asyncio sets it only for sockets that name their protocol.
+    # asyncio sets TCP_NODELAY only for sockets that name their protocol.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 def server(consoles: Mapping[str, Console], token: str) -> uvicorn.Server:
-    """Return a server of consoles by prefix."""
+    """Return an HTTP server for these consoles, given by their subject prefixes."""
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else clients that send nonsense fill the log
     made = uvicorn.Server(
         uvicorn.Config(

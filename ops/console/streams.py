@@ -1,4 +1,4 @@
-"""Answers as server-sent events: what a worker says, and how it looks as Markdown so far. Event loop only."""
+"""Streams answers as server-sent events: the chunks, and the Markdown blocks so far. Event loop only."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Chunk, Generate
     from turnkeep_client.session import Session
 
-#: How often a stream without a token says so.
+#: Seconds between `quiet` events, while no token arrives.
 _QUIET_S: Final = 3
-#: Text is drawn again after so long, and after so many times what drawing it took: long code takes longer.
+#: Least pause between two parses of the text: in seconds, and as a multiple of the last parse's time.
 _DRAW_S: Final = 0.05
 _DRAW_SHARE: Final = 4
 
@@ -27,7 +27,7 @@ _DRAW_SHARE: Final = 4
 async def events(
     session: Session, asked: Generate, seq: int, is_stopping: Callable[[], bool]
 ) -> AsyncGenerator[bytes]:
-    """Yield an answer from its first token on: its chunks, and the blocks of Markdown that they change."""
+    """Yield an answer's events from its first token: chunks, and the Markdown blocks that they change."""
     chunks = aiter(session.follow(asked, seq))
     yield _event("begin", {})
     text, following, quiet_s = Growing(), asyncio.create_task(_next(chunks)), 0

@@ -1,4 +1,4 @@
-"""What the page shows of a session's turns, without token ids; answers as Markdown. Pure."""
+"""Converts a session's turns for the page: without token ids, and answers as Markdown. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .markdown import Node
 
 
-#: How an answer has ended, in words.
+#: The note to show for each finish reason of an answer.
 _ENDS: Final = {
     "stop": "",
     "length": "cut: no more tokens were allowed",
@@ -44,14 +44,14 @@ _ENDS: Final = {
 
 
 class Call(NamedTuple):
-    """A call of a tool."""
+    """A tool call of the model."""
 
     name: str
     arguments: str
 
 
 class Said(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one side has said. An answer has its text as `blocks` of Markdown, too."""
+    """A message of a turn. An answer has its text as `blocks` of Markdown, too."""
 
     role: str
     text: str = ""
@@ -61,7 +61,7 @@ class Said(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Spent(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a turn has cost: tokens, seconds, and generated tokens a second after the first one."""
+    """The cost of a turn: tokens, seconds, and generated tokens per second after the first one."""
 
     found: int
     prefilled: int
@@ -72,7 +72,7 @@ class Spent(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Shown(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One turn. `note` says what a turn did that said nothing, why it failed, or how its answer ended."""
+    """A turn on the page. `note` says what a turn without text did, why it failed, or how it ended."""
 
     seq: int
     id: str | None
@@ -87,7 +87,7 @@ class Shown(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def shown(turn: Turn, inherited: Sequence[Message] = ()) -> Shown:
-    """Return what is shown of a turn; the messages that a fork has `inherited` are those of its `open`."""
+    """Convert a turn for the page; the `inherited` messages of a fork are shown with its `open`."""
     request, result = turn.request, turn.result
     has_failed = isinstance(result, Failed) or request is None
     return Shown(
@@ -162,7 +162,7 @@ def _note(turn: Turn) -> str:
 
 
 def _taken_over(result: Any) -> str:
-    """Say which models a turn has changed between, if it has."""
+    """Return a note if a new model took over the session with this turn, else an empty text."""
     if not isinstance(result, Appended | Generated) or result.model is None or result.previous_model is None:
         return ""
     return f"by {result.model.name}, after {result.previous_model.name}"

@@ -1,4 +1,4 @@
-"""A session's log as a conversation: its requests in order, each with its result."""
+"""Reads a session's log as a conversation: its requests in order, each with its result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Turn(Struct, frozen=True, kw_only=True):
-    """A request and its result. An invalid body is None, and so is the result of a waiting request."""
+    """A request and its result. `request` is None if invalid, `result` is None if there is no valid one."""
 
     number: int
     seq: int
@@ -32,7 +32,7 @@ class Turn(Struct, frozen=True, kw_only=True):
 
 
 def conversation(entries: Sequence[Entry]) -> Iterator[Turn]:
-    """Yield a session's requests in order."""
+    """Yield a session's requests in order, each with its result."""
     answered = {exchange.asked.seq: exchange for exchange in pair_up(entries)}
     for number, entry in enumerate((entry for entry in entries if entry.kind == "in"), 1):
         exchange = answered.get(entry.seq)
@@ -48,7 +48,7 @@ def conversation(entries: Sequence[Entry]) -> Iterator[Turn]:
 
 
 class Mark(NamedTuple):
-    """Where a part of a conversation ends: before the request `before`; its results are before `end`."""
+    """The end of a part of a conversation: its requests precede sequence `before`, its results `end`."""
 
     before: int
     end: int
@@ -57,7 +57,7 @@ class Mark(NamedTuple):
 async def part(
     client: Client, session: str, num: int, mark: Mark | None = None
 ) -> tuple[list[Turn], Mark | None]:
-    """Return the last `num` turns before a mark (None: the last of all), and the mark of those before them.
+    """Return the last `num` turns before a mark (None: of all turns), and the mark for the part before.
 
     Reads the log backwards, so the last turns of a long session cost no more than those of a short one.
     Raises `TurnkeepError`.

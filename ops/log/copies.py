@@ -1,9 +1,9 @@
-"""One file that holds a session's log, and perhaps its KV: written, checked and read.
+"""Writes, checks and reads the file of an exported session: its log, and perhaps its KV.
 
 The file is a plain tar: `session.json`, `log.jsonl` with a line for each request and its result, then KV
-snapshots as `turnkeep cache export` writes them. A line also has what its result has no room for, such as
-what a fork took from its parent. Requests without a result are left out: after an import, the workers of both
-logs would answer such a request.
+snapshots as `turnkeep cache export` writes them. A line also has data that did not fit into its result, such
+as the history that a fork copied. Requests without a result are left out: after an import, the workers of
+both logs would answer such a request.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from .record import Exchange
 
 FORMAT: Final = 2
-#: Members that are no snapshots.
+#: The members of the tar that are not snapshots.
 OWN: Final = ("session.json", "log.jsonl")
 _SESSION, _LOG = OWN
-#: Precedes the digest of what is before it, at the end of `session.json`.
+#: At the end of `session.json`, between the content and the content's digest.
 _CHECKSUM: Final = b',"checksum":"'
-#: The headers of results that a file has. All others are left out: the server obeys some of them.
+#: The result headers to export. All others are left out, since the NATS server obeys some of them.
 HEADERS: Final = (MODEL_HEADER, HISTORY_HEADER, BUILD_HEADER)
 _CONTROL: Final = re.compile("[\x00-\x1f\x7f]")
 
-#: Each part of the log has its time zone: times with and without one cannot be compared.
+#: A time with its time zone: times with and without one cannot be compared.
 _Time = Annotated[datetime, Meta(tz=True)]
 
 
@@ -80,7 +80,7 @@ class _Form(Struct):
 class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request and its result, with their sequences and times in the log that they come from.
 
-    `parts` is what the result has no room for, for workers.
+    `parts` is the data for workers that did not fit into the result.
     """
 
     seq: int
@@ -94,7 +94,7 @@ class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 async def read_parts(client: Client, key: SessionKey, entries: Sequence[Entry]) -> dict[int, bytes]:
-    """Read what the results of a log have no room for, by the sequence of the result.
+    """Read the data that did not fit into the results of a log, by the result's sequence.
 
     Raises `CopyError`.
     """
@@ -111,7 +111,7 @@ async def read_parts(client: Client, key: SessionKey, entries: Sequence[Entry]) 
 
 
 async def read_part(client: Client, key: SessionKey, link: str) -> bytes | None:
-    """Read what a result has no room for, given the `link` of its header; None if that is gone or changed."""
+    """Read the data that did not fit into a result, by its header's `link`; None if gone or changed."""
 
     async def read(seq: int) -> bytes | None:
         stored = await client.stored.get(key, "checkpoint", seq)
@@ -199,12 +199,12 @@ def _digest(content: bytes) -> str:
 
 
 def _signed(manifest: bytes) -> bytes:
-    """Add the digest of a manifest to its end."""
+    """Append the digest of a manifest to the manifest's JSON."""
     return manifest[:-1] + _CHECKSUM + _digest(manifest[:-1]).encode() + b'"}'
 
 
 def read(source: Path) -> tuple[Manifest, list[Line]]:
-    """Read a file and check all of it but the snapshots' contents. Raises `CopyError`."""
+    """Read an exported session, and check all but the contents of snapshots. Raises `CopyError`."""
     if not source.is_file():
         raise CopyError(f"{source} is no file; save the export to one first")
     try:

@@ -1,4 +1,4 @@
-"""Sums up what sessions have cost: tokens found in KV, prefilled and generated, and seconds."""
+"""Sums up the costs of sessions: tokens found in KV, prefilled and generated, and seconds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     from .sessions import SessionRow
 
-#: Sessions whose sums are kept, so that only their new results are read next time.
+#: Most sessions whose sums are kept, so that only their new results are read next time.
 _KEPT: Final = 5000
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """Tokens by what was done with them, and seconds from the requests to their results.
+    """Tokens found in KV, prefilled and generated, and seconds from the requests to their results.
 
-    The seconds of a request whose worker crashed before it had published a token are those of the next one.
+    If a worker crashed before it published a token, only the seconds of the next worker count.
     """
 
     found: int = 0
@@ -54,7 +54,7 @@ class _Usage(Struct):
 
 
 class _Spent(_Usage):
-    """What a result says of its cost: a generate's in `usage`, an append's beside it."""
+    """The cost fields of a result: a generate has token counts in `usage`, an append at the top level."""
 
     seq: int = 0
     repeat_of: int | None = None
@@ -67,10 +67,10 @@ _SPENT: Final = msgspec.json.Decoder(_Spent)
 
 
 def _spent(result: bytes) -> _Spent:
-    """Decode what a result's body states; a repeated result has cost nothing."""
+    """Decode the cost fields of a result's body; all are 0 for a repeated or invalid result."""
     try:
         spent = _SPENT.decode(result)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # not a worker's
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # not written by a worker
         return _Spent()
     return spent if spent.repeat_of is None else _Spent()
 
@@ -86,16 +86,16 @@ def _cost(spent: _Spent) -> Cost:
 
 
 class Costs:
-    """The sums of sessions, of which new results are added."""
+    """Keeps the sum of each session's costs, and adds only new results to it."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        #: The last result that was added, the sum, and the number of entries and the last time then: a result
-        #: may come as a worker's note of its request goes, and the entries stay as many.
+        #: The last added result's sequence, the sum, the number of entries, and the time of the last one: the
+        #: number alone is not enough, since a new result may replace a worker's note of its request.
         self._sums: dict[SessionKey, tuple[int, Cost, int, datetime]] = {}
 
     async def of(self, rows: Iterable[SessionRow]) -> list[Cost]:
-        """Return the costs of sessions. Raises `TurnkeepError`."""
+        """Return the costs of sessions, in the same order. Raises `TurnkeepError`."""
         return [await self._of(row) for row in rows]
 
     async def _of(self, row: SessionRow) -> Cost:
@@ -112,7 +112,7 @@ class Costs:
         return total
 
     async def _cost(self, key: SessionKey, result: Stored) -> Cost:
-        """Return the cost of one result. An answer that outlived a worker states the time of the last one."""
+        """Return a result's cost. An answer that outlived a worker is timed by the log, not by its result."""
         spent = _spent(result.body)
         cost = _cost(spent)
         if spent.resumed_tokens and (asked := await self._client.stored.get(key, "in", spent.seq)):

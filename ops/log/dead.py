@@ -53,7 +53,7 @@ async def letters(client: Client, tenant: str = "*", session: str = "*") -> list
     async for key, one in client.stored.every(SessionKey(tenant, session), "dead"):
         try:
             letter = _LETTER.decode(one.body)
-        except (msgspec.DecodeError, UnicodeDecodeError):  # not a worker's
+        except (msgspec.DecodeError, UnicodeDecodeError):  # not written by a worker
             continue
         stored = datetime.fromisoformat(one.headers["Nats-Time-Stamp"])
         found.append(Dead(tenant=key.tenant, session=key.session, at=one.seq, stored=stored, letter=letter))
@@ -61,7 +61,7 @@ async def letters(client: Client, tenant: str = "*", session: str = "*") -> list
 
 
 async def find(client: Client, session: str, request: str) -> Dead:
-    """Return the dead letter and the request of this id or sequence. Raises `DeadError`."""
+    """Return a request's dead letter and the request itself, by its id or sequence. Raises `DeadError`."""
     for dead in reversed(await letters(client, client.tenant, session)):
         if request in (dead.letter.id, str(dead.letter.seq)):
             stored = await client.stored.get(dead.key, "in", dead.letter.seq)
@@ -70,10 +70,10 @@ async def find(client: Client, session: str, request: str) -> Dead:
 
 
 async def retry(client: Client, dead: Dead, *, anyway: bool, timeout_s: float) -> Result:
-    """Send a request again, under a new id, and remove its letter once it is answered.
+    """Send a request again, under a new id; remove its letter if it succeeds, or gets a new dead letter.
 
     Unless `anyway` is set, the session's position must be the same as when the request was given up. If
-    workers give up the request again, it gets a new dead letter.
+    the request fails otherwise, its letter stays.
     """
     if dead.asked is None:
         raise DeadError(f"the request at {dead.letter.seq} is not in the log any more; drop its letter")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .record import Exchange
 
-#: What a token depends on besides the model: its name in `Entry.build`, and in a sentence.
+#: Causes of different tokens besides the model: the name in `Entry.build`, and in a sentence.
 _BUILD: Final = {"dtype": "dtype", "kv": "KV precision", "device": "device", "version": "version"}
 _SAMPLING: Final = (
     "max_tokens",
@@ -115,7 +115,7 @@ def first_unequal(recorded: tuple[int, ...], replayed: tuple[int, ...]) -> int |
 
 
 def _around(recorded: str, replayed: str) -> tuple[str, str]:
-    """Cut two answers to the text around their first difference."""
+    """Return the text of two answers around their first difference."""
     start = max(0, (first_unequal(tuple(map(ord, recorded)), tuple(map(ord, replayed))) or 0) - _AROUND)
     both = (text[start : start + 2 * _AROUND] for text in (recorded, replayed))
     was, now = (f"{'...' if start else ''}{text}" for text in both)

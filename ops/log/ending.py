@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 async def end(client: Client, name: str, timeout_s: float, *, forget: bool, cancel: bool = False) -> Closed:
     """Close a session that is open or, with `forget`, remove one that is in the log.
 
-    With `cancel` its requests that have no result are cancelled first.
+    With `cancel`, the session's requests without a result are cancelled first.
 
     Raises `TurnkeepError`, also for a session that does not exist or was removed before.
     """
@@ -29,7 +29,7 @@ async def end(client: Client, name: str, timeout_s: float, *, forget: bool, canc
 
 
 async def removed(session: Session, timeout_s: float, *, cancel: bool = False) -> Closed:
-    """Close a session with `forget`, and with `cancel` if that is asked for.
+    """Remove a session: close it with `forget`; `cancel` cancels its waiting requests first.
 
     A session that is closed, or whose requests all failed, is opened first.
     """
@@ -52,10 +52,10 @@ async def check_open(session: Session) -> None:
 
 
 async def _is_in_log(client: Client, name: str) -> bool:
-    """Say whether the log has more of a session than the close that removed it."""
+    """Return whether the log has a session, and not only the close that removed it."""
     async for piece in client.log_backwards(name):
         if piece and piece[-1].kind == "out":
-            with contextlib.suppress(InvalidMessageError):  # not a worker's
+            with contextlib.suppress(InvalidMessageError):  # not written by a worker
                 last = decode_result(piece[-1].body)
                 return not (isinstance(last, Closed) and last.forgotten is not None)
         return bool(piece)

@@ -1,4 +1,4 @@
-"""Puts an exported session into a log: all of it, or nothing. Knows nothing of files or KV."""
+"""Stores an exported session in a log: all of it, or nothing. Knows nothing of files or KV."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
     from .copies import Line
 
-#: Messages that are stored together; JetStream takes 1,000 at most.
+#: Most messages of one atomic batch; JetStream takes at most 1,000.
 _TOGETHER: Final = 900
-#: Attempts to store some exchanges in a log that others write too, with half as many from time to time.
+#: Attempts to store a batch while others write to the log; it is halved after every few attempts.
 _ATTEMPTS: Final = 60
-#: Bytes of what a result has no room for, in one message.
+#: Most bytes of a result's extra data in one message.
 _PART_BYTES: Final = 128 * 2**10
 
 
 class Import:
-    """Puts a session into a log, each request with its result, so that no worker answers a request again."""
+    """Stores a session in a log, each request with its result, so that no worker answers a request again."""
 
     def __init__(self, client: Client, key: SessionKey) -> None:
         self._stream, self._subjects, self._key = client.stored, client.subjects, key
@@ -60,7 +60,7 @@ class Import:
             raise
 
     async def _remove(self, error: BaseException, *, is_begun: bool) -> None:
-        """Remove what was stored. Raises `CopyError` if that fails."""
+        """After `error`, remove the stored part of the session. Raises `CopyError` if that fails."""
         try:
             if is_begun or await self._is_stored():
                 await self._stream.purge(self._key)
@@ -73,7 +73,7 @@ class Import:
     async def _is_stored(self) -> bool:
         """Whether the log stored the first request, although the log's reply was lost.
 
-        If it did not, a session of this name was begun by a client meanwhile.
+        If it did not, a client has begun a session of this name meanwhile.
         """
         if self._first is None:
             return False
@@ -82,11 +82,11 @@ class Import:
         return stored is not None and stored.body == sent.body and BEGAN_HEADER in stored.headers
 
     async def _store(self, lines: Sequence[Line], *, first: bool) -> int:
-        """Store some of the exchanges together; return how many."""
+        """Store the first of these exchanges in one batch; return how many were stored."""
         for attempt in range(_ATTEMPTS):
             some = lines[: max(1, len(lines) >> (attempt // 6))]
             last = await self._stream.last_seq()
-            if first:  # after that: what is stored later makes `store` fail
+            if first:  # after `last_seq`: any entry stored since then makes `store` fail
                 await self.check()
             messages = list(self._messages(some, last + 1, first=first))
             if first:
@@ -114,7 +114,7 @@ class Import:
                 result["repeat_of"] = msgspec.Raw(str(new).encode())
             answer = decode_result(bytes(line.result))
             is_close = isinstance(decode_request(bytes(line.request)), Close) and isinstance(answer, Closed)
-            if is_close and answer.repeat_of is None:  # by this note the session leaves the log in time
+            if is_close and answer.repeat_of is None:  # by this note workers remove the session later
                 yield Unsent(self._subjects.of(self._key, "closed"), b"", {})
                 seq += 1
             headers = {name: line.headers[name] for name in HEADERS if name in line.headers}
@@ -131,7 +131,7 @@ class Import:
 
 
 def _together(lines: Sequence[Line]) -> Sequence[Line]:
-    """Return the first lines, at least one, whose messages can be stored together."""
+    """Return the first lines, at least one, whose messages fit into one batch."""
     num = 0
     for index, line in enumerate(lines):
         num += 3 + len(line.parts or b"") // _PART_BYTES + 1

@@ -1,4 +1,4 @@
-"""Recorded sessions: the requests of a log with their results, and which requests can be replayed. Pure."""
+"""Pairs the requests of a log with their results, and selects those that can be replayed. Pure."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Record:
 
     @property
     def begin(self) -> datetime:
-        """When the first request was stored."""
+        """The time at which the first request was stored."""
         return min(exchanges[0].asked.stored for exchanges in self.sessions.values())
 
 
@@ -100,7 +100,7 @@ def within(
 
 
 def fold(entries: Sequence[Entry]) -> Record:
-    """Return the record of a log, without exchanges that changed no session, such as refused requests."""
+    """Return the sessions of a log to replay, without forks, and without requests that changed nothing."""
     sessions: defaultdict[str, list[Exchange]] = defaultdict(list)
     joined, forks = list(pair_up(entries)), set[str]()
     left_out = Counter({"not valid, or not answered": sum(one.kind == "in" for one in entries) - len(joined)})
@@ -135,13 +135,13 @@ def _is_withdrawn(result: Result) -> bool:
 
 
 def _playable(one: Exchange) -> Request:
-    """Return the request with its answer's seed and length, without expected position and deadline."""
+    """Return the request to replay: with its answer's seed and length, without position and deadline."""
     request, result, entry = one.request, one.result, one.asked
     changes: dict[str, object] = {"expect_position": None}
     if isinstance(request, Append | Generate):
         changes["deadline_s"] = None
     if isinstance(request, Close):
-        changes["forget"] = False  # what is behind it is still to be compared
+        changes["forget"] = False  # later exchanges are compared, too
     if isinstance(request, Generate) and isinstance(result, Generated):
         if request.seed is None and (request.temperature or request.own_sampling):
             changes["seed"] = derived_seed(entry.key, entry.seq)

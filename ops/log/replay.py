@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from .record import Record
 
-#: Sessions at a time, of a replay that is as fast as it goes.
+#: Most sessions at a time in a replay without pauses.
 _AT_ONCE: Final = 256
-#: How long to wait for the close of a session, which is carried out in any case.
+#: How long to wait for the result of a session's close; the close is carried out in any case.
 _CLOSE_S: Final = 30.0
 #: How long to wait until a mirror of the log has the last result.
 _LAG_S: Final = 10.0
@@ -68,7 +68,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Played:
-    """One session's replay: the results by request id, and why a request has none."""
+    """One session's replay: exchanges by request id, and the errors of requests without a result."""
 
     name: str
     recorded: Sequence[Exchange]
@@ -77,7 +77,7 @@ class _Played:
 
 
 class Replay:
-    """Plays a record, `speed` times as fast as it was recorded. Event loop only."""
+    """Sends the requests of a record again, `speed` times as fast. Event loop only."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class Replay:
         self._places = asyncio.Semaphore(_AT_ONCE if speed == math.inf else len(record.sessions))
 
     async def run(self) -> Report:
-        """Play all sessions. Raises `ReplayError`, and `NoWorkerError` if no worker answers."""
+        """Replay all sessions. Raises `ReplayError`, and `NoWorkerError` if no worker answers."""
         if not self._record.sessions:
             raise ReplayError(
                 "there is nothing to replay: the log holds no such session with answered requests"
             )
-        with contextlib.suppress(RequestFailedError):  # a worker says that there is no such session
+        with contextlib.suppress(RequestFailedError):  # expected: there is no such session
             await self._client.session("any").info()
         self._began_s = self._now_s()
         played = [_Played(name, some) for name, some in self._record.sessions.items()]
@@ -121,7 +121,7 @@ class Replay:
             try:
                 await self._play(key, played)
                 played.answers = await self._answers(key, played)
-            finally:  # of an interrupted replay too, which does not wait for it
+            finally:  # also if interrupted, but then without waiting for the result
                 if not self._keep:
                     closing = await self._client.submit(key, build(Close, forget=True), timeout_s=_CLOSE_S)
             if closing is not None:
@@ -131,9 +131,9 @@ class Replay:
     async def _play(self, key: SessionKey, played: _Played) -> None:
         """Send the requests of one session, and wait for their results."""
         waiting: list[Call] = []
-        then, then_s = self._record.begin, self._began_s  # the event before a request, in the record and here
+        then, then_s = self._record.begin, self._began_s  # the event before a request: recorded, replayed
         for before, one in zip((None, *played.recorded), played.recorded, strict=False):
-            if before is not None and one.asked.seq > before.answered.seq:  # its result may have been read
+            if before is not None and one.asked.seq > before.answered.seq:  # may depend on that answer
                 await self._results(waiting, played)
                 then, then_s = before.answered.stored, self._now_s()
             due_s = then_s + (one.asked.stored - then).total_seconds() / self._speed

@@ -1,4 +1,4 @@
-"""Searches what was said in all sessions of a tenant, by reading the log once."""
+"""Searches the texts of all sessions of a tenant, by reading the log once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.client import Client
 
-#: Characters before and behind the words that are found.
+#: Characters to show before and after a match.
 _BEFORE: Final = 20
 _BEHIND: Final = 50
 
@@ -30,7 +30,7 @@ class _Said(Struct):
 
 
 class _Entry(Struct):
-    """What a request, or a result, has of text."""
+    """The text fields of a request or a result."""
 
     text: str | None = None
     messages: list[_Said] | None = None
@@ -40,9 +40,9 @@ _ENTRY: Final = msgspec.json.Decoder(_Entry)
 
 
 async def said(client: Client, words: str, patience_s: float) -> tuple[dict[str, str], bool]:
-    """Return the sessions in which somebody has said `words`, each with the place where it was said last.
+    """Return the sessions whose texts contain `words`, each with an excerpt around the last match.
 
-    The second value is false if `patience_s` was not enough to read all of the log. Raises `TurnkeepError`.
+    The second value is false if `patience_s` passed before the whole log was read. Raises `TurnkeepError`.
     """
     found: dict[str, str] = {}
     wanted = words.casefold()
@@ -60,7 +60,7 @@ async def said(client: Client, words: str, patience_s: float) -> tuple[dict[str,
 def _texts(body: bytes) -> Iterator[str]:
     try:
         entry = _ENTRY.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # nothing that a worker takes
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # workers refuse or ignore it
         return
     if entry.text:
         yield entry.text

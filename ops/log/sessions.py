@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 State = Literal["idle", "running", "waiting", "failed", "closed", "forgotten"]
-#: What `order` can sort by; with the largest first, except names.
+#: The fields that `order` can sort by; the largest first, except names.
 ORDERS: Final = ("last", "name", "position", "entries", "bytes")
 
 
 class SessionRow(Struct, frozen=True, kw_only=True):
     """One session. `last` is the time of its last result, or of its last request if that still waits.
 
-    `state` is `waiting` while requests have no result, of which `running` may find that one runs; `failed` if
-    workers refuse all its requests, since they cannot restore the history that the log proves; `forgotten` if
-    only the close is left in the log. `position` is None if the last result has none. `dead` counts dead
-    letters. `size_bytes`, and the last three fields with the first words of what the user said, are only set
-    if they were asked for.
+    `state` is `waiting` while requests have no result (`running` replaces it if one of them runs); `failed`
+    if workers refuse all its requests, since they cannot restore the history that the log proves; `forgotten`
+    if only the close is left in the log. `position` is None if the last result has none. `dead` counts dead
+    letters. Only `measured` sets `size_bytes`, and only `begun` sets the last three fields: the user's first
+    words, the parent and the tags.
     """
 
     tenant: str
@@ -67,12 +67,12 @@ class _Outcome(Struct):
     forgotten: int | None = None
 
 
-#: Characters of a session's first words.
+#: Most characters of a session's first words.
 _WORDS: Final = 55
-#: Entries in which they are looked for: before the first question there may be an open and a system message.
+#: Requests to search for them: an open and a system message may come before the first question.
 _FIRST: Final = 3
 _AT_ONCE: Final = 32
-#: Waiting sessions whose worker is asked whether they run, and how long all its answers may take.
+#: Most waiting sessions to query for whether they run, and the time limit for all answers.
 _ASKED: Final = 256
 _ASK_S: Final = 1.0
 _OUTCOME: Final = msgspec.json.Decoder(_Outcome)
@@ -99,7 +99,7 @@ async def _rows(client: Client, counts: Mapping[SessionKey, Mapping[str, int]]) 
     return [
         _row(key, kinds, results.get(key), requests.get(key))
         for key, kinds in counts.items()
-        if key in results or key in requests  # else all of it was removed meanwhile
+        if key in results or key in requests  # else the session was removed meanwhile
     ]
 
 
@@ -111,7 +111,7 @@ def _row(
         headers = dict(result.headers)
         try:
             outcome = _OUTCOME.decode(result.body)
-        except (msgspec.DecodeError, UnicodeDecodeError):  # not a worker's
+        except (msgspec.DecodeError, UnicodeDecodeError):  # not written by a worker
             outcome = _Outcome()
     last = max(one.headers["Nats-Time-Stamp"] for one in (result, request) if one is not None)
     return SessionRow(
@@ -141,9 +141,9 @@ def _state(outcome: _Outcome, *, was_closed: bool) -> State:
 
 
 async def running(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:
-    """Change the state of sessions to `running` if a worker says that their request runs.
+    """Return the rows, with the state `running` for waiting sessions whose worker runs a request.
 
-    A session of which no worker says so in a second, or whose worker this user may not ask, still waits.
+    The state stays `waiting` if no worker answers within a second, or if this user may not ask it.
     """
     places = asyncio.Semaphore(_AT_ONCE)
     found = set[SessionKey]()
@@ -165,7 +165,7 @@ async def running(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow
 
 
 async def begun(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:
-    """Add the first words of the sessions, parents and tags, read from the first entries of each."""
+    """Return the rows with first words, parents and tags, read from each session's first entries."""
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def read(row: SessionRow) -> SessionRow:
@@ -184,7 +184,7 @@ async def begun(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:
 
 
 def _decoded(decode: Callable[[bytes], T], entries: Iterable[Stored]) -> list[T]:
-    """Decode entries, without those that are not valid: workers refuse or ignore them."""
+    """Decode the valid entries; leave out all others, which workers refuse or ignore."""
     found = []
     for entry in entries:
         with contextlib.suppress(InvalidMessageError):
@@ -193,7 +193,7 @@ def _decoded(decode: Callable[[bytes], T], entries: Iterable[Stored]) -> list[T]
 
 
 def _first_words(requests: Iterable[Request]) -> str | None:
-    """Return the user's first words in a session's first requests; if there are none, those of any role."""
+    """Return the first words of the user in a session's first requests; without any, those of any role."""
     others = ""
     for request in requests:
         if not isinstance(request, Append | Generate):
@@ -213,7 +213,7 @@ def _shortened(text: str) -> str:
 
 
 async def measured(client: Client, rows: Sequence[SessionRow], tenant: str = "*") -> list[SessionRow]:
-    """Add the sizes of the sessions (bodies and headers of all entries). Reads every entry."""
+    """Return the rows with their sizes (bodies and headers of all entries). Reads every entry."""
     sizes: dict[SessionKey, int] = dict.fromkeys((SessionKey(row.tenant, row.session) for row in rows), 0)
     async for key, one in client.stored.every(SessionKey(tenant, "*")):
         if key in sizes:

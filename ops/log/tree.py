@@ -1,4 +1,4 @@
-"""Sessions as trees: which session was forked from which. Pure."""
+"""Builds trees of sessions: which session was forked from which. Pure."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Branch(Struct, frozen=True, kw_only=True):
 
 
 def trees(rows: Iterable[SessionRow]) -> list[Branch]:
-    """Return the sessions with forks, each as the tree that begins with it. `rows` must have their parents.
+    """Return the trees of forked sessions. `rows` must have their parents (see `sessions.begun`).
 
-    Names are compared, so after a session's end a new session of its name counts as the parent of its forks.
+    Parents are found by name: a new session with the name of an ended one takes over the forks of that one.
     """
     known = {(row.tenant, row.session): row for row in rows}
     forks: defaultdict[tuple[str, str], list[SessionRow]] = defaultdict(list)
@@ -50,5 +50,5 @@ def trees(rows: Iterable[SessionRow]) -> list[Branch]:
 
     roots = sorted(key for key in forks if key not in known or known[key].parent is None)
     grown = [grow(key) for key in roots]
-    # What is left are names in a circle: a session that was ended, and begun again as a fork of its own fork.
+    # The rest are cycles of names: a session ended, and one of the same name was forked from its fork.
     return grown + [grow(key) for key in sorted(forks) if key not in seen]

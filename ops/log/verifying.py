@@ -1,7 +1,7 @@
-"""Checks the sessions of a log by arithmetic, without a worker or a model: what has it lost, what is changed?
+"""Checks without a worker or a model whether the log has lost or changed entries of sessions.
 
-A result says what its request did to the session's tokens, names their digest, and names the result that it
-was stored behind. What was said has no digest: of a request only its form is checked.
+A result states how its request changed the session's tokens, the digest of these tokens, and the sequence
+of the result before it. Requests have no digest, so only their form is checked.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ _FITTING: Final[Mapping[type[Request], type[Result]]] = {
     Rewind: Rewound,
     Close: Closed,
 }
-#: The codes of failures that depend on the state of the session, so on all requests before.
+#: The codes of failures that depend on the session's state, and so on all earlier requests.
 _REFUSALS: Final = {"history_diverged", "invalid_request", "position_conflict", "unknown_session"}
-#: The place of the tokens in a fork's base (`worker/sessions/checkpoint`), and the most that one unpacks to.
+#: The index of the tokens in a fork's base (`worker/sessions/checkpoint`), and a base's most unpacked bytes.
 _TOKENS: Final = 5
 _MAX_BYTES: Final = 256 * 2**20
 
 
 class Fault(Struct, frozen=True):
-    """What is wrong with the entry at `seq`, which may be gone."""
+    """A fault of the entry at sequence `seq`, which may be missing; `what` describes the fault."""
 
     seq: int
     what: str
@@ -75,7 +75,7 @@ class Damaged(Struct, frozen=True, kw_only=True):
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """What was read, and the sessions that are damaged."""
+    """The numbers of sessions and entries that were read, and the damaged sessions."""
 
     sessions: int
     entries: int
@@ -83,7 +83,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
 
 class _Answer(NamedTuple):
-    """The first result of a request, of the entry at `seq` of the log."""
+    """The first result of a request; `seq` is the result's own sequence in the log."""
 
     seq: int
     headers: Mapping[str, str]
@@ -91,7 +91,7 @@ class _Answer(NamedTuple):
 
     @property
     def changes(self) -> bool:
-        """Whether it says that its request changed the session."""
+        """Whether the result says that its request changed the session."""
         result = self.result
         if isinstance(result, Generated) and not result.tokens and result.finish_reason == "cancelled":
             return False
@@ -99,7 +99,7 @@ class _Answer(NamedTuple):
 
     @property
     def is_in_turn(self) -> bool:
-        """Whether all requests before have results: not if it was cancelled, or expired, while it waited."""
+        """Whether all earlier requests must have results; not if this one ended while it waited."""
         result = self.result
         refused = isinstance(result, Failed) and result.code in _REFUSALS
         return result.repeat_of is None and (self.changes or refused)
@@ -115,9 +115,9 @@ async def verify(
     names: Sequence[str] = (),
     told: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Check the sessions of these names, or all.
+    """Check the sessions with these names, or all sessions.
 
-    `told` is called with how many were checked, and of how many.
+    `told` is called with the number of checked sessions and the total.
 
     Raises `TurnkeepError` if there is no session of one of the names.
     """
@@ -133,7 +133,7 @@ async def verify(
     damaged, num_entries = [], 0
     for number, key in enumerate(keys):
         num, found = await _read(client, key)
-        if found:  # removed while it was read?
+        if found:  # perhaps removed while it was read
             num, found = await _read(client, key)
         num_entries += num
         if found:
@@ -144,7 +144,7 @@ async def verify(
 
 
 async def _read(client: Client, key: SessionKey) -> tuple[int, list[Fault]]:
-    """Count a session's entries, and find its faults. A worker may store more meanwhile: so results first."""
+    """Count a session's entries, and find its faults; results are read first, since workers may add some."""
     results = [one async for _, one in client.stored.every(key, "out")]
     requests = [one async for _, one in client.stored.every(key, "in")]
     parts = {
@@ -158,15 +158,15 @@ async def _read(client: Client, key: SessionKey) -> tuple[int, list[Fault]]:
 def faults(
     requests: Sequence[Stored], results: Sequence[Stored], parts: Mapping[int, bytes | None]
 ) -> list[Fault]:
-    """Find what is wrong with one session's entries, given in their order.
+    """Find the faults of one session's entries, given in their order.
 
-    `parts` has what results have no room for, by the sequence of the result; None if that is gone.
+    `parts` has the data that did not fit into results, by the result's sequence; None if it is gone.
     """
     answers: dict[int, _Answer] = {}
     found = list(_pair(results, answers))
     asked = {one.seq: one.body for one in requests}
     first = min(asked, default=0)
-    # A closed session is removed up to its close: the requests before it, then what is left of the results.
+    # Removing a closed session deletes all entries up to its close: first the requests, then the results.
     removed = max(
         (
             one.seq
@@ -188,7 +188,7 @@ def faults(
 
 
 def _pair(results: Sequence[Stored], answers: dict[int, _Answer]) -> Iterator[Fault]:
-    """Fill in the first result of each request; yield the entries that are none."""
+    """Add each request's first result to `answers`; yield a fault for every other result."""
     for one in results:
         result = decoded(decode_result, one.body)
         seq = result.seq if result else None
@@ -202,9 +202,9 @@ def _pair(results: Sequence[Stored], answers: dict[int, _Answer]) -> Iterator[Fa
 
 
 def _lost_results(results: Sequence[Stored], removed: int, changing: set[int]) -> Iterator[Fault]:
-    """Yield what the log does not have although a later result was stored behind it.
+    """Yield the results that are missing or out of order, by the predecessor that each result states.
 
-    Up to the first result that changed the session those may be gone that were removed with an earlier one.
+    Until a result has changed the session, missing ones may have been removed with an earlier session.
     """
     before, is_begun = 0, False
     for one in results:
@@ -222,7 +222,7 @@ def _lost_results(results: Sequence[Stored], removed: int, changing: set[int]) -
 def _lost(
     asked: Mapping[int, bytes], kept: Mapping[int, _Answer], left: Mapping[int, _Answer]
 ) -> Iterator[Fault]:
-    """Yield requests that are gone, and those whose result is gone; `kept` has results that none may lack."""
+    """Yield missing requests, and requests whose result is missing; those of results in `kept` must exist."""
     for seq, answer in kept.items():
         if seq not in asked:
             yield Fault(seq, f"is gone: the result at {answer.seq} answers it")
@@ -233,13 +233,13 @@ def _lost(
 
 
 def _fitting(asked: Mapping[int, bytes], answers: Mapping[int, _Answer]) -> Iterator[Fault]:
-    """Yield the requests that are not of the kind that their result answers."""
+    """Yield the results whose kind does not fit their request, and the requests that cannot be read."""
     for seq, answer in answers.items():
         if seq not in asked or not answer.changes or isinstance(answer.result, UnknownResult):
             continue
         request, result = decoded(decode_request, asked[seq]), answer.result
         if request is None:
-            if not _is_json(asked[seq]):  # else it is of a newer version
+            if not _is_json(asked[seq]):  # JSON may be of a newer version
                 yield Fault(seq, "cannot be read")
         elif not isinstance(result, _FITTING[type(request)]) or (
             isinstance(request, Rewind) and request.position != result.position
@@ -248,7 +248,7 @@ def _fitting(asked: Mapping[int, bytes], answers: Mapping[int, _Answer]) -> Iter
 
 
 def _fold(answers: Mapping[int, _Answer], parts: Mapping[int, bytes | None]) -> Iterator[Fault]:
-    """Yield the first result of each session of the name that does not follow from those before it."""
+    """Yield, of each session that had the name, the first result that does not follow from earlier ones."""
     tokens, exists, is_sure = as_tokens(), False, True
     for seq in sorted(answers):
         answer = answers[seq]
@@ -259,7 +259,7 @@ def _fold(answers: Mapping[int, _Answer], parts: Mapping[int, bytes | None]) -> 
             continue  # of a removed session
         exists = True
         if isinstance(answer.result, UnknownResult):
-            is_sure = False  # only a newer version knows what it says
+            is_sure = False  # only a newer version can decode it
             if words(answer.headers.get(BUILD_HEADER, "")).get("version") == __version__:
                 yield Fault(answer.seq, "no worker of the version that it names has written it so")
         if not is_sure:
@@ -305,7 +305,7 @@ def _after(tokens: Tokens, answer: _Answer, part: bytes | None) -> Tokens:
 
 
 def _base(packed: bytes) -> Tokens:
-    """Return the tokens of a fork's base. Raises `_FaultError`."""
+    """Unpack the tokens that a fork copied from its parent. Raises `_FaultError`."""
     try:
         fields = msgspec.msgpack.decode(zlib.decompressobj().decompress(packed, _MAX_BYTES))
         before, digests, behind = fields[_TOKENS]

@@ -1,4 +1,4 @@
-"""A session's conversation as a text to keep: Markdown for a reader, JSON in OpenAI's shape. Pure."""
+"""Formats a session's conversation as a file: Markdown to read, or JSON in OpenAI's format. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _WHO: Final = {"user": "You", "assistant": "Model", "system": "System", "tool": 
 
 
 def as_json(history: History) -> bytes:
-    """Write the messages, as a request to the gateway has them."""
+    """Return the messages as JSON, in the format of a request to the gateway."""
     return msgspec.json.format(msgspec.json.encode(history.messages)) + b"\n"
 
 
 def as_markdown(name: str, history: History) -> str:
-    """Write a heading for each message; calls are JSON."""
+    """Return Markdown with a heading for each message, and tool calls as JSON."""
     parts = [f"# {name}\n"]
     if not history.is_whole:
         parts.append("(The beginning is no longer in the log.)\n")

@@ -1,4 +1,4 @@
-"""The routes of a cluster of NATS nodes: their addresses, and the password that nodes use for each other."""
+"""Writes the routes of a cluster of NATS nodes: the addresses, and the password that the nodes share."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ _ACCOUNTS: Final = "accounts.conf"
 _CLIENT: Final = ".client.nk"
 _PATIENCE_S: Final = 10.0
 _MIB: Final = 2**20
-#: Where requests for JetStream reach the workers' account from another one, whose own is at $JS.API.
+#: The prefix of JetStream requests from other accounts to the workers' one; their own have $JS.API.
 _API: Final = "JS.turnkeep.API"
-#: What whoever makes the mirrors may do to a stream.
+#: The stream operations allowed to the user that makes the mirrors.
 _MIRRORING: Final = ("CREATE", "UPDATE")
 
 
@@ -60,8 +60,8 @@ class Limits:
     max_bytes: int = 256 * _MIB
     max_connections: int = 100
     max_subscriptions: int = 1000
-    max_payload_bytes: int | None = None  # None: the server's
-    copies: int = 1  # of what is stored; each counts
+    max_payload_bytes: int | None = None  # None: the server's limit
+    copies: int = 1  # replicas of each stored message; all count
 
 
 def accounts(
@@ -74,7 +74,7 @@ def accounts(
     position = subjects.prefix.count(".") + 2
     mine = {"account_token_position": position}
     exports: list[dict[str, Any]] = [
-        # An answer may take long to begin; by default the server forgets who asked after two minutes.
+        # An answer may take long to begin; by default the server drops the reply subject after two minutes.
         *(
             {
                 "service": _of("*", subjects, kind),
@@ -86,7 +86,7 @@ def accounts(
         ),
         {"service": _of("*", subjects, "in"), **mine},
         *({"stream": _of("*", subjects, kind), **mine} for kind in ("out", "tok.*")),
-        # The filter is a part of the subject, and the server refuses another one in the body.
+        # The filter is a part of the subject, and the server refuses a different filter in the body.
         *(
             {"service": f"$JS.API.{_mirrored(subjects, stream, '*')}", "account_token_position": 6 + position}
             for stream in (subjects.log_stream, subjects.token_stream)
@@ -115,8 +115,8 @@ def _watcher(subjects: Subjects, key: str) -> dict[str, Any]:
             {"stream": {"account": WORKERS, "subject": heard}},
             {"service": {"account": WORKERS, "subject": asked}, "to": elsewhere},
         ],
-        # Under its own name the server would answer too: that this account has no JetStream. It maps subjects
-        # before it looks at permissions.
+        # With the same subject, the server would also answer that this account has no JetStream. The server
+        # maps subjects before it checks permissions.
         "mappings": {asked: elsewhere},
     }
 
@@ -241,7 +241,7 @@ async def mirror(
 
 
 def _copies(folder: Path) -> int:
-    """Return how many nodes keep a copy of the streams: three in a cluster."""
+    """Return how many nodes keep a copy of the streams: three in a cluster, else one."""
     return 3 if (folder / ROUTES).exists() else 1
 
 
@@ -335,7 +335,7 @@ def main(
 
 
 def _say_what_is_next(folder: Path, *, is_cluster: bool, is_done: bool) -> None:
-    """Print who takes which seed, and how the server is started unless that is done."""
+    """Print which program uses which seed and, unless `is_done`, how to start the server."""
     click.echo(f"workers: --nats-nkey {folder / 'worker.nk'}")
     click.echo(f"exporter, top, console (workers only): --nats-nkey {folder / 'metrics.nk'}")
     if not is_done:

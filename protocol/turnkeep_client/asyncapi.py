@@ -1,4 +1,4 @@
-"""The AsyncAPI 3 document of the protocol, built from the message types and the subject grammar.
+"""Builds the protocol's AsyncAPI 3 document from the message types and the subject grammar.
 
 The document takes the worker's view: the worker receives requests and sends results.
 `python -m turnkeep_client.asyncapi` prints the document; `--check FILE` compares a file with it.
@@ -107,7 +107,7 @@ fields of a request are refused; ignore unknown fields of a result. A failed req
 
 
 def document() -> dict[str, Any]:
-    """Build the document as plain data."""
+    """Build the AsyncAPI document as dicts and lists."""
     return {
         "asyncapi": "3.0.0",
         "info": {"title": "Turnkeep", "version": f"{VERSION}.0.0", "description": _DESCRIPTION},
@@ -130,7 +130,7 @@ def document() -> dict[str, Any]:
 
 
 def _channels(subjects: Subjects) -> dict[str, Any]:
-    """List all subjects, and the replies, with the messages of each."""
+    """List the channels: each subject or reply inbox, with the messages it carries."""
     return {
         "in": _channel(subjects.of(_KEY, "in"), "Requests of a session; a JetStream log.", REQUESTS),
         "out": _channel(subjects.of(_KEY, "out"), "Results of a session; the same log.", RESULTS),
@@ -156,11 +156,11 @@ def _channels(subjects: Subjects) -> dict[str, Any]:
 
 
 def render() -> str:
-    """Write the document as YAML."""
+    """Return the document as YAML."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Writes shared parts out instead of using anchors, and multi-line texts as blocks."""
+        """Repeats shared parts instead of using anchors; writes texts of several lines as blocks."""
 
         def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002  # yaml's signature
             return True
@@ -246,7 +246,7 @@ def _schemas() -> dict[str, Any]:
 
 
 def _without_discriminators(schema: Any) -> Any:
-    """Leave out what OpenAPI has to choose by a tag: AsyncAPI's means names of schemas. The tags stay."""
+    """Remove `discriminator` from a schema: AsyncAPI expects names of schemas as its values. Tags stay."""
     if isinstance(schema, list):
         return [_without_discriminators(one) for one in schema]
     if not isinstance(schema, dict):

@@ -1,7 +1,7 @@
-"""The text of a message's content; placeholders stand for blocks that no model here can read. Pure.
+"""Reduces a message's content to text; placeholders replace blocks that models cannot read. Pure.
 
-Clients send a conversation again with each request, so a block that is refused ends it for good. The
-placeholder says the same each time: the digests of the gateway's conversations depend on it.
+Clients resend the conversation with each request, so refusing one block would end the conversation for good.
+The placeholder of a block never changes: the digests of the gateway's conversations depend on it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _TEXTS: Final = ("text", "input_text", "output_text", "refusal")
-#: Reasoning that comes back: it makes no difference to a conversation.
+#: Reasoning blocks that clients send back; they add no text.
 _SILENT: Final = ("thinking", "redacted_thinking", "reasoning")
-#: What a placeholder calls a block, and what the model cannot do with it.
+#: The name of a block in its placeholder, and what the model cannot do with it.
 _SENSES: Final = {
     "image": "see images",
     "audio": "hear audio",
@@ -32,7 +32,7 @@ _MOST_TOLD: Final = 20
 
 
 class Warned(NamedTuple):
-    """What of a request is not as its client may think; if it `is_lost`, the model is not told it."""
+    """A part of a request that had no effect or was converted; if `is_lost`, the model gets none of it."""
 
     where: str
     what: str
@@ -40,13 +40,13 @@ class Warned(NamedTuple):
 
     @property
     def refusal(self) -> str:
-        """Why a worker or gateway that puts no placeholder refuses this."""
+        """The error text of a worker or gateway that refuses such a block instead of replacing it."""
         kind = self.what.partition(" ")[0]
         return f"the model cannot read {kind}, and placeholders are off here: send text"
 
 
 class ContentError(TurnkeepError):
-    """A part of a content is none; `where` it is."""
+    """A part of a message's content is invalid; `where` is its path."""
 
     def __init__(self, message: str, where: str) -> None:
         super().__init__(message)
@@ -54,19 +54,19 @@ class ContentError(TurnkeepError):
 
 
 def sentences(warnings: Sequence[Warned]) -> list[str]:
-    """Return the first warnings as sentences, and how many more there are."""
+    """Write the first warnings as sentences; a last one counts the others."""
     shown = [f"{one.where}: {one.what}" for one in warnings[:_MOST_TOLD]]
     more = len(warnings) - len(shown)
     return [*shown, f"and {more} more"] if more else shown
 
 
 def printed(name: str) -> str:
-    """Return a name that a client sent so that it fits in a header and in a sentence."""
+    """Shorten a name that a client sent and replace characters that a header or sentence cannot hold."""
     return _UNPRINTED.sub("_", name)[:_MOST_PRINTED]
 
 
 def text_of(content: Any, where: str, warnings: list[Warned]) -> str:
-    """Return the text of a content; `warnings` get the blocks that are none. Raises `ContentError`."""
+    """Return the content as text; append a warning for each block that is not text. Raises `ContentError`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -75,7 +75,7 @@ def text_of(content: Any, where: str, warnings: list[Warned]) -> str:
 
 
 def block_text(block: Any, where: str, warnings: list[Warned]) -> str:
-    """Return the text of a block, or what stands for it. Raises `ContentError`."""
+    """Return the text of a block, or its placeholder; empty for reasoning. Raises `ContentError`."""
     if isinstance(block, str):
         return block
     kind = block.get("type", "text") if isinstance(block, dict) else None
@@ -92,7 +92,7 @@ def block_text(block: Any, where: str, warnings: list[Warned]) -> str:
 
 
 def other_text(block: dict[str, Any], kind: str, where: str, warnings: list[Warned]) -> str:
-    """Return what an unknown block has as text, or a placeholder, and add a warning."""
+    """Return the text within a block of another type, or else a placeholder, and append a warning."""
     text = _own_text(block)
     is_lost = text is None
     how = "replaced by a placeholder" if is_lost else "read as text"
@@ -101,7 +101,7 @@ def other_text(block: dict[str, Any], kind: str, where: str, warnings: list[Warn
 
 
 def _own_text(block: dict[str, Any]) -> str | None:
-    """Return the text of a document, a search result, a summary or the like, which has it as such."""
+    """Return plain text inside a document, search result, summary or the like; None if it has none."""
     source = block.get("source")
     inner: dict[str, Any] = source if isinstance(source, dict) else {}
     plain = inner.get("data") if inner.get("type") == "text" else None

@@ -1,4 +1,4 @@
-"""Publish a request and wait for its result.
+"""Publishes requests and waits for their results.
 
 Reaches NATS through a `Wire`, so this module depends on no NATS library. It starts no task: the caller that
 waits does the work, so an abandoned call leaves nothing running.
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
     from .subjects import SessionKey, Subjects
 
-#: After so long without an event, a waiting call reads the log; doubles up to the second value.
+#: Time without an event after which a waiting call reads the log; doubles up to the second value.
 FIRST_POLL_S: Final = 2.0
 LAST_POLL_S: Final = 30.0
-#: Between two questions whether a request was removed from the log.
+#: Pause between the two checks whether a request was removed from the log.
 DOUBT_S: Final = 1.0
-#: No replica of the log lags for so long.
+#: No replica of the log lags behind longer than this.
 MOST_LAG_S: Final = 30.0
 
 
 class Stored(NamedTuple):
-    """One message of a stream."""
+    """One message that a JetStream stream has stored."""
 
     seq: int
     body: bytes
@@ -46,10 +46,10 @@ class Stored(NamedTuple):
 
 
 class Wire(Protocol):
-    """The NATS operations that calls need. On a closed connection each raises `ClientClosedError`."""
+    """The NATS operations of calls. If closed, all but `read` and `lacks` raise `ClientClosedError`."""
 
     subjects: Subjects
-    #: Number of reconnections. Subscriptions missed what was published while disconnected.
+    #: Number of reconnections. Subscriptions miss messages published while disconnected.
     epoch: int
     closed: bool
     #: Events that are set on every reconnection and on close.
@@ -57,17 +57,17 @@ class Wire(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether the connection is up; if not, it is being made again, or closed."""
+        """Whether the connection is up; if not, the client is reconnecting, or closed."""
 
     @property
     def why_closed(self) -> str:
-        """Say who has closed the connection, and why."""
+        """A sentence about who closed the connection, and why."""
 
     async def publish(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> int:
-        """Store `body` in the log at least once; return its stream sequence."""
+        """Publish `body` until the log has stored it (at least once); return its stream sequence."""
 
     async def ask(self, subject: str, body: bytes, timeout_s: float) -> bytes:
-        """Return the reply to one core NATS request; raises `NoAnswerError` if none comes."""
+        """Send one core NATS request and return its reply; raises `NoAnswerError` if none comes."""
 
     async def read(self, stream: str, subject: str, seq: int) -> list[Stored]:
         """Return the messages of `subject` in `stream` from `seq` on, in order; empty if the read fails."""
@@ -78,7 +78,7 @@ class Wire(Protocol):
     async def lacks(self, stream: str, subject: str, seq: int, *, is_old: bool) -> bool:
         """Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown.
 
-        `is_old` says that it was stored so long ago that no replica lags behind it.
+        `is_old` says that the message was stored so long ago that every replica has it, or had it.
         """
 
     async def listen(self, subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
@@ -91,7 +91,7 @@ class _Named(Struct):
 
 
 class _ResultFeed:
-    """One session's results, by subscription and from the log, shared by all calls that wait for them."""
+    """Receives one session's results, by subscription or from the log, for all calls that wait for them."""
 
     def __init__(self, wire: Wire, key: SessionKey) -> None:
         self.users = 0
@@ -101,7 +101,7 @@ class _ResultFeed:
         self.publishing = 0
         #: Results that came before the acknowledgement of their request, by the request's sequence.
         self.early: dict[int, bytes] = {}
-        self._denied: set[int] = set()  # sequences of requests that the log said it no longer has
+        self._denied: set[int] = set()  # sequences of requests that seem removed from the log
         self._wire = wire
         self._key = key
         self._reading = asyncio.Lock()
@@ -117,8 +117,8 @@ class _ResultFeed:
     async def read_log(self) -> None:
         """Search the log for the results of all waiting calls.
 
-        Waiting calls share one read of the log if it began after they asked. If each call read for itself and
-        a worker became silent under many requests, each call would read the results of all of them.
+        Concurrent callers share one read of the log that begins after they called. Otherwise, if a worker
+        became silent under many requests, each waiting call would read the results of all of them.
         """
         num_begun = self._num_begun
         async with self._reading:
@@ -132,14 +132,14 @@ class _ResultFeed:
                     call.resolve(stored.body)
             for seq in self._unanswered():
                 if seq not in self._denied and not await self._lacks(seq):
-                    break  # requests leave the log in their order
+                    break  # requests are removed from the log in order
                 self._denied.add(seq)
             self._last_complete = number
 
     async def is_removed(self, seq: int) -> bool:
-        """Whether the request at `seq` was removed from the log. Called after the log was read.
+        """Whether the request at `seq` was removed from the log. Call it after `read_log`.
 
-        Asks the server twice: under load, a server once said that it lacked a request that it had.
+        Asks the server twice: under load, a server once denied having a request that it had.
         """
         if seq not in self._denied:
             return False
@@ -161,10 +161,10 @@ class _ResultFeed:
 
 
 class ResultFeeds:
-    """Subscriptions to sessions' results (`out`): one for each session that some caller waits for."""
+    """Holds subscriptions to results (`out`): one for each session that some caller waits for."""
 
     def __init__(self, wire: Wire, timeout_s: float) -> None:
-        """`timeout_s` is that of calls that name none."""
+        """`timeout_s` is the timeout of calls without their own."""
         self.timeout_s = timeout_s
         self._wire = wire
         self._feeds: dict[SessionKey, _ResultFeed] = {}
@@ -208,7 +208,7 @@ class Call:
     ) -> None:
         """Prepare a call. `before` is awaited before the request is published; `headers` go with it.
 
-        `timeout_s` runs from now to the result, and anew from each `heard`; infinity is no limit.
+        `timeout_s` limits the wait for the result, and starts again at each `heard`; infinity is no limit.
         """
         self.key = key
         self.request = request
@@ -217,7 +217,7 @@ class Call:
         #: Whether the log may have the request.
         self.is_published = False
         self.wake = asyncio.Event()
-        #: The loop's time at which the log had the request.
+        #: The event loop's time by which the log had stored the request.
         self.begun_s = inf
         self._wire = wire
         self._feeds = feeds
@@ -292,13 +292,13 @@ class Call:
             await self._read_log(self._feed)
 
     def heard(self) -> None:
-        """Start the timeout anew: the worker is at work."""
+        """Start the timeout again, since the worker has shown progress."""
         self._deadline = asyncio.get_running_loop().time() + self._timeout_s
 
     def resolve(self, body: bytes) -> None:
         """Store the result and wake the waiters.
 
-        A server that has lost the request may have another one at its sequence: ignores the result of that.
+        Ignores the result of another request: a server that lost this one may reuse its sequence.
         """
         if _named(body).id in (None, self.id):
             self._body = body
@@ -346,7 +346,7 @@ class Call:
         feed.waiting.setdefault(seq, set()).add(self)
 
     async def _read_log(self, feed: _ResultFeed | None) -> None:
-        """Search the log for the result, from the request on."""
+        """Search the log for the result. Raises `ResultRemovedError` if the request was removed."""
         if feed is None or self.seq is None or self._wire.closed:
             raise ClientClosedError(f"request {self.id} is not answered yet: {self._wire.why_closed}")
         self._epoch = self._wire.epoch
@@ -394,7 +394,7 @@ def _result_seq(body: bytes) -> int:
 
 
 def _named(body: bytes) -> _Named:
-    """Read only what names a result's request, since most results are for other callers."""
+    """Decode only the sequence and id of a result's request, as most results are for other callers."""
     try:
         return msgspec.json.decode(body, type=_Named)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,7 +1,7 @@
-"""The messages on a session's subject `checkpoint`: values in parts, each of which names the part before it.
+"""The messages on a session's subject `checkpoint`: values in parts, each linked to the part before it.
 
-A result in the log names the last part. So the bytes are as trustworthy as the log, and a message that no
-chain from a result reaches is never read. What the bytes mean is known to workers only.
+A result in the log links to the last part. So the bytes are as trustworthy as the log, and a message that no
+chain from a result reaches is never read. Only workers know what the bytes mean.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Link(NamedTuple):
-    """Names a message by its sequence in the log's stream and the digest of its body."""
+    """Identifies a message by its sequence in the log's stream and the digest of its body."""
 
     seq: int
     digest: bytes
@@ -37,7 +37,7 @@ class Link(NamedTuple):
 
 
 class CheckpointMessage(Struct, frozen=True, tag_field="type", tag="checkpoint", omit_defaults=True):
-    """One message: a part of a value's bytes, and the `Link` of the message `before`, as text.
+    """One message: a part of a value's bytes, and in `before` the `Link` to the previous message, as text.
 
     Encoded as JSON, like all messages of a session.
     """
@@ -51,7 +51,7 @@ class CheckpointMessage(Struct, frozen=True, tag_field="type", tag="checkpoint",
 
     @classmethod
     def unpack(cls, body: bytes, link: Link) -> CheckpointMessage | None:
-        """Decode a message's body; None if its digest is not that of `link`."""
+        """Decode a message's body; None if its digest differs from `link`'s, or it is invalid."""
         with suppress(msgspec.MsgspecError):
             return msgspec.json.decode(body, type=cls) if digest(body) == link.digest else None
         return None
@@ -65,7 +65,7 @@ def digest(body: bytes) -> bytes:
 async def backwards(
     link: Link | None, read: Callable[[int], Awaitable[bytes | None]]
 ) -> AsyncIterator[CheckpointMessage | None]:
-    """Yield a chain's messages from the last to the first; None at the end if one is gone or differs.
+    """Yield a chain's messages from the last to the first; end with None if one is missing or changed.
 
     `read` returns the body of the message at a stream sequence.
     """

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class _Stream:
-    """One thing that chunks carry beside their tokens: text, reasoning, or parts of tool calls.
+    """Joins one field that chunks carry beside their tokens: text, reasoning, or parts of tool calls.
 
-    How much of it belongs to the first tokens is known where some chunk began or ended.
+    Its length before a token is known only for tokens at which some chunk began or ended.
     """
 
     def __init__(self, what: str, empty: Any) -> None:
@@ -28,7 +28,7 @@ class _Stream:
         self._what = what
 
     def new(self, chunk: Chunk, part: Any) -> Any:
-        """Return what is new of a chunk's part. Raises `StreamBrokenError` if the rest contradicts."""
+        """Return the new end of a chunk's `part`. Raises `StreamBrokenError` if its beginning differs."""
         start = self.length_at[chunk.i]
         overlap = part[: len(self.known) - start]
         if overlap != self.known[start : start + len(overlap)]:
@@ -37,7 +37,7 @@ class _Stream:
         return part[len(overlap) :]
 
     def rest(self, whole: Any, of: str) -> Any:
-        """Return what of a result's part is not known yet."""
+        """Return the end of a result's field that is not known yet. Raises `StreamBrokenError`."""
         if whole[: len(self.known)] != self.known:
             raise StreamBrokenError(f"the recorded {self._what} of {of} differs from that streamed")
         return whole[len(self.known) :]
@@ -109,7 +109,7 @@ class Assembly:
 
 
 def _missing(parts: Sequence[CallPart], calls: Sequence[Called]) -> tuple[CallPart, ...]:
-    """Return what of the calls was not streamed in parts."""
+    """Return those parts of the result's `calls` that no chunk has streamed."""
     missing = []
     for index, call in enumerate(calls):
         told = "".join(part.arguments for part in parts if part.index == index)

@@ -1,6 +1,6 @@
 """The async Python client: one NATS connection of one tenant.
 
-What it asks of NATS is in `wire`; `calls` and `generation` do the waiting.
+`wire` has the NATS operations; `calls` and `generation` wait for results.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ DEFAULT_URL: Final = "nats://127.0.0.1:4222"
 #: The timeout of requests, as in the SDKs of OpenAI and Anthropic.
 TIMEOUT_S: Final = 600.0
 
-#: Longest timeout of a question about the worker alone, which it answers at once.
+#: Longest timeout of a request for the worker's metrics, which it answers at once.
 METRICS_S: Final = 5.0
 
-#: The most inputs of a request for embeddings or scores, and their length in characters and token ids.
+#: Limits of one embed or rerank request: its inputs, and their total length in characters or token ids.
 _EMBED_INPUTS: Final = 16
 _EMBED_LENGTH: Final = 2**17
 
@@ -75,9 +75,9 @@ def connect(
     control_timeout_s: float = 5.0,
     **nats_options: Any,
 ) -> Connecting:
-    """Return a connection, which is made when it is entered (`async with`, which closes it too) or awaited.
+    """Return a connection that opens when awaited or used in `async with`, which also closes it.
 
-    `timeout_s` is that of all requests that name none (`math.inf`: no limit); `control_timeout_s` that of
+    `timeout_s` is the default timeout of requests (`math.inf`: no limit); `control_timeout_s` is that of
     control requests such as `info`. `nats_options` are passed to nats-py's `connect` (credentials, TLS). An
     open client that loses its connection reconnects without limit, and waiting calls continue. Connecting
     raises `NoServerError` once every server has refused the connection, or after `connect_timeout_s`;
@@ -91,7 +91,7 @@ def connect(
 
 
 class Connecting:
-    """A connection that is not made yet: await it for the client, or enter it, and the block closes it."""
+    """A connection not opened yet: await it for the client, or use `async with`, which also closes it."""
 
     def __init__(self, client: Client, connect: Callable[[], Awaitable[None]]) -> None:
         self._client = client
@@ -133,7 +133,7 @@ class Client:
     def session(self, name: str, *, cache: Cache | None = None, tenant: str | None = None) -> Session:
         """Return a session by name; sends nothing. Raises `InvalidMessageError` for a bad name or `cache`.
 
-        It is of this client's tenant unless another `tenant` is named.
+        The session belongs to this client's tenant unless another `tenant` is given.
         With `cache` (a `CachePolicy`, or the same as a dict) the session is opened under this policy before
         its first append or generate, unless it is open under this policy already. If it is open under another
         policy, the call is refused.
@@ -142,9 +142,9 @@ class Client:
         return Session(self._wire, self._feeds, key, self._control_timeout_s, cache)
 
     async def submit(self, key: SessionKey, request: Request, *, timeout_s: float | None = None) -> Call:
-        """Publish a request and return it once the log has stored it; await it for the result or `Failed`.
+        """Publish a request and return its `Call` once the log has stored it; await that for the result.
 
-        `timeout_s` runs from this call to the result. Raises what `Session`'s methods raise.
+        `timeout_s` runs from now to the result. Raises the same errors as `Session`'s methods.
         """
         decode_request(encode(request))  # msgspec validates on decoding, not on construction
         call = Call(self._wire, self._feeds, key, request, timeout_s=timeout_s)
@@ -162,7 +162,7 @@ class Client:
         timeout_s: float = 60.0,
         **sampling: Unpack[Sampling],
     ) -> Generated:
-        """Generate by core NATS request and reply: no streamed chunks, no retries, no rights on the log.
+        """Generate by core NATS request and reply: no streaming, no retries, and no rights on the log needed.
 
         Raises `RequestFailedError`, and `NoWorkerError` if no worker serves or `timeout_s` passes.
         """
@@ -177,9 +177,9 @@ class Client:
         dimensions: int | None = None,
         timeout_s: float = 60.0,
     ) -> Embedded:
-        """Return the vectors of texts or token ids, cut to `dimensions` numbers, by an embedding model.
+        """Embed texts or lists of token ids as vectors, truncated to `dimensions`, with an embedding model.
 
-        A long list takes several requests, each of which may take `timeout_s`. Raises `RequestFailedError`,
+        A long list is sent as several requests, each with `timeout_s`. Raises `RequestFailedError`,
         and `NoWorkerError` if no worker serves or the time is over.
         """
         subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
@@ -204,10 +204,10 @@ class Client:
         document_tokens: int | None = None,
         timeout_s: float = 60.0,
     ) -> Reranked:
-        """Return how well each document answers a query, from 0 to 1, by a model that was trained for that.
+        """Score from 0 to 1 how well each document answers a query, with a reranking model.
 
-        For the options see `RerankRequest`. Long lists take several requests, each of which may take
-        `timeout_s`. Raises `RequestFailedError`, and `NoWorkerError` if no worker serves or the time is over.
+        For the options see `RerankRequest`. A long list is sent as several requests, each with `timeout_s`.
+        Raises `RequestFailedError`, and `NoWorkerError` if no worker serves or the time is over.
         """
         subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
         parts: list[Reranked] = []
@@ -222,9 +222,9 @@ class Client:
         )
 
     async def sessions(self) -> list[Listed]:
-        """List the tenant's sessions in the log, the last used one first. Needs no worker.
+        """List the tenant's sessions in the log, most recently used first. Needs no worker.
 
-        Of more than 1,024 sessions it needs the right on `$JS.API.STREAM.INFO` of the log. Raises
+        With more than 1,024 sessions this needs the right on `$JS.API.STREAM.INFO` of the log. Raises
         `NoWorkerError`, `NotPermittedError`.
         """
         requests = await self.stored.latest(self.tenant, "in")
@@ -233,7 +233,7 @@ class Client:
     async def log(self, session: str | None = None) -> list[Entry]:
         """Read the log's entries of a session, or of every session of the tenant, in order.
 
-        Empty if there is no log. Raises `NoWorkerError` if the log cannot be read.
+        Raises `NoWorkerError` if the log cannot be read, or does not exist since no worker ever ran.
         """
         key = SessionKey(self.tenant, "*") if session is None else session_key(self.tenant, session)
         subjects = self._wire.subjects

@@ -1,6 +1,6 @@
-"""What is asked on `ctl`: it is answered at once, and the log does not have it.
+"""Control requests, sent on `ctl`: a worker answers them at once, and the log does not store them.
 
-Imported through `messages`.
+Import them from `messages`.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class CountRequest(
 ):
     """Count the tokens that a generate with this input would add; nothing runs (on `ctl`).
 
-    Of a session that does not exist: the tokens that it would begin with. Other `tools` than the session's
-    are counted as a generate would add them.
+    For a session that does not exist, count the tokens that it would begin with. `tools` that differ from
+    the session's are counted as a generate would add them.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -85,9 +85,9 @@ class CountRequest(
 class EmbedRequest(
     Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="embed", omit_defaults=True
 ):
-    """Make a vector of each of the `inputs`, texts or token ids (on `ctl`, of any session's name).
+    """Embed each of the `inputs`, texts or lists of token ids (on the `ctl` of any session).
 
-    Vectors are cut to `dimensions` numbers. Nothing of this is in the log.
+    Vectors are truncated to `dimensions` numbers. The log stores nothing of this.
     """
 
     inputs: Annotated[tuple[Text | tuple[TokenId, ...], ...], Meta(min_length=1, max_length=256)]
@@ -97,10 +97,10 @@ class EmbedRequest(
 class RerankRequest(
     Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="rerank", omit_defaults=True
 ):
-    """Ask how well each of the `documents` answers the `query` (on `ctl`, of any session's name).
+    """Score how well each of the `documents` answers the `query` (on the `ctl` of any session).
 
-    The `instruction` says what is searched for; without it, passages that answer a web search. Of each
-    document the first `document_tokens` count. Nothing of this is in the log.
+    The `instruction` describes the task; by default, to find passages that answer a web search. Only the
+    first `document_tokens` tokens of each document are read. The log stores nothing of this.
     """
 
     query: Text

@@ -30,7 +30,7 @@ class TooManyError(nats.errors.Error):
 
 
 class DirectGets:
-    """The batched direct gets of one connection. Event loop only."""
+    """Sends batched direct gets over one connection. Event loop only."""
 
     def __init__(self, connection: Client, *, timeout_s: float) -> None:
         """A batch fails if none of its messages arrives for `timeout_s`."""
@@ -38,7 +38,7 @@ class DirectGets:
         self._timeout_s = timeout_s
         self._inbox = ""
         self._opening = asyncio.Lock()
-        # One for all: a subscription for each request takes a third longer.
+        # One subscription for all requests: one for each takes a third longer.
         self._subscription: Subscription | None = None
         self._waiting: dict[str, _Batch] = {}
         self._numbers = itertools.count()
@@ -64,7 +64,8 @@ class DirectGets:
         status = batch.end.get("Status", "")
         if status not in (_END_OF_BATCH, _NOTHING):
             kind = TooManyError if status == _TOO_MANY else nats.errors.Error
-            raise kind(f"direct get: {status} {batch.end.get('Description', '')}")
+            why = batch.end.get("Description", "").split("\n")[0]  # nats-py has the next headers in it
+            raise kind(f"direct get: {status} {why}".strip())
         return batch.messages, int(batch.end.get("Nats-Num-Pending", "0"))
 
     async def _arrived(self, message: Msg) -> None:
@@ -91,7 +92,7 @@ class _Batch:
             self._ended.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait for the batch's last message. To wait for each one would take longer than to read it."""
+        """Wait for the batch's last message. Waiting for each message would take longer than reading it."""
         num_before = 0
         while True:
             with contextlib.suppress(TimeoutError):

@@ -42,7 +42,7 @@ class InvalidMessageError(TurnkeepError):
 
 
 class MessageTooLargeError(InvalidMessageError):
-    """A request is larger than the NATS server or the log takes; nobody has got it."""
+    """A request is larger than the NATS server or the log accepts; it was not stored."""
 
 
 class RequestFailedError(TurnkeepError):
@@ -84,7 +84,7 @@ class ResultRemovedError(TurnkeepError):
 
 
 class AnswerNotParsedError(TurnkeepError):
-    """An answer is cut, or is not the JSON that was expected of it."""
+    """An answer is incomplete, or is not JSON of the expected type."""
 
 
 class StreamBrokenError(TurnkeepError):

@@ -32,7 +32,7 @@ class _Type(Struct):
 
 
 def explain(error: Exception, body: bytes, expected: Any, what: str) -> str:
-    """Say why `body` is not `expected` (a message type or a union of them), called `what` in the sentence.
+    """Write why `body` is not of the type `expected` (a message or a union), called `what` in the sentence.
 
     `error` is the exception from decoding: `DecodeError`, `ValidationError`, `UnicodeDecodeError`,
     `RecursionError`.
@@ -135,7 +135,7 @@ def _type_info(expected: Any) -> inspect.Type:
 
 
 def _plain(at: inspect.Type | None) -> list[inspect.Type | None]:
-    """List the alternatives of a type, without their metadata."""
+    """List the members of a union type, or the type itself, without metadata."""
     at = at.type if isinstance(at, inspect.Metadata) else at
     types: tuple[inspect.Type | None, ...] = at.types if isinstance(at, inspect.UnionType) else (at,)
     return [each.type if isinstance(each, inspect.Metadata) else each for each in types]

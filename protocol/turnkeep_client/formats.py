@@ -1,4 +1,4 @@
-"""Makes response formats of Python types. Knows pydantic's models by their methods alone."""
+"""Builds response formats from Python types. Recognises pydantic models by their methods, without import."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import TypeAlias
 
-    #: A format as in the protocol, or a type that the answer must be an object of.
+    #: A format as in the protocol, or a Python type that the answer's JSON must fit.
     Format: TypeAlias = ResponseFormat | Mapping[str, Any] | type
 
 
 def response_format(asked: Format) -> Any:
-    """Return the `response_format` of a request; of a type, the JSON schema of its fields and no others.
+    """Return a request's `response_format`; for a type, a JSON schema of exactly its fields.
 
     A type is a `msgspec.Struct`, a dataclass, a TypedDict or a pydantic model. Raises `InvalidMessageError`
     if a type has no JSON schema.
@@ -34,7 +34,7 @@ def response_format(asked: Format) -> Any:
 
 
 def _closed(schema: Any) -> Any:
-    """Forbid further properties where a schema does not mention them: the type has no place for them."""
+    """Forbid additional properties where a schema does not mention them: the type has no field for them."""
     if isinstance(schema, list):
         return [_closed(one) for one in schema]
     if not isinstance(schema, dict):

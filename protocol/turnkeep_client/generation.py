@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Generator
     from typing import Self
 
-#: Pause between two reads for chunks that are known to be missing; doubles up to the second value.
+#: Pause between two reads of the token stream for missing chunks; doubles up to the second value.
 FIRST_CHUNK_POLL_S: Final = 0.05
 LAST_CHUNK_POLL_S: Final = 2.0
 #: Chunks kept for a slow caller. Older ones are read back from the token stream.
 MAX_WAITING_CHUNKS: Final = 65_536
-#: The longest time for which a block that was left tries to cancel its answer.
+#: Time limit for cancelling the answer after an `async with` block was left.
 STOP_S: Final = 1.0
 
 
@@ -32,8 +32,8 @@ class Generation:
     """One generate request. Iterate over it for its chunks, await it for its result, or do both.
 
     The first iteration or await publishes the request. Leaving the iteration early does not stop the answer:
-    `cancel` does, or to leave an `async with` block around it before the answer is complete. The joined texts
-    and tokens of the chunks are exactly those of the result.
+    to stop it, call `cancel` or leave an `async with` block around it early. The joined texts and tokens of
+    the chunks are exactly those of the result.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Generation:
         *,
         is_late: bool = False,
     ) -> None:
-        """If it `is_late`, the answer may have begun: what it has by now is read first."""
+        """With `is_late` the answer may have begun already: its earlier chunks are read first."""
         self._is_late = is_late
         self._call = call
         self._wire = wire
@@ -94,7 +94,7 @@ class Generation:
     async def _stop(self) -> None:
         if not self._call.is_published:
             return
-        self._call.heard()  # the block may have been left because the time was over
+        self._call.heard()  # the block may have been left because of the timeout
         async with self._call.listening():
             while not self._call.is_resolved():
                 try:
@@ -105,7 +105,7 @@ class Generation:
                     return
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
-        """Yield the answer as it arrives, from its first token on; raises what `wait` raises.
+        """Yield the answer's chunks as they arrive, from its first token on; raises what `wait` raises.
 
         Raises `StreamBrokenError` if the worker contradicts what it published before.
         """
@@ -125,7 +125,7 @@ class Generation:
 
 
 class _Chunks:
-    """The chunks of one generate: as they arrive, and from the token stream if some were missed.
+    """Receives the chunks of one generate, and reads missed ones from the token stream.
 
     The subject may also have chunks of other requests under the same id, from before or after this one.
     """
@@ -174,7 +174,7 @@ class _Chunks:
         return [chunk for chunk in chunks if await self._is_of_answer(chunk.seq)]
 
     async def _is_of_answer(self, seq: int | None) -> bool:
-        """Say whether chunks of the request at `seq` are those of this answer."""
+        """Say whether chunks with this `seq` belong to this answer."""
         own = self._call.seq
         if seq is None or own is None or seq >= own:
             return seq == own
@@ -183,9 +183,9 @@ class _Chunks:
         return self._repeated[seq]
 
     async def _repeats(self, seq: int) -> bool:
-        """Say whether the request repeats an earlier one, which is in the log then: else the id was free.
+        """Say whether the log has the same request at the earlier `seq`, so that this one repeats it.
 
-        False if the log cannot be read; the answer comes with the result.
+        False if the log cannot be read; the answer then arrives with the result.
         """
         subjects, key = self._wire.subjects, self._call.key
         with suppress(NoWorkerError, InvalidMessageError):

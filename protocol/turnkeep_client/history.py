@@ -1,6 +1,6 @@
-"""The conversation of a session, read from its log: what is left of it after rewinds, forks and failures.
+"""Reads a session's conversation from its log, without rewound and failed parts; a fork has its parent's.
 
-Knows nothing of the worker, which makes the session's tokens from the same entries.
+Needs no worker; the worker rebuilds the session's tokens from the same entries.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _CHANGING: Final = (Opened, Appended, Generated, Rewound)
 class Turn(Struct, frozen=True, kw_only=True):
     """An append, or a generate with its answer. The session had `start` tokens before it, `position` after.
 
-    The answer begins at `answer_start`; without an answer that is `position`. `is_cut` if a rewind has
-    removed a part of the messages or of the answer; `request` and `answer` are then as they were, but for an
-    answer without a token left, which is None. Positions are those at the time of the result: a chat template
-    may have changed earlier text since (`rewritten_from`).
+    The answer begins at `answer_start`; without an answer that is `position`. `is_cut` says that a rewind
+    removed a part of the messages or of the answer; `request` and `answer` are still whole then, except that
+    `answer` is None if none of its tokens is left. Positions are those at the time of the result: a chat
+    template may have changed earlier text since (`rewritten_from`).
     """
 
     request: Append | Generate
@@ -59,9 +59,9 @@ class Turn(Struct, frozen=True, kw_only=True):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages of the request (raw text counts as a user's), then its answer as one of the assistant.
+        """The request's messages (raw text as a user message), then the answer as an assistant message.
 
-        Of raw tokens there is no text: then the request has no message.
+        A request with raw tokens has no text, so it has no message here.
         """
         asked, answer = self.request, self.answer
         said = (Message("user", asked.text),) if asked.text else asked.messages or ()
@@ -83,7 +83,7 @@ class History(Struct, frozen=True, kw_only=True):
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation in OpenAI's shape."""
+        """The conversation as chat messages in OpenAI's shape."""
         return [message for turn in self.turns for message in turn.messages]
 
     @property
@@ -119,10 +119,10 @@ async def read_history(wire: Wire, key: SessionKey, end: float = inf) -> History
 
 
 def _exchanges(entries: Iterable[Entry]) -> Iterator[tuple[Request, _Changing, int]]:
-    """Yield the requests that have changed the session, with their results and the results' sequences."""
+    """Yield each request that changed the session, with its result and the result's sequence."""
     requests: dict[int, Request] = {}
     for one in entries:
-        with suppress(InvalidMessageError):  # refused by the worker, or not a worker's
+        with suppress(InvalidMessageError):  # a request that was refused, or a body that no worker wrote
             if one.kind == "in":
                 requests[one.seq] = decode_request(one.body)
                 continue
@@ -134,7 +134,7 @@ def _exchanges(entries: Iterable[Entry]) -> Iterator[tuple[Request, _Changing, i
 
 
 def _until(turns: Iterable[Turn], position: int) -> list[Turn]:
-    """Return what the first tokens of a session have of its turns."""
+    """Return the turns before `position`, the last of them cut there."""
     return [
         turn if turn.position <= position else _cut(turn, position) for turn in turns if turn.start < position
     ]

@@ -1,4 +1,4 @@
-"""A tenant's sessions, from the last request and the last result of each. Pure."""
+"""Lists a tenant's sessions from the last request and the last result of each. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Listed(Struct, frozen=True, kw_only=True):
 
 
 def listed(requests: Mapping[SessionKey, Stored], results: Mapping[SessionKey, Stored]) -> list[Listed]:
-    """List the sessions of these last requests and results, the last used one first."""
+    """List sessions by the last request and last result of each, most recently used first."""
     found = [_one(key, requests.get(key), results.get(key)) for key in {**requests, **results}]
     return sorted(found, key=lambda one: one.last, reverse=True)
 
@@ -41,7 +41,7 @@ def listed(requests: Mapping[SessionKey, Stored], results: Mapping[SessionKey, S
 def _one(key: SessionKey, asked: Stored | None, answered: Stored | None) -> Listed:
     result: Result | None = None
     if answered is not None:
-        with suppress(InvalidMessageError):  # not a worker's
+        with suppress(InvalidMessageError):  # not written by a worker
             result = decode_result(answered.body)
     last = max(one.headers["Nats-Time-Stamp"] for one in (asked, answered) if one is not None)
     return Listed(

@@ -1,4 +1,4 @@
-"""Entries of the log, parsed from stored messages.
+"""Parses stored messages into entries of the log.
 
 Pure: a stored message in, an entry out. The client does the reading.
 """
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 HISTORY_HEADER: Final = "Turnkeep-History"
 #: Header of a result: the last checkpoint of the session's history, by its stream sequence and digest.
 CHECKPOINT_HEADER: Final = "Turnkeep-Checkpoint"
-#: Header of a result: the message with what the result has no room for. For a fork's `open` that is what the
-#: fork took from its parent, else the ids that the request's input added.
+#: Header of a result: the message with data too long for the result. For a fork's `open` that is the history
+#: copied from its parent, else the token ids that the request's input added.
 PARTS_HEADER: Final = "Turnkeep-Parts"
-#: Header of a session's first request that was copied from another log: when that log stored it.
+#: Header of the first request of a session copied from another log: the time when that log stored it.
 BEGAN_HEADER: Final = "Turnkeep-Began"
 #: Header of a result: the name of the model that made it. Of an answer's first chunk: digests of the model.
 MODEL_HEADER: Final = "Turnkeep-Model"
 #: Header of a result: the worker that made it, and what else its tokens may depend on, as `name=value` words.
 BUILD_HEADER: Final = "Turnkeep-Build"
 
-#: Header, also of JetStream, of what is stored only behind a subject's message at a sequence: the fence.
+#: JetStream's header, used as the fence: store a message only if its subject's last one has this sequence.
 EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 
-#: Header of the empty message that ends a token stream: the sequence of the request that has its result.
+#: Header of the empty message that ends a token stream: the sequence of the request, now answered.
 ENDED_HEADER: Final = "Turnkeep-Ended"
-#: Header of an empty message that keeps other workers from going on with an answer: its request's sequence.
+#: Header of an empty message that stops other workers from continuing an answer: the request's sequence.
 SEALED_HEADER: Final = "Turnkeep-Sealed"
 
 
@@ -80,12 +80,12 @@ def entry(subjects: Subjects, seq: int, body: bytes, headers: Mapping[str, str])
 
 
 def words(header: str) -> dict[str, str]:
-    """Parse a header that consists of `name=value` words, separated by spaces."""
+    """Parse a header of `name=value` words, separated by spaces."""
     return dict(word.split("=", 1) for word in header.split() if "=" in word)
 
 
 def derived_seed(key: SessionKey, seq: int) -> int:
-    """Return the seed for a generate that names none: a hash of its session and its sequence in the log.
+    """Return the seed for a generate without one: a hash of its session and its sequence in the log.
 
     So a worker that resumes the answer samples the same tokens, and a replay can use the same seed.
     """

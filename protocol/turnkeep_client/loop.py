@@ -1,4 +1,4 @@
-"""A loop that lets a session call functions until it answers. Each step has an id, so it can be run again."""
+"""Runs the functions that a model calls, in a loop until it answers. Steps have ids, so a rerun is safe."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ async def run_tools(
 ) -> Generated:
     """Generate, run the functions that the answer calls, and send their results, until an answer calls none.
 
-    Returns that answer, or the answer number `most`. `sampling` has the `tools` that describe the functions.
-    A function is called with the arguments by their names; it may be async, and may return anything that is
-    JSON. An exception in it becomes the call's result, for the model to read. With a `request_id`, a program
-    that died may call this again: functions are called again, but the results that were sent first stand, and
-    no answer is generated twice.
+    Returns the last answer, after `most` answers at the latest. `sampling` has the `tools` that describe the
+    functions. A function gets its arguments by keyword; it may be async, and may return anything that fits in
+    JSON. An exception in it becomes the call's result, for the model to read. With a `request_id`, the loop
+    can be rerun after a crash: functions are called again, but the results sent first are kept, and no answer
+    is generated twice.
     """
     if unknown := {name for name in _names(sampling) if name not in functions}:
         raise InvalidMessageError(f"there is no function for {', '.join(sorted(unknown))}")
@@ -45,7 +45,7 @@ async def run_tools(
             try:
                 await session.append(messages=said, request_id=f"{steps}-{number}-results")
             except RequestFailedError as error:
-                if error.code != "id_conflict":  # an earlier run got other results: those stand
+                if error.code != "id_conflict":  # keep the other results of an earlier run
                     raise
         given = {} if number else {"messages": said}
         answer = await session.generate(request_id=f"{steps}-{number}", **given, **sampling)
@@ -66,7 +66,7 @@ def _names(sampling: Sampling) -> list[str]:
 
 
 async def _result(functions: Mapping[str, Callable[..., Any]], call: Called) -> str:
-    """Run a call; return its result as text."""
+    """Run the function of a call; return its result or its exception as text."""
     function = functions.get(call.function.name)
     if function is None:
         return f"there is no function {call.function.name}"
@@ -75,5 +75,5 @@ async def _result(functions: Mapping[str, Callable[..., Any]], call: Called) -> 
         if inspect.isawaitable(found):
             found = await found
         return found if isinstance(found, str) else msgspec.json.encode(found).decode()
-    except Exception as error:  # noqa: BLE001  # of foreign code, for the model to read
+    except Exception as error:  # noqa: BLE001  # the caller's functions raise anything
         return f"{type(error).__name__}: {error}"

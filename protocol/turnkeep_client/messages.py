@@ -15,15 +15,15 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
-from .controls import *  # noqa: F403  # the one import of all messages
+from .controls import *  # noqa: F403  # users import all messages from here
 from .controls import ControlRequest, CountRequest
 from .errors import InvalidMessageError
 from .explain import explain
-from .metrics import *  # noqa: F403  # the one import of all messages
+from .metrics import *  # noqa: F403  # users import all messages from here
 from .metrics import GatewayMetrics, Metrics
-from .requests import *  # noqa: F403  # the one import of all messages
+from .requests import *  # noqa: F403  # users import all messages from here
 from .requests import Append, Generate, Id, Request
-from .results import *  # noqa: F403  # the one import of all messages
+from .results import *  # noqa: F403  # users import all messages from here
 from .results import (
     Cancelled,
     Chunk,
@@ -72,7 +72,7 @@ class _Named(Struct):
 
 
 class _Sent(Struct):
-    """What of a request a chat template gets as it was sent."""
+    """The parts of a request that a chat template gets exactly as they were sent."""
 
     tools: tuple[dict[str, Any], ...] | None = None
     messages: tuple[dict[str, Any], ...] | None = None
@@ -86,7 +86,7 @@ _CONTROL: Final[msgspec.json.Decoder[ControlRequest]] = msgspec.json.Decoder(Con
 _CONTROL_REPLY: Final[msgspec.json.Decoder[ControlReply]] = msgspec.json.Decoder(ControlReply)
 _METRICS: Final = msgspec.json.Decoder(Metrics)
 _GATEWAY_METRICS: Final = msgspec.json.Decoder(GatewayMetrics)
-#: The values stay raw, so only the request decoder parses them, at any nesting.
+#: The values stay raw JSON: only the request decoder parses them, however deep they nest.
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _NAMED: Final = msgspec.json.Decoder(_Named)
 _SENT: Final = msgspec.json.Decoder(_Sent)
@@ -112,8 +112,8 @@ def encode(message: Struct | dict[str, Any]) -> bytes:
 def decode_request(body: bytes) -> Request:
     """Decode a body from `in`; raises `InvalidMessageError` with a sentence for the sender.
 
-    The request's `tools` are checked, but stay objects whose keys have the order that the sender chose; its
-    messages have it in `sent`.
+    The request's `tools` are checked, but stay dicts with the keys in the sender's order; each message has
+    such a dict in `sent`.
     """
     return _as_sent(_decode(_REQUEST, body, "a request"), body)
 
@@ -134,7 +134,7 @@ def decode_ask(body: bytes, request_id: str) -> Generate:
     try:
         request = decode_request(_ENCODER.encode(fields))
     except InvalidMessageError as error:
-        raise InvalidMessageError(str(error), request_id=_named(body)) from None  # no id of the worker's
+        raise InvalidMessageError(str(error), request_id=_named(body)) from None  # not the id added here
     if not isinstance(request, Generate):
         kind = type(request).__struct_config__.tag
         raise InvalidMessageError(
@@ -157,7 +157,7 @@ def decode_result(body: bytes) -> Result:
 
 
 def encode_repeat(body: bytes, *, seq: int, repeat_of: int) -> bytes:
-    """Encode an earlier result `body` as the answer to a repeat of its request at `seq`; keeps all fields."""
+    """Encode a recorded result again, as the answer to its request's repeat at `seq`; keep all fields."""
     fields = _decode(_FIELDS, body, "a result")
     numbers = {"seq": seq, "repeat_of": repeat_of}
     return _ENCODER.encode(fields | {name: msgspec.Raw(str(number)) for name, number in numbers.items()})
@@ -184,9 +184,9 @@ def decode_gateway_metrics(body: bytes) -> GatewayMetrics:
 
 
 def _as_sent(request: _T, body: bytes) -> _T:
-    """Give a decoded request the tools as they were sent: a `Tool` would put their keys in its own order.
+    """Replace a decoded request's tools by the dicts that were sent, as a `Tool` would reorder their keys.
 
-    Its messages note how they were sent.
+    Set `sent` of each of its messages to the dict that was sent.
     """
     if isinstance(request, Append | Generate | CountRequest) and (request.tools or request.messages):
         sent = _SENT.decode(body)

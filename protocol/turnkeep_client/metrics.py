@@ -1,4 +1,4 @@
-"""What workers and gateways say of themselves: their figures. `messages` has all messages."""
+"""Metrics that workers and gateways publish. Import them from `messages`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Histogram(Struct, frozen=True):
 
 
 class SnapshotCounters(Struct, frozen=True, kw_only=True):
-    """Counters of the snapshots; two sums hold at all times.
+    """Counters of the snapshots; two equations hold at all times.
 
     `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots. `free + pinned +
     evictable = capacity` counts bytes. `pinned` bytes must not be evicted now: pinned prefixes (`kept`) and
     blocks that are being written or loaded. `rejected` counts files that failed a check, `timed_out` loads
-    that the disk did not answer in time. Of the remote tier: bytes put there and fetched, snapshots that were
-    not put, and calls that failed.
+    that the disk did not answer in time. The counters of the remote tier (`remote_`): bytes uploaded, bytes
+    downloaded, snapshots not uploaded, and calls that failed.
     """
 
     accepted: int = 0
@@ -51,15 +51,15 @@ class SnapshotCounters(Struct, frozen=True, kw_only=True):
     remote_failed: int = 0
 
 
-#: The name of tenants that have no figures of their own; no tenant can have it.
+#: The common name of tenants without counts of their own; no tenant can have it.
 OTHER_TENANTS: Final = "_other"
 TokenKind = Literal["prefilled", "cached", "restored", "generated"]
 
 
 class TenantFigures(Struct, frozen=True, kw_only=True):
-    """A worker's figures by tenant, empty unless its setting `metrics_tenants` asks for them.
+    """A worker's counts by tenant, empty unless its setting `metrics_tenants` enables them.
 
-    The first tenants that a worker sees have their own figures; all others share the name `_other`.
+    The first tenants that a worker serves have their own counts; all others share the name `_other`.
     `requests` counts results by outcome, which is `ok` or an error's code; `sessions` counts sessions with
     waiting or running requests. `cached_tokens` counts tokens whose KV was reused, `restored_tokens` the
     cached tokens whose KV was read from disk.
@@ -84,16 +84,16 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum
     of sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
     `kv_layers` names the layers of each kind of KV. `sampling` has the options of a generate that the model's
-    authors recommend; the worker applies none by itself. `others` names the other workers of the prefix that
-    run; one that `drains` gives its sessions to them. `context_tokens` is the most that a session with all of
+    authors recommend; the worker applies none by itself. `others` names the prefix's other running workers; a
+    worker that `drains` hands its sessions to them. `context_tokens` is the most that a session with all of
     its KV may hold. A `device` of `unloaded` says that the first request loads the model.
 
     `interval_s` is the time until the next message; `max_message_bytes` is the size of the largest request
     that the log takes. `queue_time` and `request_duration` count the appends and generates from the moment
     when the log stored them, by the server's clock: `queue_time` until they began to run, `request_duration`
     until the results of successful ones were stored.
-    `decoding_s` adds up the steps that decoded answers, so that tokens a second can leave out
-    idle time; without drafts they would have taken `draft_saved_s` longer, or less long if that is negative.
+    `decoding_s` is the total time of decoding steps, for tokens per second without idle time; without drafts
+    these steps would have taken `draft_saved_s` longer (shorter if negative).
     `by_tenant` is sent only on the metrics subject, never in an answer to a control request.
     """
 
@@ -148,12 +148,12 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
 
 
 class GatewayMetrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="gateway"):
-    """What an HTTP gateway has done since its start, published every `interval_s` seconds.
+    """An HTTP gateway's counts since its start, published every `interval_s` seconds.
 
     `requests` counts HTTP requests by status, `answers` by how their conversation was found (`begun`,
     `continued`, `forked`, `repeated`), `tokens` by kind (`reused`, `prefilled`, `generated`). `resumed`
-    answers outlived a worker. Of the moment are `running`, the requests that are being answered, and
-    `conversations`, the ones that are known.
+    counts answers that another worker continued. `running` and `conversations` are current numbers: requests
+    being answered, and conversations known.
     """
 
     gateway: str

@@ -1,7 +1,7 @@
 """nats-py's client, changed so that no message from a server can stop it from reading.
 
 A NATS server lets any client publish a header block without a line end, and subjects of almost any bytes. At
-some of them nats-py 2.16 stops reading, reports no error and does not reconnect; if a stream stores such a
+some of these nats-py 2.16 stops reading, reports no error and does not reconnect; if a stream stores such a
 message, it comes back after every restart. This module overrides private methods of nats-py, so tests with
 raw sockets check its behaviour.
 """
@@ -61,12 +61,12 @@ def unreachable(error: Exception) -> str | None:
 
 
 def server_id(connection: Client) -> str:
-    """Name the server process that a connection is with, or was with last: each start has another name."""
+    """Return the id of the connection's current or last server process; each server start has a new id."""
     return str(connection._server_info.get("server_id", ""))
 
 
 def is_clustered(connection: Client) -> bool:
-    """Whether the server that a connection is with is one of several."""
+    """Whether the connection's server belongs to a cluster."""
     return bool(connection._server_info.get("cluster"))
 
 
@@ -96,8 +96,8 @@ class Nats(Client):
         await super()._connect_to_server(s)
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        # nats-py starts TLS only if the server requires it. Whoever removes that word on the way would read
-        # the credentials, which are sent next.
+        # nats-py starts TLS only if the server requires it. An attacker in between who removes that word
+        # would read the credentials, which are sent next.
         if initial_connection and self._current_server and self._current_server.uri.scheme == "tls":
             if not (info.get("tls_required") or info.get("tls_available")):
                 raise NoTlsError
@@ -211,7 +211,7 @@ class _Parser:
 
 
 def _words(line: bytes, *, has_head: bool) -> tuple[bytes, int, bytes, int, int]:
-    """Split a message's line: subject, subscription, reply, size of the headers, total size."""
+    """Split a message's first line: subject, subscription, reply, size of the headers, total size."""
     words = line.split(b" ")
     size = int(words.pop())
     head_bytes = int(words.pop()) if has_head else 0

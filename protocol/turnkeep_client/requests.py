@@ -1,4 +1,4 @@
-"""Requests on `in`, decoded strictly, and what they consist of. `messages` has all messages."""
+"""Requests on `in`, decoded strictly, and their parts. Import them from `messages`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ToolFunction(Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class Tool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool, in OpenAI's shape. The chat template gets it as it was sent, with its keys in their order."""
+    """A tool, in OpenAI's shape. The chat template gets it exactly as sent, with its keys in that order."""
 
     type: Literal["function"] = "function"
     function: ToolFunction
@@ -74,10 +74,10 @@ class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reasoning(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What becomes of an answer's reasoning. After `budget` tokens it is ended.
+    """How an answer's reasoning is limited and kept. After `budget` tokens the reasoning is ended.
 
-    Without `keep` it leaves the session when the next user message comes; the answer's text is then prefilled
-    again. Some chat templates drop it by themselves.
+    Without `keep` the next user message drops the reasoning from the session, and the answer's text is
+    prefilled again. Some chat templates drop reasoning by themselves.
     """
 
     keep: bool = True
@@ -93,11 +93,11 @@ Part = Annotated[
 class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, dict=True):
     """One chat message in OpenAI's shape; rendered by the model's chat template.
 
-    The parts of a content are joined on construction, so `content` is a string, or null if an assistant only
-    calls tools.
+    A `content` of several parts is joined on construction, so it is then a string, or null if an assistant
+    only calls tools.
     """
 
-    #: A decoded message as it was sent, which is how a request is encoded again.
+    #: The dict that was sent for a decoded message; encoding a request again writes this dict.
     sent: ClassVar[dict[str, Any] | None] = None
     role: Role
     content: str | tuple[Part, ...] | None = None
@@ -117,20 +117,20 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
             raise ValueError("needs content; only an assistant message with tool_calls may have none")
 
     def as_sent(self) -> dict[str, Any]:
-        """Return the message as a chat template wants it, with its keys in the order in which they were sent.
+        """Return the message as a dict for the chat template, with its keys in the order sent.
 
-        A template may require the content that a message with only tool calls lacks.
+        A message with only tool calls gets an empty `content`, which a template may require.
         """
         return _in_order({"role": self.role, "content": "", **msgspec.to_builtins(self)}, self.sent)  # type: ignore[no-any-return]
 
     def of_keys(self, given: Any) -> Message:
-        """Return the message, encoded with its keys in the order of those that were `given`."""
+        """Make the message encode with its keys in the order of `given`; return it."""
         force_setattr(self, "sent", _in_order(msgspec.to_builtins(self), given))
         return self
 
 
 def _in_order(value: Any, given: Any) -> Any:
-    """Return a value of JSON with the keys of its objects in the order of another one like it."""
+    """Return a JSON value with its objects' keys in the order of `given`, a similar value."""
     match value, given:
         case dict(), dict():
             names = dict.fromkeys((*given, *value))
@@ -140,7 +140,7 @@ def _in_order(value: Any, given: Any) -> Any:
     return value
 
 
-#: What a `sink_window` or `paged` keeps where the `open` does not say it.
+#: Defaults of the policies `sink_window` and `paged`, in tokens.
 DEFAULT_SINK: Final = 4
 DEFAULT_WINDOW: Final = 1024
 DEFAULT_RESIDENT: Final = 4096
@@ -187,10 +187,10 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
 
 class ForkPoint(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Where a new session begins: with the first `position` tokens of another session of the tenant.
+    """Where a fork begins: with the first `position` tokens of another session of the tenant.
 
     Without `position`: with all tokens that the session has after its last result. With `expect_position`,
-    only if it has that many then.
+    the fork is refused unless the session then has that many tokens.
     """
 
     session: Id
@@ -221,7 +221,7 @@ class Open(_Request, frozen=True, tag="open"):
             raise ValueError("open takes from or a cache policy, not both: a fork keeps its parent's policy")
 
 
-#: Variables that a template gets from the worker.
+#: Variables that the worker itself passes to a chat template.
 _OWN_VARIABLES: Final = ("messages", "tools", "add_generation_prompt")
 Variables = Annotated[
     dict[str, Any],
@@ -248,10 +248,10 @@ Tools = Annotated[tuple[Tool, ...], Meta(max_length=512)]
 
 
 def _check_rendering(tools: Tools, variables: dict[str, Any]) -> list[str]:
-    """Check what a chat template gets besides messages; return the names of the tools."""
+    """Check a chat template's tools and variables; return the tools' names. Raises ValueError."""
     if own := next((name for name in _OWN_VARIABLES if name in variables), None):
         raise ValueError(f"the request has {own} in chat_template_kwargs, which the template gets otherwise")
-    # Those of a decoded request are objects: it may be copied.
+    # A copy of a decoded request has its tools as dicts.
     names = [tool["function"]["name"] if isinstance(tool, dict) else tool.function.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"the request has two tools of the name {twice}")
@@ -261,7 +261,7 @@ def _check_rendering(tools: Tools, variables: dict[str, Any]) -> list[str]:
 class Append(_Input, frozen=True, tag="append"):
     """Add exactly one of `messages`, `text`, `tokens` to the session and prefill it at once.
 
-    `tools` and `chat_template_kwargs` are those of the session from then on, as in a generate.
+    `tools` and `chat_template_kwargs` become those of the session, as with a generate.
     """
 
     tools: Tools | None = None
@@ -289,7 +289,7 @@ class _Format(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type")
 
 
 class JsonSchemaFormat(_Format, frozen=True, tag="json_schema"):
-    """The answer is JSON that the schema describes, on one line."""
+    """The answer is JSON that fits the schema, on one line."""
 
     json_schema: JsonSchema
 
@@ -311,7 +311,7 @@ class LarkFormat(_Format, frozen=True, tag="lark"):
 
 
 class ChoiceFormat(_Format, frozen=True, tag="choice"):
-    """The answer is one of some texts."""
+    """The answer is one of the texts in `choices`."""
 
     choices: Annotated[tuple[Annotated[str, Meta(min_length=1)], ...], Meta(min_length=1, max_length=4096)]
 
@@ -335,13 +335,13 @@ class Generate(_Input, frozen=True, tag="generate"):
 
     The model's end tokens are not drawn before the answer has `min_tokens` tokens; with `ignore_eos` they do
     not end it. With `logprobs`, each token of the answer has the logarithm of its probability by the model
-    itself, before everything above, and the `top_logprobs` likeliest tokens. `echo` says the same of each
+    itself, before everything above, and the `top_logprobs` likeliest tokens. `echo` adds the same for each
     token that the request adds before its answer; only with `echo` may `max_tokens` be 0. `raw` leaves out
     the assistant header that the chat template would add after messages. The answer, from its first token or
     the end of its reasoning on, follows the `response_format`; then it ends, even before `min_tokens`.
 
     `prefix` is the beginning of the answer, given by the client: it belongs to the prompt, and to the answer
-    in later turns. With `own_sampling`, options that the request leaves out are those that the model's
+    in later turns. With `own_sampling`, options that the request leaves out take the values that the model's
     authors recommend (`generation_config.json`).
 
     `tools` stay those of the session until a request gives others, or none (`[]`). `tool_choice` says whether
@@ -403,7 +403,7 @@ class Generate(_Input, frozen=True, tag="generate"):
 
 
 class Rewind(_Request, frozen=True, tag="rewind"):
-    """Forget every token from `position` on."""
+    """Drop all tokens of the session from `position` on."""
 
     position: Position
 
@@ -413,11 +413,11 @@ class Close(_Request, frozen=True, tag="close"):
 
     `forget` removes the session's content at once: from the worker's disk, except prefixes that other
     sessions or a pin share, and from the log, except the close and its result. Snapshots of tokens that the
-    session no longer had, after a rewind or a cancelled request, stay on the disk until they are evicted.
+    session no longer has, after a rewind or a cancelled request, stay on the disk until they are evicted.
 
-    `cancel` ends the session's appends and generates before it that have no result, as a cancel of each does;
-    if no worker runs, the next one does so before it continues any. A session of which nothing was carried
-    out is then closed, too.
+    `cancel` also cancels the session's earlier appends and generates without a result; if no worker runs, the
+    next one does so before it continues any. With `cancel`, even a session of which no request has run yet
+    can be closed.
     """
 
     forget: bool = False

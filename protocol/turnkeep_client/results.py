@@ -1,4 +1,4 @@
-"""Results, chunks and replies, which are decoded openly. `messages` has all messages."""
+"""Results, chunks and replies; decoding accepts unknown fields. Import them from `messages`."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class Model(Struct, frozen=True, kw_only=True):
 
 
 class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a request did to the session's tokens: so workers read a log without a model.
+    """How a request changed the session's tokens, so that workers can read a log without a model.
 
-    The first `kept` tokens stay; behind them come those of the `input`, then the answer's. `input` is base64
-    of the ids as LEB128 numbers; if it is long, other messages of the log have it, which the result's header
-    `Turnkeep-Parts` names. If the session was tokenised anew for another tokenizer, the first `raw` tokens
-    are raw content. With `holds_answer`, the input ends with the answer: the result's tokens are another
-    tokenizer's.
+    The first `kept` tokens stay; after them come those of the `input`, then the answer's. `input` is base64
+    of the token ids as LEB128 numbers; if long, it is stored in other messages of the log, which the result's
+    header `Turnkeep-Parts` names. If the session was tokenised again for another tokenizer, the first `raw`
+    tokens are raw content. With `holds_answer`, the input ends with the answer, since the result's `tokens`
+    are ids of another tokenizer.
     """
 
     kept: int
@@ -74,7 +74,7 @@ class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Bounded(_Result, frozen=True, kw_only=True):
-    """The fields `cache` and `visible_from`, set if the session's policy is not `full`.
+    """A result with the fields `cache` and `visible_from`, set if the session's policy is not `full`.
 
     The model sees all tokens from the position `visible_from` on. Of the earlier tokens it sees only the
     sinks, or under `paged` only those on the device.
@@ -112,8 +112,8 @@ class Closed(_Result, frozen=True, tag="closed"):
     After `forget`, `forgotten` counts the removed snapshots and `removed_entries` the entries removed from
     the log. `settled` is false if some of the session's own tokens may be left on the disk: the disk did not
     answer in time, a file could not be removed, another session's turn uses a snapshot, there are
-    snapshots that a worker cannot read, or another worker did not answer. It says nothing of workers that do
-    not run. Tokens that another open session has too are not its own.
+    snapshots that a worker cannot read, or another worker did not answer. `settled` says nothing
+    about workers that are not running. Tokens shared with another open session are not the session's own.
     """
 
     forgotten: int | None = None
@@ -122,9 +122,9 @@ class Closed(_Result, frozen=True, tag="closed"):
 
 
 class _Turned(_Bounded, frozen=True, kw_only=True):
-    """What a turn did to the tokens, and with which `model`.
+    """A turn's result: how the turn changed the session's tokens, and with which `model`.
 
-    `previous_model` is that of the session's turn before, if it was another one.
+    `previous_model` is the model of the session's previous turn, if it was another one.
     """
 
     change: Change | None = None
@@ -139,7 +139,7 @@ class Appended(_Turned, frozen=True, tag="appended"):
     The following generate runs the last token, whose logits give the answer's first token. After an empty
     append the counts are zero. `kv_live_bytes` is the size of the KV that the next token sees; under `paged`
     it includes the sketches (2-bit copies of the keys) of all tokens. `rewritten_from` is set if the chat
-    template changed earlier text, or the model has another tokenizer than the one before: the tokens from
+    template changed earlier text, or the model's tokenizer differs from the previous model's: the tokens from
     that position on were replaced and prefilled again.
     `warnings` are as in a `Generated`.
     """
@@ -204,13 +204,13 @@ class LikelyToken(Struct, frozen=True, omit_defaults=True):
 
 
 class TokenLogprob(LikelyToken, frozen=True, omit_defaults=True):
-    """One token of an answer. `top` are the `top_logprobs` likeliest tokens in its place, likeliest first."""
+    """One token of an answer. `top` are the `top_logprobs` likeliest tokens in its place, best first."""
 
     top: tuple[LikelyToken, ...] = ()
 
 
 class PromptToken(Struct, frozen=True, omit_defaults=True):
-    """One token of a prompt, as `TokenLogprob` has it of an answer's.
+    """One token of a prompt and its log probability, as `TokenLogprob` for an answer's tokens.
 
     `logprob` is null for the first token of a session.
     """
@@ -241,14 +241,14 @@ class Generated(_Turned, frozen=True, tag="generated"):
     """Answer to `generate`. `tokens` are all ids that were added. `text` leaves out the stop string (`stop`).
 
     With `logprobs`, the field of that name has an item for each token; with `echo`, `prompt_logprobs` for
-    each token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call of
-    no offered tool, or that does not fit its schema, or cannot be parsed, is in the text; an answer with no
-    other call then has the `finish_reason` `tool_calls_malformed`. `warnings` say what of the request had no
-    effect, or was told to the model in another form: placeholders, and messages as the chat template renders
-    them. `prefix_tokens` is how many of the prompt's tokens, its last ones, are the request's `prefix`;
-    `resumed_tokens` is how many of the answer's an earlier worker had published. An answer that another model
-    had begun ends as it was streamed, with the `finish_reason` `model_changed`.
-    One that the worker failed to complete does so with `given_up`; then `warnings` say why.
+    each token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call
+    stays in the text if its tool was not offered, it does not fit the tool's schema, or it cannot be parsed;
+    an answer with no other call then has the `finish_reason` `tool_calls_malformed`. `warnings` name parts of
+    the request that had no effect, or that the model got in another form: placeholders, and messages that the
+    chat template changed. `prefix_tokens` counts the last tokens of the prompt that are the request's
+    `prefix`; `resumed_tokens` counts the answer's tokens that an earlier worker had published. An answer that
+    another model had begun ends as it was streamed, with the `finish_reason` `model_changed`; one that the
+    worker failed to complete, with `given_up`, and then `warnings` say why.
     """
 
     text: str
@@ -279,7 +279,7 @@ class Generated(_Turned, frozen=True, tag="generated"):
         read = getattr(kind, "model_validate_json", None)
         try:
             found: _T = read(self.text) if read else msgspec.json.decode(self.text, type=kind)
-        except ValueError as error:  # of msgspec and of pydantic
+        except ValueError as error:  # raised by msgspec and by pydantic
             raise AnswerNotParsedError(
                 f"the answer is no {getattr(kind, '__name__', kind)}: {error}; it begins {self.text[:80]!r}"
             ) from error
@@ -306,7 +306,7 @@ def failure(
     seq: int | None = None,
     position: int | None = None,
 ) -> Failed:
-    """Build a `failed`; the code decides `retryable`."""
+    """Build a `Failed` result; its `retryable` follows from the code."""
     retryable = code in RETRYABLE
     return Failed(id=request_id, code=code, message=message, retryable=retryable, seq=seq, position=position)
 
@@ -349,10 +349,10 @@ class CallPart(Struct, frozen=True, omit_defaults=True):
 
 
 class Chunk(Struct, frozen=True, omit_defaults=True):
-    """A part of an answer: some of its tokens, and what is said of them; `i` is the index of the first.
+    """A part of an answer: some of its tokens, and their text; `i` is the index of the first token.
 
     `text` has only whole characters. `logprobs` has an item for each token, if the request asks for them.
-    `reasoning` and `tool_calls` are not in the text; a call is told when it is complete. The first chunk has
+    `reasoning` and `tool_calls` are not in the text; a call is sent when it is complete. The first chunk has
     the `warnings` of the result.
 
     `seq` is the generate's stream sequence, or that of the one it repeats: ignore chunks with another `seq`.
@@ -369,7 +369,7 @@ class Chunk(Struct, frozen=True, omit_defaults=True):
 
 
 def joined(chunks: Sequence[Chunk]) -> Chunk:
-    """Join consecutive chunks of one answer; at least one."""
+    """Join one or more consecutive chunks of an answer into one chunk."""
     return replace(
         chunks[0],
         tokens=tuple(token for chunk in chunks for token in chunk.tokens),
@@ -410,8 +410,8 @@ class Unpinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="unpinne
 class Counted(Struct, frozen=True, kw_only=True, tag_field="type", tag="counted", omit_defaults=True):
     """Answer to `count`: the session would have `position` tokens, the last `tokens` of them new.
 
-    `rewritten_from` is set if the chat template would change earlier text: then `tokens` are those from there
-    on.
+    `rewritten_from` is set if the chat template would change earlier text: then `tokens` counts all tokens
+    from that position on.
     """
 
     tokens: int

@@ -104,7 +104,7 @@ class Session:
 
     A `request_id` that is left out is generated. Repeating a request under its id is safe: the worker answers
     with the recorded result. `timeout_s` is how long a call waits for its result, across restarts of worker
-    and server; while an answer is read, how long for its next chunk. Without it the client's holds (10
+    and server; while an answer is streamed, how long for its next chunk. It defaults to the client's (10
     minutes); `math.inf` is no limit. All methods raise `InvalidMessageError`, `RequestFailedError` (the
     worker refused; its `code` says why), `NoWorkerError`, `NotPermittedError` and `ResultTimeoutError`.
     """
@@ -222,7 +222,7 @@ class Session:
         return Generation(call, self._wire, self.cancel)
 
     def follow(self, request: Generate, seq: int) -> Generation:
-        """Return the answer to a generate that is in the log already, at `seq`; nothing is sent."""
+        """Return the answer to a generate that is already in the log, at `seq`; publish nothing."""
         call = self._call(request, None)
         call.seq = seq
         return Generation(call, self._wire, self.cancel, is_late=True)
@@ -235,7 +235,7 @@ class Session:
         expect_position: int | None = None,
         timeout_s: float | None = None,
     ) -> Rewound:
-        """Forget every token from `position` on."""
+        """Drop all tokens of the session from `position` on."""
         request = build(Rewind, request_id, position=position, expect_position=expect_position)
         return expect(Rewound, await self._result_of(request, timeout_s))
 
@@ -299,16 +299,16 @@ class Session:
     ) -> Closed:
         """End the session; `forget` also removes its content. Only `open` can use its name again.
 
-        With `cancel`, appends and generates that have no result end first, also if no worker runs now.
+        With `cancel`, appends and generates without a result are cancelled first, even if no worker runs now.
         """
         request = build(Close, request_id, forget=forget or None, cancel=cancel or None)
         return expect(Closed, await self._result_of(request, timeout_s))
 
     async def history(self, *, before: float = inf) -> History:
-        """Read the conversation as it stands in the log: without what has failed or was rewound.
+        """Read the conversation from the log, without failed requests and rewound parts.
 
-        Needs no worker. A fork's begins with its parent's, as long as the parent is in the log. `before` is a
-        sequence of the log: the conversation is as it stood before that entry.
+        Needs no worker. A fork's history begins with its parent's, as long as the parent is in the log. With
+        `before`, a stream sequence, return the conversation as it was before that entry of the log.
         """
         return await read_history(self._wire, self.key, before)
 
@@ -316,7 +316,7 @@ class Session:
         """Return the session's state, from the worker that holds it.
 
         The state counts all waiting requests, and names at most `limit` of them after the first `skip`.
-        With `snapshot` it names the last snapshot of the session's KV, and says what is pinned.
+        With `snapshot` it names the last snapshot of the session's KV, and the pinned prefixes.
         """
         request = InfoRequest(skip=skip, limit=limit, snapshot=snapshot)
         return expect(SessionInfo, await self._control(request))
@@ -387,7 +387,7 @@ class Session:
         )
 
     async def _begin(self) -> None:
-        """Open the session under the policy of this object, unless it is open under it already."""
+        """Open the session under this object's policy, unless it is already open under that policy."""
         async with self._beginning:
             if self._is_begun:
                 return
@@ -395,7 +395,7 @@ class Session:
             if found is None:
                 try:
                     await self.open()
-                except RequestFailedError as refusal:  # by another object meanwhile, if it is open
+                except RequestFailedError as refusal:  # another object may have opened it
                     found = await self._policy() if refusal.code == "invalid_request" else None
                     if found is None:
                         raise
@@ -411,12 +411,12 @@ class Session:
             self._is_begun = True
 
     async def _policy(self) -> SessionCache | None:
-        """Ask for the session's policy; None if it has not begun, or no worker answers."""
+        """Return the session's policy; None if the session has not begun, or no worker answers."""
         try:
             info = await self.info(limit=0)
         except (RequestFailedError, NoWorkerError):
             return None
-        if not info.requests:  # what begins it is still waiting
+        if not info.requests:  # its first request still waits
             return None
         return SessionCache(policy=info.policy) if info.cache is UNSET else info.cache
 
@@ -455,6 +455,6 @@ def build(kind: type[_Q], request_id: str | None = None, **fields: Any) -> _Q:
         given["messages"] = [one.sent or one if isinstance(one, Message) else one for one in messages]
     tag = kind.__struct_config__.tag
     request = decode_request(encode({"type": tag, "id": request_id or uuid4().hex, **given}))
-    if not isinstance(request, kind):  # the tag says that it is
+    if not isinstance(request, kind):  # cannot be: the tag decides
         raise TypeError(request)
     return request

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 #: The server answers for at most 1,024 subjects at a time.
 _SUBJECTS_AT_ONCE: Final = 1000
-#: A batch when everything is read: for each one the server counts what is left of the subject.
+#: Batch size for reading everything: per batch the server counts the subject's remaining messages.
 _MANY: Final = 8192
 _MANY_BYTES: Final = 32 * 2**20
-#: How long a replica may lag behind the leader that has answered: pauses between two reads of it.
+#: Pauses between two reads of a replica that lags behind the leader.
 _LAGS_S: Final = (0.01, 0.05, 0.1, 0.3, 0.5, 1.0)
 _NO_STREAM: Final = 10059
 #: The `code` of a direct get that matches too many subjects.
@@ -55,14 +55,14 @@ class Unsent(NamedTuple):
 
 
 class Api(Protocol):
-    """The NATS calls that `LogStream` needs. All raise `NoWorkerError` and `NotPermittedError`."""
+    """The NATS calls of `LogStream`. They raise `NoWorkerError` and, except `send`, `NotPermittedError`."""
 
     @property
     def is_clustered(self) -> bool:
         """Whether several servers may answer."""
 
     async def api(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
-        """Ask JetStream's API, or publish to a stream, and return the answer. Raises `StreamError`."""
+        """Call JetStream's API, or publish to a stream, and return the answer. Raises `StreamError`."""
 
     async def send(self, subject: str, body: bytes, headers: dict[str, str]) -> None:
         """Publish without waiting for an answer."""
@@ -72,7 +72,7 @@ class Api(Protocol):
 
 
 class LogStream:
-    """The log of one prefix."""
+    """Reads and changes the log of one prefix."""
 
     def __init__(self, api: Api, subjects: Subjects) -> None:
         self._api = api
@@ -95,7 +95,7 @@ class LogStream:
             for subject, count in page.items():
                 try:
                     key, kind, _ = self._subjects.parse(subject)
-                except InvalidMessageError:  # a refused request under a name that is none
+                except InvalidMessageError:  # a refused request under an invalid name
                     continue
                 found.setdefault(key, {})[kind] = count
             offset, total = offset + len(page), reply.get("total", 0) if page else 0
@@ -116,7 +116,7 @@ class LogStream:
     async def latest(self, tenant: str, kind: SessionKind) -> dict[SessionKey, Stored]:
         """Return the last entry of this kind of each session of a tenant. Needs `$JS.API.DIRECT.GET.<log>`.
 
-        Of more than 1,024 sessions it needs `$JS.API.STREAM.INFO.<log>` too.
+        With more than 1,024 sessions this needs `$JS.API.STREAM.INFO.<log>` too.
         """
         found: dict[SessionKey, Stored] = {}
         pattern = self._subjects.of(SessionKey(check_id("tenant", tenant), "*"), kind)
@@ -125,9 +125,7 @@ class LogStream:
                 self.name, {"multi_last": [pattern], "batch": _SUBJECTS_AT_ONCE}
             ):
                 for one in batch:
-                    with contextlib.suppress(
-                        InvalidMessageError
-                    ):  # a refused request under a name that is none
+                    with contextlib.suppress(InvalidMessageError):  # a refused request under an invalid name
                         found[self._subjects.parse(one.headers["Nats-Subject"])[0]] = one
         except StreamError as error:
             if error.code != TOO_MANY:
@@ -140,8 +138,8 @@ class LogStream:
     ) -> AsyncIterator[tuple[SessionKey, Stored]]:
         """Yield a session's entries from the sequence `start` on; key's tenant and session may be `*` (all).
 
-        Needs `$JS.API.DIRECT.GET.<log>`. Of one session all that was stored before is there, also where
-        replicas answer, which may lag, if the client may ask `$JS.API.STREAM.MSG.GET.<log>`.
+        Needs `$JS.API.DIRECT.GET.<log>`. For one session, a client with `$JS.API.STREAM.MSG.GET.<log>` also
+        gets every entry stored before this call when lagging replicas answer.
         """
         subject = f"{self._subjects.log(_pattern(key.tenant, key.session))[:-1]}{kind}"
         until = 0 if "*" in (key.tenant, key.session) else await self._last_seq(subject)
@@ -156,10 +154,10 @@ class LogStream:
             await asyncio.sleep(pause_s)
 
     async def _last_seq(self, subject: str) -> int:
-        """Return the sequence of a subject's last entry, as the leader of several servers has it; else 0."""
+        """Return the sequence of a subject's last entry from the cluster's leader; 0 if unknown."""
         if self._api.is_clustered:
             body = json.dumps({"last_by_subj": subject}).encode()
-            with contextlib.suppress(TurnkeepError):  # there is none, or this client may not ask
+            with contextlib.suppress(TurnkeepError):  # there is no entry, or this client lacks the right
                 reply = await self._api.api(f"$JS.API.STREAM.MSG.GET.{self.name}", body)
                 return int(reply["message"]["seq"])
         return 0
@@ -195,7 +193,7 @@ class LogStream:
         return int(reply["state"]["last_seq"])
 
     async def allow_batches(self) -> None:
-        """Allow atomic batches, for `store`. Needs `$JS.API.STREAM.INFO.<log>` and `.UPDATE.<log>`."""
+        """Enable atomic batches, for `store`. Needs `$JS.API.STREAM.INFO.<log>` and `.UPDATE.<log>`."""
         try:
             config = (await self._api.api(f"$JS.API.STREAM.INFO.{self.name}", b""))["config"]
         except StreamError as error:

@@ -1,8 +1,8 @@
 """The subject grammar: build and parse subjects, and the rule for ids.
 
 Every subject is `<prefix>.<tenant>.<session>.<kind>[.<request id>]`. Metrics go to
-`<prefix>._metrics.<worker>` and `<prefix>._gateways.<gateway>`, notes of what was forgotten to
-`<prefix>._erased.<tenant>`; no tenant can have the names that begin so, since a tenant starts with a letter
+`<prefix>._metrics.<worker>` and `<prefix>._gateways.<gateway>`, notes of erased tokens to
+`<prefix>._erased.<tenant>`; no tenant can have a name that starts with `_`, since tenants start with a letter
 or digit.
 
 Workers publish results on `commit`; the log stores each under `out` and then publishes it there, so no
@@ -28,7 +28,7 @@ ID_RULE: Final = "1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a let
 #: The durable consumer of the log stream, from which workers pull requests.
 CONSUMER: Final = "worker"
 
-#: Answers to requests under names like `*` go to this name of the tenant; no session can have it.
+#: The session name that gets results of requests under invalid names like `*`; no session can have it.
 REFUSED: Final = "_refused"
 
 SessionKind = Literal["in", "commit", "out", "checkpoint", "attempt", "dead", "closed", "ctl", "ask"]
@@ -75,7 +75,7 @@ def session_key(tenant: str, session: str) -> SessionKey:
 
 @dataclass(frozen=True, slots=True)
 class Subjects:
-    """All subjects under one prefix."""
+    """Builds and parses all subjects under one prefix."""
 
     prefix: str = DEFAULT_PREFIX
 
@@ -99,7 +99,7 @@ class Subjects:
         return f"{self.prefix}.*.*.{kind}"
 
     def same(self, kind: SessionKind) -> str:
-        """Return the target of a NATS subject mapping from `every`: `kind` of the matched session."""
+        """Return the NATS mapping target for `every`: the subject `kind` of the session that matched."""
         return f"{self.prefix}.{{{{wildcard(1)}}}}.{{{{wildcard(2)}}}}.{kind}"
 
     def every_token(self, kind: ChunkKind = "tok") -> str:
@@ -107,7 +107,7 @@ class Subjects:
         return f"{self.prefix}.*.*.{kind}.*"
 
     def same_tokens(self, kind: ChunkKind) -> str:
-        """Return the target of a NATS subject mapping from `every_token`: `kind` of the matched generate."""
+        """Return the NATS mapping target for `every_token`: the subject `kind` of the matched generate."""
         return f"{self.prefix}.{{{{wildcard(1)}}}}.{{{{wildcard(2)}}}}.{kind}.{{{{wildcard(3)}}}}"
 
     def metrics(self, worker: str) -> str:
@@ -119,7 +119,7 @@ class Subjects:
         return f"{self.prefix}._gateways.{name}"
 
     def erased(self, tenant: str) -> str:
-        """Return the subject of notes of what a tenant has forgotten (`*`: every tenant)."""
+        """Return the subject of notes of a tenant's erased tokens (`*`: every tenant)."""
         return f"{self.prefix}._erased.{tenant}"
 
     @property

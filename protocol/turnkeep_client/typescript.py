@@ -1,4 +1,4 @@
-"""The message types of the TypeScript client, written from the schemas of the AsyncAPI document.
+"""Writes the message types of the TypeScript client from the schemas of the AsyncAPI document.
 
 `python -m turnkeep_client.typescript` prints them; `--check FILE` compares a file with them.
 """
@@ -26,7 +26,7 @@ _WIDTH: Final = 108
 
 
 def render() -> str:
-    """Write the types."""
+    """Return the text of the TypeScript module with the types."""
     described = document()
     schemas: dict[str, Any] = described["components"]["schemas"]
     parts = [_HEAD]
@@ -48,7 +48,7 @@ def _interface(name: str, schema: dict[str, Any]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """Write a JSON schema as a type. Raises `ValueError` for a kind that no message has had yet."""
+    """Write a JSON schema as a TypeScript type. Raises `ValueError` for a kind that no message uses yet."""
     if "$ref" in schema:
         return _name(schema["$ref"].rpartition("/")[2])
     if "anyOf" in schema:

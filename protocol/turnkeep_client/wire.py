@@ -1,4 +1,4 @@
-"""The client's side of NATS: it publishes, asks, reads the log and subscribes. Errors say what to do.
+"""The client's side of NATS: publishes, sends requests, reads the log, subscribes. Errors say what to do.
 
 Only this module, `nats_client` and `direct` import nats.
 """
@@ -60,7 +60,7 @@ READ_S: Final = 2.0
 #: Timeout of a request to JetStream's API: a large stream takes a while to count its subjects.
 API_S: Final = 10.0
 
-#: What a header takes beside its name and value, with its part of the lines around all headers.
+#: Bytes of a header beside its name and value, with its share of the lines around all headers.
 _HEADER_BYTES: Final = 16
 
 _MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code: larger than the stream's max_msg_size
@@ -68,7 +68,7 @@ _MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code: larger than the stream's 
 #: nats-py does not wrap a connection reset.
 _NATS_ERRORS: Final = (nats.errors.Error, OSError)
 
-#: Those of them that say that there is no connection.
+#: Those of nats-py's errors that mean a lost connection.
 _LOST: Final = (
     nats.errors.ConnectionClosedError,
     nats.errors.ConnectionDrainingError,
@@ -98,7 +98,7 @@ class _UnreachedError(Exception):
 
 
 class NatsWire:
-    """`calls.Wire` over nats-py."""
+    """Implements `calls.Wire` with nats-py."""
 
     def __init__(self, subjects: Subjects) -> None:
         self.subjects = subjects
@@ -113,7 +113,7 @@ class NatsWire:
         self._jetstream = self._nats.jetstream()
         self._connected = asyncio.Event()
         self._last_error = ""
-        #: The last refusals of subjects, each as the server says it.
+        #: The server's last permission errors, as text.
         self._denials = deque[str](maxlen=16)
 
     async def connect(self, url: str, timeout_s: float, **options: Any) -> None:
@@ -149,7 +149,7 @@ class NatsWire:
             await self._nats.close()
 
     async def publish(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> int:
-        """Store `body` in the log at least once; return its stream sequence."""
+        """Publish `body` until the log has stored it (at least once); return its stream sequence."""
         patience_s, num_refusals, is_doubtful = FIRST_ACK_S, 0, False
         while True:
             await self._connected.wait()
@@ -192,7 +192,7 @@ class NatsWire:
         return max((one.seq for one in found if one.body == body), default=0)
 
     async def ask(self, subject: str, body: bytes, timeout_s: float) -> bytes:
-        """Return the reply to one core NATS request; raises `NoAnswerError` if none comes."""
+        """Send one core NATS request and return its reply; raises `NoAnswerError` if none comes."""
         self._check(body)
         try:
             return (await _cancellable(self._nats.request(subject, body, timeout=timeout_s))).data
@@ -228,7 +228,7 @@ class NatsWire:
         return [one for one in found if one.seq < end]
 
     async def batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
-        """Yield the messages that a direct get asks for, in batches."""
+        """Yield the messages that match a batched direct get, one list per batch. Raises `StreamError`."""
         self._check()
         try:
             async with contextlib.aclosing(self._batches(stream, request)) as batches:
@@ -249,7 +249,7 @@ class NatsWire:
             raise _unreached(f"{subject} could not be published", error) from None
 
     async def api(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
-        """Return the answer of JetStream's API."""
+        """Call JetStream's API, or publish to a stream, and return the answer. Raises `StreamError`."""
         self._check(body, headers)
         try:
             reply = await _cancellable(self._nats.request(subject, body, timeout=API_S, headers=headers))
@@ -278,7 +278,7 @@ class NatsWire:
 
     @property
     def why_closed(self) -> str:
-        """Say who has closed the connection, and why."""
+        """A sentence about who closed the connection, and why."""
         if self._is_leaving or self._nats.last_error is None:
             return "the client is closed"
         return f"the NATS server has closed the connection ({redact(str(self._nats.last_error))})"
@@ -290,7 +290,7 @@ class NatsWire:
 
     @property
     def is_clustered(self) -> bool:
-        """Whether the connection is with one of several servers."""
+        """Whether the connection's server belongs to a cluster."""
         return is_clustered(self._nats)
 
     async def backlog(self) -> Backlog:
@@ -321,7 +321,7 @@ class NatsWire:
                     return
 
     async def _batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
-        """Yield the messages that a batched direct get finds, batch by batch. Raises nats-py's errors."""
+        """Yield the messages that match a batched direct get, by batch. Raises nats-py's errors."""
         num_more = 1
         while num_more:
             if not self._connected.is_set():
@@ -348,7 +348,7 @@ class NatsWire:
         return stop
 
     async def bodies(self, subject: str) -> AsyncGenerator[bytes, None]:
-        """Yield every message of a subject until the connection is closed."""
+        """Yield the body of every message of a subject until the connection is closed."""
         subscription = await self._subscribe(subject)
         try:
             with contextlib.suppress(*_NATS_ERRORS):  # nats-py sends the first ping before the subscription
@@ -438,7 +438,7 @@ async def _cancellable(call: Awaitable[_T]) -> _T:
 
 
 def _unreached(what: str, error: Exception) -> NoWorkerError:
-    """Say that something failed because of an error of nats-py."""
+    """Return the error to raise after `what` failed with an error of nats-py."""
     why = getattr(error, "description", None) or str(error) or type(error).__name__
     kind = NoServerError if isinstance(error, _LOST) else NoAnswerError
     return kind(f"{what}: {why}")

@@ -1,1 +1,1 @@
-"""What can be seen of the worker: counters, metrics, traces, health, logs."""
+"""Observability of the worker: counters, metrics, traces, health, logs."""

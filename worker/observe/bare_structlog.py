@@ -1,7 +1,7 @@
-"""Imports structlog without rich, which its package imports for tracebacks that `logs` never prints.
+"""Imports structlog without rich, which structlog needs only for tracebacks that `logs` never prints.
 
-That takes a twentieth of a worker's start. The first import of structlog in a process must be this one; rich
-may be imported afterwards.
+Importing rich takes a twentieth of a worker's start. This module must be the first in a process to import
+structlog; rich may be imported afterwards.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["structlog"]
 
 _is_first = {"structlog", "rich"}.isdisjoint(sys.modules)
 if _is_first:
-    sys.modules["rich"] = None  # type: ignore[assignment]  # what Python takes for "there is none"
+    sys.modules["rich"] = None  # type: ignore[assignment]  # an import of rich now fails
 try:
     import structlog
 finally:

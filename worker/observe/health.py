@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 _MAX_HEAD_BYTES: Final = 8192
 _PATIENCE_S: Final = 5.0
-#: Beyond this the oldest connection is closed: idle ones can neither use up the process's files nor keep a
-#: probe, which sends its request at once, from its answer.
+#: Limit of open connections, beyond which the oldest is closed: idle ones can neither use up file handles nor
+#: block a probe, which sends its request at once.
 _MAX_OPEN: Final = 64
 
 
@@ -43,7 +43,7 @@ class HealthServer:
     """Answers GET and HEAD requests for the health paths. Event loop only."""
 
     def __init__(self, endpoint: Endpoint, paths: Mapping[str, Callable[[], list[str]]]) -> None:
-        """`paths` has a function for each path; it lists the reasons for a 503.
+        """`paths` maps each path to a function that lists the reasons for a 503.
 
         Without reasons the answer is 200.
         """

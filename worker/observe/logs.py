@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from structlog.typing import EventDict, Processor
 
-#: Lines, and words of lines, that a terminal does not show unless `--log-format console` asks for them.
+#: Lines, and fields of lines, that a terminal shows only with `--log-format console`.
 _OF_A_START: Final = frozenset({"created stream", "set up consumer", "nats-server is ready"})
 _CLOCKS: Final = ("%H:%M:%S.%f", "%H:%M:%S")
 _DETAILS: Final = frozenset(
@@ -67,12 +67,12 @@ def configure(log_format: str, log_level: str, kept: deque[str] | None = None) -
 
 
 def _brief(_logger: object, method: str, event: EventDict) -> EventDict:
-    """Leave out what only a program, or whoever looks for a fault, wants to know of a start."""
+    """Drop lines and fields about the start that matter only to programs and for finding faults."""
     if method == "info" and event["event"] in _OF_A_START:
         raise structlog.DropEvent
     return {name: value for name, value in event.items() if name not in _DETAILS}
 
 
 def _redacted(_logger: object, _method: str, line: Any) -> str:
-    """Remove credentials from a line: texts of exceptions may contain them."""
+    """Remove credentials from a line, since texts of exceptions may contain them."""
     return redact(line)

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Turns that wait for the thread, of about 2 KB each; those beyond are lost.
+#: Limit of turns in the queue, of about 2 KB each; turns beyond it get no spans.
 _MOST_WAITING: Final = 2048
-#: Turns that are sent together at the most, and how long the first of them waits for others.
+#: Limit of turns sent together, and how long the first of them waits for others.
 _BATCH: Final = 64
 _BATCH_S: Final = 1.0
 #: How long a worker that stops waits for its last spans to be sent.
@@ -55,7 +55,7 @@ class Traces:
             endpoint = endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
         self._exporter = OTLPSpanExporter(endpoint)
         resource = Resource.create({"service.name": "turnkeep", **attributes})
-        resource = resource.merge(OTELResourceDetector().detect())  # what the operator says comes first
+        resource = resource.merge(OTELResourceDetector().detect())  # the operator's values win
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._made = _Made()
         provider.add_span_processor(self._made)
@@ -141,7 +141,7 @@ class Traces:
 
 
 class _Made(SpanProcessor):
-    """Collects the sampled spans."""
+    """A span processor that collects the sampled spans until `take`."""
 
     def __init__(self) -> None:
         self._spans: list[ReadableSpan] = []
@@ -155,7 +155,7 @@ class _Made(SpanProcessor):
 
 
 class _Complaint(logging.Handler):
-    """Keeps only the last log message of the SDK, instead of one line for each failed attempt."""
+    """Keeps the SDK's last log message, instead of logging one line for each failed attempt."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -63,7 +63,7 @@ class Calls:
 
 
 class Tenants:
-    """Counters of the first `most` tenants, and of all other tenants together; none if `most` is 0."""
+    """Counts requests and tokens of the first `most` tenants, and of all others together; none if 0."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -77,12 +77,12 @@ class Tenants:
             self._requests[self._name(tenant)][outcome] += 1
 
     def count_tokens(self, kind: TokenKind, tenant: str, num_tokens: int = 1) -> None:
-        """Count tokens of a tenant."""
+        """Count a tenant's tokens of one kind, such as `cached`."""
         if self._most and num_tokens:
             self._tokens[kind][self._name(tenant)] += num_tokens
 
     def figures(self, sessions: Mapping[str, int]) -> TenantFigures:
-        """Return the counts.
+        """Return the counts by tenant.
 
         `sessions` has, for each tenant, its number of sessions with unanswered requests.
         """
@@ -108,7 +108,7 @@ class Telemetry:
         self.tenants = Tenants(most_tenants)
         self.started_s = time.monotonic()
         self.requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        #: What was answered on `ctl` and `ask`.
+        #: Requests answered on `ctl` and `ask`.
         self.calls: defaultdict[str, Calls] = defaultdict(Calls)
         #: Ignored entries that no worker can have written, by kind.
         self.ignored: Counter[str] = Counter()

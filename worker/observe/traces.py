@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: W3C Trace Context, in lower case; some clients write header names in another.
+#: Headers of W3C Trace Context in lower case; some clients send another case.
 _HEADERS: Final = ("traceparent", "tracestate")
 #: The standard's limit for all of `tracestate`; a longer header is ignored.
 _MOST_HEADER: Final = 512
@@ -45,7 +45,7 @@ class TurnTimes:
 
 
 def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers that name the publisher's span (trace context), without others."""
+    """Return only the headers that name the publisher's span (trace context)."""
     return {
         name.lower(): value
         for name, value in headers.items()

@@ -1,1 +1,1 @@
-"""Sessions: they read their logs, carry out requests in order, and commit the results."""
+"""Sessions: each reads its log, carries out its requests in order, and commits their results."""

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-#: The dict of recent ids is sorted into the array once it is larger than this and a quarter of the array.
+#: The dict of recent ids is merged into the array once it exceeds both this and a quarter of the array.
 _FEW: Final = 64
 
 
@@ -23,7 +23,7 @@ class AnsweredAt(NamedTuple):
 
 
 class AnsweredIds:
-    """The answered ids of one session, each with its first result. Not thread-safe."""
+    """The answered request ids of one session, each with the place of its first result. Not thread-safe."""
 
     def __init__(self) -> None:
         self._sorted = np.empty((0, 3), np.uint64)  # hash, request, result; by the hash
@@ -38,7 +38,7 @@ class AnsweredIds:
         return self._sorted.nbytes + 256 * len(self._recent)
 
     def add(self, request_id: str, answered: AnsweredAt) -> None:
-        """Add an id with its result; if the id is there, this one counts once the first is dropped."""
+        """Add an id with its result; a second result of an id counts only after a `drop` of the first."""
         if self.find(request_id) == answered:
             return
         key = _hash(request_id)
@@ -56,23 +56,23 @@ class AnsweredIds:
             self._recent = {}
 
     def copy(self) -> AnsweredIds:
-        """Return the ids of this moment, for another thread."""
+        """Return a copy of the ids as they are now, which another thread may read."""
         found = AnsweredIds()
         found._sorted, found._recent = self._sorted, {**self._recent}
         return found
 
     def pack(self) -> bytes:
-        """Return all ids, for `load`."""
+        """Encode all ids for `load`."""
         self._sort()
         return self._sorted.astype("<u8").tobytes()
 
     def load(self, added: bytes) -> None:
-        """Replace all ids by the result of `pack`. Raises `ValueError` if it is truncated."""
+        """Replace all ids by those that `pack` encoded. Raises `ValueError` if the bytes are truncated."""
         rows = np.frombuffer(added, "<u8").astype(np.uint64).reshape(-1, 3)
         self._sorted = rows[np.argsort(rows[:, 0], kind="stable")]
 
     def find(self, request_id: str) -> AnsweredAt | None:
-        """Return where an id was answered; None if it was not. Another id may have the same hash."""
+        """Return the place of the first result of an id, or of an id with the same hash; None without one."""
         key = _hash(request_id)
         row = self._row(key)
         if row is None:
@@ -80,7 +80,7 @@ class AnsweredIds:
         return AnsweredAt(int(self._sorted[row, 1]), int(self._sorted[row, 2]))
 
     def drop(self, request_id: str) -> None:
-        """Remove the result that `find` returns: it has left the log. A later one of this id may follow."""
+        """Remove the result that `find` returns, as it has left the log; the id may have a later result."""
         key = _hash(request_id)
         row = self._row(key)
         if row is None:
@@ -89,7 +89,7 @@ class AnsweredIds:
             self._sorted = np.delete(self._sorted, row, axis=0)
 
     def _row(self, key: int) -> int | None:
-        """Find the first result of an id among the sorted ones, which are older than the recent ones."""
+        """Return the array row of an id's first result; None without one. Recent results are never older."""
         if not len(self._sorted):
             return None
         row = int(np.searchsorted(self._sorted[:, 0], np.uint64(key)))

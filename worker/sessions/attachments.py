@@ -1,8 +1,8 @@
-"""Long values beside a session's results in its log: checkpoints, bases of forks, long inputs.
+"""Stores and reads values in the log that are too long for a session's results.
 
-Each is stored in parts before the result that names it. A worker stores a checkpoint of a session after many
-answers, and opens the session from it and from the end of the log; if the log does not confirm a checkpoint,
-the whole log is read instead.
+These are checkpoints, bases of forks and long inputs. Each is stored in parts before the result that names
+it. A worker stores a checkpoint of a session every few hundred results, and opens the session from the
+checkpoint and the later entries; if the log does not confirm a checkpoint, it reads the whole log instead.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Bytes of a value in one message; base64 and JSON add a third.
+#: Most bytes of a value in one message; base64 and JSON add a third.
 _PART_BYTES: Final = 128 * 2**10
-#: Longest pause between two attempts to store what a result needs.
+#: Longest pause between two attempts to store a value that a result names.
 _MAX_PAUSE_S: Final = 5.0
 
 
 class Attachments:
-    """What all attachments of a worker share; `tasks` runs the storing tasks. Event loop only."""
+    """The journal, tokenizer and task group that a worker's `SessionAttachments` share. Event loop only."""
 
     def __init__(
         self, journal: Journal, tokenizer: Tokenizer, tasks: TaskGroup, *, max_message_bytes: int
@@ -69,7 +69,7 @@ class SessionAttachments:
         self._ended = False
 
     def add(self, checkpoint: Checkpoint) -> None:
-        """Store a checkpoint, unless one is being stored; if that fails, there is none until the next."""
+        """Start to store a checkpoint, unless one is being stored already; a failure is not retried."""
         if not self._ended and (
             self._storing is None or self._storing.status is not TaskHandle.Status.PENDING
         ):
@@ -78,7 +78,7 @@ class SessionAttachments:
             )
 
     def end(self) -> None:
-        """Stop storing checkpoints; cancels the one that is being stored."""
+        """Stop storing checkpoints, and cancel the one that is being stored."""
         self._ended = True
         if self._storing is not None:
             self._storing.cancel()
@@ -99,11 +99,11 @@ class SessionAttachments:
             self.link = link
 
     async def store_base(self, in_seq: int, history: History) -> Link:
-        """Store the base of a fork that the request at `in_seq` opens. Retries until it is stored."""
+        """Store the history with which the request at `in_seq` opens a fork. Retries until it is stored."""
         return await self.store(await in_thread(Checkpoint(in_seq, history, AnsweredIds()).pack))
 
     async def store(self, value: bytes) -> Link:
-        """Store what a result has no room for. Retries until it is stored."""
+        """Store a value that is too long for a result. Retries until it is stored."""
         pause_s = 0.1
         while (link := await self._store(value)) is None:
             await sleep(pause_s)
@@ -111,7 +111,7 @@ class SessionAttachments:
         return link
 
     async def read(self, link: Link | None) -> bytes | None:
-        """Read a stored value; None if it is gone, or not what `link` names."""
+        """Read a stored value; None if it has left the log, or does not match the digest in `link`."""
         parts: list[bytes] = []
         async for message in backwards(link, self._shared.journal.get):
             if message is None:
@@ -120,7 +120,7 @@ class SessionAttachments:
         return b"".join(reversed(parts)) if parts else None
 
     def base(self, packed: bytes) -> History | None:
-        """Decode a fork's base; None if it is none."""
+        """Decode a fork's base; None if the bytes are not one."""
         found = Checkpoint.unpack(packed, self._shared.tokenizer)
         return found.history if found else None
 
@@ -142,7 +142,7 @@ class SessionAttachments:
         return found
 
     async def _store(self, value: bytes) -> Link | None:
-        """Store a value in parts, of which each names the one before it; None on failure."""
+        """Store a value in parts, each linked to the one before; return the last link, None on failure."""
         attachments, link = self._shared, None
         for start in range(0, max(len(value), 1), attachments.part_bytes):
             part = value[start : start + attachments.part_bytes]

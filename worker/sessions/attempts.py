@@ -2,9 +2,9 @@
 
 The count is stored in the log, beside the session's entries. The first attempt at a request stores nothing.
 Before each later attempt a note is stored, with the number of tokens published so far. An attempt that
-published more tokens than the previous one does not count, nor does one beside a worker that still makes its
-own: two may take a session at the same moment if the server has lost the claims. The last attempt runs alone
-on the device, so that a crash harms no other request.
+published more tokens than the previous one does not count, nor does one while another worker still makes the
+previous one: two workers may take a session at once if the server has lost the claims. The last attempt runs
+alone on the device, so that a crash harms no other request.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class AttemptNote(Struct, frozen=True, omit_defaults=True):
     """Counts attempts at the request at `seq` that may have crashed a worker.
 
-    `tokens` is the number of the answer's tokens that were published before the last attempt, `by` the run of
-    the worker that makes it.
+    `tokens` is the number of the answer's tokens that were published before the last attempt, `by` names the
+    run of the worker that makes this attempt.
     """
 
     seq: int = 0
@@ -49,7 +49,7 @@ class AttemptNote(Struct, frozen=True, omit_defaults=True):
 
 
 class Attempts:
-    """Reads and writes the notes of all sessions. Event loop only."""
+    """Reads and writes the attempt notes of all sessions. Event loop only."""
 
     def __init__(
         self,
@@ -59,25 +59,25 @@ class Attempts:
         me: str = "",
         runs: Callable[[str], Awaitable[bool]] | None = None,
     ) -> None:
-        """`me` is this run of the worker; `runs` says whether another one answers."""
+        """`me` names this run of the worker; `runs(name)` says whether another worker's run still answers."""
         self._journal = journal
         self.max_attempts = max_attempts
         self._me = me
         self._runs = runs
 
     async def note(self, key: SessionKey) -> AttemptNote:
-        """Read the note of a session; an empty one if no worker has written any."""
+        """Read a session's attempt note; an empty one if no worker has written any."""
         found = await self._journal.last(key, "attempt")
         with contextlib.suppress(msgspec.DecodeError):  # not written by a worker
             return msgspec.json.decode(found.body if found else b"{}", type=AttemptNote)
         return AttemptNote()
 
     async def is_under_way(self, note: AttemptNote) -> bool:
-        """Whether another worker makes the attempt that a note counts: it has ended no worker yet."""
+        """Whether another worker is still making the attempt that a note counts, and so has not crashed."""
         return self._runs is not None and note.by != self._me and await self._runs(note.by)
 
     async def store(self, key: SessionKey, note: AttemptNote) -> AttemptNote:
-        """Store a note before the attempt that it counts, and return the note."""
+        """Store a note before the attempt that it counts; return it with this run's name."""
         note = replace(note, by=self._me)
         await self._journal.append(key, "attempt", msgspec.json.encode(note))
         return note
@@ -88,12 +88,12 @@ class Attempts:
         await self.store(key, AttemptNote(seq, attempts - 1, num_tokens))
 
     async def end(self, key: SessionKey) -> None:
-        """Remove a session's notes."""
+        """Remove a session's attempt notes from the log."""
         await self._journal.purge(key, "attempt")
 
 
 class Doubt:
-    """Whether one session may have crashed a worker, and its note if so. Event loop only."""
+    """Tracks whether one session may have crashed a worker, and its attempt note if so. Event loop only."""
 
     def __init__(self, key: SessionKey, attempts: Attempts) -> None:
         self.is_raised = False
@@ -110,24 +110,24 @@ class Doubt:
         self.is_raised = self.is_raised or delivery.again
 
     async def begin(self) -> None:
-        """Raise the doubt, and read the note."""
+        """Raise the doubt, and read the session's attempt note."""
         self.is_raised, self.note = True, await self._attempts.note(self._key)
 
     def is_new(self, seq: int) -> bool:
-        """Whether an attempt at the request at `seq` has to be stored, and is not stored yet."""
+        """Whether a note of an attempt at the request at `seq` must be stored, and is not stored yet."""
         return self.is_raised and self._tried_seq != seq
 
     async def store(self, note: AttemptNote) -> None:
-        """Store the note of an attempt before the attempt."""
+        """Store the note of an attempt before the attempt begins."""
         self.note, self._tried_seq = await self._attempts.store(self._key, note), note.seq
 
     async def uncount(self, seq: int, num_tokens: int) -> None:
-        """Subtract the last attempt: this worker has survived it."""
+        """Subtract the last attempt from the count, since this worker has survived it."""
         await self._attempts.uncount(self._key, seq, num_tokens, self.note)
         self._tried_seq = 0
 
     async def clear(self) -> None:
-        """Remove the note that the request may have crashed a worker: this worker has survived it."""
+        """Remove the session's attempt note, since this worker has survived the request."""
         if self.is_raised:
             await self._attempts.end(self._key)
             self.is_raised, self.note = False, AttemptNote()

@@ -1,7 +1,7 @@
 """Encodes a session's whole state, and decodes it.
 
-A worker opens a long session from a checkpoint and what follows it in the log; a fork's base, what it begins
-with, is one too. Pure: no I/O.
+A worker opens a long session from a checkpoint and the log entries after it. The history that a fork begins
+with, its base, has the same form. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 #: Increase it when the fields change their meaning. The bases of forks must stay readable in every version:
 #: nothing else has their tokens.
 _VERSION: Final = 2
-#: Limit of a decompressed checkpoint: the tokens or texts of some millions of tokens.
+#: Limit of a decompressed checkpoint: room for the ids or the texts of some millions of tokens.
 _MAX_BYTES: Final = 256 * 2**20
-#: zlib level: halves the size of token ids, at some megabytes in a tenth of a second.
+#: zlib level: halves the size of token ids; some megabytes take a tenth of a second.
 _LEVEL: Final = 1
 
 
 class _Body(Struct, frozen=True, array_like=True):
     """The content of a checkpoint. `tokens` are the results of `Tokens.pack_shortened`.
 
-    `turnkeep log verify` reads them by their place.
+    `turnkeep log verify` reads the fields by their position.
     """
 
     version: int
@@ -62,7 +62,7 @@ class Checkpoint:
     answered: AnsweredIds
 
     def pack(self) -> bytes:
-        """Encode; takes some milliseconds, so call it on a thread."""
+        """Encode the checkpoint; takes some milliseconds, so call it on a thread."""
         history = self.history
         body = _Body(
             _VERSION,
@@ -82,7 +82,7 @@ class Checkpoint:
 
     @classmethod
     def unpack(cls, packed: bytes, tokenizer: Tokenizer) -> Checkpoint | None:
-        """Decode; None if a worker of this version cannot have written it."""
+        """Decode a checkpoint; None if no worker of this version can have written the bytes."""
         try:
             stream = zlib.decompressobj()
             body = msgspec.msgpack.decode(stream.decompress(packed, _MAX_BYTES), type=_Body)

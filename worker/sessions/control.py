@@ -104,7 +104,7 @@ class Control:
             except FencedError:
                 return failure(request.id, "internal", _CONTINUED)
         try:
-            await session.refresh()  # who asks may have heard of its last result
+            await session.refresh()  # the client may have received its last result already
         except FencedError:
             return failure(None, "internal", _CONTINUED)
         history = session.history
@@ -124,7 +124,7 @@ class Control:
         )
 
     async def _count(self, history: History, request: CountRequest) -> Counted | Failed:
-        """Count what a generate would add; a session that is gone is counted as a new one."""
+        """Count the tokens that a generate would add; a closed or unknown session counts as a new one."""
         if history.closed or not history.exists:
             history = self._fold.begin(datetime.now(UTC))
         try:
@@ -149,8 +149,8 @@ class Control:
         )
 
     async def _info(self, session: Session, request: InfoRequest) -> SessionInfo:
-        history, num_answered = session.history, session.num_answered  # soon they may be read anew
-        if history.closed:  # what waits belongs to the next session of this name
+        history, num_answered = session.history, session.num_answered  # both may change during an await
+        if history.closed:  # waiting requests belong to the next session of this name
             history = self._fold.begin(datetime.now(UTC))
         waiting, num_waiting = await session.log.waiting(session.active, request.skip, request.limit)
         key, active = session.key, session.active
@@ -183,14 +183,14 @@ class Control:
         )
 
     def _snapshot(self, key: SessionKey, history: History) -> str | UnsetType:
-        """Name the last stored snapshot of a session's tokens."""
+        """Return the digest of the longest stored snapshot of a session's tokens; UNSET if there is none."""
         if self._store is None or self._engine.refusal(history.policy) is not None:
             return UNSET
         tokens = history.tokens
         try:
             match = self._store.match(self._store.chain(key.tenant, history.policy, tokens), tokens)
         except CutOffError:
-            return UNSET  # what was left out has no snapshots any more
+            return UNSET  # tokens that the history leaves out have no snapshots any more
         self._store.release(match)
         return match.nodes[-1].digest.hex() if match.nodes else UNSET
 

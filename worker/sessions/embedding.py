@@ -1,7 +1,7 @@
-"""Answers `embed` and `rerank` requests: each text or document is a prompt that leaves nothing behind.
+"""Answers `embed` and `rerank` requests: each text or document is a prompt whose KV is not kept.
 
-A request takes one of its tenant's places (`shares`), and its prompts run in pieces between those of
-sessions, so it delays running answers no more than a prompt does. Event loop only.
+A request counts as one session of its tenant (`shares`), and its prompts are prefilled in pieces between
+those of sessions, so it delays running answers no more than a session's prompt does. Event loop only.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 #: Size of a number of a vector in a reply: 32 bits in base64.
 _NUMBER_BYTES: Final = 16 / 3
-#: The part of a reply that vectors may fill.
+#: The share of a reply's bytes that vectors may fill.
 _FILLED: Final = 0.9
-#: Lists come behind single texts, for which somebody is likely to wait.
+#: Requests with several texts run after those with one, for which a user is more likely to wait.
 _LIST_PRIORITY: Final = -1
-#: The prompt that Qwen3-Reranker was trained with, as its authors' page has it.
+#: The prompt that Qwen3-Reranker was trained with, as its authors published it.
 _JUDGE: Final = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
     'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -44,7 +44,7 @@ _INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that
 
 
 class Embedder:
-    """Makes the vectors of one worker's model, or the scores if it is a reranker."""
+    """Computes vectors with the worker's model, or relevance scores if the model is a reranker."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class Embedder:
         vocab_size: int,
         max_bytes: int,
     ) -> None:
-        """`refusal` says why the model makes no vectors; one has `size` numbers, a reply `max_bytes`.
+        """`refusal` says why the model makes no vectors; a vector has `size` numbers, a reply `max_bytes`.
 
-        `judging` names its logits of yes and no, or the one of a pair of texts; or says why it has none.
+        `judging` are the logits that score a document (yes and no, or one); a string says why there are none.
         """
         self._engine = engine
         self._tokenizer = tokenizer
@@ -79,7 +79,7 @@ class Embedder:
     async def answer(
         self, tenant: str, request: EmbedRequest | RerankRequest
     ) -> Embedded | Reranked | Failed:
-        """Return the vectors of all inputs, or the scores of all documents; or why there are none."""
+        """Return the vectors of all inputs, or the scores of all documents; or a failure."""
         if isinstance(request, EmbedRequest):
             return await self._embed(tenant, request)
         return await self._rerank(tenant, request)
@@ -120,7 +120,7 @@ class Embedder:
         *,
         logits_of: tuple[int, ...] = (),
     ) -> list[bytes] | Failed:
-        """Return the vector of each prompt; `param` names the prompts in a refusal."""
+        """Return each prompt's vector, or the logits `logits_of` after it; `param` is for refusals."""
         for number, prompt in enumerate(prompts):
             if why := self._fault(prompt):
                 return failure(None, "invalid_request", f"{param}[{number}] {why}")
@@ -149,7 +149,7 @@ class Embedder:
         return [self._tokenizer.encode_whole(one) if isinstance(one, str) else one for one in inputs]
 
     def _judged(self, request: RerankRequest) -> list[Sequence[int]]:
-        """Return a prompt for each document; what only spells a special token is none."""
+        """Return a prompt for each document; text that spells a special token stays plain text."""
         known = self._tokenizer
         prompts: list[Sequence[int]] = []
         asked = [known.as_text(one) for one in (request.instruction or _INSTRUCTION, request.query)]
@@ -161,7 +161,7 @@ class Embedder:
         return prompts
 
     def _paired(self, request: RerankRequest) -> list[Sequence[int]]:
-        """Return the query with each document, as the tokenizer puts two texts together."""
+        """Return a prompt for each document: the query and the document, encoded as a pair of texts."""
         query, most = request.query, request.document_tokens
         return [self._tokenizer.encode_pair(query, one, most) for one in request.documents]
 
@@ -175,7 +175,7 @@ class Embedder:
 
 
 def _cut(vector: bytes, size: int) -> bytes:
-    """Return the first numbers of a vector, of length 1 again."""
+    """Return the first `size` numbers of a vector, scaled to length 1."""
     if len(vector) == 4 * size:
         return vector
     numbers = np.frombuffer(vector, "<f4")[:size]
@@ -183,6 +183,6 @@ def _cut(vector: bytes, size: int) -> bytes:
 
 
 def _share(yes: float, no: float = 0.0) -> float:
-    """Return the probability of the first of two logits, or of one."""
+    """Return the probability of the first of two logits (softmax), or of one logit alone (sigmoid)."""
     less = math.exp(-abs(yes - no))  # at most 1, so it does not overflow
     return (1.0 if yes >= no else less) / (1.0 + less)

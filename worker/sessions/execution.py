@@ -83,7 +83,7 @@ _RESULT_BYTES: Final = 4096
 
 _MOST_INPUT: Final = 8192
 
-#: Why an answer is given up that does not follow from its session any more.
+#: Why an answer is given up whose session is no longer the one on which it was begun.
 _LOST_BASE: Final = (
     "the NATS server has lost entries on which this answer was begun: it ends as it was streamed"
 )
@@ -110,10 +110,10 @@ class Execution:
         erasures: Erasures,
         erase_elsewhere: Callable[[SessionKey], Awaitable[Mapping[str, bool]]],
     ) -> None:
-        """`own_sampling` are the options that the model's authors recommend.
+        """`own_sampling` are the sampling options that the model's authors recommend.
 
         Without `placeholders`, messages with images and the like are refused. Published chunks are kept for
-        `token_ttl_s`. `erase_elsewhere` has other workers drop the KV of a session, and says which data
+        `token_ttl_s`. `erase_elsewhere` has other workers drop the KV of a session, and returns which data
         directories have none of it any more; `directory` identifies this worker's. An answer ends before its
         result takes more than `max_result_bytes` of the log.
         """
@@ -125,7 +125,7 @@ class Execution:
         self._retention = retention
         self._limits = limits
         self._max_answer_bytes = max(max_result_bytes - _RESULT_BYTES, max_result_bytes // 4)
-        #: Characters of an input's tokens in a result; longer ones are stored before it.
+        #: Most characters of an input's encoded tokens in a result; longer inputs are stored before it.
         self.most_input = min(_MOST_INPUT, max_result_bytes // 16)
         self._own_sampling = own_sampling
         self._placeholders = placeholders
@@ -140,7 +140,7 @@ class Execution:
     ) -> tuple[Result, History]:
         """Carry out a request that has passed `Fold.check`; return its result and the history after it.
 
-        Raises `RefusedError`, `DeviceFaultError` and `StoppingError`.
+        Raises `RefusedError`, `FencedError`, and what `EnginePort.run` raises.
         """
         match request:
             case Append():
@@ -158,7 +158,7 @@ class Execution:
                 return Rewound(id=request.id, seq=pending.seq, position=position, **seen(after)), after
 
     def fork(self, request: Open, of: ForkPoint, pending: Pending, parent: History) -> tuple[Result, History]:
-        """Open a session with tokens of `parent`, a whole history. Raises `RefusedError`."""
+        """Open a session that begins with tokens of `parent`, a whole history. Raises `RefusedError`."""
         if of.expect_position not in (None, parent.position):
             raise RefusedError(
                 "position_conflict",
@@ -183,14 +183,14 @@ class Execution:
         history: History,
         shared: Callable[[History], Awaitable[int]],
     ) -> tuple[Result, History]:
-        """Close a session. If it is forgotten, the KV of so many first tokens stays as `shared` says."""
+        """Close a session; a forget also erases its KV, except that of its first `shared(history)` tokens."""
         removed = await self._retention.note_close(key, forget=request.forget)
         closed = Closed(id=request.id, seq=pending.seq, position=history.position, removed_entries=removed)
         if not request.forget:
             self._engine.forget(key)
             return closed, self._fold.closed(history)
         # Erase before the result is stored: after a crash in between, the next attempt erases the rest.
-        # Nothing runs between the count and the removal: who shares the tokens may be forgotten any time.
+        # No await between count and removal: a session that shares the tokens may be forgotten any time.
         num_shared = await shared(history)
         erased = await self._engine.erase(key, history.tokens, num_shared)
         have = {**await self._erase_elsewhere(key), self._directory: erased.settled}
@@ -267,7 +267,7 @@ class Execution:
         published: Published,
         echo_bytes: int,
     ) -> tuple[Answer, Grammar | None, tuple[str, ...]]:
-        """Begin an answer with what is published of it; return its grammar and warnings, too."""
+        """Create an answer that begins with its published chunks; return its grammar and warnings, too."""
         prompt, policy = extended.history.tokens, extended.history.policy
         # Context and memory limit an answer; the tokens that a dead worker has published stay in any case.
         most = len(prompt) + request.max_tokens if policy.is_endless else self._limits.context_tokens
@@ -294,9 +294,9 @@ class Execution:
     async def _begun(
         self, key: SessionKey, request: Generate, pending: Pending, history: History
     ) -> tuple[Published, Input]:
-        """Read what a dead worker has published of an answer, and add the request's input.
+        """Read the chunks that a dead worker has published of an answer, and add the request's input.
 
-        Notes in `pending` if that cannot go on.
+        Sets `cancelled` or `given_up` of `pending` if the answer cannot continue. Raises `FencedError`.
         """
         async with task_group() as tasks:
             reading = pending.published or tasks.start_soon(
@@ -305,8 +305,8 @@ class Execution:
             extended = await self._extend(history, request)
             published = await reading
         if published.has_ended and await self._journal.last_seq(key, "out") > pending.after:
-            raise FencedError("the answer has a result already")  # which a replica that lags did not show
-        if published.is_sealed:  # another worker ends it too, or has died over it
+            raise FencedError("the answer has a result already")  # a lagging replica did not show it
+        if published.is_sealed:  # another worker is ending it, or died while ending it
             pending.cancelled = True
         pending.base = history.digest()
         if published.num_tokens and published.base not in ("", pending.base):
@@ -316,9 +316,9 @@ class Execution:
     async def _end_foreign(
         self, key: SessionKey, request: Generate, pending: Pending, history: History, published: Published
     ) -> tuple[Result, History]:
-        """End an answer that a model with another tokenizer has begun, as it was streamed.
+        """End an answer that a model with another tokenizer has begun; its result is the published part.
 
-        The session gets it as a message, in tokens of its own.
+        The session gets that part as a message, tokenised for this model.
         """
         await self._journal.chunks.seal(
             key, request.id, pending.seq, published.last_seq, server=pending.server
@@ -332,9 +332,9 @@ class Execution:
     async def _score(
         self, key: SessionKey, pending: Pending, prompt: History, scores: Scores
     ) -> TurnResult | None:
-        """Prefill a prompt and fill its scores, unless it is cancelled; None if there is nothing to do.
+        """Prefill a prompt and fill its scores; return None if they are filled already, or it was cancelled.
 
-        A turn of its own, like an append's: the answer may be complete already, or there is none.
+        This is a turn of its own, like an append: the answer may be complete already, or have no tokens.
         """
         if scores.end >= prompt.position:
             return None
@@ -380,10 +380,10 @@ class Execution:
         chunks: AnswerStream,
         warnings: tuple[str, ...],
     ) -> TurnResult | None:
-        """Run the answer to its end.
+        """Sample the answer to its end.
 
-        Its first chunk has the `warnings`. Returns None if it is already complete, or was cancelled before
-        its turn began.
+        Its first chunk gets the `warnings`. Returns None if the answer is complete already, or was cancelled
+        before its turn began.
         """
         if answer.finish_reason is not None:
             return None
@@ -414,10 +414,10 @@ async def _settle(
     *,
     is_begun_by_other: bool,
 ) -> None:
-    """Give an answer its finish reason, after its turn."""
+    """Set an answer's finish reason after its turn; if the answer was ended early, seal its chunks."""
     if answer.finish_reason == "stop" and grammar and answer.tokens[-1] in answer.end_tokens:
         followed = await in_thread(grammar.follow, answer.tokens[:-1])
-        if not followed.is_complete:  # a limit of the grammar's was reached
+        if not followed.is_complete:  # the grammar reached one of its limits
             answer.finish_reason = "length"
     if answer.finish_reason is None:
         late = pending.expired and not pending.cancelled
@@ -427,7 +427,7 @@ async def _settle(
 
 
 def _whole_calls(parts: Sequence[CallPart]) -> tuple[Called, ...]:
-    """Return the calls that were published whole."""
+    """Return the tool calls of which all parts were published."""
     found = []
     for _, run in groupby(parts, lambda part: part.index):
         first, *rest = run
@@ -439,7 +439,7 @@ def _whole_calls(parts: Sequence[CallPart]) -> tuple[Called, ...]:
 
 
 def _together(scored: TurnResult | None, sampled: TurnResult | None) -> TurnResult | None:
-    """Return the costs of a prompt's turn and of its answer's, which finds the prompt's KV."""
+    """Add up the costs of a prompt's turn and of its answer's turn, which reuses the prompt's KV."""
     if scored is None or sampled is None:
         return scored or sampled
     prefill_s = scored.prefill_s + sampled.prefill_s
@@ -447,7 +447,7 @@ def _together(scored: TurnResult | None, sampled: TurnResult | None) -> TurnResu
 
 
 def _known(said: TokenLogprob | None) -> tuple[float | None, list[tuple[int, float]]]:
-    """Return what a published chunk says of a token, as `Answer.push` takes it."""
+    """Return a published token's logprob and likeliest tokens in the form that `Answer.push` takes."""
     return (said.logprob, [(one.id, one.logprob) for one in said.top]) if said is not None else (None, [])
 
 

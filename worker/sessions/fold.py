@@ -1,8 +1,8 @@
-"""How requests and results change a session's history. Pure: no I/O, no device.
+"""Computes how requests and results change a session's history. Pure: no I/O, no device.
 
 A session is the fold of its log: its answered requests are applied in the order of their sequences, each with
-its result. Results have the tokens, so that is arithmetic: no text is rendered or tokenised. Live requests
-find their tokens with the model's tokenizer (`extend`), and come to the same history.
+its result. Results contain the tokens, so replaying them renders and tokenises no text. New requests are
+tokenised with the model's tokenizer (`extend`), which leads to the same history.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Fold:
     ) -> None:
         """Sessions that choose no cache policy begin with `policy`. The tokenizer is that of `model`.
 
-        Unless it `takes_over`, it refuses to extend sessions of other models.
+        Unless `takes_over`, `extend` refuses sessions that another model has answered.
         """
         self.policy = policy
         self.model = model or Model(name="model")
@@ -93,7 +93,7 @@ class Fold:
             )
         elif gone and (
             isinstance(request, Rewind) or (isinstance(request, Close) and not request.cancel)
-        ):  # what would have begun it may have been cancelled by the close
+        ):  # a close that cancels may have cancelled the request that would have begun the session
             raise RefusedError(
                 "unknown_session", "there is no such session; an append or a generate starts one"
             )
@@ -112,7 +112,7 @@ class Fold:
     def extend(self, history: History, request: Append | Generate, answer: Message | None = None) -> Input:
         """Add a request's input, and for a generate the answer header, or its `answer` as a message.
 
-        The tokens of another tokenizer are replaced: what was said is rendered and tokenised anew.
+        If the session has another tokenizer's tokens, the whole conversation is rendered and tokenised anew.
 
         Raises `RefusedError` for tokens outside the vocabulary and for messages that the chat template
         refuses, and `CutOffError`.
@@ -150,7 +150,7 @@ class Fold:
     def answered(
         self, extended: History, request: Generate, tokens: Sequence[int], message: Message
     ) -> History:
-        """Add an answer's tokens, and what they say."""
+        """Add an answer's tokens to the history, and its `message` to the conversation."""
         keeps = request.reasoning.keep
         conversation = extended.conversation.answered(extended.tokens, tokens, message, keeps_reasoning=keeps)
         return replace(extended, conversation=conversation, tokens=extended.tokens + tokens, exists=True)
@@ -162,14 +162,14 @@ class Fold:
     def forked(self, whole: History, parent: Parent, tags: tuple[str, ...] = ()) -> History:
         """Start a session with the first tokens of its parent, given the parent's `whole` history.
 
-        At a position inside an answer or a prompt this is what a rewind to that position leaves. Raises
-        `CutOffError`.
+        The fork equals the parent after a rewind to the fork's position, which may be inside an answer or a
+        prompt. Raises `CutOffError`.
         """
         begun = self.rewound(whole, parent.position)
         return replace(begun, tokens=begun.tokens.apart(), parent=parent, tags=tags)
 
     def closed(self, history: History) -> History:
-        """End a session. Its tokens are kept only for its position."""
+        """Mark a session as closed. The history keeps its tokens only for its position."""
         return replace(history, closed=True)
 
     def rewound(self, history: History, position: int) -> History:
@@ -187,8 +187,8 @@ class Fold:
     ) -> History:
         """Return the history after a request, given its result and the `history` before the request.
 
-        `base` is what the request, if it opened a fork, took from the parent; `packed` its input, if that is
-        not in the result. Tokenises nothing.
+        `base` is the parent's history that an opened fork begins with; `packed` are the encoded tokens of the
+        request's input, if the result does not contain them. Tokenises nothing.
 
         Raises `DivergedError` if the result does not follow from the history, and `CutOffError`.
         """
@@ -234,7 +234,7 @@ class Fold:
         change: Change,
         packed: str | None,
     ) -> History:
-        """Add the input of a request that was answered, as its result has it."""
+        """Add the input tokens of an answered request, taken from its result or `packed`."""
         try:
             added = from_compact(change.input if packed is None else packed)
         except ValueError as error:
@@ -261,7 +261,7 @@ class Fold:
         model: Model | None,
         answer: Message | None,
     ) -> History:
-        """Return the history with a request's input, given the `tokens` with it. Tokenises nothing."""
+        """Return the history after a request's input, given all `tokens` up to its end. Tokenises nothing."""
         tools = None if request.tools is None else msgspec.to_builtins(request.tools)
         conversation = history.conversation.with_extras(tools, request.chat_template_kwargs)
         end, is_rewritten = len(tokens) - num_given, kept < history.position
@@ -287,7 +287,7 @@ class Fold:
     def _said(
         self, request: Append | Generate, conversation: Conversation, noted: Counter[str]
     ) -> list[Said]:
-        """Return a request's messages in the form that the template renders; `noted` counts what differs."""
+        """Return a request's messages in the form that the template renders; `noted` counts the changes."""
         messages = [message.as_sent() for message in request.messages or ()]
         adapted = self._tokenizer.adapted(messages, conversation.last_message, noted)
         return [Said(message, request.special_tokens is True) for message in adapted]
@@ -296,7 +296,7 @@ class Fold:
         return [Said(one) for one in self._tokenizer.adapted([answer], {"role": "user"}, Counter())]
 
     def _check_model(self, history: History) -> None:
-        """Raise `RefusedError` if the session is another model's, and not to be taken over."""
+        """Raise `RefusedError` if another model answered the session and it may not be taken over."""
         last, own = history.model, self.model
         if self._takes_over or not history.position or last is None or digests_of(last) == digests_of(own):
             return
@@ -307,9 +307,9 @@ class Fold:
         )
 
     def _tokenised_anew(self, history: History) -> tuple[History, int]:
-        """Render and tokenise all that was said, for this tokenizer; also count the raw content at the start.
+        """Tokenise the whole conversation for this tokenizer; also count the tokens up to its last raw part.
 
-        Raises `RefusedError` if some of it is known as tokens only, `TemplateError`, and `CutOffError`.
+        Raises `RefusedError` if a part is known as tokens only, `TemplateError`, and `CutOffError`.
         """
         conversation, tokens, num_raw = history.conversation.emptied(), as_tokens(), 0
         for part in history.conversation.parts():
@@ -338,7 +338,7 @@ class Fold:
         answer: Message | None,
         warnings: list[str],
     ) -> Iterator[Edit]:
-        """List the edits of a request: tools, its input, for a generate the answer header or the answer."""
+        """Yield a request's edits of the history: tools, input, a generate's answer header or answer."""
         if request.tools is not None or request.chat_template_kwargs is not None:
             tools = None if request.tools is None else msgspec.to_builtins(request.tools)
             if tools and not self._tokenizer.dialect.renders_tools:
@@ -370,9 +370,9 @@ class Fold:
                 yield lambda state: self._begin_answer(state, request)
 
     def _begin_answer(self, state: History, request: Generate) -> tuple[Conversation, Addition]:
-        """Add the beginning of the answer, which the request gives.
+        """Add the beginning of the answer that the request gives (`prefix`).
 
-        Where there may be no reasoning, one that the assistant header has opened ends before.
+        If the request allows no reasoning, first end a reasoning part that the answer header has opened.
         """
         text = request.prefix if request.special_tokens else self._tokenizer.as_text(request.prefix)
         tokens = self._tokenizer.encode(text, at_start=not state.tokens)
@@ -389,7 +389,7 @@ class Fold:
         return begun, Addition(state.position, tokens)
 
     def _as_message(self, state: History, answer: Message) -> tuple[Conversation, Addition]:
-        """Add an answer that the session has no tokens of."""
+        """Add an answer that another tokenizer's model has begun, tokenised for this model."""
         if state.conversation.has_messages:
             return state.conversation.add_said(state.tokens, self._answer_said(answer))
         return self._raw(state, self._tokenizer.encode(answer["content"], at_start=not state.tokens))
@@ -408,7 +408,7 @@ class Fold:
 
 
 def _is_foreign(history: History, model: Model | None) -> bool:
-    """Whether a session has tokens, and they are those of another tokenizer than the model's."""
+    """Whether a session has tokens that were made with another tokenizer than the model's."""
     last = history.model
     if last is None or model is None or not history.position:
         return False
@@ -416,7 +416,7 @@ def _is_foreign(history: History, model: Model | None) -> bool:
 
 
 def _begun(history: History, result: Appended | Generated) -> History:
-    """Return the history before a result, with the policy that the session keeps from this result on."""
+    """Return the history before a result; a result that begins the session sets its cache policy."""
     return history if history.exists else replace(history, policy=_recorded(result))
 
 

@@ -1,6 +1,6 @@
-"""What form an answer has: the grammar that it must follow, and how it is divided into its parts.
+"""Builds an answer's grammar, and the splitter that divides it into reasoning, tool calls and text.
 
-A grammar comes of its `response_format`, calls of tools and the end of reasoning; `worker.text.grammar`
+A grammar combines the `response_format`, calls of tools and the end of reasoning; `worker.text.grammar`
 compiles it. Event loop only.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from .history import History
 
-#: The markers of a reasoning in harmony; more messages may stand between it and the text.
+#: The markers around reasoning in the harmony format; more messages may follow before the text.
 _ANALYSIS: Final = ("<|channel|>analysis<|message|>", "<|end|>")
 
 
@@ -47,10 +47,10 @@ class Formats:
         self._grammars = Grammars(tokenizer)
 
     def splitter(self, place: str, request: Generate, prompt: History) -> Splitter | None:
-        """Return what splits the answer into its parts; None if it is all text.
+        """Return the splitter of an answer; None if the whole answer is text.
 
-        `place` is that of the request in the log, which ids of calls follow from. Raises `RefusedError` if
-        the session lacks the tools that the request wants to be called.
+        `place` names the request's place in the log; the ids of calls are derived from it. Raises
+        `RefusedError` if the session lacks the tools that the request requires.
         """
         conversation = prompt.conversation
         tools = conversation.plain_tools
@@ -90,9 +90,9 @@ class Formats:
     async def grammar(
         self, request: Generate, prompt: History, *, splits: bool
     ) -> tuple[Grammar | None, tuple[str, ...]]:
-        """Return what the answer must follow, None if anything, and warnings about what has no effect.
+        """Return the answer's grammar, None if it may be anything, and warnings about options without effect.
 
-        `splits` says that reasoning and calls are told apart from text. Raises `RefusedError`.
+        `splits` says that a splitter separates reasoning and calls from text. Raises `RefusedError`.
         """
         tools = prompt.conversation.plain_tools if splits and request.tool_choice != "none" else []
         is_forced = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
@@ -166,7 +166,7 @@ class Formats:
     def _behind_reasoning(
         self, request: Generate, prompt: History, grammar: Grammar | None, *, may_call: bool
     ) -> Grammar | None:
-        """Let a grammar, of calls if `may_call`, begin behind the reasoning, which ends after its budget."""
+        """Wrap a grammar, of calls if `may_call`, to begin after the reasoning, which ends at its budget."""
         tokenizer, budget = self._tokenizer, request.reasoning.budget
         is_harmony = tokenizer.dialect.is_harmony
         pair, is_begun = tokenizer.dialect.reasoning, prompt.conversation.in_reasoning(prompt.tokens)
@@ -193,12 +193,12 @@ class Formats:
 
 
 def is_prefix_final(request: Generate) -> bool:
-    """Whether the given beginning of the answer is text, with no reasoning before it."""
+    """Whether the request gives the beginning of the answer's text, with no reasoning before it."""
     return bool(request.prefix) and request.reasoning.budget == 0
 
 
 def _answer_rule(request: Generate) -> str:
-    """Return the rule of an answer that calls nothing. Raises `GrammarError`."""
+    """Return the grammar rule of an answer without tool calls. Raises `GrammarError`."""
     match request.response_format:
         case None | TextFormat():
             return "text"

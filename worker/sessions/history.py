@@ -1,4 +1,4 @@
-"""A session's tokens and conversation, and what is added to them. Pure values; `fold` computes them."""
+"""A session's history (tokens and conversation) and added inputs. Pure values; `fold` computes them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
     Edit: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
 
-#: Last tokens that a session under a window keeps for guesses at its answers, which match earlier text.
+#: Last tokens that a session under a window keeps in memory, for drafts that repeat earlier text.
 KEPT: Final = 16_384
 
 
 def unread(messages: Sequence[ChatMessage]) -> list[Warned]:
-    """List the parts of messages that are no text."""
+    """List the message parts that are not text, such as images."""
     found: list[Warned] = []
     for number, message in enumerate(messages):
         if message.sent is not None and isinstance(content := message.sent.get("content"), list):
@@ -66,7 +66,7 @@ class History:
     """A session's tokens and the state of its conversation.
 
     `policy` says which of the tokens the model sees; while the session does not exist, it is the default. A
-    fork has a `parent`; `tags` are those of the session's `open`. `model` is that of the last turn.
+    fork has a `parent`; `tags` are those of the session's `open`. `model` made the last turn.
     """
 
     conversation: Conversation
@@ -90,7 +90,7 @@ class History:
     def shortened(self, *, tokens: bool = True) -> History:
         """Return the history without the parts that only a rewind or a prefill after lost KV needs.
 
-        This saves memory, and the time to read them; those operations then raise `CutOffError`. Under a
+        This saves memory and time to load them; the two operations then raise `CutOffError`. Under a
         policy for endless sessions, `tokens` that the model no longer sees are left out too, except the last
         `KEPT`.
         """
@@ -102,7 +102,7 @@ class History:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is left out."""
+        """Whether the history has all tokens and the whole conversation; see `shortened`."""
         return not (self.conversation.begins or self.tokens.held_from)
 
 
@@ -115,12 +115,12 @@ def seen(history: History) -> dict[str, Any]:
 
 
 def digests_of(model: Model) -> str:
-    """Return what identifies a model, whatever its name."""
+    """Return the digests of a model's weights and tokenizer, which identify it whatever its name."""
     return f"{model.weights} {model.tokenizer}".strip()
 
 
 def spoken(text: str, reasoning: str, calls: Sequence[Called]) -> Message:
-    """Return the message of an answer, for a chat template."""
+    """Build an answer's message for a chat template."""
     message: Message = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -134,8 +134,8 @@ class Input:
     """A history with a request's input added; its first `kept` tokens are unchanged.
 
     Its last `num_given` tokens are the beginning of the answer, which the request gives. If the session was
-    tokenised anew, for another tokenizer, its first `num_raw` tokens are raw content. `warnings` say
-    what the model is told in another form than the request has.
+    tokenised anew, for another tokenizer, its first `num_raw` tokens are raw content. `warnings` name the
+    content that the model gets in another form than the request's.
     """
 
     history: History
@@ -147,5 +147,5 @@ class Input:
 
     @cached_property
     def change(self) -> Change:
-        """Say in the result which tokens of the session the request has kept and added."""
+        """The result's field `change`: which of the session's tokens the request kept, and which it added."""
         return Change(kept=self.kept, input=to_compact(self.history.tokens[self.kept :]), raw=self.num_raw)

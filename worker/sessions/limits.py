@@ -1,6 +1,6 @@
-"""What a request may ask of this worker: its model, its KV, and the sizes that its settings allow.
+"""Checks requests against this worker's limits: those of its model, its KV memory and its settings.
 
-`execution` asks before anything runs on the device. Event loop only.
+`execution` calls the checks before anything runs on the device. Event loop only.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from .port import EnginePort
 
 
-#: Cache policies that clients may choose until the worker restarts: each takes memory, and time of a forget.
+#: Most different cache policies until the worker restarts: each takes memory, and slows down a forget.
 MOST_POLICIES: Final = 64
 
 
 class Limits:
-    """Refuses requests that could never run here."""
+    """Refuses requests that this worker could never run, by raising `RefusedError`."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class Limits:
         kv_bits: int | None,
         refusal: str | None = None,
     ) -> None:
-        """`default` is the policy of sessions that ask for none.
+        """`default` is the policy of sessions that choose none.
 
         `context_tokens` is the most that a session under `full` or `paged` may hold, `vocab_size` bounds
         token ids. `kv_bits` is the precision of this worker's KV; None is full precision. A `sink_window` is
         refused if its window is smaller than `block_tokens`, or larger than `context_tokens` together with
-        its sink. A `refusal` says why no session can run.
+        its sink. `refusal`, if given, says why no session can run.
         """
         self.context_tokens = context_tokens
         self.vocab_size = vocab_size
@@ -77,7 +77,7 @@ class Limits:
             )
 
     def chosen(self, cache: CachePolicy) -> Policy:
-        """Return the policy that an `open` asks for.
+        """Return the policy that an `open` chooses.
 
         Raises `RefusedError` if the request contradicts itself.
         """

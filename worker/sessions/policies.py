@@ -30,7 +30,7 @@ def chosen(cache: CachePolicy, default: Policy) -> Policy:
 
 
 def misfit(policy: Policy, *, block_tokens: int, context_tokens: int) -> str | None:
-    """Say why a worker with these block and context sizes cannot serve a policy; None if it can."""
+    """Return why a worker with these block and context sizes cannot serve a policy; None if it can."""
     if policy.window is None:
         return None
     if policy.window < block_tokens:

@@ -1,6 +1,6 @@
-"""What sessions ask of the device, and what they get: the port that `worker.device.engine` implements.
+"""The interface between sessions and the device, which `worker.device.engine` implements.
 
-Sessions know nothing else of the device; the simulation has one of its own behind this port.
+Sessions know nothing else of the device; the simulation implements this port with a device of its own.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class StoppingError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """One append, or a generate, which has an `answer`.
+    """A turn that the device is to run: an append, or a generate, which has an `answer`.
 
     `context` are all tokens of the session up to where sampling starts. Tokens that the answer already holds
     were published before a crash; they are the end of the context. Higher priorities come first. With
-    `scores`, an append fills them for all tokens of the context; with `embedding`, it sets that of the last
-    token but one, and stores nothing.
+    `scores`, an append fills them for all tokens of the context; with `embedding`, it computes the vector of
+    the last token but one, and stores no KV.
     """
 
     key: SessionKey
@@ -63,13 +63,13 @@ class Asked:
 
     @property
     def max_new(self) -> int:
-        """The most tokens that come behind the context."""
+        """The most tokens that the answer may still add after the context."""
         return 0 if self.answer is None else self.num_prompt + self.answer.max_tokens - len(self.context)
 
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """The cost of a turn. `num_cached` prompt tokens already had KV; `num_prefilled` were run.
+    """The cost of a turn. `num_cached` prompt tokens already had KV; `num_prefilled` were prefilled.
 
     `complete` says that the turn was not cancelled before its whole context had KV. `started_s` and
     `first_token_s` are readings of the monotonic clock.
@@ -89,7 +89,7 @@ class EnginePort(Protocol):
 
     @property
     def max_bytes(self) -> int:
-        """The device memory that all KV may take."""
+        """The bytes of device memory that all KV may take."""
 
     async def run(
         self,
@@ -98,9 +98,9 @@ class EnginePort(Protocol):
         publish: Publish | None = None,
         phases: list[Phase] | None = None,
     ) -> TurnResult | None:
-        """Bring the KV of a context onto the device, then sample the answer behind it, if there is one.
+        """Load or prefill the KV of a context, then sample the answer after it, if there is one.
 
-        There must be no `refusal` of the policy. `publish(chunk)` is awaited for the answer's new tokens,
+        The policy must have no `refusal`. `publish(chunk)` is awaited for the answer's new tokens,
         several at a time if it is slower than the device. Returns None if the turn was `cancelled()` before
         it reached the device; later, `cancel` ends it with the tokens so far. The phases of the turn's time
         are appended to `phases`, even if the turn fails. Raises `DeviceFaultError`; `NoMemoryError`;
@@ -111,10 +111,10 @@ class EnginePort(Protocol):
     async def embed(
         self, key: SessionKey, tokens: Tokens, *, priority: int = 0, logits_of: tuple[int, ...] = ()
     ) -> bytes:
-        """Return the vector of a prompt, or the logits of some tokens behind it; see `Embedding`.
+        """Return a prompt's vector, or the logits of the tokens `logits_of` after it; see `Embedding`.
 
-        All calls ask for the same tokens, or none for any. No session may have this key; nothing of it stays
-        on the device. Raises what `run` raises.
+        All calls must pass the same `logits_of`. No session may have this key; no KV of the prompt stays on
+        the device. Raises what `run` raises.
         """
 
     def cancel(self, key: SessionKey) -> None:
@@ -130,10 +130,10 @@ class EnginePort(Protocol):
         """Return why this worker cannot serve a session under a policy; None if it can."""
 
     def size_bytes(self, num_tokens: int, policy: Policy = FULL) -> int:
-        """Count the device memory that the KV of `num_tokens` takes."""
+        """Return the bytes of device memory that the KV of `num_tokens` takes."""
 
     def ever_fits(self, size_bytes: int) -> bool:
-        """Whether so much KV could be on the device, if nothing else was."""
+        """Whether KV of this size fits onto a device that holds no other KV."""
 
     def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
         """Count the bytes of resident KV that a session with these tokens can reuse."""
@@ -147,5 +147,5 @@ class EnginePort(Protocol):
     async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
         """Drop a session's KV from the device and its snapshots from SSD. Takes 2 s at most.
 
-        The snapshots of the first `shared` tokens stay. Drops the rest before the first wait.
+        The snapshots of the first `shared` tokens stay. The rest is dropped before the first await.
         """

@@ -1,6 +1,6 @@
-"""The echo of a generate: what the model says of the tokens that the request adds before its answer. Pure.
+"""Builds the echo of a generate: the logprobs of the tokens that the request adds before its answer. Pure.
 
-`execution` fills the scores on the device.
+`execution` has the device compute them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     from .history import Input
 
-#: Tokens that one result may speak of.
+#: Most prompt tokens whose logprobs one result may contain.
 MOST_ECHOED: Final = 8192
-#: Size of one of them as JSON, and of one likeliest token in its place.
+#: Size of one such token as JSON, and of each of the likeliest tokens in its place.
 _TOKEN_BYTES: Final = 80
 
 
 def echo_of(request: Generate, extended: Input, max_bytes: int) -> tuple[Scores | None, int]:
-    """Return the scores to fill, None if no echo is asked for, and about how many bytes they will take.
+    """Return the scores to fill (None without an echo), and about how many bytes of the result they take.
 
     `max_bytes` limits the answer, of which an echo takes half at most. Raises `RefusedError`.
     """
@@ -46,7 +46,7 @@ def echo_of(request: Generate, extended: Input, max_bytes: int) -> tuple[Scores 
 
 
 def told(scores: Scores | None, extended: Input, answer: Answer) -> tuple[PromptToken, ...]:
-    """Write what is said of each new token, nothing of a session's first one. Empty unless all are known."""
+    """Return each new token with its logprob (none for a session's first); empty until all are known."""
     tokens = extended.history.tokens
     if scores is None or scores.end < len(tokens):
         return ()

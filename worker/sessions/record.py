@@ -59,11 +59,11 @@ class Pending:
 
     `request` is None if the body is invalid; then `error` says why, and `named` is the body's id, if any. If
     the request repeats an answered id, `first` is the body of that id's first result. `stored` is the time at
-    which the log stored the request. `held` is what was not yet published when an answer was ended early;
+    which the log stored the request. `held` is the part of an answer, ended early, that is not published yet;
     `published` is the task, if any, that reads the answer's chunks from the token stream. `after` is the
     session's last known result when the request was begun, `base` the digest of the history, and `server` the
-    server process that the session was read from. `given_up` says why the answer ends with what was streamed
-    of it, if it does. Three fields are for spans: `parent` names the publisher's span, `phases` are the parts
+    server process that the session was read from. `given_up` says why the answer ends with its published
+    part, if it does. Three fields are for spans: `parent` names the publisher's span, `phases` are the parts
     of the turn's time, and the first `num_resumed` tokens of the answer come from a worker that has died.
     """
 
@@ -123,7 +123,7 @@ class Pending:
         return str(self.request.__struct_config__.tag) if self.request else "invalid"
 
 
-#: Results between two checkpoints; to open a session folds about as many.
+#: Results between two checkpoints; opening a session replays about as many.
 _CHECKPOINT_EVERY: Final = 512
 
 
@@ -149,7 +149,7 @@ class Record:
         self.history: History = fold.begin(datetime.fromtimestamp(0, UTC))
         self.answered_ids = AnsweredIds()
         self.pending: deque[Pending] = deque()
-        #: Whether all results were read; before, there may be results behind `out_seq`.
+        #: Whether all results were read; until then the log may have results after `out_seq`.
         self.folded = False
         #: Whether another worker stored a result since: then this record is stale.
         self.overtaken = False
@@ -168,9 +168,9 @@ class Record:
         self._first_in = 0  # the first request that was read, or the checkpoint's
         self._last_out = 0  # the entry of `out` that was read or stored last; 0 if unknown
         self._is_begun = False  # whether a result was read that changed the session
-        self._lost_results: list[tuple[int, int]] = []  # each behind which one
+        self._lost_results: list[tuple[int, int]] = []  # (the last result before it, the lost one)
         self._early: dict[int, _EarlyResult] = {}
-        self._cancelled_before = 0  # a close in the log ends what was asked before it
+        self._cancelled_before = 0  # a close at this sequence cancels the requests before it
         self._answered_unread: set[int] = set()  # unread requests that this worker has answered
         self._last_position = 0  # as the last result that changed the history says
         self._checkpoint_seq = 0  # the request of the checkpoint that the record started from
@@ -201,20 +201,20 @@ class Record:
         """Return the next checkpoint, of the history after the request at `in_seq`; None if none is due.
 
         The result of that request must contain a digest of the history. No checkpoint is due while an earlier
-        request is pending. What a checkpoint leaves out leaves the memory too.
+        request is pending. Parts that the checkpoint leaves out of the history are dropped from memory too.
         """
         waits = self.pending[0].seq < in_seq if self.pending else False
         if self._num_since_checkpoint < _CHECKPOINT_EVERY or self.diverged or waits or in_seq > self.in_seq:
             return None
         if not self.whole:
-            # All tokens of a log that was just read: their blocks have no names yet.
+            # Keep all tokens of a log that was just read: their blocks have no names yet.
             self.history = self.history.shortened(tokens=self._num_committed > 0)
         self._num_since_checkpoint = 0
         return Checkpoint(in_seq, self.history, self.answered_ids.copy())
 
     @property
     def unread_seq(self) -> int:
-        """The last request that has a known result and was not read yet; 0 if there is none."""
+        """Sequence of the last unread request whose result is known; 0 if there is none."""
         return max(self._early, default=0)
 
     def has_result(self, seq: int) -> bool:
@@ -235,7 +235,7 @@ class Record:
             self._note_holes(entry, recorded.result if recorded else None)
             seq = recorded.result.seq if recorded else None
             if seq and seq <= self._checkpoint_seq:
-                continue  # the checkpoint has it
+                continue  # the checkpoint includes it
             if recorded and seq and seq not in self._early and (seq > self.in_seq or seq in waiting):
                 self._early[seq] = recorded
                 found = True
@@ -245,9 +245,9 @@ class Record:
         return found
 
     def _note_holes(self, entry: Entry, result: Result | None) -> None:
-        """Note which results the log has lost: each names the one that it was stored behind.
+        """Note which results the log has lost: each result names the one before it.
 
-        Up to the removal of a closed session those may be gone that changed it, and its close.
+        Results up to a session's close may also be missing because the closed session is being removed.
         """
         before, self._last_out = self._last_out, entry.seq
         fence = entry.headers.get(EXPECT_HEADER, "")
@@ -262,15 +262,15 @@ class Record:
         return pending in self.pending or (pending.seq > self.in_seq and not self.has_result(pending.seq))
 
     def parts_of(self, seq: int) -> str | None:
-        """Return where the log has what the result of the unread request at `seq` has no room for."""
+        """Return the link to the long value beside the result of the unread request at `seq`; else None."""
         early = self._early.get(seq)
         return early.entry.headers.get(PARTS_HEADER) if early else None
 
     def add_requests(self, entries: Sequence[Entry], parts: Mapping[int, History | str | None]) -> None:
         """Add the next requests: apply those with a result, queue the others.
 
-        `parts` has what their results have no room for, by the sequence of the request: what a fork took from
-        its parent, or an input's tokens; None if that is gone.
+        `parts` has the long values beside their results, by the sequence of the request: the history that a
+        fork began with, or an input's encoded tokens; None if the value has left the log.
         """
         if self.in_seq == 0 and entries:
             self.history = self._fold.begin(_began(entries[0]))
@@ -283,7 +283,7 @@ class Record:
             self.in_seq = max(self.in_seq, entry.seq)
 
     def end_fold(self) -> None:
-        """Finish the first reading of the log: look for results whose request is gone."""
+        """Finish the first reading of the log: check for lost results, and for results of lost requests."""
         self.folded = True
         # Of a session that is being removed, the first requests go before their results.
         lost = [
@@ -314,7 +314,7 @@ class Record:
             self.answered_ids.add(pending.request.id, AnsweredAt(pending.seq, out_seq))
 
     def cancel_before(self, seq: int) -> None:
-        """Cancel the appends and generates before a close at `seq` that ends them."""
+        """Cancel the pending appends and generates before the close at `seq`, which cancels them."""
         self._cancelled_before = max(self._cancelled_before, seq)
         for pending in self.pending:
             self._cancel_early(pending)
@@ -427,7 +427,7 @@ def _changes_nothing(result: Result) -> bool:
 
 
 def _is_first(result: Result) -> bool:
-    """Whether no earlier request had the id. If that one leaves the log, its id is free again."""
+    """Whether no earlier request had the result's id. Once that request leaves the log, the id is free."""
     return result.repeat_of is None and not (isinstance(result, Failed) and result.code == "id_conflict")
 
 

@@ -1,4 +1,4 @@
-"""Builds the results of requests: what they have cost, and what has become of their session. Pure."""
+"""Builds the results of requests: their costs, and the session's state after them. Pure."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def opened(request: Open, pending: Pending, after: History) -> Opened:
 
 
 def turned(before: History, extended: Input, *, holds_answer: bool = False) -> dict[str, Any]:
-    """Build the fields of a result about the tokens and the model; `before` is the session before it."""
+    """Build a result's fields about the input's tokens and the model; `before` is the session before it."""
     model = extended.history.model
     previous = before.model if before.position and before.model != model else None
     return {
@@ -92,7 +92,7 @@ def withdrawn(pending: Pending, history: History, position: int) -> Result:
 def appended(
     pending: Pending, turn: TurnResult | None, before: History, extended: Input, live_bytes: int
 ) -> Appended:
-    """Build the result of an append; `live_bytes` are those before it, if no turn was needed."""
+    """Build the result of an append; without a `turn`, the session's resident KV is still `live_bytes`."""
     cached, prefilled = (turn.num_cached, turn.num_prefilled) if turn else (0, 0)
     return Appended(
         id=pending.id or "",

@@ -28,12 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What every session gets.
+    """The objects that every session uses.
 
     `ack` acknowledges the deliveries of a session that has answered all its requests; `disown` notes that
-    another worker has stored a result of one. `shares` limits how
-    many sessions of a tenant work at once, `reading` how many logs are read at once. `build` is a header of
-    every result.
+    another worker has stored a result of a session. `shares` limits how many sessions of a tenant work at
+    once, `reading` how many logs are read at once. `build` is a header of every result.
     """
 
     journal: Journal

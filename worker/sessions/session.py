@@ -69,7 +69,7 @@ _FRESH_S: Final = 0.25
 #: Memory of a session, and of each of its tokens: its id, and its text in the conversation.
 _SIZE_BYTES: Final = 12_000
 _TOKEN_BYTES: Final = 8
-#: Characters of the reason why an answer ends with what was streamed of it.
+#: Most characters of the reason why an answer was given up.
 _MAX_WHY: Final = 500
 
 
@@ -89,7 +89,7 @@ class Session:
     ) -> None:
         """`wake(session)` starts `run` in a task unless it runs already.
 
-        `parent` and `num_shared` are what a session has to know of others, see `Sessions`.
+        `parent` returns the history of a fork's parent, `num_shared` how many tokens others share.
         """
         self.key = key
         self._parent = parent
@@ -97,7 +97,7 @@ class Session:
         self._services = services
         self._wake = wake
         self._doubt = Doubt(key, services.attempts)
-        self._doubted_seq = 0  # the request that it would have refused, but another one has begun to answer
+        self._doubted_seq = 0  # the request that would be refused here, but is begun by another worker
         self.log = SessionLog(key, services, self._doubt)
         self.active: Pending | None = None
         self.num_users = 0  # users besides its task
@@ -137,9 +137,9 @@ class Session:
 
     @property
     def needed(self) -> Tokens | None:
-        """The tokens whose KV this session has a use for; None if it is closed, is being closed, or unknown.
+        """The tokens whose KV this session still needs; None if it is closed, closing, or not read.
 
-        Two sessions that are forgotten at the same time must not leave their common tokens to each other.
+        If closing sessions needed theirs, two forgotten at the same time would both keep their common tokens.
         """
         history = self.history
         is_closing = self.active is not None and isinstance(self.active.request, Close)
@@ -155,7 +155,7 @@ class Session:
 
     @property
     def next_request(self) -> Request | None:
-        """The next request; None if unknown."""
+        """The next request to answer; None if it is not known."""
         if self.log.record.pending:
             return self.log.record.pending[0].request
         with suppress(InvalidMessageError):
@@ -170,7 +170,7 @@ class Session:
         self._wake(self)
 
     def _end_before(self, delivery: Delivery) -> None:
-        """End what waits or runs, if the delivery is a close that cancels it."""
+        """Cancel the waiting and running requests if the delivery is a close that cancels them."""
         if not self.log.record.pending:
             return
         request = None
@@ -209,7 +209,7 @@ class Session:
                         asides.cancel_scope.cancel()
                     if not self.has_work:
                         await self._doubt.clear()
-                        self.log.check_fresh()  # an ack of what the server has lost would be its last word
+                        self.log.check_fresh()  # no ack if the server has lost the result: none would follow
                         if not self.has_work:  # a delivery that came meanwhile still needs the anchor
                             await self._services.ack(self.key)
                         if not self.has_work:  # else a delivery came meanwhile
@@ -218,7 +218,7 @@ class Session:
                 log.warning("this session was changed elsewhere; reading its log anew", why=str(error))
                 self.forget()
             except CutOffError:
-                self.log.reset(whole=True)  # a request needs an early part of it
+                self.log.reset(whole=True)  # a request needs an early part of the session
 
     def _read_ahead(self, asides: TaskGroup) -> Callable[[Pending], None]:
         """Start to read the published chunks of a delivered generate, while the log is being read.
@@ -262,14 +262,14 @@ class Session:
     async def cancel(self, request_id: str, asked: Pending | None = None) -> Cancelled | Failed:
         """Cancel a request that has no result yet; return once its result is in the log.
 
-        `asked` is the request, if this call has already asked for its end.
+        `asked` is the request, if an earlier try of this call has already marked it as cancelled.
         """
         try:
-            await self.refresh()  # the request may be younger than its delivery
+            await self.refresh()  # the request may be in the log before it is delivered
         except FencedError:
             self._stop_active()  # its result can no longer be committed
             raise
-        known = await self.log.find_answered(request_id)  # if so, the pending one is a repeat
+        known = await self.log.find_answered(request_id)  # then a pending request of this id is a repeat
         if known and asked is not None and asked.done.is_set():
             return await self._ended(known, "waiting")  # the session's task has committed it
         pending = None if known else await self.log.find_waiting(request_id)
@@ -278,7 +278,7 @@ class Session:
         pending.cancelled = True
         try:
             is_begun = await self._begun(pending)
-        except FencedError:  # by a worker, also this one, that has begun it meanwhile
+        except FencedError:  # a worker, perhaps this one, has begun it meanwhile
             return await self.cancel(request_id, asked=pending)
         if not is_begun:
             result = withdrawn(pending, self.history, self.log.record.position)
@@ -297,7 +297,7 @@ class Session:
         return await self._ended(known, "running")
 
     async def _ended(self, known: AnsweredRequest, was: Literal["running", "waiting"]) -> Cancelled | Failed:
-        """Say of a request whose end was asked for whether that ended it, or it was complete before."""
+        """Return `Cancelled` if the cancel ended the request, `Failed` if it was complete before."""
         body, result = await self._services.journal.get(known.at.out_seq), None
         with suppress(InvalidMessageError):
             result = decode_result(body) if body is not None else None
@@ -311,7 +311,7 @@ class Session:
     def forget(self) -> None:
         """Drop the session's state in memory, and its KV; the next `run` reads the log again."""
         self._services.disown(self.key)
-        if self.log.server == self._services.journal.server:  # else the log is mostly the same
+        if self.log.server == self._services.journal.server:  # after a restart the log is mostly the same
             self._services.engine.forget(self.key)
         self.log.reset()
 
@@ -323,14 +323,14 @@ class Session:
         """
         if pending is self.active:
             return True
-        # The next request may be too young for the record.
+        # The next request may not be in the record yet.
         is_next = all(pending.seq <= one.seq for one in self.log.record.pending)
         return is_next and (await self._is_streamed(pending) or pending is self.active)
 
     async def _is_streamed(self, pending: Pending) -> bool:
-        """Return whether clients may have seen tokens of a request; if not, nobody can publish any later.
+        """Return whether clients may have seen tokens of a request; if not, seal it, so that none can follow.
 
-        Raises `FencedError` if another worker does so meanwhile.
+        Raises `FencedError` if another worker publishes some meanwhile.
         """
         published, request = await self._published(pending), pending.request
         if isinstance(request, Generate) and not published.chunks:
@@ -345,7 +345,7 @@ class Session:
         self._services.device_lock.recheck()
 
     async def _published(self, pending: Pending) -> Published:
-        """Read the chunks of a request that clients may have seen."""
+        """Read a request's published chunks, which clients may have seen; only a generate has any."""
         request = pending.request
         if not isinstance(request, Generate):
             return Published([])
@@ -411,7 +411,7 @@ class Session:
                 note = note.then(pending.seq, await self._num_published(pending), is_first=is_first)
         if note.attempts > limit:
             if is_new:
-                await doubt.store(note)  # to end it may crash a worker too
+                await doubt.store(note)  # ending it may crash a worker too
             keeps = note.attempts == limit + 1
             why = "it has ended every worker that began it"
             return await self._give_up(pending, note.attempts - 1, why, keeps=keeps)
@@ -432,7 +432,7 @@ class Session:
     ) -> tuple[Result, History]:
         """Give up a request: store a dead letter for the operator, and return a failure.
 
-        With `keeps`, what was streamed of an answer becomes its result.
+        With `keeps`, the published part of an answer becomes its result.
         """
         log.error("giving up a request", seq=pending.seq, attempts=num_attempts, reason=reason)
         letter = DeadLetter(
@@ -452,7 +452,7 @@ class Session:
         return failed(pending, self.log.record.position, "internal", message), self.history
 
     async def _failure(self, pending: Pending, code: ErrorCode, why: str) -> tuple[Result, History]:
-        """Return a request's failure; or what was streamed of its answer, which clients have seen.
+        """Return a request's failure; or, if clients have seen a part of its answer, that part as its result.
 
         Raises `StoppingError`, `FencedError` and `CutOffError`.
         """
@@ -472,7 +472,7 @@ class Session:
     async def fail(self, error: Exception) -> None:
         """Count a failure for an unknown reason, and forget the session, so that its log is read again.
 
-        After `max_attempts` failures the next request is given up. If reading the log itself fails so often,
+        After `max_attempts` failures the next request is given up. If reading the log itself fails as often,
         requests are answered with `history_diverged`.
         """
         doubt, record = self._doubt, self.log.record
@@ -494,7 +494,7 @@ class Session:
             return await self._try(pending, history)
         except RefusedError as error:
             if self._doubted_seq != pending.seq and await self._is_streamed(pending):
-                # Once: its log may say why not, as when a closed session has left it meanwhile.
+                # Only once: the log, read again, may justify the refusal (a closed session was removed).
                 self._doubted_seq = pending.seq
                 raise FencedError("another worker has begun to answer what is refused here") from error
             return failed(pending, position, error.code, str(error)), history
@@ -505,7 +505,7 @@ class Session:
         except (StoppingError, FencedError, CutOffError):
             raise
         except Exception as error:
-            if self.log.is_stale:  # other entries may be where it has read
+            if self.log.is_stale:  # other entries may have taken the sequences that it has read
                 raise FencedError("the server has restarted") from error
             log.exception("a request failed for an unknown reason")
             return await self._failure(pending, "internal", f"{type(error).__name__}: {error}")
@@ -538,7 +538,7 @@ class Session:
     async def _count_shared(self, history: History) -> int:
         """Count the first tokens that another open session has too.
 
-        If this session may have crashed a worker, reading its parent may be what did.
+        If this session may have crashed a worker, its parent is not read, since that may be the cause.
         """
         parent = None if self._doubt.is_raised else history.parent
         return await self._num_shared(self.key, history.tokens, parent)
@@ -565,9 +565,9 @@ class Session:
         return msgspec.structs.replace(decode_result(body), seq=pending.seq, repeat_of=known.at.in_seq)
 
     async def _commit(self, pending: Pending, result: Result, history: History | None) -> bool:
-        """Store a result and the history after it, then wake all who wait for the result.
+        """Store a result and the history after it, then wake all tasks that wait for the result.
 
-        Takes and raises the same as `SessionLog.commit`. Returns False if that has stored nothing.
+        Raises what `SessionLog.commit` raises. Returns False if that has stored nothing.
         """
         closes = isinstance(result, Closed) and result.repeat_of is None
         committed = await self.log.commit(pending, result, history, closes=closes)
@@ -586,7 +586,7 @@ class Session:
         services = self._services
         is_given_up = isinstance(result, Generated) and result.finish_reason == "given_up"
         outcome = result.code if isinstance(result, Failed) else "internal" if is_given_up else "ok"
-        counted = outcome if outcome in ("ok", *ERROR_CODES) else "other"  # a repeat has any code of the log
+        counted = outcome if outcome in ("ok", *ERROR_CODES) else "other"  # a repeat may have an unknown code
         services.telemetry.requests[pending.type][counted] += 1
         services.telemetry.tenants.count_request(self.key.tenant, counted)
         if isinstance(result, Appended | Generated) and result.repeat_of is None:
@@ -600,8 +600,8 @@ class Session:
     async def _end_tokens(self, pending: Pending, request_id: str, held: Chunk | None) -> None:
         """Close an answer's token stream.
 
-        Publishes what was held back until a cancel. If that were published before the commit, the answer
-        could continue differently after a crash.
+        First publishes `held`, the text held back until a cancel. If it were published before the commit, the
+        answer could continue differently after a crash.
         """
         says = held is not None and (held.text or held.reasoning or held.tool_calls)
         rest = msgspec.structs.replace(held, seq=pending.seq) if held and says else None

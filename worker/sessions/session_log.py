@@ -61,22 +61,22 @@ class Committed(NamedTuple):
 
 
 class SessionLog:
-    """What this worker has read of one session's log. Event loop only; reads and commits exclude each other.
+    """Reads and extends one session's log. Event loop only; reads and commits exclude each other.
 
-    After a `FencedError` the record is not that of the log: `reset` it, then read the log again.
+    `record` is the state read so far. After a `FencedError` it is stale: `reset` it, then read the log again.
     """
 
     def __init__(self, key: SessionKey, services: Services, doubt: Doubt) -> None:
-        """`doubt` says whether the session may have crashed a worker; a reading can raise it."""
+        """`doubt` says whether the session may have crashed a worker; reading the log can raise it."""
         self.key = key
         self.record = Record(services.fold)
-        self.server = services.journal.server  # that the record was read from
+        self.server = services.journal.server  # the server process that the record was read from
         self.delivered: Delivery | None = None  # the first delivery since the log was read
         self._services = services
         self._doubt = doubt
         self._attachments = SessionAttachments(key, services.attachments)
         self._rung_seq = 0  # the newest request that is known to be in the log
-        self._rung_server = self.server  # that has it
+        self._rung_server = self.server  # the server process that has that request
         self._lock = Lock(fast_acquire=True)
 
     @property
@@ -127,7 +127,7 @@ class SessionLog:
                             record = self.reset(whole=True)
                             await self._fold(record)
                     except BaseException:
-                        self.reset()  # half read, answered requests would seem pending
+                        self.reset()  # in a half-read record, answered requests would seem pending
                         raise
             elif beyond_bell or (not record.pending and self.has_work):
                 await self._read_on(record)
@@ -149,7 +149,7 @@ class SessionLog:
             await doubt.begin()
 
     async def _read_log(self, record: Record) -> None:
-        """Do the work of `_fold`."""
+        """Read the log into an empty record: from a checkpoint, else from the beginning of the log."""
         journal, rung_seq = self._services.journal, self._rung_seq
         first_seq = 0  # the first request that was read, or the checkpoint's
         if record.diverged is None and not record.whole and (found := await self._attachments.find()):
@@ -180,7 +180,7 @@ class SessionLog:
         record.end_fold()
         if record.proven_seq and (checkpoint := record.next_checkpoint(record.proven_seq)):
             self._attachments.add(checkpoint)
-            # The next result must name it: a session may be put away after each, and would read ever more.
+            # The next result must name it: a session that is evicted after each result would read ever more.
             await self._attachments.stored()
         if not record.has_more:
             record.in_seq = max(record.in_seq, rung_seq)  # also if the entry was removed by now
@@ -203,7 +203,7 @@ class SessionLog:
             record.in_seq = max(record.in_seq, rung_seq)
 
     async def _parts(self, record: Record, requests: list[Entry]) -> dict[int, History | str | None]:
-        """Read what the results of these requests have no room for."""
+        """Read the long values beside the results of these requests, by the sequence of the request."""
         found: dict[int, History | str | None] = {}
         for entry in requests:
             if (link := record.parts_of(entry.seq)) is not None:
@@ -234,7 +234,7 @@ class SessionLog:
         record, history = self.record, self.record.history
         if history.is_whole:
             return history
-        # The record may have more soon, or be replaced: what counts is what it has now.
+        # The record may grow or be replaced meanwhile: read only up to its present end.
         last_in, last_out = record.in_seq, record.out_seq
         journal, whole, more = self._services.journal, Record(self._services.fold, whole=True), 1
         async with self._services.retention.lock(self.key):
@@ -272,7 +272,7 @@ class SessionLog:
     async def find_waiting(self, request_id: str) -> Pending | None:
         """Find a request without a result: first among the pending ones, then in the rest of the log.
 
-        Of requests with the same id it is the first: if that has a result, the others repeat it.
+        Of requests with the same id only the first counts: if it has a result, the others repeat that.
         """
         for pending in self.record.pending:
             if pending.id == request_id:
@@ -291,8 +291,8 @@ class SessionLog:
     async def check_unchanged(self) -> None:
         """Raise `FencedError` if another worker has stored a result since the log was read.
 
-        It may even have closed the session and removed it. Chunks that do not follow from the session could
-        not be taken back. Entries that are no results are skipped.
+        The other worker may even have closed and removed the session. To be called before the first chunk, as
+        published chunks cannot be taken back. Entries that are no results are skipped.
         """
         record, journal = self.record, self._services.journal
         async with self._lock:
@@ -313,7 +313,7 @@ class SessionLog:
                         return AnsweredRequest(request, found)
                 return None
             if answered.find(request_id) == found:
-                answered.drop(request_id)  # of a session that was forgotten
+                answered.drop(request_id)  # its session was forgotten
         return None
 
     async def commit(
@@ -321,14 +321,14 @@ class SessionLog:
     ) -> Committed | None:
         """Store a result and the history after it; `closes` says that the result closes the session.
 
-        Without `history`, the result does not change the history. So a request that was cancelled while it
+        Without `history`, the result does not change the history: so a request that was cancelled while it
         waited can be committed out of order. Returns None if the request already has a result, or the log
         was read again meanwhile. Raises `FencedError` if the log has a result that this worker did not know.
         """
         record = self.record
         if closes:
             await self._attachments.finish()  # no checkpoint may be stored after the session was removed
-        # If the ack of a close is late, its result must be there when it is looked for.
+        # If the ack of a close is late, the log must still have its result to show that it was stored.
         removal = self._services.retention.lock(self.key) if closes else nullcontext()
         async with self._lock, removal:
             if record is not self.record or not record.lacks_result(pending):

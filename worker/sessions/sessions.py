@@ -1,7 +1,7 @@
 """Keeps the sessions in this worker's memory: starts their tasks, and evicts idle sessions.
 
-An evicted session is read from its log again when its next request arrives. What a session has to know of
-others it asks here: the history of its parent, and how many tokens it shares.
+An evicted session is read from its log again when its next request arrives. Sessions ask here about other
+sessions: the history of a fork's parent, and how many first tokens another session shares.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = structlog.get_logger()
 
 _RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
-#: Pause until a session is read again whose request was overtaken by another worker's.
+#: Pause until a session is read again that another worker has continued.
 _OVERTAKEN_S: Final = 0.05
 #: Minimum pause between two sweeps, as the idle timeout may be 0.
 _LEAST_SWEEP_S = 0.1
@@ -48,10 +48,10 @@ _MAX_IDLE_BYTES = 64 * 2**20
 
 
 class Sessions:
-    """The sessions in memory, by name. Event loop only."""
+    """Keeps the sessions in memory, by name. Event loop only."""
 
     def __init__(self, services: Services, tasks: TaskGroup, *, idle_timeout_s: float) -> None:
-        """`tasks` gets the tasks of the sessions at work, which end by themselves after `stop`."""
+        """`tasks` runs the tasks of the sessions at work, which end by themselves after `stop`."""
         self._services = services
         self._tasks = tasks
         self._idle_timeout_s = idle_timeout_s
@@ -71,7 +71,7 @@ class Sessions:
     def ring(self, delivery: Delivery) -> None:
         """Pass a delivery to its session, which refuses names that break the rule for ids.
 
-        A session that is at work here has crashed no worker since.
+        A redelivery to a session that is at work here does not mean that a worker has crashed.
         """
         again = delivery.again and delivery.key not in self._at_work
         self._get(delivery.key).ring(replace(delivery, again=again))
@@ -87,10 +87,10 @@ class Sessions:
             session.num_users -= 1
             self._update_size(session)
             if self._is_idle(key) and not (session.history.exists or session.history.closed):
-                self._evict(key)  # else questions about unknown names would fill the memory
+                self._evict(key)  # else control requests for unknown names would fill the memory
 
     async def erase(self, key: SessionKey) -> bool:
-        """Drop the KV of a session that another worker forgets; return whether nothing is left of it."""
+        """Drop the KV of a session that another worker forgets; return whether no KV of it is left here."""
         with self.in_use(key) as session:
             await _read(session)
             history = session.history
@@ -100,16 +100,16 @@ class Sessions:
             return erased.settled
 
     def let_go(self, is_meant: Callable[[SessionKey], bool]) -> bool:
-        """Drop the KV of sessions that another worker has forgotten; return false if one is at work."""
+        """Drop the device KV of the sessions that match `is_meant`; return false if one is at work."""
         meant = set(filter(is_meant, self._sessions))
         for key in meant - self._at_work:
             self._sessions[key].forget()
         return not meant & self._at_work
 
     async def sweep(self) -> None:
-        """Until cancelled, forget the sessions that have been idle for the idle timeout.
+        """Until cancelled, evict the sessions that have been idle for the idle timeout.
 
-        A forgotten session is read from its log when it is next needed. Its KV stays on the device as long as
+        An evicted session is read from its log when it is next needed. Its KV stays on the device as long as
         there is room.
         """
         while True:
@@ -134,13 +134,13 @@ class Sessions:
         return session
 
     async def _parent(self, key: SessionKey, of: ForkPoint) -> History:
-        """Return all of the history of the session that this one is forked from. Raises `RefusedError`."""
+        """Return the whole history of the session that `key` is forked from. Raises `RefusedError`."""
         if of.session == key.session:
             raise RefusedError("invalid_request", "a session cannot be forked from itself")
         with self.in_use(SessionKey(key.tenant, of.session)) as parent:
             while True:
                 try:
-                    await parent.refresh()  # who asks may have heard of its last result
+                    await parent.refresh()  # the client may have received its last result already
                     break
                 except FencedError:  # its task does not know yet that it was overtaken
                     await sleep(_OVERTAKEN_S)
@@ -160,9 +160,9 @@ class Sessions:
                 ) from None
 
     async def _num_shared(self, key: SessionKey, tokens: Tokens, parent: Parent | None) -> int:
-        """Count the first tokens of a session that another open session has too, until the next wait.
+        """Count the first tokens of a session that another open session has too; valid until the next await.
 
-        Of the others it knows those in memory, and the parent, which is read for this.
+        The other sessions are those in memory, and the parent, which is read for this.
         """
         use = self.in_use(SessionKey(key.tenant, parent.session)) if parent else contextlib.nullcontext()
         with use as first:
@@ -177,9 +177,9 @@ class Sessions:
                     return num
 
     def _most_shared(self, key: SessionKey, tokens: Tokens) -> tuple[int, Session | None]:
-        """Find the session that begins with most of a session's tokens, and count these.
+        """Find the session that shares the longest prefix of these tokens; return its length and the session.
 
-        It is another open one of the tenant in memory, and not about to be closed.
+        Only other open sessions of the tenant in memory count, and none that is about to be closed.
         """
         most, found = 0, None
         for other in self._sessions.values():
@@ -226,7 +226,7 @@ class Sessions:
     async def _run(self, session: Session) -> None:
         """Run a session until it has no work.
 
-        After an unknown error, log it and start again from the session's log.
+        After an unexpected error, log it and start again from the session's log.
         """
         pause_s = _RETRY_S
         try:
@@ -256,7 +256,7 @@ class Sessions:
 
 
 async def _read(other: Session) -> None:
-    """Read another session's log to its end; if that fails, `needed` is None there."""
+    """Read another session's log to its end; if that fails, its `needed` is None."""
     try:
         await other.refresh()
     except FencedError:

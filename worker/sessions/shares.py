@@ -3,7 +3,7 @@
 The limit is high enough to keep the device busy, and lower while other tenants have work. Sessions above the
 limit wait here before their logs are read. Each working session makes the device's steps and the event loop
 slower for all others, and many more sessions than the device has batch rows bring no gain. Short answers wait
-only for older long ones, and a few places above the limit are theirs alone.
+only for older long ones, and a few places above the limit are reserved for them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
 
-#: A tenant that was at work so recently keeps its share, as its next request is likely to come soon.
+#: A tenant that had work within this time keeps its share, as its next request is likely to come soon.
 _PRESENT_S: Final = 10.0
 
 
 @dataclass(slots=True, order=True)
 class _Entry:
-    """A session that waits, or that was admitted. Those with lower places come first."""
+    """A waiting or admitted session. Lower places come first."""
 
     place_s: float
     number: int
@@ -44,9 +44,9 @@ class _Entry:
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
-    """One tenant's sessions, those with short answers apart; the waiting ones in two heaps.
+    """One tenant's sessions at work and waiting, both keyed by whether the session's answer is short.
 
-    `floods` says that it had more sessions than may ever work at once, and some of them still wait.
+    `floods` says that the tenant had more sessions than may ever work at once, and some of them still wait.
     """
 
     seen_s: float
@@ -59,7 +59,7 @@ class _Tenant:
         return sum(map(len, self.waiting.values()))
 
     def pop(self, share: int) -> _Entry | None:
-        """Remove and return the session that is admitted next; None if none has a place in the share."""
+        """Remove and return the next session to admit; None if none fits into `share`, the tenant's limit."""
         heaps = [
             heap
             for is_short, heap in self.waiting.items()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def turn_times(key: SessionKey, pending: Pending, result: Result, model: str) -> TurnTimes:
-    """Describe a turn whose result is in the log.
+    """Build the times and attributes for the span of a turn whose result is in the log.
 
     The attributes have OpenTelemetry's names for generative AI where such names exist.
     """

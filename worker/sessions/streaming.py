@@ -1,4 +1,4 @@
-"""Publishes one answer's chunks, so that the token stream has its beginning for as long as it runs."""
+"""Publishes one answer's chunks, and publishes old ones again before they expire in the token stream."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
 
     from .record import Pending
 
-#: When this part of the time for which the token stream keeps chunks is over, they are published again.
+#: Chunks are published again after this share of the time for which the token stream keeps them.
 _COPY_AT: Final = 0.5
-#: Size of such a copy; a chunk is rarely larger.
+#: Chunks that are published again are joined up to this size; a single chunk is rarely larger.
 _COPY_BYTES: Final = 2**16
 
 
 class AnswerStream:
-    """The chunks of one answer. Event loop only.
+    """Publishes the chunks of one answer. Event loop only.
 
-    What was published is published again before it expires: clients skip what they know, and a worker that
-    resumes the answer finds all that they have seen.
+    Chunks are published again before they expire: clients skip those that they know, and a worker that
+    resumes the answer finds all chunks that clients have seen.
     """
 
     def __init__(
         self, chunks: AnswerChunks, key: SessionKey, pending: Pending, published: Published, *, ttl_s: float
     ) -> None:
-        """`published` is what the stream has by now, for `ttl_s` each."""
+        """`published` are the chunks that the stream has already; it keeps each for `ttl_s`."""
         self._chunks = chunks
         self._key = key
         self._pending = pending
         self._ttl_s = ttl_s
         self._said = list(published.chunks)
-        self._said_s = pending.stored.timestamp()  # the first chunk is no older
+        self._said_s = pending.stored.timestamp()  # no chunk is older than the request
         self._last_seq = published.last_seq
         self._is_heard = True
 
@@ -58,7 +58,7 @@ class AnswerStream:
         self._said.append(chunk)
 
     async def seal(self) -> None:
-        """Let nobody publish a later chunk. Raises `FencedError`."""
+        """Prevent all workers from publishing a later chunk. Raises `FencedError`."""
         pending = self._pending
         await self._chunks.seal(
             self._key, pending.id or "", pending.seq, self._last_seq, server=pending.server
@@ -74,7 +74,7 @@ class AnswerStream:
 
 
 def _batches(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
-    """Join consecutive chunks up to a size."""
+    """Join consecutive chunks up to `_COPY_BYTES`."""
     run: list[Chunk] = []
     size_bytes = 0
     for chunk in chunks:

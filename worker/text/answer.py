@@ -28,16 +28,16 @@ class TextSink(Protocol):
 
     @property
     def stop(self) -> str | None:
-        """The stop string that was seen."""
+        """The stop string that ended the text; None without one."""
 
     def push(self, token: int) -> str:
         """Add a token; return the text that no later token can change."""
 
     def spell(self, token: int) -> bytes:
-        """Return the bytes of any token."""
+        """Return the bytes of a token, which need not belong to the answer."""
 
     def finish(self) -> str:
-        """Return the text that was held back."""
+        """End the text; return the part that was held back."""
 
 
 class Answer:
@@ -52,9 +52,9 @@ class Answer:
         end_tokens: frozenset[int],
         splitter: Splitter | None = None,
     ) -> None:
-        """`max_bytes` limits tokens and text as JSON, without the text that is held back.
+        """`max_bytes` limits the size of tokens and text as JSON, not counting text held back.
 
-        Without a `splitter` all is text.
+        Without a `splitter` the whole answer is text.
         """
         self._stream = stream
         self._splitter = splitter
@@ -89,7 +89,7 @@ class Answer:
         return tuple(self._splitter.calls) if self._splitter else ()
 
     def push(self, token: int, logprob: float | None = None, top: Iterable[tuple[int, float]] = ()) -> Chunk:
-        """Add the next token, and return what is published of it.
+        """Add the next token; return the chunk to publish.
 
         `logprob` and the likeliest tokens (`top`) are those of `worker.batch.row_sampler.Drawn`. Sets
         `finish_reason` if this token is the last.
@@ -107,7 +107,7 @@ class Answer:
             if self._stream.stop is not None:
                 self.finish_reason = "stop"
             encoded = len(msgspec.json.encode(text)) + len(msgspec.json.encode(said)) - 2
-            self._left_bytes -= len(str(token)) + encoded - 1  # a comma, no quotes, no brackets
+            self._left_bytes -= len(str(token)) + encoded - 1  # add a comma; omit quotes and brackets
             piece = self._split(text)
             if self.finish_reason is None and self._splitter is not None and self._splitter.is_full:
                 self.finish_reason = "stop"
@@ -121,7 +121,7 @@ class Answer:
         )
 
     def of_prompt(self, token: int, logprob: float | None, top: Iterable[tuple[int, float]]) -> PromptToken:
-        """Say of a token of the prompt what `push` says of the answer's."""
+        """Return a prompt token with its log probability and the likeliest tokens in its place."""
         (said,) = self._said(token, logprob or 0.0, top)
         told = None if logprob is None else said.logprob
         return PromptToken(said.id, said.token, told, said.bytes, said.top)
@@ -130,7 +130,7 @@ class Answer:
         return self._splitter.push(text) if self._splitter else Piece(text)
 
     def _finish(self) -> Piece:
-        """End the text, and say how the answer ended if it has calls."""
+        """End the text and return its rest; update `finish_reason` if the answer has tool calls."""
         piece = self._split(self._stream.finish())
         if self._splitter is not None:
             piece += self._splitter.finish(is_cut=self.finish_reason != "stop" or self.stop is not None)
@@ -160,7 +160,7 @@ class Answer:
         return text, logprob, None if text.encode() == spelled else tuple(spelled)
 
     def cancel(self, reason: FinishReason = "cancelled") -> Chunk:
-        """End the answer here; returns a chunk without tokens, with what was held back."""
+        """End the answer here; return a chunk without tokens that has the text held back."""
         self.finish_reason = reason
         piece = self._finish()
         self._add(piece)

@@ -1,9 +1,9 @@
-"""Decides whether what a model wrote is a call of an offered tool, and converts its arguments. Pure.
+"""Decides whether a model's output is a valid call of an offered tool, and converts its arguments. Pure.
 
-A wrong call is executed, so a call is believed only if its tool was offered and its arguments fit the tool's
-schema. Conversions are made only where the schema leaves no doubt: text becomes a number, say, only where it
-allows no text. A keyword that is not checked makes a schema allow more, and what depends on it (`not`, `if`)
-is left out; patterns and formats are checked if a grammar can have them.
+Accepted calls are executed, so a call is accepted only if its tool was offered and its arguments fit the
+tool's schema. Arguments are converted only where the schema leaves no doubt: text becomes a number only where
+the schema allows no text. Unchecked keywords make a schema allow more; a `not` or `if` that depends on one is
+ignored. Patterns and formats are checked if llguidance can compile them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     from worker.models.calls import Written
 
-#: Steps of one check, as references and alternatives may multiply; 50 KB of JSON take some thousands.
+#: Limit of steps in one check, as references and alternatives may multiply; 50 KB of JSON take thousands.
 _MOST_STEPS: Final = 20_000
 _MOST_DEPTH: Final = 100
 _KINDS: Final = frozenset(("string", "integer", "number", "boolean", "null", "array", "object"))
-#: As some tools write types, which are not JSON schema's.
+#: Python's names of types, which some tools use instead of JSON schema's.
 _OTHER_KINDS: Final = {
     "str": "string",
     "int": "integer",
@@ -33,7 +33,7 @@ _OTHER_KINDS: Final = {
     "list": "array",
     "dict": "object",
 }
-#: Keywords that are not checked, or not all of what they say.
+#: Keywords that are not checked, or only in part.
 _UNCHECKED: Final = frozenset(
     (
         *("oneOf", "contains", "patternProperties", "dependentRequired", "dependentSchemas", "dependencies"),
@@ -56,28 +56,28 @@ _SIZES: Final = (
 
 
 class NoCallError(ValueError):
-    """What looks like a call is none; the text says why."""
+    """Text that looks like a call is not a valid one; the message says why."""
 
 
 class Offered:
     """The tools that an answer may call."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """Take tools in OpenAI's shape."""
+        """`tools` are in OpenAI's shape."""
         functions = [tool["function"] for tool in tools]
         self._schemas = {one["name"]: one.get("parameters") or {} for one in functions}
 
     def __bool__(self) -> bool:
-        """Say whether there are any."""
+        """Say whether any tool is offered."""
         return bool(self._schemas)
 
     @property
     def names(self) -> Iterable[str]:
-        """Their names."""
+        """The names of the offered tools."""
         return self._schemas.keys()
 
     def believed(self, written: Written) -> ParsedCall:
-        """Return what a model wrote as a call of a tool; raises `NoCallError`, or what JSON raises."""
+        """Check a call and convert its arguments; raises `NoCallError`, or what `json` raises."""
         schema = self._schemas.get(written.name)
         if schema is None:
             raise NoCallError(f"{written.name} was not offered")
@@ -91,7 +91,7 @@ class Offered:
 
 def _as_json(arguments: Mapping[str, Any]) -> str:
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    # A lone surrogate, which JSON can write, is no text in UTF-8.
+    # A lone surrogate is valid in JSON with escapes, but not in UTF-8.
     return text if text.isascii() or _is_utf8(text) else json.dumps(arguments, allow_nan=False)
 
 
@@ -104,23 +104,23 @@ def _is_utf8(text: str) -> bool:
 
 
 class _Fit:
-    """One check of arguments. `schema` is the tool's, to which references refer."""
+    """Checks one call's arguments against a tool's schema, and resolves the references in that schema."""
 
     def __init__(self, schema: Any) -> None:
         self._root = schema
         self._left_steps = _MOST_STEPS
-        #: Whether all of the schema was checked, for what depends on it.
+        #: Whether every keyword so far was checked; `not` and `if` depend on this.
         self._is_sure = True
 
     def read(self, text: str, schema: Any) -> Any:
-        """Return the value that a format without types has written as `text`, if any fits."""
+        """Return the value of an argument written as untyped `text`, by the types that its schema allows."""
         kinds = self._kinds(schema)
         plain = text.strip()
         try:
             value = _WORDS[plain] if plain in _WORDS else read_json(plain)
         except (ValueError, RecursionError):
             value = text
-        if kinds is None:  # no schema says what it is
+        if kinds is None:  # the schema names no type
             return value if isinstance(value, dict | list) else text
         if value is None and "null" in kinds and plain == "null":
             return None
@@ -133,7 +133,7 @@ class _Fit:
         return text
 
     def of_property(self, name: str) -> Any:
-        """Return the schema of an argument."""
+        """Return the schema of the argument `name`; an empty one if there is none."""
         pending, seen = [self._root], 0
         while pending and seen < _MOST_DEPTH:
             one, seen = pending.pop(0), seen + 1
@@ -149,9 +149,9 @@ class _Fit:
         return more if isinstance(more, dict) else {}
 
     def converted(self, value: Any, schema: Any, depth: int = 0, *, converts: bool = True) -> Any:
-        """Return a value that fits a schema: this one, or what the schema lets it be converted to.
+        """Return `value`, or a conversion of it that the schema allows, if that fits the schema.
 
-        Raises `NoCallError` if there is none.
+        Raises `NoCallError` if neither fits.
         """
         self._left_steps -= 1
         if self._left_steps < 0 or depth > _MOST_DEPTH:
@@ -208,7 +208,7 @@ class _Fit:
         return value
 
     def _fits(self, value: Any, schema: Any, depth: int) -> bool | None:
-        """Say whether a value fits a schema as it is; None if that depends on what is not checked."""
+        """Say whether a value fits a schema unconverted; None if that depends on unchecked keywords."""
         before, self._is_sure = self._is_sure, True
         try:
             self.converted(value, schema, depth + 1, converts=False)
@@ -229,11 +229,11 @@ class _Fit:
                 raise NoCallError(f"{text!r} has not the {word} {asked}")
 
     def _any(self, value: Any, choices: Sequence[Any], depth: int, *, converts: bool) -> Any:
-        """Return the value as the first alternative that it fits as it is; else that converts it."""
+        """Return the value for the first alternative it fits unconverted, else the first that converts it."""
         for tries_to_convert in (False, True)[: 1 + converts]:
             for one in choices:
                 if tries_to_convert and isinstance(value, str):
-                    break  # where one alternative is text, another must not convert it
+                    break  # `converted` converts text if no alternative allows text
                 try:
                     return self.converted(value, one, depth + 1, converts=tries_to_convert)
                 except NoCallError:
@@ -259,7 +259,7 @@ class _Fit:
 
     def _list(self, value: list[Any], schema: Mapping[str, Any], depth: int, *, converts: bool) -> list[Any]:
         first, rest = schema.get("prefixItems") or (), schema.get("items", True)
-        if isinstance(rest, list):  # as drafts before 2020-12 have it
+        if isinstance(rest, list):  # the form of drafts before 2020-12
             first, rest = rest, schema.get("additionalItems", True)
         if schema.get("uniqueItems") is True:
             written = [json.dumps(one, sort_keys=True) for one in value]
@@ -271,7 +271,7 @@ class _Fit:
         ]
 
     def _kinds(self, schema: Any, depth: int = 0) -> set[str] | None:
-        """Return the types that a schema allows; None if it does not say."""
+        """Return the JSON types that a schema allows; None if it does not restrict them."""
         self._left_steps -= 1
         if not isinstance(schema, dict) or depth > _MOST_DEPTH // 10 or self._left_steps < 0:
             return None
@@ -294,7 +294,7 @@ class _Fit:
         return found | {"null"} if found is not None and schema.get("nullable") is True else found
 
     def _referred(self, reference: Any) -> Any:
-        """Return what a reference within the schema refers to; what others refer to is not known."""
+        """Return the subschema that a `$ref` names; True (anything) if it is outside the tool's schema."""
         found = self._root
         if not isinstance(reference, str) or not reference.startswith("#"):
             return True
@@ -317,14 +317,14 @@ def _check_limits(value: Any, schema: Mapping[str, Any]) -> None:
 
 
 def _types(schema: Mapping[str, Any]) -> set[str] | None:
-    """Return what a schema has as its types; None if nothing, or other words than JSON schema's."""
+    """Return the types in a schema's `type`; None if it is missing or has an unknown name."""
     given = schema.get("type")
     found = {_OTHER_KINDS.get(one, one) for one in ([given] if isinstance(given, str) else given or ())}
     return found if found and found <= _KINDS else None
 
 
 def _kind(value: Any) -> str:
-    """Return the type of a value in JSON."""
+    """Return the JSON type of a value."""
     if isinstance(value, bool):
         return "boolean"
     if value is None:
@@ -342,7 +342,7 @@ def _is(value: Any, kind: object) -> bool:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Compare as JSON does, where True is not 1."""
+    """Compare two values as JSON does, where True is not 1."""
     if isinstance(value, list) and isinstance(other, list):
         return len(value) == len(other) and all(map(_same, value, other))
     if isinstance(value, dict) and isinstance(other, dict):

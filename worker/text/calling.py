@@ -1,7 +1,7 @@
-"""Writes grammars of tool calls: what an answer may be that must call, or may call only as tools allow. Pure.
+"""Writes grammars for tool calls: answers must call a tool, or may call tools only in a valid form. Pure.
 
-The grammars are in llguidance's variant of Lark. Arguments that a model writes as JSON follow the tool's
-schema; those of other formats are free, but the call's beginning is not.
+The grammars are in llguidance's variant of Lark. Arguments in JSON follow the tool's schema; in other formats
+the grammar constrains only the beginning of a call, not its arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from worker.models.dialect import Dialect
 
-#: What may be a control token within the text of a call.
+#: Text in angle or square brackets, which may be a control token within a call.
 _MARKER: Final = re.compile(r"(<[^<>]*>|\[[^\[\]]*\])")
 
 
@@ -30,11 +30,11 @@ def calls_grammar(
     answer: str | None,
     several: bool,
 ) -> str:
-    """Return a grammar whose answers are calls of `tools`.
+    """Return a grammar for answers that call `tools`.
 
-    `token_of` returns the id of a marker that is a control token, which the text of an answer cannot spell.
-    `answer` is the rule of an answer that calls nothing, or of the text around calls (`text`); None if the
-    answer must call. With `several`, there may be more calls than one.
+    `token_of` returns the id of a marker that is a control token, since grammars match these by id only; else
+    None. `answer` is the rule of an answer without calls; `text` allows any text around calls; with None the
+    answer must call a tool. With `several`, an answer may have more than one call.
     """
     opens, closes = dialect.calls
     before, after = dialect.form
@@ -63,12 +63,12 @@ def calls_grammar(
 
 
 def json_rule(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
-    """Write a JSON schema as a rule; `is_lenient` leaves out keywords that cannot be enforced."""
+    """Write a JSON schema as a grammar rule; `is_lenient` ignores keywords that cannot be enforced."""
     return f"%json {json.dumps(guided(schema, lenient=is_lenient), ensure_ascii=False)}"
 
 
 def _text(text: str, token_of: Callable[[str], int | None]) -> str:
-    """Write text as a rule, perhaps empty: control tokens within it by their ids, the rest as strings."""
+    """Write a fixed text as a grammar rule (it may be empty): control tokens by id, the rest as strings."""
     parts = []
     for part in filter(None, _MARKER.split(text)):
         token = token_of(part)
@@ -77,7 +77,7 @@ def _text(text: str, token_of: Callable[[str], int | None]) -> str:
 
 
 def _messages(opens: str, answer: str | None, token_of: Callable[[str], int | None]) -> list[str]:
-    """Write the rules of an answer in harmony behind its reasoning: one call, which ends it, or its text."""
+    """Write the rules of a harmony answer after its reasoning: one call, which ends it, or text."""
     start = f"start: ({_text('<|start|>assistant', token_of)})? ({_text(opens, token_of)} call"
     if answer is None:
         return [f"{start})"]
@@ -86,10 +86,10 @@ def _messages(opens: str, answer: str | None, token_of: Callable[[str], int | No
 
 
 def _within_text(opens: str, token_of: Callable[[str], int | None]) -> list[str]:
-    """Write the rules of text before a call's marker with the marker (`next`), and of text without one."""
+    """Write two rules: `next` is text up to and including a call's marker, `TEXT` is text without it."""
     if token_of(opens) is not None:
         return ["TEXT: /(?s:.)+/", f"next: TEXT? {_text(opens, token_of)}"]
-    # A lexeme that ends with the marker: a longer one would have to give back what begins the marker.
+    # One lexeme includes the marker: a separate lexeme for the text would consume the marker's beginning.
     escaped = "".join(f"\\{char}" if char in "\\/.^$|?*+()[]{}" else char for char in opens)
     text = f"TEXT: /(?s:.)+/ & ~/(?s:.*){escaped}(?s:.*)/"
     return [text, f"next[suffix={json.dumps(opens)}]: /(?s:.*)/"]

@@ -1,7 +1,7 @@
-"""What was said in a session, and which of its tokens came from what: a sequence of segments.
+"""Holds a session's conversation as segments: ranges of its tokens, with the messages they came from. Pure.
 
-Segments are prompts, answers, raw content. They are built from requests and results alone, so reading a log
-renders and tokenises nothing (`templates` does that, for turns). Pure.
+Segments are prompts, answers or raw content. They are built from requests and results alone, so reading a log
+needs no rendering and no tokenising (`templates` does both, for new turns).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = dict[str, Any]
 
-#: The date for templates that ask for it, if the session's start is unknown.
+#: The date for templates that print one, if the session's start is unknown.
 _SOME_DAY: Final = datetime(2025, 1, 1, tzinfo=UTC)
 #: Minimum of messages in a shortened conversation, besides the first ones.
 _KEPT: Final = 24
 
 
 class Said(Struct, frozen=True, array_like=True, omit_defaults=True, dict=True):
-    """One message of a conversation, as a request or a result has it.
+    """One message of a conversation, as in a request or a result.
 
-    Special tokens that are spelled out in its texts are such if it is `trusted`. An answer has its tokens,
-    packed, as `ids`; its message is for tokenizers that do not know them, and empty for a part of an answer.
-    `thoughts` are an answer's reasoning: kept, or `leaving` with the next user message, or gone.
+    If `trusted`, special tokens that are spelled out in its text are parsed. An answer has its packed token
+    ids in `ids`; its message is for other tokenizers, and empty for a part of an answer. `thoughts` says
+    whether an answer's reasoning is kept, is dropped at the next user message (`leaving`), or is gone.
     """
 
     message: Message
@@ -47,16 +47,16 @@ class Said(Struct, frozen=True, array_like=True, omit_defaults=True, dict=True):
     thoughts: Literal["kept", "leaving", "gone"] = "kept"
 
 
-#: Stands for the answer after its header.
+#: Stands for the answer that will follow an assistant header.
 EMPTY: Final = Said({"role": "assistant", "content": ""}, trusted=True)
 
 
 class Segment(Struct, frozen=True, array_like=True):
     """The tokens `[start, end)` of a session, and where they come from.
 
-    A prompt holds its messages and may end with the header of an answer. An end-of-turn token closes an
-    answer. Raw content has its text, unless it was given as tokens. Messages after it start a new
-    conversation; `num_before` counts its messages before this segment.
+    A prompt has its messages and may end with an assistant header. An end-of-turn token closes an answer. Raw
+    content has its text, unless it was given as tokens; messages after raw content start a new conversation.
+    `num_before` counts the conversation's messages before this segment.
     """
 
     kind: Literal["prompt", "answer", "raw"]
@@ -70,14 +70,14 @@ class Segment(Struct, frozen=True, array_like=True):
 
 
 class Extras(Struct, frozen=True, array_like=True, dict=True):
-    """What is rendered beside the messages: tools, and further variables of the template."""
+    """The chat template's inputs beside the messages: tools and further variables."""
 
     tools: tuple[Message, ...] = ()
     variables: Message = {}
 
 
 class _Packed(Struct, frozen=True, array_like=True):
-    """A conversation in a checkpoint."""
+    """A conversation as a checkpoint stores it."""
 
     started: datetime
     segments: tuple[Segment, ...]
@@ -100,7 +100,7 @@ class Segments:
     started: datetime = _SOME_DAY
     _segments: tuple[Segment, ...] = ()
     _first: int = 0  # the first segment of the conversation that messages continue
-    # What `shortened` left out: number of segments, position of their end, the first messages if among them.
+    # What `shortened` dropped: number of segments, their end position, the first messages if among them.
     _num_cut: int = 0
     _base: int = 0
     _head: tuple[Said, ...] = ()
@@ -108,7 +108,7 @@ class Segments:
 
     @property
     def position(self) -> int:
-        """Tokens in the session."""
+        """Number of tokens in the session."""
         return self._segments[-1].end if self._segments else self._base
 
     @property
@@ -118,12 +118,12 @@ class Segments:
 
     @property
     def tools(self) -> tuple[Message, ...]:
-        """The tools, as a request gave them."""
+        """The session's tools, as a request gave them."""
         return self._extras.tools
 
     @property
     def last_message(self) -> Message | None:
-        """The last message of the conversation that the next ones continue; of an answer, its role alone."""
+        """The current conversation's last message (of an answer only the role); None without messages."""
         if not self.has_messages:
             return None
         last = self._segments[-1]
@@ -132,19 +132,19 @@ class Segments:
 
     @property
     def plain_tools(self) -> list[Message]:
-        """A copy of the tools."""
-        found: list[Message] = json.loads(json.dumps(self.tools))  # which nests deeper than `deepcopy`
+        """A copy of the session's tools."""
+        found: list[Message] = json.loads(json.dumps(self.tools))  # copies deeper nesting than `deepcopy`
         return found
 
     @property
     def variables(self) -> Message:
-        """Further variables of the template, as a request gave them."""
+        """Further variables of the chat template, as a request gave them."""
         return self._extras.variables
 
-    # What requests and results say, by which a log is read.
+    # Changes from requests and results alone, as for reading a log.
 
     def with_extras(self, tools: Sequence[Message] | None, variables: Mapping[str, Any] | None) -> Self:
-        """Change what is rendered beside the messages; None leaves it as it is."""
+        """Replace the tools or the template's further variables; None leaves them unchanged."""
         extras = Extras(
             self.tools if tools is None else tuple(tools),
             self.variables if variables is None else dict(variables),
@@ -152,9 +152,9 @@ class Segments:
         return self if extras == self._extras else replace(self, _extras=extras)
 
     def given(self, said: Sequence[Said], keep: int, end: int, *, opens_answer: bool) -> Self:
-        """Add messages and perhaps the header of an answer, which left `keep` tokens and ended at `end`.
+        """Add messages, and an assistant header if `opens_answer`, as a prompt that ends at `end`.
 
-        Messages whose tokens did not stay belong to the new prompt, with the answers among them.
+        The prompt replaces the tokens from `keep` on, and takes over messages and answers among them.
         """
         num_kept = len(self._segments)
         while num_kept > self._first and self._segments[num_kept - 1].end > keep:
@@ -174,10 +174,10 @@ class Segments:
         return replace(self, _segments=(*kept, added))
 
     def opens_answer(self, *, raw: bool = False) -> bool:
-        """Whether a generate needs the header of an answer.
+        """Whether a generate must add an assistant header.
 
-        Not with `raw`, in a session without messages, after raw content, after a header, and after an answer
-        without its end-of-turn token: the generate continues that answer.
+        It must not with `raw`, in a session without messages, after raw content, after a header, or after an
+        answer without its end-of-turn token, which the generate continues.
         """
         if raw or not self.has_messages:
             return False
@@ -192,7 +192,7 @@ class Segments:
         *,
         keeps_reasoning: bool = True,
     ) -> Self:
-        """Add generated tokens, and the message that they say; the last one may be an end-of-turn token.
+        """Add an answer's tokens and its message; the last token may be an end-of-turn token.
 
         Without `keeps_reasoning` the answer's reasoning leaves the session with the next user message. After
         an assistant header or an unfinished answer the tokens belong to the assistant; otherwise they are raw
@@ -214,9 +214,9 @@ class Segments:
         return replace(self, _segments=(*self._segments[:-1], answer))
 
     def with_raw(self, keep: int, end: int, text: str | None) -> Self:
-        """Add raw content, with its text unless it was given as tokens; later messages start a new one.
+        """Add raw content, with its text if known; later messages start a new conversation.
 
-        It left `keep` tokens and ended at `end`.
+        Its tokens replace those from `keep` on, up to `end`.
         """
         if keep == end:
             return self
@@ -229,20 +229,20 @@ class Segments:
         return replace(self, _segments=segments, _first=len(segments), _head=())
 
     def tokenised_anew(self, num_raw: int) -> Self:
-        """Return the conversation for another tokenizer, before its input is added: see `parts`.
+        """Return the conversation for another tokenizer, before the request's input: see `parts`.
 
-        The first `num_raw` tokens are raw content.
+        In the new session the first `num_raw` tokens are raw content.
         """
         said = [Said(one.message, one.trusted) for one in said_in(self._segments[self._first :])]
         raw = [one.text or "" for one in self._segments[: self._first]]
         segments = [Segment("raw", 0, num_raw, text="".join(raw))] if num_raw else []
         first = len(segments)
-        if said:  # of no tokens yet: `given` puts them into the new prompt
+        if said:  # without tokens yet: `given` moves the messages into the new prompt
             segments.append(Segment("prompt", num_raw, num_raw + 1, tuple(said)))
         return replace(self, _segments=tuple(segments), _first=first, _num_cut=0, _base=0, _head=())
 
     def parts(self) -> Iterator[str | list[Said] | None]:
-        """Yield what was said, without tokens: texts, and messages; None for what is known as tokens only.
+        """Yield the content without tokens: raw texts, lists of messages; None where only tokens are known.
 
         Raises `CutOffError`.
         """
@@ -282,12 +282,12 @@ class Segments:
         return replace(self, _segments=tuple(segments), _first=first)
 
     def emptied(self) -> Self:
-        """Return the conversation before anything was said, with the same extras."""
+        """Return an empty conversation with the same tools and variables."""
         return type(self)(self.tokenizer, self.started, _extras=self._extras)
 
     @property
     def begins(self) -> int:
-        """The position of the first token that changes can read; 0 if no tokens were left out.
+        """The first token position that changes can read; 0 if `shortened` dropped no tokens.
 
         A change that needs earlier tokens raises `CutOffError`.
         """
@@ -301,8 +301,8 @@ class Segments:
     def shortened(self) -> Self:
         """Return the conversation without segments that only a rewind needs, to save memory.
 
-        No effect if the template looks at all messages. Every change then gives the same result as before, or
-        raises `CutOffError`.
+        No effect if the template looks at all messages. Later changes give the same result as on the whole
+        conversation, or raise `CutOffError`.
         """
         num_head, segments = num_first(self.tokenizer.template), self._segments
         if num_head is None or not segments:
@@ -328,7 +328,7 @@ class Segments:
         )
 
     def pack(self) -> bytes:
-        """Encode for `unpack`."""
+        """Encode the conversation for a checkpoint; `unpack` decodes it."""
         parts = (self._segments, self._first, self._num_cut, self._base, self._head, self._extras)
         return msgspec.msgpack.encode(_Packed(self.started, *parts))
 
@@ -345,7 +345,7 @@ class Segments:
         return Segment("answer", start, end, (said,), closed=closed, num_before=num_before)
 
     def _first_said(self, num_messages: int) -> list[Said]:
-        """List the conversation's first messages."""
+        """Return the conversation's first `num_messages` messages."""
         head: list[Said] = []
         first = self._first
         for end in range(first + 1, len(self._segments)):
@@ -358,7 +358,7 @@ class Segments:
 def said_in(segments: Sequence[Segment], *, drops: bool = False) -> list[Said]:
     """List the messages of segments; a header without an answer counts as an empty message.
 
-    With `drops`, without the reasoning that is not to be kept.
+    With `drops`, remove the reasoning that is not to be kept.
     """
     said: list[Said] = []
     for segment in segments:
@@ -374,7 +374,7 @@ def said_in(segments: Sequence[Segment], *, drops: bool = False) -> list[Said]:
 
 
 def _joined(one: Message, other: Message) -> Message:
-    """Return the message of an answer in two parts; empty if the message of one is not known."""
+    """Join the messages of an answer's two parts; empty if one of them is unknown."""
     if not one or not other:
         return {}
     joined = {**one, **other}
@@ -387,12 +387,12 @@ def _joined(one: Message, other: Message) -> Message:
 
 
 def _first(segments: Sequence[Segment]) -> int:
-    """Find the first segment after the last raw content: there the present conversation starts."""
+    """Find the first segment after the last raw content: where the current conversation starts."""
     return next((index for index in range(len(segments), 0, -1) if segments[index - 1].kind == "raw"), 0)
 
 
 def has_question(said: Sequence[Said]) -> bool:
-    """Whether some of the messages are a user's."""
+    """Whether any of the messages has the role user."""
     return any(one.message.get("role") == "user" for one in said)
 
 

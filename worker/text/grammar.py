@@ -1,7 +1,7 @@
-"""Grammars of answers: compiles a request's `response_format`, and follows answers through it.
+"""Compiles a request's `response_format` to a grammar, and computes which tokens an answer may have next.
 
 Owns llguidance: no other module imports it. `sessions` compiles on a thread, before a turn begins; the rows
-of a batch then ask a `Matcher` which tokens may come next. Knows nothing of logits, must not import MLX.
+of a batch then get masks of allowed tokens from a `Matcher`. Knows nothing of logits, must not import MLX.
 """
 
 from __future__ import annotations
@@ -39,46 +39,46 @@ if TYPE_CHECKING:
 
     Mask: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
-#: An enum of 10,000 values; it compiles in 40 ms.
+#: Largest `response_format`: holds an enum of 10,000 values, which compiles in 40 ms.
 MOST_BYTES: Final = 128 * 1024
-#: Compiled grammars are kept, the last ones that were used; one takes a few hundred KB, seldom some MB.
+#: How many of the last used grammars stay compiled; each takes a few hundred KB, rarely some MB.
 _MOST_KEPT: Final = 64
 #: llguidance's limits do not cover `multipleOf`: a regex for multiples of 1,234,567 compiles for 41 s, for
 #: 123,456 0.6 s. Several in one schema multiply, as `allOf` may join them; schemas of one grammar add up.
 _MOST_MULTIPLE: Final = 100_000
-#: A lexer's state takes 1 to 2 KB.
+#: Limit of a grammar's lexer states, each of 1 to 2 KB.
 _MOST_STATES: Final = 50_000
 #: One space may follow a comma and a colon, as models write JSON. With any number of them, an answer could be
 #: white space without end.
 _JSON_OPTIONS: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
-#: Where a schema has schemas under names, and where it has data.
+#: Keywords of a schema whose value maps names to schemas, and keywords whose value is data.
 _BY_PATTERN: Final = "patternProperties"
 _NAMING: Final = ("properties", _BY_PATTERN, "$defs", "definitions", "dependentSchemas")
 _DATA: Final = ("const", "enum", "default", "examples")
 #: llguidance refuses deeper schemas.
 _MOST_LEVELS: Final = 100
 
-#: Without it, where only one text can follow, a mask allows only one of the ways to spell it in tokens.
+#: Without this option, a mask allows only one of several tokenisations of a text that must follow.
 _FREE: Final = '%llguidance {"no_forcing": true}'
 
 
 class GrammarError(Exception):
-    """A `response_format` cannot be followed; the text says why."""
+    """A `response_format` cannot be enforced; the message says why."""
 
 
 class Grammars:
-    """Compiles and keeps the grammars of one model. Event loop only."""
+    """Compiles and caches the grammars of one model. Event loop only."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
-        self._lock = anyio.Lock()  # one compiles at a time: many large ones leave the processor to others
+        self._lock = anyio.Lock()  # compiles one at a time, so that many do not take all CPUs
         self._vocabulary: Any = None
 
     async def compiled(self, asked: ResponseFormat) -> Grammar | None:
-        """Compile a grammar on a thread, or find it; None if anything may be answered.
+        """Return a format's grammar, cached or compiled on a thread; None if the format allows any text.
 
         Raises `GrammarError`.
         """
@@ -90,7 +90,7 @@ class Grammars:
         name = blake2b(named, digest_size=16).digest()
         if name not in self._kept:
             async with self._lock:
-                if name not in self._kept:  # another request may have asked for the same meanwhile
+                if name not in self._kept:  # another request may have compiled it meanwhile
                     self._kept[name] = await in_thread(self._compile, asked)
         self._kept.move_to_end(name)
         found = self._kept[name]
@@ -99,7 +99,7 @@ class Grammars:
         return found
 
     def _compile(self, asked: ResponseFormat) -> Grammar:
-        """Compile a grammar; llguidance lets other threads run meanwhile."""
+        """Compile a grammar on this thread; llguidance lets other threads run meanwhile."""
         try:
             import llguidance
         except ImportError:
@@ -126,21 +126,21 @@ class Grammars:
 
 
 class Grammar:
-    """A compiled grammar; immutable, so thread-safe. `warnings` say what of it has no effect."""
+    """A compiled grammar; immutable, so thread-safe. `warnings` name its parts that have no effect."""
 
     def __init__(self, first: Any, end_tokens: frozenset[int], warnings: Sequence[str] = ()) -> None:
-        """`first` is llguidance's matcher of an answer without tokens."""
+        """`first` is llguidance's matcher at the beginning of an answer."""
         self._first = first
         self.warnings = tuple(warnings)
         self._end_tokens = end_tokens
 
     def follow(self, answered: Sequence[int]) -> Matcher:
-        """Follow an answer that has these tokens so far."""
+        """Return a matcher for an answer that has these tokens so far."""
         return Matcher(self._first.deep_copy(), self._end_tokens, answered)
 
 
 class Matcher:
-    """Follows one answer: says which tokens may come next. One thread at a time."""
+    """Tracks one answer and returns masks of the tokens allowed next. One thread at a time."""
 
     def __init__(self, inner: Any, end_tokens: frozenset[int], answered: Sequence[int]) -> None:
         self._inner = inner
@@ -154,20 +154,20 @@ class Matcher:
         return not self._is_lost and self._inner.is_accepting()
 
     def push(self, tokens: Iterable[int]) -> None:
-        """Add tokens to the answer. After one that the grammar does not allow, only its end is allowed."""
+        """Add tokens to the answer. After a token that the grammar refuses, only end tokens are allowed."""
         for token in tokens:
             if token not in self._end_tokens and not self._is_lost:
                 self._is_lost = self._inner.try_consume_tokens([token]) == 0
 
     def masks(self, draft: Sequence[int]) -> list[Mask]:
-        """Return masks of the tokens that may come next, and after each token of `draft`: a bit for each id.
+        """Return a bit mask by id of the tokens allowed next, and one after each token of `draft`.
 
-        Behind a token that the grammar does not allow, only the end is allowed: the draft is rejected there.
-        A mask allows at least one token; where nothing else is left, or a limit was reached, the end tokens.
+        After a token that the grammar refuses, only end tokens are allowed, so the draft is rejected there.
+        If no other token is allowed, or a limit was reached, the mask has the end tokens.
         """
         found = [self._mask()]
         if draft:
-            # A copy: a limit that is reached behind the draft must not end the answer.
+            # A copy: a limit that is reached within the draft must not end the answer.
             ahead = Matcher(self._inner.deep_copy(), self._end_tokens, ())
             ahead._is_lost = self._is_lost
             for token in draft:
@@ -187,10 +187,10 @@ class Matcher:
 
 
 def _fault(first: Any, end_tokens: frozenset[int]) -> str | None:
-    """Say why a grammar cannot be followed; None if it can.
+    """Return why a grammar cannot be used; None if it can.
 
-    Much of the work is done for the first tokens, where it would hold up all rows: it is done here, on the
-    compiling thread, for the first token and after one of those that may be the first.
+    Most of the work falls on the first tokens, where it would delay all rows. This call does it on the
+    compiling thread: for the first token, and after one possible first token.
     """
     tried = first.deep_copy()
     if not tried.is_error():
@@ -208,11 +208,11 @@ def _fault(first: Any, end_tokens: frozenset[int]) -> str | None:
 
 
 def _source(asked: ResponseFormat, matchers: Any) -> str:
-    """Write a grammar for llguidance; raises ValueError."""
+    """Write a format as a grammar for llguidance; raises ValueError."""
     match asked:
         case JsonSchemaFormat(json_schema=given):
             _check_multiples([given.schema])
-            # Who says `strict: false` takes the schema without the keywords that cannot be enforced.
+            # With `strict: false` the sender accepts that keywords that cannot be enforced are ignored.
             return _json_source(given.schema, lenient=given.strict is False)
         case JsonObjectFormat():
             return _json_source({"type": "object"}, lenient=False)
@@ -221,25 +221,25 @@ def _source(asked: ResponseFormat, matchers: Any) -> str:
             return f"{made['lark_grammar']}\n{_FREE}"
         case LarkFormat(grammar=grammar):
             _check_embedded(grammar)
-            return f"{grammar}\n{_FREE}"  # at the end, so that the lines of errors are the sender's
+            return f"{grammar}\n{_FREE}"  # at the end, to keep the sender's line numbers in errors
         case ChoiceFormat(choices=choices):
             return f"start: {' | '.join(map(_text, choices))}\n{_FREE}"
     raise ValueError(f"its type {asked.__struct_config__.tag!r} has no grammar")
 
 
 def guided(schema: Mapping[str, Any], *, lenient: bool) -> dict[str, Any]:
-    """Return a schema with our options of llguidance, which reads them at its top, and without the sender's.
+    """Return a schema with the worker's llguidance options at its top level, replacing the sender's.
 
-    With `lenient`, keywords that cannot be enforced are left out.
+    With `lenient`, keywords that cannot be enforced are ignored.
     """
     schema = _enforceable(schema) if lenient else schema
     return {**schema, "x-guidance": _JSON_OPTIONS | {"lenient": lenient}}
 
 
 def _enforceable(schema: Any, depth: int = 0) -> Any:
-    """Return a schema without the patterns and references that end in an error, even if it is lenient.
+    """Replace the patterns and references of a schema that llguidance refuses even in lenient mode.
 
-    They become formats that nobody knows, of which llguidance warns. It leaves out other keywords itself.
+    They become unknown formats, for which llguidance warns. It ignores other keywords by itself.
     """
     if isinstance(schema, list):
         return [_enforceable(one, depth + 1) for one in schema]
@@ -263,11 +263,11 @@ def _enforceable(schema: Any, depth: int = 0) -> Any:
 
 @lru_cache(1024)
 def _is_regular(pattern: str) -> bool:
-    """Whether a pattern has no look-ahead, reference or the like."""
+    """Whether llguidance can compile a pattern: it has no look-ahead, back-reference or the like."""
     try:
         import llguidance
     except ImportError:
-        return True  # nothing is enforced then
+        return True  # without llguidance nothing is enforced
     check = llguidance.LLMatcher
     source = check.grammar_from_json_schema(_text({"type": "string", "pattern": pattern}))
     is_error, _ = check.validate_grammar_with_warnings(source)
@@ -276,9 +276,9 @@ def _is_regular(pattern: str) -> bool:
 
 @lru_cache(256)
 def text_matcher(word: str, asked: str) -> Callable[[str], bool] | None:
-    """Return what says whether a text has a `pattern` or `format` of a schema; None if nobody can say.
+    """Return a function that checks a text against a schema's `pattern` or `format`; None if unsupported.
 
-    It takes a time that grows with the text only, as grammars have no regular expressions that backtrack.
+    `word` is the keyword, `asked` its value. Each check is linear in the text, as grammars never backtrack.
     """
     try:
         import llguidance
@@ -314,7 +314,7 @@ def _check_multiples(schemas: Iterable[Any]) -> None:
 
 
 def _multiple(schema: Any) -> int:
-    """Return the product of the `multipleOf` in a schema."""
+    """Return the product of all different `multipleOf` values in a schema."""
     steps, todo = set[int](), [schema]
     while todo:
         match todo.pop():
@@ -328,14 +328,14 @@ def _multiple(schema: Any) -> int:
 
 
 def _whole(step: float) -> int:
-    """Return a step as llguidance counts it: 0.25 as 25, as it scales all numbers to whole ones."""
+    """Return a `multipleOf` scaled to an integer as llguidance does: 25 for 0.25."""
     number = Decimal(str(step)).normalize().as_tuple()
-    exponent = number.exponent if isinstance(number.exponent, int) else 0  # a name for infinity
+    exponent = number.exponent if isinstance(number.exponent, int) else 0  # a letter for infinity
     return int("".join(map(str, number.digits)) + "0" * min(exponent, 9))
 
 
 def _check_embedded(grammar: str) -> None:
-    """Check the JSON schemas within a Lark grammar as others, together: each takes its time."""
+    """Apply `_check_multiples` to all JSON schemas within a Lark grammar, as their compile times add up."""
     schemas = []
     for found in re.finditer(r"%json\s*", grammar):
         with suppress(ValueError, RecursionError):  # no schema, or one that llguidance refuses too
@@ -346,8 +346,8 @@ def _check_embedded(grammar: str) -> None:
 def _vocabulary(tokenizer: Tokenizer) -> Any:
     """Build llguidance's tokenizer from the bytes that each token adds to an answer's text.
 
-    The file tokenizer.json would say the same of most tokenizers, but not of all, and GGUF files have none.
-    This holds up other threads, for 0.1 s of 49,152 tokens, once a worker.
+    The file tokenizer.json would give the same bytes for most tokenizers, but not all; GGUF files lack it.
+    This blocks other threads once per worker, for 0.1 s with 49,152 tokens.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 

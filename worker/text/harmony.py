@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .splitting import Calls
 
-#: What begins the text of an answer; all before it is reasoning, or a call.
+#: The header that begins an answer's text; everything before it is reasoning or a call.
 FINAL: Final = "<|channel|>final<|message|>"
 _START, _MESSAGE = "<|start|>", "<|message|>"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|channel|>", _START)
@@ -31,13 +31,13 @@ class HarmonySplitter:
     """Splits one answer, which begins with a header or, after an unfinished answer, with text."""
 
     def __init__(self, calls: Calls) -> None:
-        """Without offered tools, messages to functions stay text."""
+        """Without tools in `calls`, messages to functions stay text."""
         self._calls = calls
         self.malformed = False
         self.in_reasoning = False
         self._header: str | None = ""  # None within a message's content
         self._callee: str | None = None
-        self._opened = ""  # how the message to it begins
+        self._opened = ""  # header of the message to `_callee`
         self._arguments = ""
         self._held = ""
 
@@ -48,11 +48,11 @@ class HarmonySplitter:
 
     @property
     def is_full(self) -> bool:
-        """Whether the answer has all calls that it may have, and is over."""
+        """Whether the answer is over because it has as many calls as it may have."""
         return self._calls.is_full
 
     def push(self, text: str) -> Piece:
-        """Add text; return what is final."""
+        """Add text; return the new parts that later text cannot change."""
         held, self._held = self._held + text, ""
         piece = Piece()
         while held and not self.is_full:
@@ -97,7 +97,7 @@ class HarmonySplitter:
         return Piece(reasoning=text) if self.in_reasoning else Piece(text)
 
     def _end(self) -> Piece:
-        """End a message. What cannot be believed to be a call becomes text."""
+        """End a message; a message to a function that is not a valid call becomes text."""
         self._header, self.in_reasoning = "", False
         callee, self._callee = self._callee, None
         if callee is None:
@@ -110,7 +110,7 @@ class HarmonySplitter:
 
 
 def _written(callee: str, arguments: str) -> Written:
-    """Return a call; raises `ValueError` if the arguments are no object."""
+    """Parse the arguments of a call; raises `ValueError` if they are not a JSON object."""
     found = read_json(arguments) if arguments.strip() else {}
     if not isinstance(found, dict):
         raise ValueError("the arguments are no object")  # noqa: TRY004

@@ -33,10 +33,10 @@ class _LooksBackError(Exception):
 
 @lru_cache(maxsize=16)
 def num_first(template: str | None) -> int | None:
-    """Return on how many first messages every message's text may depend; None if not local.
+    """Return how many first messages the text of any message may depend on; None if not local.
 
     In a local template a message's text depends on these messages, on its neighbours, and on whether its
-    index is odd. Text before all messages depends on the first messages, text after them on the last.
+    index is odd. Text before all messages depends on the first messages, text after them on the last one.
     """
     if template is None:
         return None
@@ -48,7 +48,7 @@ def num_first(template: str | None) -> int | None:
 
 
 class _Proof:
-    """Walks over a template; raises `_LooksBackError` if the proof fails."""
+    """Proves by walking a template's syntax tree that it is local; raises `_LooksBackError` if not."""
 
     def __init__(self, tree: nodes.Template) -> None:
         self._lists = {"messages"}
@@ -133,7 +133,7 @@ class _Proof:
             raise _LooksBackError
 
     def _is_harmless(self, node: nodes.Node) -> bool:
-        """Say whether an expression is completely checked here, and has the same value for a shorter list."""
+        """Say whether a whole expression keeps its value when earlier messages are left out."""
         match node:
             case nodes.Assign(target=nodes.Name(), node=value) if self._is_list(value):
                 return self._place != "inside"

@@ -1,8 +1,8 @@
 """Splits a growing answer into its text, its reasoning and its tool calls. Pure.
 
-The same text, cut at any places, gives the same parts, so an answer can be resumed after a crash. Nothing is
-lost: a call that cannot be believed (`worker.text.arguments`), or has no end, stays in the text with its
-markers. Until a call is complete nothing of it is told, so that clients never see a call that becomes text.
+The same text, pushed in any pieces, gives the same parts, so an answer can be resumed after a crash. No text
+is lost: an invalid call (see `worker.text.arguments`), or one without an end, stays in the text with its
+markers. A call is published only when it is complete, so clients never see a call turn into text.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from .arguments import Offered
 
 _SPACE: Final = " \t\r\n"
-#: Letters of a call's id: templates of Mistral's models want nine of them, and others take any.
+#: Characters of a call's id: templates of Mistral's models require nine of them, others accept any id.
 _LETTERS: Final = digits + ascii_letters
-#: Characters that may be parsed in vain: a text of many markers could be parsed from each to each end.
+#: Limit of characters in failed parses of one answer, as each marker could be tried with each end.
 _MOST_TRIED: Final = 4_000_000
-#: What matters for where a value of JSON ends.
+#: The characters that decide where a JSON value ends.
 _JSON: Final = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
-#: Characters at the beginning of an answer that say whether it may be a call without a marker.
+#: How many characters of an answer are checked for the beginning of a call without a marker.
 _HEAD: Final = 256
 _FENCE: Final = re.compile(r"```(?:json|python)?(?=[\s{\[]|$)")
 
 
 class Piece(NamedTuple):
-    """What some more text of an answer has added to its parts."""
+    """The text, reasoning and calls that an answer gained from one more push."""
 
     text: str = ""
     reasoning: str = ""
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 class Splitter(Protocol):
     """Splits one answer. `calls` are the complete calls so far."""
 
-    #: Whether text that looked like a call was no call.
+    #: Whether some text looked like a call but was not a valid one.
     malformed: bool
 
     @property
@@ -61,21 +61,21 @@ class Splitter(Protocol):
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the answer is in its reasoning."""
+        """Whether the answer's next text belongs to its reasoning."""
 
     @property
     def is_full(self) -> bool:
-        """Whether the answer has all calls that it may have, and is over."""
+        """Whether the answer is over because it has as many calls as it may have."""
 
     def push(self, text: str) -> Piece:
-        """Add text; return what is final."""
+        """Add text; return the new parts that later text cannot change."""
 
     def finish(self, *, is_cut: bool = False) -> Piece:
-        """End the answer, by itself or where it `is_cut`; return the rest."""
+        """End the answer and return its rest; `is_cut` if it did not end by itself."""
 
 
 class Calls:
-    """The calls of one answer: which of those that a model wrote are believed, and when there are enough."""
+    """The tool calls of one answer: decides which calls are valid, and when the answer has enough."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Calls:
         max_calls: int | None = None,
         ends_at_repeat: bool = False,
     ) -> None:
-        """The answer ends with call number `max_calls`, and before one that is equal to the one before it."""
+        """End the answer after `max_calls` calls or, with `ends_at_repeat`, before a repeated call."""
         self.offered = offered
         self.made: list[Called] = []
         self.is_full = False
@@ -94,15 +94,15 @@ class Calls:
         self._ends_at_repeat = ends_at_repeat
 
     def believed(self, parse: Parser, text: str) -> list[ParsedCall] | None:
-        """Parse calls; empty if one of them cannot be believed, None if the text is not understood."""
+        """Parse a text as calls; None if it cannot be parsed, empty if one of the calls is invalid."""
         found: list[ParsedCall] | None = None
-        with suppress(Exception):  # what a model writes, under any schema, may raise anything
+        with suppress(Exception):  # checking a model's text against any schema may raise anything
             written, found = parse(text), []
             found = [self.offered.believed(one) for one in written]
         return found
 
     def add(self, found: Sequence[ParsedCall]) -> Piece:
-        """Add calls, as many as the answer may have, and return them."""
+        """Add calls up to the answer's limit; return the added ones as a piece."""
         return Piece(calls=tuple(self._added(found)))
 
     def _added(self, found: Sequence[ParsedCall]) -> Iterator[CallPart]:
@@ -121,7 +121,7 @@ class Calls:
 
 
 def call_id(request: str, index: int) -> str:
-    """Return the id of a request's call number `index`: the same after a crash."""
+    """Return the id of a request's call number `index`; it is the same when resumed after a crash."""
     number = int.from_bytes(blake2b(f"{request}:{index}".encode(), digest_size=8).digest(), "big")
     letters = []
     for _ in range(9):
@@ -131,25 +131,25 @@ def call_id(request: str, index: int) -> str:
 
 
 class MarkedSplitter:
-    """Splits by a dialect's markers."""
+    """Splits an answer at the markers of a model's dialect."""
 
     def __init__(self, dialect: Dialect, calls: Calls, *, in_reasoning: bool) -> None:
-        """`in_reasoning` if the prompt has opened the reasoning."""
+        """`in_reasoning` says that the prompt already opened the reasoning."""
         self._dialect = dialect
         self._calls = calls
         self._forms = dialect.forms if calls.offered else ()
-        #: Parses the answer, while it may be nothing but calls without a marker.
+        #: Parses calls without a marker; None once the answer cannot consist of such calls only.
         self._bare = dialect.bare if calls.offered else None
         self.malformed = False
         self.in_reasoning = in_reasoning
-        self._held = ""  # may begin a marker, or is a call so far
-        self._space = ""  # of the text, dropped before a call
-        self._last = ""  # character of the text
+        self._held = ""  # text that may begin a marker, or an incomplete call
+        self._space = ""  # white space that ends the text, dropped before a call
+        self._last = ""  # last character of the text
         self._has_text = self._has_reasoning = False
-        self._form: Form | None = None  # of the call that `_held` begins with
-        self._seen = 0  # characters of the call in which its end was looked for, or what follows it
+        self._form: Form | None = None  # format of the call that `_held` begins with
+        self._seen = 0  # characters of the call, or after it, already searched
         self._scan: _Scan | None = None
-        #: A call whose argument may go on behind its end, and the number of its characters.
+        #: A parsed call whose last argument may continue after its apparent end, and its length.
         self._whole: tuple[list[ParsedCall], int] | None = None
         self._left_tries = _MOST_TRIED
 
@@ -160,16 +160,16 @@ class MarkedSplitter:
 
     @property
     def is_full(self) -> bool:
-        """Whether the answer has all calls that it may have, and is over."""
+        """Whether the answer is over because it has as many calls as it may have."""
         return self._calls.is_full
 
     def push(self, text: str) -> Piece:
-        """Add text; return what is final."""
+        """Add text; return the new parts that later text cannot change."""
         self._held += text
         return self._split(is_over=False, is_cut=False)
 
     def finish(self, *, is_cut: bool = False) -> Piece:
-        """End the answer, by itself or where it `is_cut`; return the rest."""
+        """End the answer and return its rest; `is_cut` if it did not end by itself."""
         piece = self._split(is_over=True, is_cut=is_cut)
         space, self._space = self._space, ""
         return piece if self.is_full else piece + Piece(space)
@@ -214,7 +214,7 @@ class MarkedSplitter:
         return piece
 
     def _if_bare(self, parse: Parser, *, is_over: bool) -> Piece | None:
-        """Hold the answer as long as it may be nothing but a call; None if it is something else."""
+        """Hold back an answer that may consist of calls without a marker; None if it does not."""
         if self._may_be_bare():
             if not is_over:
                 return Piece()
@@ -237,7 +237,7 @@ class MarkedSplitter:
         return any(head.startswith(one) or one.startswith(head) for one in begins)
 
     def _said(self, text: str) -> Piece:
-        """Return text but for white space at its end, which a call may follow, and at its beginning."""
+        """Return text to publish; hold back white space at its end, which is dropped before a call."""
         text = self._space + text
         if not self._has_text and (self._has_reasoning or self.calls):
             text = text.lstrip(_SPACE)
@@ -248,7 +248,7 @@ class MarkedSplitter:
         return Piece(text)
 
     def _mentioned(self, marker: str) -> Piece:
-        """Return a marker, or what begins with one, as text; behind it there may be others."""
+        """Return a marker, or text that begins with one, as text; the rest may have other markers."""
         self._form, self._held = None, self._held[len(marker) :]
         return self._said(marker)
 
@@ -266,7 +266,7 @@ class MarkedSplitter:
         return Piece(reasoning=text)
 
     def _in_call(self, form: Form, *, is_over: bool, is_cut: bool) -> Piece:
-        """Look for the end of a call. What is none becomes text, and may have other calls in it."""
+        """Look for the end of a call. An invalid call becomes text, in which other calls may begin."""
         text = self._held[len(form.opens) :]
         if text.strip() and not form.begins.match(text):
             return self._mentioned(form.opens)
@@ -290,9 +290,9 @@ class MarkedSplitter:
     def _behind_call(
         self, form: Form, text: str, found: Sequence[ParsedCall], behind: int, *, is_over: bool
     ) -> Piece:
-        """Tell a call, unless an argument that nothing quotes may go on behind what looks like its end.
+        """Add a parsed call, once its last argument cannot continue after the call's apparent end.
 
-        That is so if a value ends there, before another call or reasoning. Until then nothing is told.
+        It continues if its closing tag comes before another call or reasoning; hold the call back until then.
         """
         if found and form.is_tagged:
             markers = (form.opens, form.quotes[1], *(self._dialect.reasoning or ())[:1])
@@ -308,7 +308,7 @@ class MarkedSplitter:
         return self._calls.add(found)
 
     def _no_call(self, form: Form, num_chars: int) -> Piece:
-        """Return a marker, and so many characters behind it, as text."""
+        """Return a marker and the `num_chars` characters after it as text."""
         self.malformed = True
         return self._mentioned(self._held[: len(form.opens) + num_chars])
 
@@ -319,7 +319,7 @@ class MarkedSplitter:
         return found
 
     def _ends(self, form: Form, text: str) -> Iterator[tuple[int, int]]:
-        """Yield where a call may end, at its marker or before the next call, and what is behind it begins."""
+        """Yield each possible end of a call, at its marker or before the next call, and the rest's start."""
         if form.value is not None:
             if self._scan is None and (value := form.value.match(text)):
                 self._scan = _Scan(value.end())
@@ -336,7 +336,7 @@ class MarkedSplitter:
 
 
 class _Scan:
-    """Finds where a value of JSON ends in a text that grows."""
+    """Finds the end of a JSON value in a growing text."""
 
     def __init__(self, at: int) -> None:
         self._at = at
@@ -353,25 +353,25 @@ class _Scan:
                 self._depth += 1 if char in "{[" else -1
                 if self._depth <= 0:
                     return self._at
-        self._at = len(text) - text.endswith("\\", self._at)  # which escapes what comes next
+        self._at = len(text) - text.endswith("\\", self._at)  # a backslash escapes the next character
         return None
 
 
 def _begins(text: str, reasoning: tuple[str, str] | None) -> bool:
-    """Say whether a text begins, or may begin, with the marker of reasoning."""
+    """Say whether a text begins, or may begin, with the marker that opens reasoning."""
     text, marker = text.lstrip(), reasoning[0] if reasoning else ""
     return bool(text and marker) and (text.startswith(marker) or marker.startswith(text))
 
 
 def _without_beginning_of(marker: str, text: str) -> str:
-    """Return a text without the beginning of a marker at its end."""
+    """Remove an incomplete `marker` from the end of a text."""
     sizes = range(len(marker) - 1, 0, -1)
     size = next((size for size in sizes if text.endswith(marker[:size])), 0)
     return text[: len(text) - size]
 
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
-    """Find the first marker; without one, return where the text may begin one (else its end)."""
+    """Find the first marker; without one, return the index where one may begin (else the end), and None."""
     found = [(text.index(marker), marker) for marker in markers if marker in text]
     if found:
         return min(found, key=lambda one: (one[0], -len(one[1])))

@@ -1,15 +1,15 @@
 """Renders a session with the model's chat template, and finds the tokens that each turn adds.
 
-What the model was given stays: a turn adds the text by which a render of all messages differs from a render
-of the earlier ones. If the template now renders earlier messages to another text (trims an answer, drops its
-thoughts), the `Addition` says from which position on the session's tokens are replaced. Both renders are by
-today's template, so one that was corrected continues the sessions of the old one.
+Earlier tokens stay: a turn adds the text that a render of all messages has after a render of the earlier
+ones. If the template now renders earlier messages differently (trims an answer, drops its reasoning), the
+`Addition` says from which position on the session's tokens are replaced. Both renders use the current
+template, so sessions continue after a template was corrected.
 
 Answers keep their sampled tokens, as the tokenizer might choose others for the same text. Prompts between two
 answers are tokenised as one text: a token may span two turns.
 
-With a local template (`locality`) the cost of a turn depends on its size only: only the last messages are
-rendered. Pure: no device, no broker, no clock.
+With a local template (`locality`) only the last messages are rendered, so the cost of a turn depends on its
+size only. Pure: no device, no broker, no clock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Addition", "Conversation", "Message", "Said", "TemplateError", "Tokenizer"]
 
-#: Of a series of prompts without an answer, the last so many are rendered again.
+#: How many of the last prompts in a row, without an answer between them, are rendered again.
 _LAST_PROMPTS: Final = 4
 #: Messages rendered before those whose text is needed, besides the conversation's first ones.
 _LEAD: Final = 4
@@ -50,7 +50,7 @@ class Addition:
 class _Target:
     """The text that the conversation must have from the segment at index `start` on.
 
-    It begins with the tokens' own text if `is_own`, else with the template's.
+    It begins with the text of the session's tokens if `is_own`, else with the template's text.
     """
 
     start: int
@@ -60,12 +60,12 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class Conversation(Segments):
-    """A conversation that a chat template renders. Immutable: every change returns a new object.
+    """A session's conversation, rendered by a chat template. Immutable: every change returns a new object.
 
     The argument `history` is always the session's tokens before the change.
     """
 
-    # What a turn adds to the tokens.
+    # Changes that return the tokens that a turn adds.
 
     def add_messages(
         self, history: Sequence[int], messages: Sequence[Message], *, trusted: bool = True
@@ -77,7 +77,7 @@ class Conversation(Segments):
         return self.add_said(history, [Said(one, trusted) for one in messages])
 
     def add_said(self, history: Sequence[int], said: Sequence[Said]) -> tuple[Conversation, Addition]:
-        """Do `add_messages`."""
+        """Add messages as `add_messages` does, each with its own trust."""
         if not said:
             return self, Addition(len(history), [])
         return self._extend(history, said, opens_answer=False)
@@ -85,7 +85,7 @@ class Conversation(Segments):
     def set_extras(
         self, history: Sequence[int], tools: Sequence[Message] | None, variables: Mapping[str, Any] | None
     ) -> tuple[Conversation, Addition]:
-        """Do `with_extras`; earlier messages are rendered again, as these may stand before them.
+        """Replace tools or variables and render earlier messages again, as tools may stand before them.
 
         Raises `TemplateError` and `CutOffError`.
         """
@@ -106,7 +106,7 @@ class Conversation(Segments):
     def add_answer(
         self, history: Sequence[int], tokens: Sequence[int], *, keeps_reasoning: bool = True
     ) -> Conversation:
-        """Do `answered` for tokens alone."""
+        """Add an answer of which only the tokens are known; see `answered`."""
         return self.answered(history, tokens, {}, keeps_reasoning=keeps_reasoning)
 
     def add_raw(
@@ -128,7 +128,7 @@ class Conversation(Segments):
         return last.opens_answer and self._text(history, last).rstrip().endswith(pair[0])
 
     def _ready(self, said: Said) -> Message:
-        """Return a message as the template gets it. Kept with the message, as marking it takes time."""
+        """Return a message in the template's form, cached, since marking special tokens takes time."""
         found: Message | None = said.__dict__.get("ready")
         if found is None:
             if said.ids:
@@ -174,7 +174,7 @@ class Conversation(Segments):
         opens_answer: bool,
         anew: bool = False,
     ) -> tuple[Conversation, Addition]:
-        """Extend the conversation by messages as the template renders it.
+        """Add messages, and return the tokens that the template's render adds to the session.
 
         Keeps as many tokens as possible. With `anew` any part of the text may have changed.
         """
@@ -193,7 +193,7 @@ class Conversation(Segments):
     def _whole_target(
         self, history: Sequence[int], said: Sequence[Said], *, header: bool, anew: bool
     ) -> _Target | Addition:
-        """Return the text of the whole conversation, or what it adds if the session's text is another."""
+        """Return the text of the whole conversation, or an addition if the tokens have another text."""
         segments = self._segments[self._first :]
         every = [*said_in(segments, drops=has_question(said)), *said]
         wanted = self._render(every, header=header)
@@ -203,14 +203,14 @@ class Conversation(Segments):
         more = self._more(said_in(prompts), wanted, opened=prompts[-1].opens_answer)
         if more is None:
             return _Target(self._first, wanted)
-        # The tokenizer may lose characters, so that its text is another; or the template was another one.
+        # The texts differ: the tokenizer may lose characters, or an earlier template rendered the session.
         again = self._retokenised(history, segments, wanted) if len(prompts) == len(segments) else None
         return again or self._target_of(history, self._first, prompts, more)
 
     def _retokenised(
         self, history: Sequence[int], segments: Sequence[Segment], wanted: str
     ) -> Addition | None:
-        """Tokenise what is behind the last answer; None if that changes more than the last token there."""
+        """Tokenise the text after the last answer again; None if that changes more than the last token."""
         at = next((i for i in range(len(segments), 0, -1) if segments[i - 1].kind == "answer"), 0)
         start = segments[at - 1].end if at else segments[0].start
         before = ""
@@ -226,7 +226,7 @@ class Conversation(Segments):
     def _target_of(
         self, history: Sequence[int], start: int, segments: Sequence[Segment], more: str
     ) -> _Target:
-        """Return the target that leaves segments as they are, with `more` behind them."""
+        """Return the target that keeps the text of the segments' tokens and appends `more`."""
         own = "".join(self.tokenizer.marked(history[one.start : one.end]) for one in segments)
         return _Target(start, own + more, is_own=True)
 
@@ -234,7 +234,7 @@ class Conversation(Segments):
         return "".join(self._text(history, one) for one in segments)
 
     def _more(self, said: Sequence[Said], wanted: str, *, opened: bool) -> str | None:
-        """Return what `wanted` has behind the render of earlier messages; None if it does not begin so."""
+        """Return what follows the render of earlier messages in `wanted`; None if it does not start so."""
         try:
             known = self._render(said[:-1] if opened else said, header=opened)
         except TemplateError:
@@ -242,7 +242,7 @@ class Conversation(Segments):
         return wanted[len(known) :] if wanted.startswith(known) else None
 
     def _near_target(self, history: Sequence[int], said: Sequence[Said], *, header: bool) -> _Target | None:
-        """Find the text after the second last answer, without rendering the text before it.
+        """Return the target from the last prompts on, by rendering only the conversation's last messages.
 
         None if the conversation is short, or the template looks back.
         """
@@ -268,7 +268,7 @@ class Conversation(Segments):
         return self._target_of(history, start, segments[start:end], more)
 
     def _near(self, num_head: int) -> tuple[int, int, int] | None:
-        """Find the segments to render again: where rendering starts, where the text is needed, and its end.
+        """Return indices of segments: where rendering starts, where the needed text starts and where it ends.
 
         The template may use the first `num_head` messages for any text. None if the conversation is short.
         """
@@ -298,7 +298,7 @@ class Conversation(Segments):
         return lead, start, end
 
     def _reach(self, target: _Target, history: Sequence[int]) -> Addition | None:
-        """Replace the tokens from the target's start on, so that they have the target's text.
+        """Return the addition after which the tokens from the target's start on have the target's text.
 
         Returns None if earlier segments could change too.
         """
@@ -307,7 +307,7 @@ class Conversation(Segments):
         plain = unmarked(target.text)
         seam, seam_chars = self._seam(segments, plain, base, history, is_own=target.is_own)
         if seam == base and target.start > self._first and before[-1].kind == "prompt":
-            return None  # its last token and the first one here may merge
+            return None  # the last token before and the first one here may merge
         wanted = self._encode(target.text[index_after(target.text, seam_chars) :], seam, history)
         same = _num_same(history[seam:], wanted)
         return Addition(seam + same, wanted[same:])
@@ -323,11 +323,11 @@ class Conversation(Segments):
     ) -> tuple[int, int]:
         """Find where tokenising starts: the position and the number of characters of `target` before it.
 
-        If `target` only extends the segments' text, that is the last added token, so the cost of an append
-        does not grow with the session. Else it is the end of the last answer before the first difference, or
-        a position inside the answer that differs.
+        If `target` only extends the segments' text, start at the tokenizer's last added token (such as an
+        end-of-turn token), so an append's cost does not grow with the session. Else start at the end of the
+        last answer before the first difference, or inside the answer that differs.
         """
-        ends = [0]  # of the segments whose text `target` starts with
+        ends = [0]  # in characters, of the segments whose text `target` starts with
         for segment in segments:
             text = self._text(history, segment)
             if not target.startswith(text, ends[-1]):
@@ -342,20 +342,20 @@ class Conversation(Segments):
         if agreeing == len(segments) and (border := self._last_border(segments, history)) is not None:
             return border, ends[-1] - len(self.tokenizer.decode(history[border:]))
         if is_own and agreeing == len(segments):
-            return len(history), ends[-1]  # its text may come to other tokens
+            return len(history), ends[-1]  # tokenising the text again may give other tokens
         while agreeing and segments[agreeing - 1].kind == "prompt":
             agreeing -= 1
         return segments[agreeing - 1].end if agreeing else base, ends[agreeing]
 
     def _last_border(self, segments: Sequence[Segment], history: Sequence[int]) -> int | None:
-        """Find the last added token of a prompt at the end; later text cannot change the tokens before it."""
+        """Find the last added token in a final prompt; later text cannot change the tokens before it."""
         if not segments or segments[-1].kind != "prompt":
             return None
         backwards = range(segments[-1].end - 1, segments[-1].start, -1)
         return next((i for i in backwards if history[i] in self.tokenizer.added_ids), None)
 
     def _common(self, tokens: Sequence[int], text: str) -> tuple[int, int]:
-        """Count the tokens whose text `text` starts with, and their characters, up to a whole character."""
+        """Count the first tokens that spell the start of `text`, and their characters; end at a whole one."""
         target = text.encode()
         num_bytes = best_tokens = best_bytes = 0
         for count, token in enumerate(tokens, 1):
@@ -370,7 +370,7 @@ class Conversation(Segments):
     def _encode(self, text: str, position: int, history: Sequence[int]) -> list[int]:
         """Tokenise `text`, which starts at `position`."""
         if position and history[position - 1] in self.tokenizer.eos_ids:
-            # Together with the end-of-turn token, which may absorb the white space after it.
+            # Tokenise it with the end-of-turn token, which may absorb the white space after it.
             end = history[position - 1]
             ids = self.tokenizer.encode(self.tokenizer.decode([end]) + text, at_start=False)
             if ids[:1] == [end]:
@@ -388,6 +388,6 @@ def _without_last_answer(segments: Sequence[Segment]) -> Sequence[Segment]:
 
 
 def _rendered(tool: Message) -> Message:
-    """Return a tool as templates want it: without what is for the worker alone."""
+    """Return a tool for the template: without `strict`, which only the worker uses."""
     function = {name: value for name, value in tool["function"].items() if name != "strict"}
     return {**tool, "function": function}

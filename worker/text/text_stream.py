@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class TextStream:
     """Turns tokens into text that is safe to publish, up to the first stop string.
 
-    The stop string that ends first counts; if several end at the same place, the longest one. That is `stop`
-    then, and neither it nor the text after it is ever returned.
+    The stop string that ends first counts; if several end at the same place, the longest one. `stop` is set
+    to it, and neither the stop string nor the text after it is ever returned.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -32,7 +32,7 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was seen."""
+        """Whether the text has reached a stop string."""
         return self.stop is not None
 
     def push(self, token: int) -> str:
@@ -42,7 +42,7 @@ class TextStream:
         return self._release(self._decoder.decode(self._tokenizer.token_bytes(token)))
 
     def spell(self, token: int) -> bytes:
-        """Return the bytes of any token."""
+        """Return the bytes of a token, which need not belong to the answer."""
         return self._tokenizer.token_bytes(token)
 
     def finish(self) -> str:
@@ -79,7 +79,7 @@ class _Matcher:
             self._fallback[i] = self._advance(self._fallback[i - 1], string[i])
 
     def push(self, char: str) -> bool:
-        """Add a character; returns whether the string ends with it."""
+        """Add a character; return whether the stream now ends with the string."""
         self.matched = self._advance(self.matched, char)
         return self.matched == len(self.string)
 

@@ -1,6 +1,6 @@
-"""Follows an answer through its reasoning: ends it after a budget, and lets a grammar begin behind it. Pure.
+"""Constrains an answer with reasoning: ends the reasoning after a budget, then applies a grammar. Pure.
 
-A grammar in the sense of `worker.batch.row_sampler`. Where it says nothing, any token may come.
+Implements the `Grammar` of `worker.batch.row_sampler`; a mask of None allows any token.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SPACE: Final = b" \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """What an answer with reasoning must be. Immutable, so thread-safe.
+    """The constraints of an answer with reasoning. Immutable, so thread-safe.
 
     `opens` and `closes` are the markers of the reasoning, as bytes; `closing` are the tokens that end it
-    after `budget` tokens, and `opening` those that begin it. `spaces` are tokens of white space, one of which
-    may stand before what the `grammar` describes; `inside` is the mask of the tokens that may come in the
-    reasoning, all if None. If `is_begun`, the prompt has opened the reasoning.
+    after `budget` tokens, and `opening` those that begin it. `spaces` are white-space tokens, one of which
+    may precede the text that follows the `grammar`; `inside` is the mask of tokens allowed in the reasoning
+    (None: all). If `is_begun`, the prompt has opened the reasoning.
     """
 
     spell: Callable[[int], bytes]
@@ -44,19 +44,19 @@ class Thinking:
     inside: Mask | None = None
 
     def follow(self, answered: Sequence[int]) -> Matcher:
-        """Follow an answer that has these tokens so far."""
+        """Return a matcher for an answer that has these tokens so far."""
         found = _Follower(self)
         found.push(answered)
         return found
 
 
 class _Follower:
-    """Follows one answer: before its reasoning, in it, or behind it."""
+    """Tracks whether one answer is before, inside or behind its reasoning, and masks its next tokens."""
 
     def __init__(self, of: Thinking) -> None:
         self._of = of
         self.place: Literal["before", "inside", "behind"] = "inside" if of.is_begun else "before"
-        self.begun: list[int] = []  # tokens before it is known whether there is reasoning
+        self.begun: list[int] = []  # tokens until it is known whether the answer reasons
         self.tail = b""
         self.num_inside = self.num_closing = 0
         self.inner: Matcher | None = None
@@ -75,13 +75,13 @@ class _Follower:
             self.add(token)
 
     def masks(self, draft: Sequence[int]) -> list[Mask | None]:
-        """Return masks of the tokens that may come next, and after each token of `draft`; None allows all."""
+        """Return a mask of the tokens allowed next, and one after each token of `draft`; None allows all."""
         if self.place == "behind" and self.inner is not None and not self.may_space:
             return list(self.inner.masks(draft))
         found, ahead = [self.mask()], copy.copy(self)
         ahead.begun = [*self.begun]
         if draft and ahead.place == "behind" and self._of.grammar is not None:
-            ahead.inner = self._of.grammar.follow(())  # it has no tokens yet: this one may still get spaces
+            ahead.inner = self._of.grammar.follow(())  # a fresh copy: `inner` has no tokens yet
         for token in draft:
             ahead.add(token)
             found.append(ahead.mask())
@@ -126,7 +126,7 @@ class _Follower:
             return
         self.tail = (self.tail + self._of.spell(token))[-len(self._of.opens) - 64 :]
         if self._of.opens and self._of.opens in self.tail:
-            self.place, self.tail = "inside", b""  # once more: the budget is of all its reasoning
+            self.place, self.tail = "inside", b""  # it reasons again, within the same budget
 
     def _go_behind(self) -> None:
         self.place, self.tail, self.num_closing = "behind", b"", 0
@@ -153,7 +153,7 @@ class _Follower:
         return _with(mask, more)
 
     def _mask_within_opening(self, grammar: Grammar) -> Mask | None:
-        """Return the mask behind tokens that begin the marker, and may begin what the grammar describes."""
+        """Return the mask after tokens that begin the opening marker, and may begin the grammar's text."""
         begun = [token for token in self.begun if token not in self._of.spaces]
         *masks, mask = grammar.follow(()).masks(begun)
         size = len(begun)
@@ -165,7 +165,7 @@ class _Follower:
 
 
 def mask_without(tokens: Iterable[int], num_tokens: int) -> Mask:
-    """Return a mask of a vocabulary without some tokens."""
+    """Return a mask that allows all of a vocabulary's `num_tokens` tokens except these."""
     allowed = np.ones(num_tokens, np.uint8)
     allowed[[token for token in tokens if token < num_tokens]] = 0
     return np.packbits(allowed, bitorder="little")
@@ -180,7 +180,7 @@ def _allows(mask: Mask, token: int) -> bool:
 
 
 def _with(mask: Mask, tokens: Sequence[int]) -> Mask:
-    """Return a mask that allows some tokens more."""
+    """Return a mask that allows these tokens too."""
     found = np.zeros(max(len(mask), max(tokens, default=0) // 8 + 1), np.uint8)
     found[: len(mask)] = mask
     for token in tokens:

@@ -1,8 +1,8 @@
 """Stands in for the worker of a prefix while none runs: notices requests, and holds those that want a reply.
 
-What is published on `in` is in the log, where the worker will find it. What is asked on `ctl` and `ask` is
-kept, and published again once the worker listens, so that it replies to the client itself. Questions about
-the worker alone (`metrics`) are answered here: a look at a model does not load it.
+Requests on `in` are in the log, where the worker will find them. Requests on `ctl` and `ask` are held, and
+published again once the worker listens, so that the worker replies to the client itself. `metrics` requests
+are answered here, as looking at the metrics must not load the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import Subjects
     from worker.process.settings import Settings
 
-#: Questions that wait for a worker; more get `overloaded`.
+#: Most requests to hold for the worker; further ones get `overloaded`.
 _MOST_HELD: Final = 256
 _TOO_MANY: Final = "too many questions wait until the model is loaded; ask again later"
 
@@ -43,7 +43,7 @@ log = structlog.get_logger()
 
 
 class Activator:
-    """Stands in for one worker; `wake` is called with every request that only the worker can answer."""
+    """Stands in for one worker; calls `wake` at every request that only the worker can answer."""
 
     def __init__(
         self, nc: Client, subjects: Subjects, metrics: Callable[[], Metrics], wake: Callable[[], None]
@@ -60,22 +60,22 @@ class Activator:
         self.used_s = current_time()
 
     async def open(self, settings: Settings) -> None:
-        """Make the prefix's streams, notice requests from now on, and stand in. Raises `BrokerError`."""
+        """Create the prefix's streams, subscribe to its requests, and `begin`. Raises `BrokerError`."""
         await ensure(self._js, self._subjects, settings)
         await self._nc.subscribe(self._subjects.every("in"), cb=self._notice)
         await self.begin()
 
     async def begin(self) -> None:
-        """Take the worker's questions. While it still listens too, each question reaches one of the two."""
+        """Subscribe to `ctl` and `ask` in the worker's place; while both listen, each request reaches one."""
         if self._subscriptions:
             return
         for subject in (self._subjects.every("ctl"), self._subjects.every("ask")):
             self._subscriptions.append(await self._nc.subscribe(subject, QUEUE, cb=self._hold))
-        with contextlib.suppress(nats.errors.Error):  # between two connections: it follows with the next
+        with contextlib.suppress(nats.errors.Error):  # without a connection: the next one subscribes again
             await confirm_subscriptions(self._nc)
 
     async def end(self) -> None:
-        """Leave all questions to the worker, which listens by now."""
+        """Unsubscribe, and publish the held requests again, for the worker, which listens by now."""
         while self._subscriptions:
             with contextlib.suppress(nats.errors.Error):
                 await self._subscriptions.pop().drain()  # type: ignore[no-untyped-call]
@@ -84,11 +84,11 @@ class Activator:
             await self._nc.publish(one.subject, one.data, reply=one.reply, headers=one.headers)
 
     async def publish_metrics(self) -> None:
-        """Say that the prefix is served, as a worker does every few seconds."""
+        """Publish metrics, which show that the prefix is served, as a worker does every few seconds."""
         await self._outbox.metrics(self._metrics())
 
     async def has_work(self) -> bool:
-        """Say whether requests wait for a worker, or have one that works on them; if that is unknown, yes."""
+        """Return whether requests wait or are being worked on; true if the server does not say."""
         if self._held:
             return True
         try:

@@ -58,10 +58,10 @@ _HEALTH_S: Final = 5.0
 _READY_S: Final = 120.0  # before it listens, the server checks its store, which may have many GiB
 _STOP_S: Final = 10.0
 _BACKOFF_S: Final = (0.1, 10.0)
-#: Begins the names of workers' own servers.
+#: Prefix of the names of workers' own servers.
 SERVER_PREFIX: Final = "turnkeep-"
 _MAX_GREETING_BYTES: Final = 64 * 2**10
-_TOKEN: Final = re.compile("[A-Za-z0-9_-]{16,}")  # such that a URL can hold it
+_TOKEN: Final = re.compile("[A-Za-z0-9_-]{16,}")  # characters that a URL may contain
 _PORT_FREED_S: Final = 2.0
 _STABLE_S: Final = 30.0  # after this uptime, the backoff starts from its minimum
 
@@ -88,7 +88,7 @@ def _program() -> Path:
 def check_port(port: int, mend: str | None = None) -> None:
     """Raise `BrokerError`, ending with `mend`, if no server can listen on `port` of the loopback address.
 
-    Names the Turnkeep worker whose NATS server has the port, if that can be seen.
+    The message names the Turnkeep worker whose NATS server has the port, if this user can see it.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Go does: TIME_WAIT is no obstacle
@@ -110,7 +110,7 @@ def check_port(port: int, mend: str | None = None) -> None:
 
 
 def wait_for_port(port: int, mend: str) -> None:
-    """Do as `check_port`, but give the gateway of a worker that was just killed 2 s to leave the port."""
+    """Check a port as `check_port` does, but give a just-killed worker's gateway 2 s to leave it."""
     until_s = time.monotonic() + _PORT_FREED_S
     while time.monotonic() < until_s:
         with contextlib.suppress(BrokerError):
@@ -120,12 +120,12 @@ def wait_for_port(port: int, mend: str) -> None:
 
 
 def served_by(port: int) -> Path | None:
-    """Return the data directory whose NATS server has a port; None if this user sees none."""
+    """Return the data directory whose NATS server listens on a port; None if this user can see none."""
     return next((root for root, listens in own_servers() if listens == f"{HOST}:{port}"), None)
 
 
 def own_servers() -> Iterator[tuple[Path, str]]:
-    """Yield the data directory and address of each worker's own NATS server that runs and this user sees."""
+    """Yield the data directory and address of each running NATS server of a worker that this user can see."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             program, *arguments = process.cmdline() or [""]
@@ -171,7 +171,7 @@ class EmbeddedServer:
         self._state_file = self._root / "nats-server.json"
         self._log_file = directory.logs / "nats-server.log"
         self._name = server_name(self._root)
-        #: What clients have to log in with.
+        #: The token with which clients log in.
         self.token = _own_token(self._root / TOKEN_NAME)
         self._config = self._render(directory, settings)
         self._room_bytes = 4 * settings.max_message_bytes
@@ -191,7 +191,7 @@ class EmbeddedServer:
         return self._process.pid if self._process else None
 
     def check(self) -> bool:
-        """Return whether a server runs already. Raises `BrokerError` if `start` could not start one either.
+        """Return whether a server runs already. Raises `BrokerError` if none runs and `start` would fail.
 
         Changes nothing.
         """

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_OVERTAKEN: Final = (WRONG_LAST_SEQUENCE, 10164)  # with several copies, a write that is still in process
+_OVERTAKEN: Final = (WRONG_LAST_SEQUENCE, 10164)  # with replicas: another write is still in progress
 
 
 class Published(NamedTuple):
     """The chunks of an answer that clients may have seen, and the sequence of its subject's last message.
 
-    `has_ended` says that a worker has closed the token stream, so the answer has a result; `is_sealed` that
-    one is about to end it as cancelled or expired, or has died over it. The first chunk says the `model`, and
-    the digest of the session before it (`base`).
+    `has_ended` says that a worker has closed the token stream, so the answer has a result; `is_sealed` that a
+    worker is about to end the answer as cancelled or expired, or died doing so. The first chunk names the
+    `model`, and the digest of the session before the answer (`base`).
     """
 
     chunks: list[Chunk]
@@ -52,12 +52,12 @@ class Published(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Number of the chunks' tokens."""
+        """Number of tokens in all chunks."""
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
 
 class AnswerChunks:
-    """The stream of tokens. Event loop only. Methods retry as those of `Journal` do."""
+    """Publishes and reads the chunks in the token stream. Event loop only. Retries as `Journal` does."""
 
     def __init__(
         self,
@@ -69,17 +69,17 @@ class AnswerChunks:
         is_alone: Callable[[], bool],
         model: str,
     ) -> None:
-        """`is_alone` and `model` are those of `Journal`."""
+        """`is_alone` and `model` mean the same as for `Journal`."""
         self._nc = nc
         self._js = js
         self._subjects = subjects
         self._reads = reads
         self._is_alone = is_alone
         self._model = model
-        self._name = uuid4().hex  # in seals, as a worker's own seals do not stop it
+        self._name = uuid4().hex  # written into seals: a worker ignores its own
 
     async def read(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> Published:
-        """Read the published chunks of the request at `seq`, from index 0, which may come again, up to a gap.
+        """Read the chunks of the request at `seq` from index 0, which may have been republished, up to a gap.
 
         Ignores chunks that do not name the request's sequence or are older than the request (`stored`): a
         client may have published them to forge the beginning of the answer.
@@ -101,11 +101,11 @@ class AnswerChunks:
             except InvalidMessageError:
                 chunk = None
             if chunk is None or chunk.seq != seq or entry.stored < stored:
-                # Not those of an earlier request, which this one repeats.
+                # Chunks of an earlier request that this one repeats do not count.
                 num_foreign += chunk is None or chunk.seq is None or chunk.seq >= seq
                 continue
             if chunk.tokens:  # else it is the rest of a text that ends there
-                is_sealed = False  # whoever sealed it has seen that it goes on
+                is_sealed = False  # the worker that sealed the answer has seen that it continues
             if has_gap and chunk.i == 0:  # the first ones have expired, and were published again
                 chunks, num_tokens, has_gap = [], 0, False
             has_gap = has_gap or chunk.i > num_tokens
@@ -123,7 +123,7 @@ class AnswerChunks:
     ) -> int:
         """Publish the next chunk of an answer; return when it is stored, which is when clients receive it.
 
-        `after` is the sequence of the last message of the answer's subject; returns the chunk's own. Returns
+        `after` is the sequence of the last message of the answer's subject. Returns the chunk's sequence, or
         0 if the token stream refuses the chunk. Then publish no later chunks of the answer: the stored chunks
         must have no gap, so that a worker that resumes the answer finds all that clients saw. Raises
         `FencedError` if another worker has published a chunk of the answer since, or if the session was read
@@ -134,10 +134,10 @@ class AnswerChunks:
         )
 
     async def seal(self, key: SessionKey, request_id: str, seq: int, after: int, *, server: str) -> None:
-        """Let nobody publish a chunk of the request at `seq` behind the message at `after`.
+        """Prevent all workers from publishing a chunk of the request at `seq` after the message at `after`.
 
-        For a result that ends the answer before its end: a worker that does not know it yet may go on. Stores
-        an empty message. Raises `FencedError` if there is a later chunk, or as `publish` for `server`.
+        Needed before a result that ends the answer early: a worker that does not know it might continue.
+        Stores an empty message. Raises `FencedError` if there is a later chunk, or as `publish` for `server`.
         """
         await self._publish(key, request_id, b"", after, seq, server)
 
@@ -170,7 +170,7 @@ class AnswerChunks:
                 if isinstance(error, APIError) and error.err_code in _OVERTAKEN:
                     after, is_own = await self._last_chunk(key, request_id, body, after, seq)
                     if not is_own:
-                        # A forget may have made room for others, before this look or behind it.
+                        # A forget may have removed the answer's messages, before this check or after it.
                         if await self._is_gone(seq):
                             raise FencedError("the session was forgotten") from None
                         is_first = True
@@ -188,10 +188,10 @@ class AnswerChunks:
             return stored
 
     async def _check_not_forgotten(self, chunk_seq: int, seq: int) -> None:
-        """Take back an answer's first message, and raise `FencedError`, if its session was forgotten.
+        """Delete an answer's first message, and raise `FencedError`, if its session was forgotten.
 
-        Another worker may forget a session while this one begins to answer it. It removes requests before
-        chunks: so it removes each chunk whose request is still there.
+        Another worker may forget a session while this one begins to answer it. That worker removes requests
+        before chunks: so it will remove every chunk that is stored while the request is still in the log.
         """
         if self._is_alone() or not await self._is_gone(seq):
             return
@@ -202,9 +202,9 @@ class AnswerChunks:
     async def _last_chunk(
         self, key: SessionKey, request_id: str, body: bytes, after: int, seq: int
     ) -> tuple[int, bool]:
-        """Return the sequence of an answer's last message (0: all have expired), and whether `body` is there.
+        """Return the sequence of the stored `body` and True; else of the last message (0: none) and False.
 
-        Looks at each message behind `after`: behind a chunk there may be ends of requests that repeat it.
+        Checks each message after `after`: a chunk may be followed by ends of requests that repeat its own.
         Raises `FencedError` if one is another chunk, the end or the seal of the request at `seq`.
         """
         subject, is_own = self._subjects.tokens(key, request_id), 0
@@ -212,18 +212,18 @@ class AnswerChunks:
         if last is None:
             return 0, False
         if (last.seq or 0) <= after:
-            await sleep(RACE_S)  # the other write is still in process, or what came last has expired
+            await sleep(RACE_S)  # the other write is still in progress, or the last messages have expired
             return last.seq or 0, False
         while (found := await self._token(subject, after)) is not None:
             after, data = found.seq or 0, found.data or b""
             if data == body and data and not is_own:
                 is_own = after
             elif self._stops(data, found.headers or {}, seq):
-                raise FencedError(subject)  # else of a client, or of another request under this id
+                raise FencedError(subject)  # else it is a client's, or of another request with this id
         return is_own or after, is_own > 0
 
     async def _token(self, subject: str, after: int | None = None) -> RawStreamMsg | None:
-        """Read the first message of an answer behind `after`, or its last; None if there is none."""
+        """Read an answer's first message after `after`, without it the last one; None if there is none."""
         stream, seq = self._subjects.token_stream, None if after is None else after + 1
         while True:
             try:
@@ -234,7 +234,7 @@ class AnswerChunks:
                 await pause_after("reading tokens", error, 1.0)
 
     def _stops(self, data: bytes, headers: Mapping[str, str], seq: int) -> bool:
-        """Say whether a message is a chunk, the end or another worker's seal of the request at `seq`."""
+        """Return whether a message is a chunk, the end or another worker's seal of the request at `seq`."""
         if not data:
             sealed, name = _sealed(headers)
             return headers.get(ENDED_HEADER) == str(seq) or (sealed == str(seq) and name != self._name)
@@ -243,7 +243,7 @@ class AnswerChunks:
         return False
 
     async def _is_gone(self, seq: int) -> bool:
-        """Say whether a request was removed from the log."""
+        """Return whether a request was removed from the log."""
         return await self._reads.get(self._subjects.log_stream, seq) is None
 
     async def ids(self, key: SessionKey) -> set[str]:
@@ -259,6 +259,6 @@ class AnswerChunks:
 
 
 def _sealed(headers: Mapping[str, str]) -> tuple[str, str]:
-    """Return the sequence of the request that a message seals, and which worker did; empty if none."""
+    """Return the sequence of the request that a message seals, and the sealing worker; empty if no seal."""
     seq, _, name = headers.get(SEALED_HEADER, "").partition(" ")
     return seq, name

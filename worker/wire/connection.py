@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
-#: The longest wait for servers that elect a leader, and the time between two questions.
+#: The longest wait for servers that elect a leader, and the pause between two requests to them.
 _ELECTION_S: Final = 20.0
 _RETRY_S: Final = 0.2
 
@@ -52,7 +52,7 @@ async def connect(
 ) -> Nats:
     """Connect to one of `urls` (joined by commas), check its JetStream, and reconnect for ever.
 
-    `timeout_s` limits the first connection only. After a reconnect, `on_reconnected` is called once the
+    `timeout_s` limits the first connection only. After each reconnect, `on_reconnected` is called once the
     subscriptions are restored; outstanding pulls are lost. `on_closed` is called when the server has closed
     the connection for good, for example because it revoked a permission, and on `close`; never before
     `connect` has returned. `options` are those of nats-py for credentials and TLS. Raises `BrokerError` if no
@@ -100,7 +100,7 @@ async def _open(client: Nats, urls: str, watch: _Watch, timeout_s: float, **opti
 class _Watch:
     """Receives one connection's events.
 
-    Before it is connected, errors are collected in `failures`; later they are logged.
+    Until `is_connected` is set, errors are collected in `failures`; later they are logged.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ async def confirm_subscriptions(client: Client) -> None:
     """Wait until the server has all subscriptions so far; until then it may answer "no responders".
 
     nats-py's `flush` sends its ping at once, ahead of buffered commands: only a second ping comes after them.
-    If the connection is lost meanwhile, waits for the next one. Raises `BrokerError` if it is gone for good.
+    If the connection is lost meanwhile, waits for the next one. Raises `BrokerError` if none will follow.
     """
     num_confirmed = 0
     while num_confirmed < 2:
@@ -165,7 +165,7 @@ async def confirm_subscriptions(client: Client) -> None:
 
 
 async def elected(ask: Callable[[], Awaitable[T]], *, of_several: bool) -> T:
-    """Ask JetStream; if the answer is that `of_several` servers, wait until they have elected a leader.
+    """Call `ask`; if JetStream runs on several servers, retry until they have elected a leader.
 
     Raises nats-py's errors.
     """
@@ -194,7 +194,7 @@ async def _check_server(client: Client, shown: str, min_payload_bytes: int, time
 
 
 def small_payload(client: Client, min_payload_bytes: int, shown: str) -> str | None:
-    """Say why the connected server takes too small messages; None if it does not."""
+    """Return why the connected server's limit for the size of messages is too low; None if it is not."""
     if client.max_payload >= min_payload_bytes:
         return None
     return (
@@ -204,7 +204,7 @@ def small_payload(client: Client, min_payload_bytes: int, shown: str) -> str | N
 
 
 def server_version(client: Client) -> str:
-    """Return the version of the server that a client is connected with; empty if it is no version."""
+    """Return the version of the server that a client is connected with; empty if it cannot be parsed."""
     version = client.connected_server_version
     try:
         return f"{version.major}.{version.minor}.{version.patch}"
@@ -213,7 +213,7 @@ def server_version(client: Client) -> str:
 
 
 def loses_entries(version: str) -> str:
-    """Say what a NATS server of this version can lose, and what to do; empty if nothing is known of it."""
+    """Return which entries a NATS server of this version can lose, and the remedy; empty if none is known."""
     if not version:
         return ""
     number = tuple(map(int, version.split(".")))

@@ -1,7 +1,7 @@
-"""Consistent reads of streams: what was stored, and not what was removed, before they were asked for.
+"""Reads streams consistently: returns all messages stored, and none removed, before the read was requested.
 
-Single messages come from the stream's leader. Pages come by direct gets, which any replica answers: where
-there are several, the leader says whether the one that has answered lags behind.
+Single messages come from the stream's leader. Pages come by direct gets, which any replica answers: if there
+are several replicas, the leader shows whether the one that answered lags behind.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _BATCH: Final = 256
 _BATCH_BYTES: Final = 2 * 2**20
 TIMEOUT_S: Final = 5.0
 MAX_BACKOFF_S: Final = 5.0
-#: How long it is known whether a stream has replicas.
+#: How long to rely on the last look whether a stream has replicas.
 _KNOWN_S: Final = 5.0
-#: Pause after a write that another one, of the same subject, was in process with.
+#: Pause after a write that was refused while another one to the same subject was in progress.
 RACE_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One stored message; `stored` is the server's time."""
+    """One message of a stream; `stored` is the time at which the server stored it."""
 
     seq: int
     kind: Literal["in", "out"]
@@ -51,12 +51,12 @@ class Entry:
 
 
 class ConsistentReads:
-    """Reads streams. Each method retries until it has succeeded. Event loop only."""
+    """Reads streams consistently. Each method retries until it has succeeded. Event loop only."""
 
     def __init__(self, nc: Client, js: JetStreamContext) -> None:
         self._js = js
         self._gets = DirectGets(nc, timeout_s=TIMEOUT_S)
-        self._replicated: dict[str, tuple[float, bool]] = {}  # by stream: until when this is known
+        self._replicated: dict[str, tuple[float, bool]] = {}  # by stream: (valid until, has replicas)
 
     async def page(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
         """Read a subject's next messages after the sequence `after`, and count the remaining ones."""
@@ -121,7 +121,7 @@ class ConsistentReads:
                 yield entry
 
     async def _direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
-        """Read a subject's next messages after the sequence `after`, and count the remaining ones."""
+        """Do the direct get of `page`, retrying until it succeeds. The answering replica may lag behind."""
         request = {"seq": after + 1, "batch": _BATCH, "max_bytes": _BATCH_BYTES, "next_by_subj": subject}
         while True:
             try:
@@ -132,7 +132,7 @@ class ConsistentReads:
 
 
 async def pause_after(doing: str, error: BaseException, pause_s: float) -> None:
-    """Log that the log cannot be reached, and wait."""
+    """Warn in the worker's log that the stream is out of reach, and wait."""
     log.warning(
         "the log is out of reach, trying again", doing=doing, error=str(error) or type(error).__name__
     )
@@ -140,7 +140,7 @@ async def pause_after(doing: str, error: BaseException, pause_s: float) -> None:
 
 
 def single(message: RawStreamMsg, kind: Literal["in", "out"]) -> Entry:
-    """Make an entry of a message that was read alone."""
+    """Build the entry of a message that was read alone, not as part of a page."""
     stored = message.time or datetime.fromtimestamp(0, UTC)
     return Entry(message.seq or 0, kind, stored, message.data or b"", message.headers or {})
 

@@ -29,7 +29,7 @@ _MAX_BYTES: Final = 2**20
 
 
 def nats_options(settings: Settings) -> dict[str, Any]:
-    """Read the credentials. Raises `SettingsError`, also for settings that contradict each other."""
+    """Read the credentials and TLS files. Raises `SettingsError`, also for contradictory settings."""
     given = {name for name in CREDENTIAL_SETTINGS if getattr(settings, name) is not None}
     ways = {
         "nats_creds": {"nats_creds"},
@@ -46,7 +46,7 @@ def nats_options(settings: Settings) -> dict[str, Any]:
 
 
 def worker_options(settings: Settings) -> dict[str, Any]:
-    """Read a worker's credentials. Raises `SettingsError` if there are some for its own server."""
+    """Read a worker's credentials. Raises `SettingsError` if some are set without an external server."""
     options = nats_options(settings)
     if options and settings.nats is None:
         raise SettingsError("the worker's own NATS server makes its token itself; set nats too")
@@ -54,7 +54,7 @@ def worker_options(settings: Settings) -> dict[str, Any]:
 
 
 def client_options(settings: Settings) -> dict[str, Any]:
-    """Read the credentials of a command. If none are set, use the token of the worker's own server."""
+    """Read the credentials of a command; if none are set, the token of the worker's own server."""
     options = nats_options(settings)
     if settings.nats is None and options.keys() <= {"tls"} and (token := own_token(settings.data_dir)):
         options["token"] = token
@@ -62,7 +62,7 @@ def client_options(settings: Settings) -> dict[str, Any]:
 
 
 def own_token(data_dir: Path) -> str | None:
-    """Read the token of a data directory's NATS server; None if it has none. Raises `SettingsError`."""
+    """Read the token of a data directory's own NATS server; None without one. Raises `SettingsError`."""
     path = data_dir / TOKEN_NAME
     try:
         return path.read_text("utf-8").strip() or None

@@ -86,7 +86,7 @@ class Discovery:
         return {"started": self._started, "endpoints": [self._calls(one) for one in self._endpoints]}
 
     def _calls(self, endpoint: dict[str, Any]) -> dict[str, Any]:
-        """Count an endpoint's requests.
+        """Return an endpoint's request statistics for `$SRV.STATS`.
 
         For `in`, the time of a request runs from its arrival in the log to its result.
         """

@@ -29,7 +29,7 @@ _TIMEOUT_S: Final = 5.0
 
 
 class Workers:
-    """The workers of a prefix, as their records say."""
+    """The workers of a prefix, read from the records that they renew."""
 
     def __init__(self, nc: Client, subjects: Subjects) -> None:
         self._nc, self._subjects = nc, subjects
@@ -51,11 +51,11 @@ class Workers:
             await nc.close()
 
     async def there(self) -> dict[str, Member]:
-        """Return the workers by name; one that was killed is there for 2 s."""
+        """Return the recorded workers by name; a killed worker's record stays for 2 s."""
         return {one.worker: one for one in await recorded(self._gets, self._subjects)}
 
     async def drain(self, member: Member, *, on: bool) -> list[str]:
-        """Ask a worker to drain, or no longer to; return who takes sessions. If nobody does, it does not."""
+        """Ask a worker to start or stop draining; return who takes its sessions (if nobody, it refuses)."""
         subject = address(self._subjects, member, "drain")
         reply = await self._nc.request(subject, msgspec.json.encode(on), timeout=_TIMEOUT_S)
         return msgspec.json.decode(reply.data, type=list[str])

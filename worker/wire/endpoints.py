@@ -101,7 +101,7 @@ class Endpoints:
     def _spawning(
         self, calls: Calls, answer: Callable[[Msg], Awaitable[Struct | Raw]]
     ) -> Callable[[Msg], Awaitable[None]]:
-        """Answer each message in its own task, so that a slow reply does not delay the next request."""
+        """Return a callback that answers each message in its own task, so that none delays the next."""
 
         async def handle(message: Msg, tenant: str) -> None:
             began_s, error = current_time(), "internal"

@@ -1,8 +1,8 @@
 """Lets workers that were away when a session was forgotten erase their copies of its KV.
 
-Whoever forgets a session stores a note in the log: marks of the session's tokens, and which data directories
-have none of it any more. Each worker reads the notes that it has not carried out, also those from before it
-started. A note names neither the session nor its tokens.
+The worker that forgets a session stores a note in the log: digests (marks) of the session's tokens, and which
+data directories have none of its KV any more. Each worker reads the notes that it has not carried out, also
+those from before it started. A note names neither the session nor its tokens.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _PERIOD_S: Final = 10.0
-#: How long notes are kept. A worker that was away for longer starts without KV, if there are new ones.
+#: How long notes are kept. A worker that was away for longer drops all its KV if there are new notes.
 _KEPT_DAYS: Final = 7
 _KEPT_S: Final = _KEPT_DAYS * 86400.0
-#: How often old notes are removed, and the time is noted, so that a worker knows for how long it was away.
+#: How often to remove old notes, and to store the time, by which a worker knows how long it was away.
 _OFTEN_S: Final = 3600.0
 
 
 class Note(msgspec.Struct, frozen=True):
-    """What is to be erased, except from the directories in `done`. `session` is a digest of its name."""
+    """A session's KV to erase, except in the data directories in `done`; `session` digests its name."""
 
     session: bytes
     marks: Marks
@@ -49,46 +49,46 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class Copies(Protocol):
-    """A worker's own copies of KV, as `cache.store.Store` has them."""
+    """A worker's own copies of KV; implemented by `cache.store.Store`."""
 
     async def erase_marked(self, tenant: str, marks: Marks) -> bool:
-        """Erase copies of a sequence that was forgotten; return false if a turn holds some of it."""
+        """Erase the copies of a forgotten token sequence; return false if a turn still uses some of them."""
 
     async def clear(self) -> bool:
-        """Erase everything."""
+        """Erase all copies of KV."""
 
     def erased_up_to(self, log: str) -> Erased | None:
-        """Return what `note_erased` has noted last of a log."""
+        """Return what `note_erased` stored last for a log; None if nothing."""
 
     def note_erased(self, erased: Erased) -> None:
-        """Note up to which entry of a log all erasures are done."""
+        """Store up to which entry of a log all erasures are done."""
 
 
 class Erasures:
-    """Stores notes of what was forgotten, and carries out those of other workers. Event loop only."""
+    """Stores notes of forgotten sessions, and carries out the notes of other workers. Event loop only."""
 
     def __init__(self, journal: Journal, directory: str, copies: Copies | None) -> None:
         """`directory` identifies the worker's data directory; without `copies` it has nothing to erase."""
         self._journal = journal
         self._directory = directory
         self._copies = copies
-        self._carried_out: set[int] = set()  # notes behind one that is not
+        self._carried_out: set[int] = set()  # only notes after one that is not carried out yet
         self._log = ""
         self._cleaned_s = -_OFTEN_S
 
     async def note(self, key: SessionKey, tokens: Tokens, shared: int, done: Iterable[str]) -> None:
-        """Store a note for the workers that are not in `done`, before the session's tokens leave the log.
+        """Store a note that a session is forgotten, before its tokens leave the log.
 
-        The first `shared` tokens are not forgotten.
+        It concerns all data directories but those in `done`, and all tokens but the first `shared`.
         """
         if len(tokens) > shared:
             note = Note(_digest(key), Marks.of(key.tenant, tokens.packed(), shared), tuple(done))
             await self._journal.note_erasure(key.tenant, msgspec.json.encode(note))
 
     async def run(self, let_go: LetGo, is_first: Callable[[], bool]) -> None:
-        """Carry out notes until cancelled; the worker that `is_first` of several removes old ones.
+        """Carry out notes until cancelled; of several workers only the one that `is_first` removes old ones.
 
-        `let_go` drops the KV on the device of the sessions that it is asked for; false if one is at work.
+        `let_go` drops the device KV of the sessions that match its argument; it is false if one is at work.
         """
         while True:
             try:
@@ -110,7 +110,7 @@ class Erasures:
             self._copies.note_erased(Erased(self._log, done, time()))
 
     async def _carry_out(self, let_go: LetGo, copies: Copies, known: Erased) -> int:
-        """Carry out the notes behind those that are known; return the last one before which all are."""
+        """Carry out the notes after `known`; return the sequence up to which all are carried out."""
         after, more, left = known.seq, 1, 0
         while more:
             notes, more = await self._journal.erasures(after)
@@ -132,12 +132,12 @@ class Erasures:
         return done
 
     async def _erase(self, let_go: LetGo, copies: Copies, entry: Entry) -> bool:
-        """Carry out a note; return false if it has to wait for a turn."""
+        """Carry out a note; return false if it has to wait because a turn uses the KV."""
         tenant = entry.headers["Nats-Subject"].rpartition(".")[2]
         try:
             note = msgspec.json.decode(entry.body, type=Note)
         except msgspec.MsgspecError:
-            return True  # of no worker
+            return True  # not written by a worker
         if self._directory in note.done:
             return True
         if not let_go(lambda key: key.tenant == tenant and _digest(key) == note.session):

@@ -1,4 +1,4 @@
-"""The fence: a worker stores nothing behind what it has not read."""
+"""The fence: a worker adds nothing to a session or an answer whose last entry it has not read."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class FencedError(Exception):
 
 
 async def check_server(nc: Client, server: str) -> None:
-    """Wait for a connection: else nats-py would keep a message for whatever server comes next.
+    """Wait until connected; raise `FencedError` if the server process is no longer `server`.
 
-    Raises `FencedError` if it is with another server process than `server`.
+    Without the wait, nats-py would buffer a message, and send it to any server that comes next.
     """
     while not nc.is_connected:  # noqa: ASYNC110  # no event
         await sleep(RACE_S)

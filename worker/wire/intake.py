@@ -7,7 +7,7 @@ without a result. Older deliveries are acknowledged when newer ones come; the an
 requests are answered. So memory grows with the number of sessions, not of requests.
 
 Tenants share the places for sessions: deliveries above a tenant's share are returned and come again later.
-What belongs to another worker is passed on to it (see `owners`).
+Deliveries of sessions that belong to another worker are passed on to it (see `owners`).
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ _FETCH: Final = 64
 _FETCH_BYTES: Final = 8 * 2**20
 _EXPIRES_S: Final = 5.0
 _RETRY_S: Final = 0.5
-#: Returned deliveries come again after the minimum delay, and at most at the second number per second.
+#: Returned deliveries come again after `_RETURN_S` at least, and at most `_RETURNS_PER_S` of them per second.
 _RETURN_S: Final = 1.0
 _RETURNS_PER_S: Final = 200
-#: A returned delivery that is so late has left the log, for example by a close.
+#: A returned delivery that is late by this much has left the log, for example by a close.
 _GONE_S: Final = 30.0
-#: Refused requests that are known if they come again: many times those of one pull.
+#: Most refused requests to recognise when they are delivered again: many times those of one pull.
 _MAX_REFUSED: Final = 4096
 
-#: Two times of one entry differ by less: each is rounded in its own way.
+#: Two timestamps of one entry differ by less than this, as they are rounded in different ways.
 _SAME_TIME: Final = timedelta(microseconds=100)
 
-#: Statuses of a pull's end without a fault: no messages, or expired.
+#: Statuses with which a pull ends normally: no messages, or expired.
 _EMPTY: Final = frozenset({"404", "408"})
 #: Limit of a name in a subject: the server closes a connection that sends a line above 4 KiB.
 _MAX_NAME_BYTES: Final = 256
 
-#: Descriptions of ends without a fault: the byte limit or the number of messages was reached.
+#: Descriptions with which a pull ends normally: the byte limit or the number of messages was reached.
 _FULL: Final = frozenset({"Message Size Exceeds MaxBytes", "Batch Completed"})
 
 
@@ -137,7 +137,7 @@ class Intake:
     ) -> None:
         """`holds` says whether a session is this worker's; else `route` passes a delivery on, or accepts it.
 
-        The server redelivers a message to another worker `ack_wait_s` after its last sign of life.
+        The server redelivers a message to another worker `ack_wait_s` after the last `keep_alive` for it.
 
         At most `max_sessions` have an anchor, and `max_sessions_per_tenant` of one tenant. When all places
         are occupied, a tenant with less than an equal share still gets one.
@@ -157,7 +157,7 @@ class Intake:
         self._returned: dict[int, _Returned] = {}  # by their sequences
         self._refused: dict[int, None] = {}  # sequences refused last, the oldest first
         self._first_seq = 0  # the first request that no other worker got
-        self._server = journal.server  # that has delivered the anchors
+        self._server = journal.server  # the server process that has delivered the anchors
         self._num_to_come = 0
         self._fault = ""
         self._inbox = ""  # of the current pull; replies to older pulls are ignored
@@ -238,7 +238,7 @@ class Intake:
         return arrived
 
     async def deliver(self, message: Msg, ring: Ring) -> None:
-        """Accept a delivery, also one that another worker has passed on; or return it if there is no room."""
+        """Accept a delivery, its own or one passed on by another worker; without room, return it."""
         if self._server != self._journal.server:
             await self._drop_lost()
         metadata = message.metadata
@@ -278,8 +278,7 @@ class Intake:
     async def _refuse(self, message: Msg, seq: int) -> None:
         """Refuse a request whose names form no subject, and terminate its delivery.
 
-        The server may deliver the request again while it waits here or is being refused; it is refused only
-        once.
+        A request that the server delivers again meanwhile is not refused a second time.
         """
         if seq not in self._refused:
             self._refused[seq] = None
@@ -344,7 +343,7 @@ class Intake:
         return message
 
     async def _drop_lost(self) -> None:
-        """Drop the anchors that a server has lost by its restart: their acks would be those of others."""
+        """Drop the anchors that a restarted server has lost: their acks could count for other requests."""
         self._server = self._journal.server
         self._refused.clear()
         for key, message in list(self._anchors.items()):

@@ -1,7 +1,7 @@
 """The session logs in JetStream: reads entries forward, and commits results.
 
 Owns the fence: a result is stored only if no other result of the session was stored since this worker last
-read the log. Does not know what entries mean for a session; see `sessions/history`.
+read the log. Does not know what entries mean for a session; see `sessions/record`.
 
 All reads are consistent (`consistent_reads`). The chunks of answers are in a stream of their own (`chunks`).
 """
@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 #: The message is larger than the stream permits.
 MESSAGE_TOO_LARGE: Final = 10054
-#: The message to be deleted is not there; reading it gives a `NotFoundError`, of another code.
+#: A delete found no message; a read without a message raises `NotFoundError`, with another code.
 _NO_MESSAGE: Final = 10057
 
 
@@ -87,8 +87,8 @@ class Journal:
     def server(self) -> str:
         """Name of the server process that this worker is connected with.
 
-        A server that starts may have lost its last entries, and stores others under their sequences: what was
-        read from an earlier process is to be read again.
+        A restarted server may have lost its last entries, and reuse their sequences: so the entries that were
+        read from an earlier process must be read again.
         """
         return server_id(self._nc)
 
@@ -144,7 +144,7 @@ class Journal:
         subject = self._subjects.of(key, "commit")
         pause_s = 0.1
         while True:
-            # What was removed is no fence.
+            # Without a last result no fence notices that the session was removed: its request must be there.
             if not after and not self._is_alone() and await self.get(decode_result(body).seq or 0) is None:
                 raise FencedError(subject)
             await check_server(self._nc, server)
@@ -171,7 +171,7 @@ class Journal:
         await self._append(self._subjects.of(key, kind), body)
 
     async def note_erasure(self, tenant: str, body: bytes) -> None:
-        """Store a note of what a tenant has forgotten."""
+        """Store in the log a note of erased tokens, for workers that were away."""
         await self._append(self._subjects.erased(tenant), body)
 
     async def _append(self, subject: str, body: bytes) -> None:
@@ -227,16 +227,16 @@ class Journal:
         return await self._reads.page(self._subjects.log_stream, self._subjects.every("closed"), after)
 
     async def erasures(self, after: int) -> tuple[list[Entry], int]:
-        """Read the next notes of what was forgotten, of all tenants, as `closed` does."""
+        """Read the next notes of erasures, of all tenants; takes and returns the same as `closed`."""
         return await self._reads.page(self._subjects.log_stream, self._subjects.erased("*"), after)
 
     async def log_name(self) -> str:
-        """Return a name of the log that no other one has. Raises nats-py's errors."""
+        """Return a name of this log that no log made later has. Raises nats-py's errors."""
         info = await self._js.stream_info(self._subjects.log_stream)
         return f"{self._subjects.log_stream} {info.created}"
 
     async def is_there(self, seq: int) -> bool:
-        """Whether an entry that was read is still in the log, if another worker may remove sessions."""
+        """Whether an entry is still in the log; true at once if no other worker can have removed it."""
         return self._is_alone() or await self._reads.get(self._subjects.log_stream, seq) is not None
 
     async def remove(
@@ -260,8 +260,7 @@ class Journal:
     async def refuse(self, subject: str, seq: int, message: str) -> None:
         """Refuse a request whose names cannot be used in subjects, on its tenant's subject `_refused`.
 
-        Does not retry. There is no answer if the tenant's name is invalid too; after a crash there may be
-        two.
+        Does not retry. There is no answer if the tenant's name is invalid too, and maybe two after a crash.
         """
         tenant = subject.rsplit(".", 3)[1]
         with contextlib.suppress(InvalidMessageError):

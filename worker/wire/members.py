@@ -1,8 +1,8 @@
-"""The workers of a prefix. Each has a record that it renews, so that the others know that it runs.
+"""Keeps the workers' records. Each worker of a prefix renews its own, so that the others know that it runs.
 
 The records are messages in an in-memory stream, in the layout of a KV bucket; the server removes a record
 that is not renewed in time. Results do not depend on them, since only one of two workers can commit a result
-(see `journal`). They say who may keep a session warm (see `owners`), and whether a worker is alone.
+(see `journal`). They decide which worker may keep a session's KV (see `owners`), and whether one is alone.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import Subjects
 
-#: Time from the last renewal of a record to its end; the server wants whole seconds.
+#: Time from the last renewal of a record to its expiry; the server takes only whole seconds.
 TTL_S: Final = 2
 _RENEW_S: Final = 0.5
 _LOOK_S: Final = 0.1
-#: A record that did not change for this time is of a dead worker, even if the server has not removed it.
+#: A record that did not change for this time belongs to a dead worker, even if the server still has it.
 _STALE_S: Final = 2.0 * TTL_S
 _TIMEOUT_S: Final = 5.0
-#: Between two looks at the other workers, and how often one must be missing in a row.
+#: Pause between two checks of the other workers, and how many in a row one must miss to count as ended.
 _WATCH_S: Final = 0.25
 _MISSES: Final = 2
-#: The most bytes of the records, and of claims of sessions (see `owners`): some 50,000.
+#: Limit of the stream of records and of claims of sessions (see `owners`): room for some 50,000.
 _MAX_BYTES: Final = 8 * 2**20
 
 #: Time in which workers make their records again after a server has lost its memory.
@@ -66,8 +66,8 @@ class Member(msgspec.Struct, frozen=True):
 
     `since` is the time of its start, in seconds since 1970. `model` is a digest of its model, once loaded.
     `load` is the number of sessions with requests that wait or run there, when the record was renewed. Until
-    it `serves`, it loads its model, and its sessions are others'. One that `drains` takes no sessions, and
-    gives its own away. `protocol` is the version of the messages that it writes.
+    it `serves`, it loads its model, and owns no sessions. A worker that `drains` takes no sessions, and gives
+    its own away. `protocol` is the version of the messages that it writes.
     """
 
     worker: str
@@ -87,7 +87,10 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Members:
-    """This worker's record, and the other workers; run `keep` between `join` and `leave`. Event loop only."""
+    """Keeps this worker's record, and looks for the other workers. Event loop only.
+
+    Run `keep` between `join` and `leave`.
+    """
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class Members:
         replicas: int | None = None,
         lost: Callable[[str], None],
     ) -> None:
-        """`lost(why)` is called once if another worker takes this one's name while it does not renew it.
+        """`lost(why)` is called once if another worker takes this one's name after its record has expired.
 
         The stream has `replicas` copies, by default as many as the log's stream.
         """
@@ -111,7 +114,7 @@ class Members:
         self.load: Callable[[], int] = lambda: 0
         #: Called with each worker that has ended.
         self.on_gone: Callable[[Member], None] = lambda _: None
-        #: Called before another worker that joins is told that this one knows of it.
+        #: Called with each worker that joins, before this one confirms that it knows of it.
         self.on_joined: Callable[[Member], None] = lambda _: None
         self._nc = nc
         self._js: JetStreamContext = nc.jetstream()
@@ -128,19 +131,19 @@ class Members:
         self._misses: dict[str, int] = {}
         self._ended: set[str] = set()  # runs of workers that have ended, and may still have a record
         self._server = ""
-        self._trusted_s = 0.0  # from when on missing records mean something
+        self._trusted_s = 0.0  # until then a missing record does not prove that its worker has ended
 
     def record(self, worker: str) -> str:
         """Return the subject of a worker's record."""
         return f"$KV.{self._subjects.workers_bucket}.live.{worker}"
 
     def address(self, member: Member, verb: str) -> str:
-        """Return the subject on which a worker hears others. The stream does not store it."""
+        """Return the subject on which a worker gets requests of kind `verb`; no stream stores these."""
         return address(self._subjects, member, verb)
 
     @property
     def is_held(self) -> bool:
-        """Whether this worker's record is there: it has joined, and renews in time."""
+        """Whether this worker's record exists: the worker has joined, and has renewed the record in time."""
         return self._is_joined and current_time() - self._renewed_s < TTL_S
 
     @property
@@ -150,14 +153,14 @@ class Members:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker does what one of several has to do."""
+        """Whether this worker started first: it does the jobs that only one of several workers must do."""
         return all((self.me.since, self.me.boot) < (one.since, one.boot) for one in self.others.values())
 
     async def join(self) -> None:
         """Make this worker's record; return once each other worker knows of it, or has ended.
 
         Raises `BrokerError` if a running worker has its name. Waits until the record of a killed worker has
-        expired; one of the same data directory is replaced at once, as the directory's lock proves its end.
+        expired; one of the same data directory is replaced at once: the lock proves that its worker ended.
         """
         is_new = await self._make_stream()
         await self._nc.subscribe(self.address(self.me, "ping"), cb=self._pong)
@@ -197,7 +200,7 @@ class Members:
     async def name_model(self, model: str) -> None:
         """Record the digest of this worker's model.
 
-        Raises `BrokerError` if a running worker has another, or another version of the protocol.
+        Raises `BrokerError` if a running worker has another model, or another version of the protocol.
         """
         self.me = structs.replace(self.me, model=model)
         with suppress(APIError, nats.errors.Error, OSError):  # then the next renewal has it
@@ -217,7 +220,7 @@ class Members:
                 )
 
     async def _unknown(self, deadline_s: float) -> list[Member]:
-        """Look for workers that do not know of this one yet; a server that does not answer is asked again."""
+        """Find the workers that do not know of this one yet; retry until `deadline_s` on errors."""
         while True:
             try:
                 return [one for one in await self._look() if one.worker not in self.others]
@@ -246,7 +249,7 @@ class Members:
             await sleep(_LOOK_S)
 
     async def _greet(self, member: Member) -> None:
-        """Tell a worker what this one is; if it does not answer, the next look says whether it still runs."""
+        """Send this worker's record to another; if that is silent, a later look shows whether it runs."""
         try:
             greeting = msgspec.json.encode(self.me)
             await self._nc.request(self.address(member, "hello"), greeting, timeout=_RENEW_S)
@@ -296,7 +299,7 @@ class Members:
         if not self._is_joined:
             return
         self._is_joined = False
-        with suppress(APIError, nats.errors.Error, OSError), move_on_after(TTL_S):  # else it runs out
+        with suppress(APIError, nats.errors.Error, OSError), move_on_after(TTL_S):  # else it expires
             await self._js.delete_msg(self.stream, self._seq)
             for member in list(self.others.values()):
                 with suppress(nats.errors.Error):
@@ -326,14 +329,14 @@ class Members:
                     return
 
     async def watch(self) -> None:
-        """Look at the other workers, and tell of those that have ended, until cancelled."""
+        """Check the other workers, and report those that have ended to `on_gone`, until cancelled."""
         while True:
             await sleep(_WATCH_S)
             try:
                 found = {one.worker: one for one in await self._look()}
             except (APIError, nats.errors.Error, OSError):
                 continue
-            if self._server != server_id(self._nc):  # which has lost the records
+            if self._server != server_id(self._nc):  # a restarted server has lost the records
                 self._server, self._trusted_s = server_id(self._nc), current_time() + _STALE_S
             self._ended &= {one.boot for one in found.values()}
             for member in found.values():  # a dead worker's record stays for a while
@@ -348,12 +351,12 @@ class Members:
                     self._remove(member, "another worker has ended")
 
     async def runs(self, boot: str) -> bool:
-        """Whether the worker of this run is another one, and answers."""
+        """Whether `boot` is a run of another worker that answers a ping."""
         found = [one for one in self.others.values() if one.boot == boot]
         return bool(found) and await self._answers(found[0], is_recorded=False)
 
     async def _answers(self, member: Member, *, is_recorded: bool) -> bool:
-        """Whether a worker answers; one that is recorded may be slow."""
+        """Whether a worker answers a ping; a slow worker counts as answering if it `is_recorded`."""
         try:
             await self._nc.request(self.address(member, "ping"), timeout=_WATCH_S)
         except nats.errors.NoRespondersError:
@@ -368,7 +371,7 @@ class Members:
         return [one for one in found if one.worker != self.me.worker]
 
     async def _renew(self) -> Member | None:
-        """Renew the record, even after it has expired; return who has this worker's name now, if another."""
+        """Renew the record, even after it expired; return another worker that has taken its name, if any."""
         if await self._put(self._seq):
             return None
         holder, seq = await self._holder()
@@ -411,7 +414,7 @@ class Members:
             return None, last.seq or 0
 
     async def _make_stream(self) -> bool:
-        """Make the stream; return whether there was none. Raises `BrokerError`."""
+        """Create or update the stream of records; return whether it was created. Raises `BrokerError`."""
         replicas, bucket, is_new = self._replicas, self._subjects.workers_bucket, False
         try:
             look = partial(self._js.stream_info, self.stream)
@@ -442,12 +445,12 @@ class Members:
 
 
 def address(subjects: Subjects, member: Member, verb: str) -> str:
-    """Return the subject on which a worker hears other workers, and what is asked of it by name."""
+    """Return the subject on which a worker gets requests of kind `verb` from workers and commands."""
     return f"$KV.{subjects.workers_bucket}.peer.{member.boot}.{verb}"
 
 
 async def recorded(gets: DirectGets, subjects: Subjects) -> list[Member]:
-    """Read the records of a prefix's workers; one that was killed has its record for 2 s.
+    """Read the records of a prefix's workers; a killed worker's record stays for 2 s.
 
     Raises nats-py's errors.
     """

@@ -1,9 +1,9 @@
-"""Which worker of a prefix serves a session: the one that has its KV. Correctness rests on the fence alone.
+"""Decides which worker of a prefix serves a session: the one with its KV. Only the fence ensures correctness.
 
-A session belongs to the worker that stored its last result, as long as that worker runs. Another one that
+A session belongs to the worker that stored its last result, as long as that worker runs. Another worker that
 gets its delivery or its control request passes it on. A session without an owner belongs to the first worker
-that claims it, by a record in the members' stream; the record goes once the log names the worker. A fork
-goes to the worker of its parent, and another new session to one with far less work than the one that gets it.
+that claims it, by a record in the members' stream, which is removed once the log names the worker. A fork
+goes to its parent's worker, any other new session to a worker with far less work than its receiver, if any.
 An owner gives a session away between two requests: if it drains, or if another worker has far less work.
 
 A worker that is alone claims nothing, and asks nobody.
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Sessions that are known to be this worker's or another one's, and so are not looked up.
+#: Most sessions whose worker is remembered, so that it is not looked up again.
 _MAX_HELD: Final = 65_536
 _PASS_S: Final = 1.0
 _RETRY_S: Final = 0.1
@@ -60,19 +60,19 @@ _NOT_YET: Final = b"-"
 _SUBJECT: Final = "Turnkeep-Subject"
 
 
-#: A delivery, and what accepts it here.
+#: A delivery, and the function that accepts it at this worker.
 _Routed = tuple[Msg, "Callable[[], Awaitable[None]]"]
 
 
-#: A new session is passed on if another worker has so many sessions less at work, and two thirds at most.
+#: A new session goes to a worker with this many fewer sessions at work, if these are two thirds at most.
 _GAP: Final = 8
 _RATIO: Final = 1.5
-#: An own session, whose KV then has to move, only if that one has so many less.
+#: The same gap for an idle session of this worker's own, whose KV then has to move.
 _GAP_TO_GIVE: Final = 64
 
 
 class _Passed(msgspec.Struct, frozen=True):
-    """A delivery that is passed on: the request's subject and sequence; `reply` acknowledges it, if any.
+    """A delivery that is passed on: the request's subject and sequence, and the subject of its ack, if any.
 
     `giver` is the run of the worker that owns the session and gives it away.
     """
@@ -95,7 +95,7 @@ class _Owner(NamedTuple):
 
 
 class Owners:
-    """Passes on what belongs to other workers, and takes what they leave. Event loop only."""
+    """Passes requests on to the sessions' owners, and takes over from ended workers. Event loop only."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Owners:
         *,
         erase: Callable[[SessionKey], Awaitable[bool]],
     ) -> None:
-        """`erase` drops the KV that this worker has of a session; it returns whether nothing is left."""
+        """`erase` drops this worker's KV of a session; it returns whether none is left."""
         self._nc = nc
         self._js = nc.jetstream()
         self._subjects = subjects
@@ -116,7 +116,7 @@ class Owners:
         self._tasks = tasks
         self._erase = erase
         self._held: OrderedDict[SessionKey, int] = OrderedDict()  # with the sequences of claims, or 0
-        self._takers: OrderedDict[SessionKey, str] = OrderedDict()  # runs of workers that took the last one
+        self._takers: OrderedDict[SessionKey, str] = OrderedDict()  # the worker run that took it last
         self._routed: dict[SessionKey, dict[int, _Routed]] = {}  # deliveries that are under way, by sequence
         self._is_leaving = False
         self.intake: Intake  # set before the first request is heard
@@ -124,7 +124,7 @@ class Owners:
         self._answer: Callable[[str, bytes], Awaitable[bytes]]
 
     async def open(self, ring: Ring, answer: Callable[[str, bytes], Awaitable[bytes]]) -> None:
-        """Hear what other workers pass on; take what nobody has. `answer` answers a control request."""
+        """Subscribe to other workers' requests; take ownerless sessions. `answer` does control requests."""
         self._ring, self._answer = ring, answer
         heard = {
             "deliver": self._delivered,
@@ -143,7 +143,7 @@ class Owners:
             self._tasks.start_soon(self._take_unanswered)
 
     def close(self) -> None:
-        """Take nothing any more."""
+        """Take no more sessions or deliveries from other workers."""
         self._is_leaving = True
         self._members.on_gone = lambda _: None
 
@@ -152,7 +152,7 @@ class Owners:
             try:
                 await message.respond(await hear(message))
             except (nats.errors.Error, OSError):
-                pass  # who asks looks again
+                pass  # the other worker tries again
             except Exception:
                 log.exception("what another worker has passed on cannot be answered")
 
@@ -162,7 +162,7 @@ class Owners:
         return spawn
 
     def holds(self, key: SessionKey) -> bool:
-        """Whether a session is this worker's, as far as it knows without asking."""
+        """Whether a session belongs to this worker, as far as that is known without a look-up."""
         if not self._members.others:
             return True
         if key in self.intake.at_work:  # a worker that drains gives it away after its running requests
@@ -170,12 +170,12 @@ class Owners:
         return key in self._held and self._heir() is None
 
     def disown(self, key: SessionKey) -> None:
-        """Note that another worker has stored a result of a session: the log says whose it is."""
+        """Note that another worker has stored a result of a session: now the log names its owner."""
         if claim_seq := self._held.pop(key, 0):
             self._tasks.start_soon(self._remove_claim, claim_seq)
 
     async def settle(self, key: SessionKey) -> None:
-        """Remove the claim of a session: its last result is this worker's."""
+        """Remove this worker's claim of a session, as the session's last result now names the worker."""
         if claim_seq := self._held.get(key, 0):
             self._held[key] = 0
             await self._remove_claim(claim_seq)
@@ -197,7 +197,7 @@ class Owners:
     async def _route(self, key: SessionKey) -> None:
         waiting = self._routed[key]
         while waiting and not self._is_leaving:
-            taker = self._takers.pop(key, "")  # asked without a look-up
+            taker = self._takers.pop(key, "")  # tried first, without a look-up
             member = next((one for one in self._members.others.values() if one.boot == taker), None)
             if member is not None and await self._pass_on(member, waiting) == _TAKEN:
                 self._note_taker(key, member)
@@ -253,7 +253,7 @@ class Owners:
         return _TAKEN
 
     async def wake(self, delivery: Delivery) -> None:
-        """Ring for a request that nobody was given, at the worker that its session belongs to."""
+        """Wake the session of a request that was delivered to no worker, at the worker that owns it."""
         owner = None if self.holds(delivery.key) else await self._owner(delivery.key)
         if owner is not None and owner.member is not None:
             passed = _Passed(self._subjects.of(delivery.key, "in"), delivery.seq)
@@ -262,14 +262,14 @@ class Owners:
             self._ring(delivery)
 
     async def control(self, key: SessionKey, subject: str, body: bytes) -> bytes | None:
-        """Ask the worker that a session belongs to for a control request's answer; None if it is this one."""
+        """Return the owner's answer to a control request; None if this worker is the owner, or none came."""
         owner = None if self.holds(key) else await self._owner(key)
         if owner is None or owner.member is None:
             return None
         return await self._ask(owner.member, "control", body, _CONTROL_S, {_SUBJECT: subject})
 
     async def erase(self, key: SessionKey) -> dict[str, bool]:
-        """Have all other workers drop what KV they have of a session; return which directories have."""
+        """Have all other workers drop a session's KV; return for each directory whether none is left."""
         names = msgspec.json.encode([key.tenant, key.session])
         others = list(self._members.others.values())
         return {one.directory: await self._ask(one, "erase", names, _ERASE_S) == _TAKEN for one in others}
@@ -294,7 +294,7 @@ class Owners:
         return self._less_busy(_GAP)
 
     def _less_busy(self, gap: int) -> Member | None:
-        """Return the worker with the least work, if this one has far more, or drains."""
+        """Return the least busy other worker if this one drains or has `gap` sessions more; else None."""
         others = [one for one in self._members.others.values() if one.serves and not one.drains]
         mine, idlest = self.intake.num_sessions, min(others, key=_load, default=None)
         if idlest is None or self._members.me.drains:
@@ -302,7 +302,7 @@ class Owners:
         return idlest if mine - idlest.load >= gap and mine >= _RATIO * idlest.load else None
 
     def _heir(self) -> Member | None:
-        """Return who gets a session of this worker that is not at work."""
+        """Return the worker that should take over an idle session of this one; None to keep it."""
         return self._less_busy(_GAP_TO_GIVE)
 
     async def _claimed(self, key: SessionKey) -> tuple[str, int]:
@@ -345,7 +345,7 @@ class Owners:
     async def _ask(
         self, member: Member, verb: str, body: bytes, timeout_s: float, headers: dict[str, str] | None = None
     ) -> bytes | None:
-        """Ask another worker; None if it does not answer."""
+        """Send a request to another worker; return its answer, None if it does not answer."""
         try:
             address = self._members.address(member, verb)
             return (await self._nc.request(address, body, timeout=timeout_s, headers=headers)).data
@@ -354,7 +354,7 @@ class Owners:
 
     async def _delivered(self, message: Msg) -> bytes:
         passed = msgspec.json.decode(message.data, type=_Passed)
-        key = session_of(passed.subject)  # whose names may break the rule for ids: the session refuses them
+        key = session_of(passed.subject)  # names that break the rule for ids are refused by the session
         if self._is_leaving or key is None:
             return _NOT_YET
         entry = await self._journal.entry(passed.seq)
@@ -381,7 +381,7 @@ class Owners:
         return await self._answer((message.headers or {}).get(_SUBJECT, ""), message.data)
 
     async def _drained(self, message: Msg) -> bytes:
-        """Begin to give sessions away, or stop that; answer how many other workers take some."""
+        """Start or stop to give sessions away; answer with the names of the workers that take them."""
         on = msgspec.json.decode(message.data, type=bool)
         takers = [one.worker for one in self._members.others.values() if one.serves and not one.drains]
         if takers or not on:
@@ -393,7 +393,7 @@ class Owners:
         return _TAKEN if await self._erase(SessionKey(tenant, session)) else _NOT_YET
 
     def _claim_all(self, _: Member) -> None:
-        """Claim the sessions that are at work here, for a worker that joins one that was alone."""
+        """Claim the sessions at work here when another worker joins: alone, this worker claimed none."""
         for key in self.intake.at_work:
             if key not in self._held:
                 self._held[key] = 0
@@ -408,9 +408,9 @@ class Owners:
         self._tasks.start_soon(self._take_unanswered)
 
     async def _take_unanswered(self) -> None:
-        """Claim the sessions with requests that no running worker has; the server delivers them later."""
+        """Claim sessions with requests that no running worker has, before the server redelivers them."""
         if self._members.me.drains and self._heir() is not None:
-            return  # that one takes them
+            return  # the heir takes them
         try:
             keys = await self._journal.unanswered()
         except (APIError, nats.errors.Error, OSError):
@@ -429,5 +429,5 @@ def _load(member: Member) -> int:
 
 
 def _lost(key: SessionKey, entry: Entry) -> Delivery:
-    """Return a delivery that was lost with a worker, which may have crashed over it."""
+    """Build the delivery of a request whose worker has ended, and may have crashed over it."""
     return Delivery(key, entry.seq, entry.stored, entry.body, again=True)

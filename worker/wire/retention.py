@@ -7,9 +7,9 @@ always stay.
 Between a close and its result, the log may contain requests for the next session of the same name, and
 results of requests before the close.
 
-A session's last result stays while a worker may still know an older one: if it went, the older one would be
-the last again, and a late commit behind that one would pass the fence (see `journal`). So of a session that
-was closed lately, the close and its result stay.
+A session's last result stays while a worker may still know only an older one: without it the older one would
+be the last again, and a late commit behind that one would pass the fence (see `journal`). So of a session
+that was closed recently, the close and its result stay.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _PERIOD_S: Final = 10.0
-#: Above this share of the log's limit closed sessions are removed early, until the log is below the second.
+#: Above this share of the log's limit closed sessions are removed early, until the log is below `_RELIEVED`.
 _NEARLY_FULL: Final = 0.9
 _RELIEVED: Final = 0.8
 #: A note without a result after this time belongs to a close that was never carried out.
 _STALE_S: Final = 3600.0
-#: How long the result of a close stays if it is the session's last. A worker that knows less was stalled or
-#: cut off since: the server gives up a connection after about six minutes, and what comes late is lost.
+#: How long the result of a close stays if it is the session's last. A worker that knows only an older one was
+#: stalled or cut off: the server closes such a connection after about six minutes; its late commits are lost.
 _LAST_S: Final = 900.0
 _FORGET: Final = b"forget"
 
@@ -77,7 +77,7 @@ class Retention:
     ) -> None:
         """Without `closed_ttl_s` closed sessions stay until the log is nearly full.
 
-        `is_first` says whether this worker, and no other one of the prefix, looks for them.
+        `is_first` says whether this worker, and no other one of the prefix, removes them.
         """
         self._is_first = is_first
         self._journal = journal
@@ -87,7 +87,7 @@ class Retention:
         self._seen_seq = 0  # notes up to this sequence were handled, or are not due yet
         self._forgotten: set[int] = set()  # later notes that were handled
         self._stripped: set[int] = set()  # notes of sessions of which only the close is left
-        self._server = ""  # that has these notes
+        self._server = ""  # the server process that has these notes
         self._nearly_full = False
         self._locks: WeakValueDictionary[SessionKey, Lock] = WeakValueDictionary()
 
@@ -109,7 +109,7 @@ class Retention:
         try:
             await self._journal.chunks.remove(key)
             await self._remove_before(key, close_seq, closed_seq)
-            await self._journal.chunks.remove(key)  # of a worker that saw its request until now
+            await self._journal.chunks.remove(key)  # chunks of a worker that still saw its request
         except (nats.errors.Error, APIError, OSError) as error:
             log.warning("a session's log could not be removed yet", session=str(key), error=str(error))
 
@@ -180,7 +180,7 @@ class Retention:
                 await self._remove_before(key, closed.result.seq or 0, closed.entry.seq)
             if due:
                 await self._remove(key, note, closed)
-            await self._remove_chunks(key, names)  # of a worker that saw its request until now
+            await self._remove_chunks(key, names)  # chunks of a worker that still saw its request
         self._forgotten.add(note.seq)
         return True
 
@@ -197,7 +197,7 @@ class Retention:
         return before | (await self._journal.chunks.ids(key) - behind)
 
     async def _remove_chunks(self, key: SessionKey, names: set[str]) -> None:
-        """Remove what was published of the answers to these requests; that of a new session stays."""
+        """Remove the chunks of the answers to these requests; the chunks of a new session stay."""
         for name in names:
             await self._journal.chunks.remove(key, name)
 
@@ -218,7 +218,7 @@ class Retention:
         if is_last:
             await self._journal.remove(key, closed_seq + 1)
             return
-        # Behind another result, that of the close would be missed: it stays until the next close.
+        # If the close's result follows another one, it would seem lost: it stays until the next close.
         gone = (close_seq, closed_seq) if results and results[0].seq == closed_seq else ()
         for seq in (*gone, note.seq):  # in this order: a request must not lack its result
             await self._journal.delete(seq)
@@ -239,7 +239,7 @@ class Retention:
     async def _find_close(self, key: SessionKey, note_seq: int) -> _Closing | None:
         """Find the close of a note; None if it has no result, or if no worker wrote the note.
 
-        Before its result there may be those of later requests that were cancelled meanwhile.
+        Results of later requests, cancelled meanwhile, may precede its result.
         """
         after, more = note_seq, 1
         while more:

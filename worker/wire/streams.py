@@ -1,4 +1,4 @@
-"""The configuration of the JetStream streams and the consumer of a prefix.
+"""Creates and updates the JetStream streams and the consumer of a prefix.
 
 Knows nothing of the messages' content.
 """
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 #: Returned messages count too: with this many sessions waiting for a place, the server delivers nothing.
 MAX_ACK_PENDING: Final = 1_000_000
 
-#: The server's minimum (0 means two minutes). Message ids are compared across the whole stream, so one
-#: tenant's id could swallow another tenant's message.
+#: Window for duplicates: the server's minimum (0 means two minutes). The server compares message ids across
+#: the whole stream, so one tenant's id could make it drop another tenant's message.
 DEDUPE_S: Final = 0.1
 
 _NAME_IN_USE: Final = 10058
@@ -44,7 +44,7 @@ _NO_SPACE: Final = {10002, 10023, 10028, 10047}  # limits of the account and of 
 #: The kinds of subjects of the log stream; `commit` is stored as `out`.
 _LOGGED: Final[tuple[SessionKind, ...]] = ("in", "commit", "checkpoint", "attempt", "dead", "closed")
 
-#: In the metadata of the log stream: what its entries are. No log with others is read.
+#: Metadata of the log stream: the format of its entries. A log of another format is refused.
 _FORMAT: Final = {"turnkeep-log": "2"}
 
 #: The fields that the settings decide; all others are the operator's.
@@ -54,15 +54,15 @@ _OWNED: Final = frozenset(
     | {"filter_subject", "deliver_policy", "ack_policy", "ack_wait", "max_deliver", "max_ack_pending"}
 )
 
-#: An `ack_wait` with which the server takes all deliveries back, and how long it takes for that: 0.1 s.
+#: An `ack_wait` with which the server redelivers all messages, and a pause for that: it takes 0.1 s.
 _AT_ONCE_S: Final = 0.001
 _TAKE_BACK_S: Final = 0.2
 
-#: The longest wait for copies of a stream, and the time between two looks.
+#: The longest wait for copies of a stream, and the pause between two looks.
 _COPY_S: Final = 60.0
 _LOOK_S: Final = 0.1
 
-#: Between two looks whether streams and consumer are there.
+#: Pause between two checks that the streams and the consumer exist.
 _KEEP_S: Final = 5.0
 
 log = structlog.get_logger(__name__)
@@ -87,15 +87,15 @@ async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -
     await ensure_stream(js, _token_stream(subjects, settings))
     of_several = (settings.log_replicas or 1) > 1
     await _ensure_consumer(js, subjects.log_stream, _consumer(subjects, settings), of_several=of_several)
-    if is_copied:  # and the consumer with it: a node that dies before would take it along
+    if is_copied:  # wait for the consumer's copies, too: else it may be lost with its node
         await _copied(partial(js.consumer_info, subjects.log_stream, CONSUMER), settings.log_replicas)
     return Streams(subjects.log_stream, subjects.token_stream, CONSUMER)
 
 
 async def keep(js: JetStreamContext, subjects: Subjects, settings: Settings) -> None:
-    """Make the token stream and the consumer again if they vanish, until cancelled.
+    """Create the token stream and the consumer again if they vanish, until cancelled.
 
-    Raises `BrokerError` once the log is gone: what this worker has in memory is of entries that are no more.
+    Raises `BrokerError` once the log is gone: this worker's memory is of entries that no longer exist.
     """
     num_missed = 0
     while num_missed < 2:  # a cluster that starts may not know it at once
@@ -111,7 +111,7 @@ async def keep(js: JetStreamContext, subjects: Subjects, settings: Settings) -> 
             log.warning("the token stream or the consumer cannot be used, and is made again")
             await ensure(js, subjects, settings)
         except (APIError, nats.errors.Error, OSError, BrokerError):
-            continue  # nothing is known of them now
+            continue  # their state is unknown for now
     raise BrokerError(
         f"the stream {subjects.log_stream} has vanished: somebody has removed it, or its server has lost its"
         " files; the next start makes a new one"
@@ -119,9 +119,9 @@ async def keep(js: JetStreamContext, subjects: Subjects, settings: Settings) -> 
 
 
 async def _is_ahead(js: JetStreamContext, stream: str) -> bool:
-    """Whether the consumer has delivered more than the log has: then it would not deliver the next requests.
+    """Whether the consumer's position is past the log's end: then it would not deliver the next requests.
 
-    So it is where a server has lost the end of a damaged file, but not what it had written of its consumers.
+    This happens if a server has lost the end of a damaged log file, but kept the state of its consumers.
     """
     consumer = await js.consumer_info(stream, CONSUMER)
     delivered = consumer.delivered.stream_seq if consumer.delivered else 0
@@ -256,7 +256,7 @@ async def _copied(look: Callable[[], Awaitable[Any]], num_replicas: int | None) 
 
 
 def _check_identity(wanted: api.StreamConfig, info: api.StreamInfo) -> None:
-    """Refuse a stream that belongs to another program, or has what this version cannot read or change."""
+    """Raise `BrokerError` if a stream is another program's, or this version cannot read or update it."""
     found = info.config
     if info.state.messages and not (wanted.metadata or {}).items() <= (found.metadata or {}).items():
         raise BrokerError(
@@ -306,10 +306,10 @@ async def _ensure_consumer(
 
 
 async def take_back(js: JetStreamContext, subjects: Subjects) -> None:
-    """Let the server deliver again at once what a worker that has died did not acknowledge.
+    """Let the server redeliver at once the requests that a dead worker did not acknowledge.
 
     Only for a worker that is alone, before `ensure` and the first pull: nobody else holds deliveries then.
-    If this fails, they come after their `ack_wait`. If it is interrupted, `ensure` sets `ack_wait` again.
+    If this fails, the requests come after `ack_wait`. If it is interrupted, `ensure` sets `ack_wait` again.
     """
     with contextlib.suppress(APIError, nats.errors.Error):
         found = await js.consumer_info(subjects.log_stream, CONSUMER)

@@ -34,12 +34,12 @@ _SLACK_S: Final = 1.0
 
 
 class Undelivered:
-    """Wakes sessions with such requests, after this worker's start and each start of the server."""
+    """Wakes the sessions of undelivered requests, after this worker's start and each start of the server."""
 
     def __init__(
         self, journal: Journal, intake: Intake, members: Members, owners: Owners, *, ack_wait_s: float
     ) -> None:
-        """After `ack_wait_s` the server delivers again whatever has no ack."""
+        """After `ack_wait_s` the server redelivers every request without an ack."""
         self._journal = journal
         self._intake = intake
         self._members = members
@@ -47,7 +47,7 @@ class Undelivered:
         self._wait_s = ack_wait_s + _SLACK_S
 
     async def run(self) -> None:
-        """Look for such requests, until cancelled."""
+        """Look for undelivered requests after each start of the server, until cancelled."""
         server = ""
         while True:
             await sleep(self._wait_s)
@@ -56,9 +56,9 @@ class Undelivered:
                     server = await self._look(self._journal.server)
 
     async def _look(self, server: str) -> str:
-        """Wake the sessions that still lack a result and a delivery once all deliveries have come.
+        """Wait for all deliveries, then wake the sessions that still lack a result and a delivery.
 
-        Returns an empty string if some are still to come, as this worker has returned them.
+        Returns `server`; or an empty string if this worker has returned deliveries that are still to come.
         """
         earlier = {key: entry.seq async for key, entry in self._found()}
         await sleep(self._wait_s)

@@ -4,7 +4,7 @@
 /**
  * Add exactly one of `messages`, `text`, `tokens` to the session and prefill it at once.
  *
- * `tools` and `chat_template_kwargs` are those of the session from then on, as in a generate.
+ * `tools` and `chat_template_kwargs` become those of the session, as with a generate.
  */
 export interface Append {
   type: "append";
@@ -33,8 +33,8 @@ export interface Append {
  * The following generate runs the last token, whose logits give the answer's first token. After an empty
  * append the counts are zero. `kv_live_bytes` is the size of the KV that the next token sees; under `paged` it
  * includes the sketches (2-bit copies of the keys) of all tokens. `rewritten_from` is set if the chat template
- * changed earlier text, or the model has another tokenizer than the one before: the tokens from that position
- * on were replaced and prefilled again. `warnings` are as in a `Generated`.
+ * changed earlier text, or the model's tokenizer differs from the previous model's: the tokens from that
+ * position on were replaced and prefilled again. `warnings` are as in a `Generated`.
  */
 export interface Appended {
   type: "appended";
@@ -112,13 +112,13 @@ export interface Cancelled {
 }
 
 /**
- * What a request did to the session's tokens: so workers read a log without a model.
+ * How a request changed the session's tokens, so that workers can read a log without a model.
  *
- * The first `kept` tokens stay; behind them come those of the `input`, then the answer's. `input` is base64 of
- * the ids as LEB128 numbers; if it is long, other messages of the log have it, which the result's header
- * `Turnkeep-Parts` names. If the session was tokenised anew for another tokenizer, the first `raw` tokens are
- * raw content. With `holds_answer`, the input ends with the answer: the result's tokens are another
- * tokenizer's.
+ * The first `kept` tokens stay; after them come those of the `input`, then the answer's. `input` is base64 of
+ * the token ids as LEB128 numbers; if long, it is stored in other messages of the log, which the result's
+ * header `Turnkeep-Parts` names. If the session was tokenised again for another tokenizer, the first `raw`
+ * tokens are raw content. With `holds_answer`, the input ends with the answer, since the result's `tokens` are
+ * ids of another tokenizer.
  */
 export interface Change {
   kept: number;
@@ -127,17 +127,17 @@ export interface Change {
   holds_answer?: boolean;
 }
 
-/** The answer is one of some texts. */
+/** The answer is one of the texts in `choices`. */
 export interface ChoiceFormat {
   type: "choice";
   choices: readonly string[];
 }
 
 /**
- * A part of an answer: some of its tokens, and what is said of them; `i` is the index of the first.
+ * A part of an answer: some of its tokens, and their text; `i` is the index of the first token.
  *
  * `text` has only whole characters. `logprobs` has an item for each token, if the request asks for them.
- * `reasoning` and `tool_calls` are not in the text; a call is told when it is complete. The first chunk has
+ * `reasoning` and `tool_calls` are not in the text; a call is sent when it is complete. The first chunk has
  * the `warnings` of the result.
  *
  * `seq` is the generate's stream sequence, or that of the one it repeats: ignore chunks with another `seq`.
@@ -158,11 +158,11 @@ export interface Chunk {
  *
  * `forget` removes the session's content at once: from the worker's disk, except prefixes that other sessions
  * or a pin share, and from the log, except the close and its result. Snapshots of tokens that the session no
- * longer had, after a rewind or a cancelled request, stay on the disk until they are evicted.
+ * longer has, after a rewind or a cancelled request, stay on the disk until they are evicted.
  *
- * `cancel` ends the session's appends and generates before it that have no result, as a cancel of each does;
- * if no worker runs, the next one does so before it continues any. A session of which nothing was carried out
- * is then closed, too.
+ * `cancel` also cancels the session's earlier appends and generates without a result; if no worker runs, the
+ * next one does so before it continues any. With `cancel`, even a session of which no request has run yet can
+ * be closed.
  */
 export interface Close {
   type: "close";
@@ -180,8 +180,8 @@ export interface Close {
  * After `forget`, `forgotten` counts the removed snapshots and `removed_entries` the entries removed from the
  * log. `settled` is false if some of the session's own tokens may be left on the disk: the disk did not answer
  * in time, a file could not be removed, another session's turn uses a snapshot, there are snapshots that a
- * worker cannot read, or another worker did not answer. It says nothing of workers that do not run. Tokens
- * that another open session has too are not its own.
+ * worker cannot read, or another worker did not answer. `settled` says nothing about workers that are not
+ * running. Tokens shared with another open session are not the session's own.
  */
 export interface Closed {
   type: "closed";
@@ -197,8 +197,8 @@ export interface Closed {
 /**
  * Count the tokens that a generate with this input would add; nothing runs (on `ctl`).
  *
- * Of a session that does not exist: the tokens that it would begin with. Other `tools` than the session's are
- * counted as a generate would add them.
+ * For a session that does not exist, count the tokens that it would begin with. `tools` that differ from the
+ * session's are counted as a generate would add them.
  */
 export interface CountRequest {
   type: "count";
@@ -217,8 +217,8 @@ export interface CountRequest {
 /**
  * Answer to `count`: the session would have `position` tokens, the last `tokens` of them new.
  *
- * `rewritten_from` is set if the chat template would change earlier text: then `tokens` are those from there
- * on.
+ * `rewritten_from` is set if the chat template would change earlier text: then `tokens` counts all tokens from
+ * that position on.
  */
 export interface Counted {
   type: "counted";
@@ -241,9 +241,9 @@ export interface DeadLetter {
 }
 
 /**
- * Make a vector of each of the `inputs`, texts or token ids (on `ctl`, of any session's name).
+ * Embed each of the `inputs`, texts or lists of token ids (on the `ctl` of any session).
  *
- * Vectors are cut to `dimensions` numbers. Nothing of this is in the log.
+ * Vectors are truncated to `dimensions` numbers. The log stores nothing of this.
  */
 export interface EmbedRequest {
   type: "embed";
@@ -277,10 +277,10 @@ export interface Failed {
 }
 
 /**
- * Where a new session begins: with the first `position` tokens of another session of the tenant.
+ * Where a fork begins: with the first `position` tokens of another session of the tenant.
  *
- * Without `position`: with all tokens that the session has after its last result. With `expect_position`, only
- * if it has that many then.
+ * Without `position`: with all tokens that the session has after its last result. With `expect_position`, the
+ * fork is refused unless the session then has that many tokens.
  */
 export interface ForkPoint {
   /** 1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit */
@@ -298,12 +298,12 @@ export interface Function {
 }
 
 /**
- * What an HTTP gateway has done since its start, published every `interval_s` seconds.
+ * An HTTP gateway's counts since its start, published every `interval_s` seconds.
  *
  * `requests` counts HTTP requests by status, `answers` by how their conversation was found (`begun`,
- * `continued`, `forked`, `repeated`), `tokens` by kind (`reused`, `prefilled`, `generated`). `resumed` answers
- * outlived a worker. Of the moment are `running`, the requests that are being answered, and `conversations`,
- * the ones that are known.
+ * `continued`, `forked`, `repeated`), `tokens` by kind (`reused`, `prefilled`, `generated`). `resumed` counts
+ * answers that another worker continued. `running` and `conversations` are current numbers: requests being
+ * answered, and conversations known.
  */
 export interface GatewayMetrics {
   type: "gateway";
@@ -331,14 +331,14 @@ export interface GatewayMetrics {
  *
  * The model's end tokens are not drawn before the answer has `min_tokens` tokens; with `ignore_eos` they do
  * not end it. With `logprobs`, each token of the answer has the logarithm of its probability by the model
- * itself, before everything above, and the `top_logprobs` likeliest tokens. `echo` says the same of each token
- * that the request adds before its answer; only with `echo` may `max_tokens` be 0. `raw` leaves out the
+ * itself, before everything above, and the `top_logprobs` likeliest tokens. `echo` adds the same for each
+ * token that the request adds before its answer; only with `echo` may `max_tokens` be 0. `raw` leaves out the
  * assistant header that the chat template would add after messages. The answer, from its first token or the
  * end of its reasoning on, follows the `response_format`; then it ends, even before `min_tokens`.
  *
  * `prefix` is the beginning of the answer, given by the client: it belongs to the prompt, and to the answer in
- * later turns. With `own_sampling`, options that the request leaves out are those that the model's authors
- * recommend (`generation_config.json`).
+ * later turns. With `own_sampling`, options that the request leaves out take the values that the model's
+ * authors recommend (`generation_config.json`).
  *
  * `tools` stay those of the session until a request gives others, or none (`[]`). `tool_choice` says whether
  * the answer may call them (`auto`), must not (`none`), must (`required`), or must call the one that it names.
@@ -394,14 +394,14 @@ export interface Generate {
  * Answer to `generate`. `tokens` are all ids that were added. `text` leaves out the stop string (`stop`).
  *
  * With `logprobs`, the field of that name has an item for each token; with `echo`, `prompt_logprobs` for each
- * token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call of no
- * offered tool, or that does not fit its schema, or cannot be parsed, is in the text; an answer with no other
- * call then has the `finish_reason` `tool_calls_malformed`. `warnings` say what of the request had no effect,
- * or was told to the model in another form: placeholders, and messages as the chat template renders them.
- * `prefix_tokens` is how many of the prompt's tokens, its last ones, are the request's `prefix`;
- * `resumed_tokens` is how many of the answer's an earlier worker had published. An answer that another model
- * had begun ends as it was streamed, with the `finish_reason` `model_changed`. One that the worker failed to
- * complete does so with `given_up`; then `warnings` say why.
+ * token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call stays in
+ * the text if its tool was not offered, it does not fit the tool's schema, or it cannot be parsed; an answer
+ * with no other call then has the `finish_reason` `tool_calls_malformed`. `warnings` name parts of the request
+ * that had no effect, or that the model got in another form: placeholders, and messages that the chat template
+ * changed. `prefix_tokens` counts the last tokens of the prompt that are the request's `prefix`;
+ * `resumed_tokens` counts the answer's tokens that an earlier worker had published. An answer that another
+ * model had begun ends as it was streamed, with the `finish_reason` `model_changed`; one that the worker
+ * failed to complete, with `given_up`, and then `warnings` say why.
  */
 export interface Generated {
   type: "generated";
@@ -469,7 +469,7 @@ export interface JsonSchema {
   strict?: boolean | null;
 }
 
-/** The answer is JSON that the schema describes, on one line. */
+/** The answer is JSON that fits the schema, on one line. */
 export interface JsonSchemaFormat {
   type: "json_schema";
   json_schema: JsonSchema;
@@ -496,7 +496,7 @@ export interface LikelyToken {
 /**
  * One chat message in OpenAI's shape; rendered by the model's chat template.
  *
- * The parts of a content are joined on construction, so `content` is a string, or null if an assistant only
+ * A `content` of several parts is joined on construction, so it is then a string, or null if an assistant only
  * calls tools.
  */
 export interface Message {
@@ -514,17 +514,16 @@ export interface Message {
  * memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum of
  * sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
  * `kv_layers` names the layers of each kind of KV. `sampling` has the options of a generate that the model's
- * authors recommend; the worker applies none by itself. `others` names the other workers of the prefix that
- * run; one that `drains` gives its sessions to them. `context_tokens` is the most that a session with all of
- * its KV may hold. A `device` of `unloaded` says that the first request loads the model.
+ * authors recommend; the worker applies none by itself. `others` names the prefix's other running workers; a
+ * worker that `drains` hands its sessions to them. `context_tokens` is the most that a session with all of its
+ * KV may hold. A `device` of `unloaded` says that the first request loads the model.
  *
  * `interval_s` is the time until the next message; `max_message_bytes` is the size of the largest request that
  * the log takes. `queue_time` and `request_duration` count the appends and generates from the moment when the
  * log stored them, by the server's clock: `queue_time` until they began to run, `request_duration` until the
- * results of successful ones were stored. `decoding_s` adds up the steps that decoded answers, so that tokens
- * a second can leave out idle time; without drafts they would have taken `draft_saved_s` longer, or less long
- * if that is negative. `by_tenant` is sent only on the metrics subject, never in an answer to a control
- * request.
+ * results of successful ones were stored. `decoding_s` is the total time of decoding steps, for tokens per
+ * second without idle time; without drafts these steps would have taken `draft_saved_s` longer (shorter if
+ * negative). `by_tenant` is sent only on the metrics subject, never in an answer to a control request.
  */
 export interface Metrics {
   type: "metrics";
@@ -671,7 +670,7 @@ export interface Progress {
 }
 
 /**
- * One token of a prompt, as `TokenLogprob` has it of an answer's.
+ * One token of a prompt and its log probability, as `TokenLogprob` for an answer's tokens.
  *
  * `logprob` is null for the first token of a session.
  */
@@ -684,10 +683,10 @@ export interface PromptToken {
 }
 
 /**
- * What becomes of an answer's reasoning. After `budget` tokens it is ended.
+ * How an answer's reasoning is limited and kept. After `budget` tokens the reasoning is ended.
  *
- * Without `keep` it leaves the session when the next user message comes; the answer's text is then prefilled
- * again. Some chat templates drop it by themselves.
+ * Without `keep` the next user message drops the reasoning from the session, and the answer's text is
+ * prefilled again. Some chat templates drop reasoning by themselves.
  */
 export interface Reasoning {
   keep?: boolean;
@@ -701,10 +700,10 @@ export interface RegexFormat {
 }
 
 /**
- * Ask how well each of the `documents` answers the `query` (on `ctl`, of any session's name).
+ * Score how well each of the `documents` answers the `query` (on the `ctl` of any session).
  *
- * The `instruction` says what is searched for; without it, passages that answer a web search. Of each document
- * the first `document_tokens` count. Nothing of this is in the log.
+ * The `instruction` describes the task; by default, to find passages that answer a web search. Only the first
+ * `document_tokens` tokens of each document are read. The log stores nothing of this.
  */
 export interface RerankRequest {
   type: "rerank";
@@ -724,7 +723,7 @@ export interface Reranked {
   model: string;
 }
 
-/** Forget every token from `position` on. */
+/** Drop all tokens of the session from `position` on. */
 export interface Rewind {
   type: "rewind";
   /** tokens from the session's start */
@@ -805,13 +804,13 @@ export interface SessionInfo {
 }
 
 /**
- * Counters of the snapshots; two sums hold at all times.
+ * Counters of the snapshots; two equations hold at all times.
  *
  * `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots. `free + pinned +
  * evictable = capacity` counts bytes. `pinned` bytes must not be evicted now: pinned prefixes (`kept`) and
  * blocks that are being written or loaded. `rejected` counts files that failed a check, `timed_out` loads that
- * the disk did not answer in time. Of the remote tier: bytes put there and fetched, snapshots that were not
- * put, and calls that failed.
+ * the disk did not answer in time. The counters of the remote tier (`remote_`): bytes uploaded, bytes
+ * downloaded, snapshots not uploaded, and calls that failed.
  */
 export interface SnapshotCounters {
   accepted?: number;
@@ -840,9 +839,9 @@ export interface SnapshotCounters {
 }
 
 /**
- * A worker's figures by tenant, empty unless its setting `metrics_tenants` asks for them.
+ * A worker's counts by tenant, empty unless its setting `metrics_tenants` enables them.
  *
- * The first tenants that a worker sees have their own figures; all others share the name `_other`. `requests`
+ * The first tenants that a worker serves have their own counts; all others share the name `_other`. `requests`
  * counts results by outcome, which is `ok` or an error's code; `sessions` counts sessions with waiting or
  * running requests. `cached_tokens` counts tokens whose KV was reused, `restored_tokens` the cached tokens
  * whose KV was read from disk.
@@ -861,7 +860,7 @@ export interface TextFormat {
   type: "text";
 }
 
-/** One token of an answer. `top` are the `top_logprobs` likeliest tokens in its place, likeliest first. */
+/** One token of an answer. `top` are the `top_logprobs` likeliest tokens in its place, best first. */
 export interface TokenLogprob {
   id: number;
   token: string;
@@ -870,7 +869,7 @@ export interface TokenLogprob {
   top?: readonly LikelyToken[];
 }
 
-/** A tool, in OpenAI's shape. The chat template gets it as it was sent, with its keys in their order. */
+/** A tool, in OpenAI's shape. The chat template gets it exactly as sent, with its keys in that order. */
 export interface Tool {
   type?: "function";
   function: ToolFunction;
