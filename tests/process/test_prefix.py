@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import nats
 import pytest
 
+from turnkeep_client.client import connect
 from turnkeep_client.log import BUILD_HEADER, words
 from worker.wire import intake, retention
 
@@ -109,6 +110,23 @@ async def test_a_worker_that_joins_shares_a_flood_that_waits_in_the_log(
     assert min(loud.makers.values()) >= 12, loud.makers
     assert {kind for _, kind in loud.results} == {"generated"}
     assert not loud.noted
+
+
+async def test_another_tenant_is_answered_beside_a_flood_whichever_worker_hears_it(
+    cluster: Start, flood: Callable[[str], Flood]
+) -> None:
+    first, second = await cluster("first"), await cluster("second")
+    loud = flood(first.settings.prefix)
+    await loud.begin(300)
+    await returned(first, 8)
+    await returned(second, 8)
+    quiet = await connect(first.settings.nats, prefix=first.settings.prefix, tenant="quiet")
+    async with quiet:
+        for number in range(8):
+            asked = {"text": "eee", "max_tokens": 3, "timeout_s": PATIENCE_S}
+            assert (await quiet.session(f"q{number}").generate(**asked)).usage.completion_tokens == 3
+    assert len(loud.results) < len(SESSIONS) // 2
+    await loud.end()
 
 
 async def test_of_a_flood_a_worker_takes_over_no_more_than_it_has_places_for(
