@@ -17,7 +17,7 @@ from uuid import uuid4
 import msgspec
 import nats.errors
 import structlog
-from anyio import current_time, move_on_after, sleep
+from anyio import Event, current_time, move_on_after, sleep
 from msgspec import structs
 from nats.js import api
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
@@ -50,6 +50,10 @@ _TIMEOUT_S: Final = 5.0
 #: Between two looks at the other workers, and how often one must be missing in a row.
 _WATCH_S: Final = 0.25
 _MISSES: Final = 2
+#: Between two looks if one is missing. Who has lost its connection is back after some milliseconds.
+_CONFIRM_S: Final = 0.1
+#: How long a worker may take to answer.
+_PING_S: Final = 0.25
 #: The most bytes of the records, and of claims of sessions (see `owners`): some 50,000.
 _MAX_BYTES: Final = 8 * 2**20
 
@@ -126,6 +130,7 @@ class Members:
         self._renewed_s = 0.0
         self._alone_s = 0.0  # until then others may be there whose records a server has lost
         self._misses: dict[str, int] = {}
+        self._look_soon = Event()
         self._ended: set[str] = set()  # runs of workers that have ended, and may still have a record
         self._server = ""
         self._trusted_s = 0.0  # from when on missing records mean something
@@ -328,7 +333,7 @@ class Members:
     async def watch(self) -> None:
         """Look at the other workers, and tell of those that have ended, until cancelled."""
         while True:
-            await sleep(_WATCH_S)
+            await self._next_look()
             try:
                 found = {one.worker: one for one in await self._look()}
             except (APIError, nats.errors.Error, OSError):
@@ -347,18 +352,34 @@ class Members:
                 if num >= _MISSES and current_time() > self._trusted_s:
                     self._remove(member, "another worker has ended")
 
+    def look_now(self) -> None:
+        """Look at the other workers soon: one of them does not answer."""
+        self._look_soon.set()
+
+    async def _next_look(self) -> None:
+        await sleep(_CONFIRM_S)
+        if not any(self._misses.values()):
+            with move_on_after(_WATCH_S - _CONFIRM_S):
+                await self._look_soon.wait()
+        self._look_soon = Event()
+
     async def runs(self, boot: str) -> bool:
         """Whether the worker of this run is another one, and answers."""
         found = [one for one in self.others.values() if one.boot == boot]
         return bool(found) and await self._answers(found[0], is_recorded=False)
 
     async def _answers(self, member: Member, *, is_recorded: bool) -> bool:
-        """Whether a worker answers; one that is recorded may be slow."""
+        """Whether a worker answers; one that is recorded may be slow, and is asked again soon.
+
+        A process that is ending does not answer, and the server says so only once its connection is closed.
+        """
         try:
-            await self._nc.request(self.address(member, "ping"), timeout=_WATCH_S)
+            timeout_s = _CONFIRM_S if is_recorded else _PING_S
+            await self._nc.request(self.address(member, "ping"), timeout=timeout_s)
         except nats.errors.NoRespondersError:
             return False
         except (nats.errors.Error, OSError):
+            self.look_now()
             return is_recorded
         return True
 

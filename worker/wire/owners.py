@@ -377,6 +377,9 @@ class Owners:
         try:
             address = self._members.address(member, verb)
             return (await self._nc.request(address, body, timeout=timeout_s, headers=headers)).data
+        except nats.errors.NoRespondersError:
+            self._members.look_now()
+            return None
         except (nats.errors.Error, OSError):
             return None
 
