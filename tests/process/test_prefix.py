@@ -147,6 +147,23 @@ async def test_of_a_flood_a_worker_takes_over_no_more_than_it_has_places_for(
     assert {kind for _, kind in loud.results} == {"generated"}
 
 
+async def test_a_worker_that_drains_takes_nothing_of_a_flood_that_the_other_one_has_no_room_for(
+    cluster: Start, flood: Callable[[str], Flood]
+) -> None:
+    first, second = await cluster("first"), await cluster("second")
+    loud = flood(first.settings.prefix)
+    await loud.begin(300)
+    await returned(first, 8)
+    await second.app._members.drain(on=True)
+    async with asyncio.timeout(PATIENCE_S):
+        while second.app._intake.num_sessions:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    num_before = loud.makers["second"]
+    assert len(loud.results) < len(SESSIONS) - 2 * PLACES, "the flood goes on"
+    await loud.end()
+    assert loud.makers["second"] == num_before
+
+
 async def test_one_worker_removes_what_was_closed_and_the_other_one_after_it(
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,7 +74,7 @@ _GAP_TO_GIVE: Final = 64
 class _Passed(msgspec.Struct, frozen=True):
     """A delivery that is passed on: the request's subject and sequence; `reply` acknowledges it, if any.
 
-    `giver` is the run of the worker that gives the session away: it owns the session, or drains.
+    `giver` is the run of a worker that gives the session away, or that drains and keeps no new one.
     """
 
     subject: str
@@ -205,11 +205,13 @@ class Owners:
                 continue
             owner = await self._owner(key)
             heir = None if owner.member or key not in self._held else self._heir()
-            if not (owner.member or owner.is_known or key in self._held):
+            is_new = not (owner.member or owner.is_known or key in self._held)
+            if is_new:
                 owner = owner._replace(member=await self._place(key, waiting))
             answer = _GIVEN
             if owner.member is not None:
-                answer = await self._pass_on(owner.member, waiting)
+                gives = is_new and self._members.me.drains
+                answer = await self._pass_on(owner.member, waiting, gives=gives)
             elif heir is not None:
                 answer = await self._give(key, heir, waiting)
             is_over = answer == _TAKEN
@@ -270,7 +272,7 @@ class Owners:
 
     async def _pass_on(self, owner: Member, waiting: dict[int, _Routed], *, gives: bool = False) -> bytes:
         """Pass deliveries on to a worker, with their session if this one `gives` it; return the answer."""
-        giver = self._members.me.boot if gives or self._members.me.drains else ""
+        giver = self._members.me.boot if gives else ""
         for seq, (message, _) in list(waiting.items()):
             passed = msgspec.json.encode(_Passed(message.subject, seq, message.reply, giver))
             answer = await self._ask(owner, "deliver", passed, _PASS_S)
