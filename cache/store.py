@@ -185,7 +185,7 @@ class Store:
         )
         self._remote = None
         if tier is not None:
-            self._remote = Remote(tier, opened.folder, opened.index, self._adopt)
+            self._remote = Remote(tier, opened.folder, opened.index, self._adopt, self._pass_over)
             self._remote.note(identity.digest(), identity.block_tokens)
             self._removal.useless = self._remote.remove
         self._closing = False
@@ -290,8 +290,9 @@ class Store:
         """Look in the remote tier for what continues the stored prefix of `tokens`; None: nothing."""
         if self._remote is None or self._closing:
             return None
-        edges, _ = self._form(chain.policy).prefixes.known(chain, as_tokens(tokens))
-        return await self._remote.find(chain, as_tokens(tokens), edges[-1])
+        prefixes = self._form(chain.policy).prefixes
+        edges, _ = prefixes.known(chain, as_tokens(tokens))
+        return await self._remote.find(chain, as_tokens(tokens), edges[-1], prefixes.needed)
 
     async def fetch(self, found: Found) -> tuple[int, float]:
         """Fetch snapshots from the remote tier into this directory; return the bytes, and the seconds.
@@ -696,6 +697,16 @@ class Store:
             return None
         self._writer.write(node, None, path)
         return node
+
+    def _pass_over(self, names: Iterable[Name]) -> None:
+        """Add snapshots of the remote tier as gaps, whose names the next ones need."""
+        nodes = []
+        for name in names:
+            if self._index.get(name.digest) is None:
+                if name.start and self._index.get(name.parent) is None:
+                    break
+                nodes.append(self._index.add(name, 0))
+        self._removal.make_gaps(nodes)
 
     def _write_ended(self, write: Write[Node]) -> None:
         """Update the index after a write has ended. Called by the writer, on the event loop."""

@@ -185,6 +185,10 @@ def draw(
     num_silent = sum(not one.up for one in sightings)
     heading = f"{title}  {len(sightings)} worker" + ("s" if len(sightings) != 1 else "")
     heading += f", {num_silent} silent" if num_silent else ""
+    up = [one.metrics for one in sightings if one.up]
+    if len(up) > 1:  # no session or returned request is counted at two of them
+        heading += f", {sum(one.running for one in up)} run, {sum(one.waiting for one in up)} wait"
+        heading += f", {sum(one.returned for one in up)} returned"
     if len(shown) < len(sightings):
         heading += f", {len(shown)} shown"
     if state.session:

@@ -77,6 +77,16 @@ class Prefixes:
         ]
         return sorted(set().union(*ends))
 
+    def needed(self, num: int, num_tokens: int, first: int) -> Sequence[int]:
+        """Return which of the first `num` blocks a session needs to resume after `num_tokens` tokens.
+
+        Those before block `first` are known here.
+        """
+        seen = self._seen(num, num_tokens)
+        if self._layout.reach != FULL and not self._stateful:  # else it may resume before that
+            return seen
+        return [*(number for number in seen if number < first), *range(first, num)]
+
     def _is_hollow(self, name: bytes) -> bool:
         node = self._index.get(name)
         return node is not None and node.is_hollow

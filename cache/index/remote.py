@@ -28,6 +28,7 @@ from cache.disk.readers import Readers
 from cache.disk.tier import IDENTITIES, Key
 from cache.names import blocks
 from cache.names.errors import DoubtfulSnapshotError
+from cache.names.snapshot import Name
 from cache.names.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
     from cache.disk.folder import Folder
     from cache.disk.tier import Tier
-    from cache.names.snapshot import Name
     from cache.names.tokens import Chain, Tokens
 
     from .index import Index
@@ -74,25 +74,36 @@ class RemoteCounts:
 class Found:
     """Snapshots of the tier that continue what is stored here: (parent, digest) in order.
 
-    With them `num_tokens` tokens would be stored; `num_stored` are.
+    With them `num_tokens` tokens would be stored; `num_stored` are. Of `unseen` ones, which lie between them,
+    a session of so many tokens needs only the names.
     """
 
     num_stored: int
     num_tokens: int
     links: tuple[tuple[bytes, bytes], ...]
+    unseen: tuple[Name, ...] = ()
 
 
 class Remote:
-    """One worker's side of the tier. `adopt` takes over a fetched file; None if it is refused."""
+    """One worker's side of the tier.
+
+    `adopt` takes over a fetched file; None if it is refused. `pass_over` adds snapshots without a file.
+    """
 
     def __init__(
-        self, tier: Tier, folder: Folder, index: Index, adopt: Callable[[Name, Path, int], Node | None]
+        self,
+        tier: Tier,
+        folder: Folder,
+        index: Index,
+        adopt: Callable[[Name, Path, int], Node | None],
+        pass_over: Callable[[Sequence[Name]], None],
     ) -> None:
         self.counts = RemoteCounts()
         self._tier = tier
         self._folder = folder
         self._index = index
         self._adopt = adopt
+        self._pass_over = pass_over
         #: Raised by each `forget`: files that are on their way then are not adopted.
         self._num_forgotten = 0
         self._paused_until = self._pause_s = 0.0
@@ -130,8 +141,13 @@ class Remote:
         self._there.discard(node.digest)
         self._jobs.put(partial(self._trying, partial(self._remove, self._key(node.parent, node.digest))))
 
-    async def find(self, chain: Chain, tokens: Tokens, num_stored: int) -> Found | None:
-        """Look for snapshots with which more than `num_stored` of the tokens would be stored."""
+    async def find(
+        self, chain: Chain, tokens: Tokens, num_stored: int, needed: Callable[[int, int, int], Sequence[int]]
+    ) -> Found | None:
+        """Look for snapshots with which more than `num_stored` of the tokens would be stored.
+
+        `needed` is `Prefixes.needed`.
+        """
         if num_stored >= len(tokens) or monotonic() < self._paused_until:
             return None
         names = chain.names(tokens)[: len(tokens) // chain.block + 1]
@@ -139,7 +155,22 @@ class Remote:
         found = await self._asked(partial(self._find, names, first, tokens, chain.block))
         if found is None or found[0] <= num_stored:
             return None
-        return Found(num_stored, *found)
+        num_tokens, num_blocks, pieces = found
+        needs = needed(num_blocks, num_tokens, first)
+        links = (*((names[number], names[number + 1]) for number in needs), *pieces)
+        starts = {number: number * chain.block for number in range(first, num_blocks)}
+        for number in needs:
+            starts.pop(number, None)
+        unseen = (
+            Name(names[number], start, tokens.packed(start, start + chain.block))
+            for number, start in starts.items()
+        )
+        missing = (link for link in links if not self._is_here(link[1]))
+        return Found(num_stored, num_tokens, tuple(missing), tuple(unseen))
+
+    def _is_here(self, digest: bytes) -> bool:
+        node = self._index.get(digest)
+        return node is not None and not node.is_hollow
 
     async def fetch(self, found: Found) -> tuple[int, float]:
         """Fetch snapshots and store them here; return the number of bytes, and seconds.
@@ -148,11 +179,14 @@ class Remote:
         """
         began, before, forgotten = monotonic(), self.counts.fetched_bytes, self._num_forgotten
         last = node = None
+        unseen = deque(found.unseen)
         for at in range(0, len(found.links), _BATCH):
             links = found.links[at : at + _BATCH]
             got = await self._got(links)
             for number, one in enumerate(got):
-                node = self._adopted(*one) if one is not None and self._num_forgotten == forgotten else None
+                node = None
+                if one is not None and self._num_forgotten == forgotten:
+                    node = self._adopted(unseen, *one)
                 if node is None:
                     self._discard(got[number:])
                     break
@@ -179,7 +213,12 @@ class Remote:
                 self._jobs.put(partial(self._folder.discard_fetched, digest))
             raise
 
-    def _adopted(self, name: Name, path: Path, size_bytes: int) -> Node | None:
+    def _adopted(self, unseen: deque[Name], name: Name, path: Path, size_bytes: int) -> Node | None:
+        """Add the `unseen` snapshots before a file, then take over the file."""
+        before: list[Name] = []
+        while unseen and unseen[0].start < name.start:
+            before.append(unseen.popleft())
+        self._pass_over(before)
         known = self._index.get(name.digest)
         if known is not None and not known.is_hollow:  # another turn was faster
             self._discard([(name, path, size_bytes)])
@@ -289,8 +328,11 @@ class Remote:
 
     def _find(
         self, names: Sequence[bytes], first: int, tokens: Tokens, block: int
-    ) -> tuple[int, tuple[tuple[bytes, bytes], ...]]:
-        """Find by bisection how far full blocks reach (a tier loses a chain from its end); then pieces."""
+    ) -> tuple[int, int, tuple[tuple[bytes, bytes], ...]]:
+        """Find by bisection how far full blocks reach (a tier loses a chain from its end); then pieces.
+
+        Returns the position after them, the number of blocks, and the pieces.
+        """
 
         def is_missing(number: int) -> bool:
             key = self._key(names[number], names[number + 1])
@@ -301,13 +343,13 @@ class Remote:
             num = first
         else:
             num = first + bisect_left(range(first, last), True, key=is_missing)
-        links = [(names[number], names[number + 1]) for number in range(first, num)]
+        pieces: list[tuple[bytes, bytes]] = []
         end = num * block
         if num:  # else every session of the tenant would be looked at
             for parent, digest, num_tokens in self._pieces(names[num], tokens.packed(end, end + block)):
-                links.append((parent, digest))
+                pieces.append((parent, digest))
                 end += num_tokens
-        return end, tuple(links)
+        return end, num, tuple(pieces)
 
     def _pieces(self, parent: bytes, rest: bytes) -> Iterator[tuple[bytes, bytes, int]]:
         """Yield the longest pieces of a tail, one behind the other: parent, digest, number of tokens."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_kv import BLOCK, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
+from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
+from test_cache_reach import assert_restored, save
 
 from cache.disk import tier as tier_module
 from cache.disk.access import PLAIN
@@ -24,6 +25,9 @@ from cache.names.tokens import as_tokens
 from cache.store import Store
 
 TOKENS = list(range(10))
+#: A long session, and the sinks and the window that it sees.
+LONG = [at * 7 % 50 for at in range(120)]
+WINDOW = Policy(2, 8)
 
 
 @pytest.fixture(params=["directory", "objects"])
@@ -323,6 +327,96 @@ async def test_an_erase_also_removes_snapshots_of_a_policy_that_this_store_never
     assert in_tier(tmp_path)
     assert (await two.erase("a", TOKENS)).settled
     assert in_tier(tmp_path) == []
+
+
+class Watched:
+    """A tier that notes which files it is asked for."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self.gotten: list[Key] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    def get(self, key: Key, path: Path) -> bool:
+        self.gotten.append(key)
+        return self._tier.get(key, path)
+
+
+def starts(store: Store) -> list[int]:
+    """Return where the snapshots begin that have a file."""
+    return sorted(node.start for node in store._index if not node.is_gap)
+
+
+async def windowed(open_store: Any, tmp_path: Path, tier: Tier, num_tokens: int = 101) -> tuple[Store, Store]:
+    """Open two stores; the tier has a session of `num_tokens` tokens that sees sinks and a window."""
+    tokens, sees = LONG[:num_tokens], LAYOUT.under(WINDOW)
+    one = await open_store(tmp_path / "one", tier=tier)
+    save(one, sees, one.chain("a", WINDOW), tokens)
+    await one.barrier(5)
+    assert await one.barrier_remote(5)
+    return one, await open_store(tmp_path / "two", tier=tier)
+
+
+async def taken_over(store: Store, tokens: list[int]) -> None:
+    """Fetch what a session that sees a window needs, and restore it."""
+    chain = store.chain("a", WINDOW)
+    found = await store.find_remote(chain, tokens)
+    assert found is not None
+    await store.fetch(found)
+    assert_restored(await store.load(store.match(chain, tokens)), LAYOUT.under(WINDOW), tokens)
+
+
+async def test_only_the_visible_blocks_of_a_windowed_session_are_fetched(
+    open_store: Any, tmp_path: Path, tier: Tier
+) -> None:
+    watched: Any = Watched(tier)
+    _, two = await windowed(open_store, tmp_path, watched)
+    await taken_over(two, LONG[:101])
+    assert starts(two) == [0, 92, 96, 100], "of 26: sinks, window and tail"
+    assert len(watched.gotten) == 4
+    assert two.stats().stored == 4
+    assert await two.find_remote(two.chain("a", WINDOW), LONG[:101]) is None
+    for _ in range(2):  # the names of the others outlive a restart, and the session goes on
+        await two.close()
+        two = await open_store(tmp_path / "two")
+        chain = two.chain("a", WINDOW)
+        assert two.match(chain, LONG[:101]).num_tokens == 101
+    save(two, LAYOUT.under(WINDOW), chain, LONG[:120], 100)
+    await two.barrier(5)
+    assert two.match(chain, LONG[:120]).num_tokens == 120
+
+
+async def test_blocks_that_a_rewound_session_sees_again_are_fetched_later(
+    open_store: Any, tmp_path: Path, tier: Tier
+) -> None:
+    _, two = await windowed(open_store, tmp_path, tier)
+    await taken_over(two, LONG[:101])
+    await taken_over(two, LONG[:48])
+    assert starts(two) == [0, 40, 44, 92, 96, 100]
+
+
+async def test_forgetting_removes_the_blocks_that_a_fetch_left_out_too(
+    open_store: Any, tmp_path: Path, tier: Tier
+) -> None:
+    _, two = await windowed(open_store, tmp_path, tier)
+    await taken_over(two, LONG[:101])
+    assert (await two.erase("a", LONG[:101])).settled
+    assert in_tier(tmp_path) == []
+    assert len(two._index) == 0
+
+
+async def test_forgetting_during_a_fetch_of_a_window_leaves_no_blocks_in_the_index(
+    open_store: Any, tmp_path: Path, tier: Tier
+) -> None:
+    _, two = await windowed(open_store, tmp_path, tier)
+    found = await two.find_remote(two.chain("a", WINDOW), LONG[:101])
+    fetch = asyncio.create_task(two.fetch(found))
+    await asyncio.sleep(0)
+    assert (await two.erase("a", LONG[:101])).settled
+    await fetch
+    assert len(two._index) == 0
 
 
 async def test_a_cancelled_fetch_leaves_no_temporary_file(open_two: Any, tmp_path: Path) -> None:

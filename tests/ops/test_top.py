@@ -218,6 +218,15 @@ def test_a_silent_worker_is_marked_silent_and_shows_no_figures() -> None:
     assert "silent    for 1m" in "\n".join(drawn)
 
 
+def test_the_first_line_of_top_sums_running_and_waiting_requests_of_live_workers() -> None:
+    clock = Clock()
+    fleet = Fleet(300, clock)
+    for number, name in enumerate(("silent", "w1", "w2")):
+        fleet.hear(structs.replace(metrics(name), running=number, waiting=10, returned=100))
+        clock.now_s += 80 * (not number)
+    assert screen(State(), fleet)[0] == "top  3 workers, 1 silent, 3 run, 20 wait, 200 returned"
+
+
 def test_dropped_snapshots_are_counted_by_reason() -> None:
     fleet = Fleet(300)
     counters = SnapshotCounters(dropped={"disk_limit": 2, "queue_full": 5}, in_flight=3)
@@ -243,7 +252,7 @@ def test_keys_sort_reverse_and_filter_the_list_of_workers() -> None:
         state.press(key, shown())
     assert (state.mode, state.filter) == (Mode.WATCH, "w1")
     assert sorted(shown()) == ["w10", "w11"]
-    assert screen(state, fleet)[0] == "top  12 workers, 2 shown"
+    assert screen(state, fleet)[0] == "top  12 workers, 0 run, 66 wait, 0 returned, 2 shown"
     state.press("escape", shown())
     assert len(shown()) == 12
 

@@ -214,6 +214,30 @@ async def test_a_worker_that_ends_is_reported_gone_once_and_within_a_second(memb
     assert len(gone) == 1, "once, though its record is there for two seconds"
 
 
+async def test_an_early_check_finds_a_dead_worker_sooner_but_does_not_believe_a_lost_connection(
+    members, monkeypatch
+):
+    """One request without a responder is not believed: a worker that connects again has none for a moment."""
+    monkeypatch.setattr(members_of, "_WATCH_S", 3600.0)
+    first, second = await members("first", "one"), await members("second", "two")
+    await first.join()
+    await second.join()
+    gone = []
+    first.on_gone = gone.append
+    for _ in range(5):
+        await asyncio.sleep(0.3)  # a connection that is lost twice within 0.25 s waits for so long
+        second._nc._transport._io_writer.transport.abort()
+        first.look_now()
+    await asyncio.sleep(0.3)
+    assert not gone
+    kill(second)
+    await second._nc.close()
+    asked_s = time.monotonic()
+    first.look_now()
+    await until(lambda: gone)
+    assert time.monotonic() - asked_s >= members_of._CONFIRM_S, "it is asked twice"
+
+
 async def test_a_worker_whose_record_is_not_renewed_counts_as_present_while_it_answers(members):
     first, second = await members("first", "one"), await members("second", "two")
     await first.join()

@@ -56,6 +56,24 @@ async def test_a_worker_that_takes_a_session_over_restores_its_kv_from_the_remot
     assert metrics.worker.snapshots.remote_fetched_bytes > 0
 
 
+async def test_a_worker_that_takes_over_a_windowed_session_fetches_only_its_visible_blocks(
+    cluster: Start, tmp_path: Path
+) -> None:
+    first = await cluster("first")
+    cache = {"policy": "sink_window", "sink": 4, "window": 256}
+    session = first.client.session("s", cache=cache)
+    appended = await session.append(text=TEXT * 10, timeout_s=PATIENCE_S)
+    await stored(first)
+    second = await cluster("second")
+    await first.stop()
+    session = second.client.session("s", cache=cache)
+    usage = (await session.generate(text="eee", max_tokens=4, timeout_s=PATIENCE_S)).usage
+    assert usage.prefilled_tokens <= usage.prompt_tokens - appended.position + 1, usage
+    num_files = {name: len(list((tmp_path / name).rglob("*.safetensors"))) for name in ("first", "second")}
+    assert num_files["first"] >= len(TEXT) * 10 // 32
+    assert num_files["second"] <= 12, "sinks, 256 tokens, and what the answer adds"
+
+
 async def test_an_answer_continues_at_another_worker_with_the_same_tokens_and_restored_kv(
     cluster: Start,
 ) -> None:

@@ -53,6 +53,21 @@ async def test_a_request_that_crashes_three_workers_fails_and_becomes_a_dead_let
     assert not letters.pending_msgs
 
 
+# The coroutines of killed workers are collected at the end, and their last lines run.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_attempts_of_workers_that_serve_beside_each_other_count_together(wire: Start) -> None:
+    started = [await wire(ack_wait_s=1.0, worker=name) for name in ("one", "two")]
+    w = started[0]
+    poison = await w.publish("s", {"type": "append", "id": "poison", "tokens": [POISON]})
+    async with asyncio.timeout(120):
+        while poison not in w.results:
+            if all(one.worker.is_dead for one in started):
+                started.append(await wire(ack_wait_s=1.0, worker="one"))
+            await asyncio.sleep(0.1)
+    assert "3 attempts" in w.results[poison][0]["message"]
+    assert [one.worker.is_dead for one in started] == [True, True, True, False]
+
+
 @pytest.fixture
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_RETRY_S", 0.02)

@@ -29,7 +29,7 @@ from turnkeep_client.subjects import ID_RULE, SessionKey
 from worker.process.concurrency import shielded
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
     from datetime import datetime
 
     from nats.aio.client import Client
@@ -230,7 +230,7 @@ class Intake:
             if self._num_to_come <= 0:
                 self._pull_over.set()
             key = session_of(message.subject)
-            if key is None or self._holds(key):
+            if key is None or self._holds(key) or self._returns_again(key, message):
                 await self.deliver(message, ring)
             else:
                 self._route(key, message, partial(self.deliver, message, ring))
@@ -254,7 +254,7 @@ class Intake:
             await self._refuse(message, seq)
             return
         anchor = self._anchors.get(key)
-        if anchor is None and not self._has_room(key.tenant):
+        if anchor is None and not self.room(key.tenant):
             delay_s = max(_RETURN_S, (len(self._returned) + 1) / _RETURNS_PER_S)
             self._returned[seq] = _Returned(again, current_time() + delay_s)
             with contextlib.suppress(nats.errors.Error, OSError):
@@ -299,11 +299,25 @@ class Intake:
             )
         await self._journal.refuse(message.subject, seq, f"the names in a subject must be {ID_RULE}")
 
-    def _has_room(self, tenant: str) -> bool:
-        mine = self._tenants[tenant]
-        if len(self._anchors) < self._max_sessions:
-            return mine < self._max_per_tenant
-        return mine < min(self._max_sessions // (len(self._tenants) or 1), self._max_per_tenant)
+    def room(self, tenant: str) -> int:
+        """Return how many more sessions of a tenant may have an anchor now."""
+        most = self._max_per_tenant
+        if len(self._anchors) >= self._max_sessions:
+            most = min(self._max_sessions // (len(self._tenants) or 1), most)
+        return max(most - self._tenants[tenant], 0)
+
+    def _returns_again(self, key: SessionKey, message: Msg) -> bool:
+        """Whether to return a request as before, without asking whose it is."""
+        return message.metadata.sequence.stream in self._returned and not self.room(key.tenant)
+
+    def note_returned(self, seqs: Iterable[int]) -> None:
+        """Note that another worker has only returned requests, which are delivered here now."""
+        self._returned |= {seq: _Returned(again=False, due_s=current_time()) for seq in seqs}
+
+    def pass_returned(self, seqs: Iterable[int]) -> list[int]:
+        """Return which requests only this worker had, to return them: another one has them now."""
+        known = {seq: self._returned.pop(seq) for seq in seqs if seq in self._returned}
+        return [seq for seq, one in known.items() if not one.again]
 
     async def pull_again(self) -> None:
         """Start a new pull request: the server forgot the current one when the connection was lost."""

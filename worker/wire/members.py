@@ -17,7 +17,7 @@ from uuid import uuid4
 import msgspec
 import nats.errors
 import structlog
-from anyio import current_time, move_on_after, sleep
+from anyio import Event, current_time, move_on_after, sleep
 from msgspec import structs
 from nats.js import api
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
@@ -50,6 +50,10 @@ _TIMEOUT_S: Final = 5.0
 #: Pause between two checks of the other workers, and how many in a row one must miss to count as ended.
 _WATCH_S: Final = 0.25
 _MISSES: Final = 2
+#: Pause between two checks if a worker is missing. A lost connection is back after some milliseconds.
+_CONFIRM_S: Final = 0.1
+#: How long a worker may take to answer a ping.
+_PING_S: Final = 0.25
 #: Limit of the stream of records and of claims of sessions (see `owners`): room for some 50,000.
 _MAX_BYTES: Final = 8 * 2**20
 
@@ -129,6 +133,7 @@ class Members:
         self._renewed_s = 0.0
         self._alone_s = 0.0  # until then others may be there whose records a server has lost
         self._misses: dict[str, int] = {}
+        self._look_soon = Event()
         self._ended: set[str] = set()  # runs of workers that have ended, and may still have a record
         self._server = ""
         self._trusted_s = 0.0  # until then a missing record does not prove that its worker has ended
@@ -331,7 +336,7 @@ class Members:
     async def watch(self) -> None:
         """Check the other workers, and report those that have ended to `on_gone`, until cancelled."""
         while True:
-            await sleep(_WATCH_S)
+            await self._next_look()
             try:
                 found = {one.worker: one for one in await self._look()}
             except (APIError, nats.errors.Error, OSError):
@@ -350,18 +355,34 @@ class Members:
                 if num >= _MISSES and current_time() > self._trusted_s:
                     self._remove(member, "another worker has ended")
 
+    def look_now(self) -> None:
+        """Check the other workers soon: one of them does not answer."""
+        self._look_soon.set()
+
+    async def _next_look(self) -> None:
+        await sleep(_CONFIRM_S)
+        if not any(self._misses.values()):
+            with move_on_after(_WATCH_S - _CONFIRM_S):
+                await self._look_soon.wait()
+        self._look_soon = Event()
+
     async def runs(self, boot: str) -> bool:
         """Whether `boot` is a run of another worker that answers a ping."""
         found = [one for one in self.others.values() if one.boot == boot]
         return bool(found) and await self._answers(found[0], is_recorded=False)
 
     async def _answers(self, member: Member, *, is_recorded: bool) -> bool:
-        """Whether a worker answers a ping; a slow worker counts as answering if it `is_recorded`."""
+        """Whether a worker answers a ping; a slow worker counts as answering if it `is_recorded`.
+
+        A process that is ending does not answer, and the server says so only once its connection is closed.
+        """
         try:
-            await self._nc.request(self.address(member, "ping"), timeout=_WATCH_S)
+            timeout_s = _CONFIRM_S if is_recorded else _PING_S
+            await self._nc.request(self.address(member, "ping"), timeout=timeout_s)
         except nats.errors.NoRespondersError:
             return False
         except (nats.errors.Error, OSError):
+            self.look_now()
             return is_recorded
         return True
 

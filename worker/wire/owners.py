@@ -12,7 +12,7 @@ A worker that is alone claims nothing, and asks nobody.
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -31,7 +31,7 @@ from .intake import Delivery, session_of
 from .members import WRONG_LAST_SEQUENCE
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from anyio.abc import TaskGroup
     from nats.aio.client import Client
@@ -74,7 +74,7 @@ _GAP_TO_GIVE: Final = 64
 class _Passed(msgspec.Struct, frozen=True):
     """A delivery that is passed on: the request's subject and sequence, and the subject of its ack, if any.
 
-    `giver` is the run of the worker that owns the session and gives it away.
+    `giver` is the run of a worker that gives the session away, or that drains and keeps no new one.
     """
 
     subject: str
@@ -130,6 +130,7 @@ class Owners:
             "deliver": self._delivered,
             "control": self._asked,
             "erase": self._erased,
+            "returned": self._returned,
             "drain": self._drained,
         }
         for verb, hear in heard.items():
@@ -204,23 +205,52 @@ class Owners:
                 continue
             owner = await self._owner(key)
             heir = None if owner.member or key not in self._held else self._heir()
-            if not (owner.member or owner.is_known or key in self._held):
+            is_new = not (owner.member or owner.is_known or key in self._held)
+            if is_new:
                 owner = owner._replace(member=await self._place(key, waiting))
             answer = _GIVEN
             if owner.member is not None:
-                answer = await self._pass_on(owner.member, waiting)
+                gives = is_new and self._members.me.drains
+                answer = await self._pass_on(owner.member, waiting, gives=gives)
             elif heir is not None:
                 answer = await self._give(key, heir, waiting)
             is_over = answer == _TAKEN
             if is_over and (taken := owner.member or heir) is not None:
                 self._note_taker(key, taken)
-            if answer == _GIVEN and (is_over := await self._claim(key, owner.claim_seq)):
-                for seq, (_, accept) in list(waiting.items()):
-                    del waiting[seq]
-                    await accept()
+            if answer == _GIVEN:
+                is_over = await self._accept(key, owner.claim_seq, waiting)
             if not is_over:
                 await sleep(_RETRY_S)  # until that worker has ended, or another one has claimed the session
         del self._routed[key]
+
+    async def _accept(self, key: SessionKey, claim_seq: int, waiting: dict[int, _Routed]) -> bool:
+        """Claim a session and accept its deliveries; return whether no other worker was faster.
+
+        If there is no room for it, they are returned, and any worker that has some may claim the session.
+        """
+        await self._note_returned(key, [seq for seq, (one, _) in waiting.items() if _came_before(one)])
+        if self.intake.room(key.tenant) and not await self._claim(key, claim_seq):
+            return False
+        for seq, (_, accept) in list(waiting.items()):
+            del waiting[seq]
+            await accept()
+        self._leave_if_returned(key)
+        return True
+
+    def _leave_if_returned(self, key: SessionKey) -> None:
+        if not self.intake.expects(key):
+            self.disown(key)
+
+    async def _note_returned(self, key: SessionKey, seqs: Sequence[int]) -> None:
+        """Note which requests came before only to another worker that had no room for them."""
+        if seqs := [seq for seq in seqs if not self.intake.expects(key, seq)]:
+            for other in list(self._members.others.values()):
+                answer = await self._ask(other, "returned", msgspec.json.encode(seqs), _PASS_S)
+                self.intake.note_returned(msgspec.json.decode(answer or b"[]", type=list[int]))
+
+    async def _returned(self, message: Msg) -> bytes:
+        asked = msgspec.json.decode(message.data, type=list[int])
+        return msgspec.json.encode(self.intake.pass_returned(asked))
 
     def _note_taker(self, key: SessionKey, member: Member) -> None:
         self._takers[key] = member.boot
@@ -235,7 +265,7 @@ class Owners:
                 self.disown(key)
             return answer
         for seq, (message, accept) in list(waiting.items()):
-            if (message.metadata.num_delivered or 1) > 1:  # it may be the one at work
+            if _came_before(message):  # it may be the one at work
                 del waiting[seq]
                 await accept()
         return _NOT_YET
@@ -349,6 +379,9 @@ class Owners:
         try:
             address = self._members.address(member, verb)
             return (await self._nc.request(address, body, timeout=timeout_s, headers=headers)).data
+        except nats.errors.NoRespondersError:
+            self._members.look_now()
+            return None
         except (nats.errors.Error, OSError):
             return None
 
@@ -363,16 +396,21 @@ class Owners:
         if key not in self._held:
             owner = await self._owner(key)
             is_free = owner.member is None or owner.member.boot == passed.giver
+            is_other = bool(passed.reply) and not passed.giver and key not in self._held
+            if is_free and is_other and not (self.intake.expects(key) or self.intake.room(key.tenant)):
+                return _GIVEN  # that one may have room
             if not is_free or not await self._claim(key, owner.claim_seq):
                 return _NOT_YET  # it belongs to a third one by now
         if passed.reply:
             delivery = Msg(self._nc, passed.subject, passed.reply, entry.body, dict(entry.headers))
-            if self._members.me.drains and (delivery.metadata.num_delivered or 1) == 1:
+            if self._members.me.drains and not _came_before(delivery):
                 if key in self.intake.at_work:
                     return _NOT_YET
                 self.disown(key)
                 return _GIVEN
+            await self._note_returned(key, [passed.seq] if _came_before(delivery) else [])
             await self.intake.deliver(delivery, self._ring)
+            self._leave_if_returned(key)
         elif not self.intake.expects(key, passed.seq):
             self._ring(_lost(key, entry))
         return _TAKEN
@@ -416,18 +454,28 @@ class Owners:
         except (APIError, nats.errors.Error, OSError):
             return  # they are delivered again
         keys.sort(key=lambda key: hash((self._members.me.boot, key)))  # others do the same, in another order
+        num_taken = Counter[str]()
         for key in keys:
             entry = await self._journal.last(key, "in")
-            if entry is not None and not self.intake.expects(key, entry.seq) and not self._is_leaving:
-                owner = await self._owner(key)
-                if owner.member is None and await self._claim(key, owner.claim_seq):
-                    self._ring(_lost(key, entry))
+            if entry is None or self.intake.expects(key, entry.seq) or self._is_leaving:
+                continue
+            owner = await self._owner(key)
+            has_room = num_taken[key.tenant] < self.intake.room(key.tenant)
+            if owner.member is None and has_room and await self._claim(key, owner.claim_seq):
+                num_taken[key.tenant] += 1
+                if not owner.is_known:
+                    await self._note_returned(key, [entry.seq])
+                self._ring(_lost(key, entry, again=not self.intake.expects(key, entry.seq)))
 
 
 def _load(member: Member) -> int:
     return member.load
 
 
-def _lost(key: SessionKey, entry: Entry) -> Delivery:
+def _came_before(message: Msg) -> bool:
+    return (message.metadata.num_delivered or 1) > 1
+
+
+def _lost(key: SessionKey, entry: Entry, *, again: bool = True) -> Delivery:
     """Build the delivery of a request whose worker has ended, and may have crashed over it."""
-    return Delivery(key, entry.seq, entry.stored, entry.body, again=True)
+    return Delivery(key, entry.seq, entry.stored, entry.body, again)

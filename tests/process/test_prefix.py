@@ -1,0 +1,186 @@
+"""What is the prefix's where several workers serve it: tenants' places, attempts, retention, counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import nats
+import pytest
+
+from turnkeep_client.client import connect
+from turnkeep_client.log import BUILD_HEADER, words
+from worker.wire import intake, retention
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
+
+    from nats.aio.msg import Msg
+
+    Start = Callable[..., Awaitable[Any]]
+
+PATIENCE_S = 60
+PLACES = 4
+SESSIONS = [f"s{number}" for number in range(40)]
+
+
+@pytest.fixture
+def cluster(local_worker: Start, tmp_path: Path, endless_model: Path) -> Start:
+    """Start a worker of the prefix with few places for sessions of a tenant."""
+
+    async def start(name: str, **settings: Any) -> Any:
+        settings = {"ack_wait_s": 60.0, "model": str(endless_model), "max_waiting": 2 * PLACES} | settings
+        settings |= {"max_waiting_per_tenant": PLACES, "max_batch": 2}
+        return await local_worker(data_dir=tmp_path / name, worker=name, **settings)
+
+    return start
+
+
+class Flood:
+    """Generates of one tenant in many sessions, and what the prefix says of them."""
+
+    def __init__(self, nc: nats.NATS, prefix: str) -> None:
+        self.results: list[tuple[str, str]] = []
+        self.noted: list[Msg] = []
+        self.nc = nc
+        self.prefix = prefix
+
+    async def begin(self, num_tokens: int) -> None:
+        await self.nc.subscribe(f"{self.prefix}.*.*.out", cb=self._answered)
+        await self.nc.subscribe(f"{self.prefix}.*.*.attempt", cb=self._noted)
+        asked = json.dumps({"type": "generate", "text": "eee", "max_tokens": num_tokens})
+        for name in SESSIONS:
+            body = json.dumps(json.loads(asked) | {"id": f"r-{name}"}).encode()
+            await self.nc.jetstream().publish(f"{self.prefix}.loud.{name}.in", body)
+
+    async def _answered(self, message: Msg) -> None:
+        maker = words((message.headers or {})[BUILD_HEADER])["worker"]
+        self.results.append((maker, json.loads(message.data)["type"]))
+
+    async def _noted(self, message: Msg) -> None:
+        self.noted.append(message)
+
+    async def end(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.results) < len(SESSIONS):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    @property
+    def makers(self) -> Counter[str]:
+        return Counter(maker for maker, _ in self.results)
+
+
+@pytest.fixture
+async def flood(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[str], Flood]]:
+    """Returned requests come again soon."""
+    monkeypatch.setattr(intake, "_RETURN_S", 0.1)
+    nc = await nats.connect(nats_url)
+    yield lambda prefix: Flood(nc, prefix)
+    await nc.close()
+
+
+async def returned(worker: Any, num: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while worker.app._intake.num_returned < num:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_worker_that_joins_shares_a_flood_that_waits_in_the_log(
+    cluster: Start, flood: Callable[[str], Flood]
+) -> None:
+    """A worker without room for a session does not keep it, and its having had it is no attempt."""
+    first = await cluster("first", max_attempts=1)
+    loud = flood(first.settings.prefix)
+    await loud.begin(300)
+    await returned(first, 20)
+    second = await cluster("second", max_attempts=1)
+    most = Counter[str]()
+    async with asyncio.timeout(PATIENCE_S):
+        while len(loud.results) < len(SESSIONS):
+            for one in (first, second):
+                name = one.settings.worker
+                most[name] = max(most[name], one.app._intake.num_sessions)
+            waiting = sum(one.app._intake.num_returned for one in (first, second))
+            assert waiting <= len(SESSIONS) - len(loud.results), "each is counted once"
+            await asyncio.sleep(0.01)
+    assert most == {"first": PLACES, "second": PLACES}, "the limit is each worker's"
+    assert min(loud.makers.values()) >= 12, loud.makers
+    assert {kind for _, kind in loud.results} == {"generated"}
+    assert not loud.noted
+
+
+async def test_another_tenant_is_answered_beside_a_flood_whichever_worker_hears_it(
+    cluster: Start, flood: Callable[[str], Flood]
+) -> None:
+    first, second = await cluster("first"), await cluster("second")
+    loud = flood(first.settings.prefix)
+    await loud.begin(300)
+    await returned(first, 8)
+    await returned(second, 8)
+    quiet = await connect(first.settings.nats, prefix=first.settings.prefix, tenant="quiet")
+    async with quiet:
+        for number in range(8):
+            asked = {"text": "eee", "max_tokens": 3, "timeout_s": PATIENCE_S}
+            assert (await quiet.session(f"q{number}").generate(**asked)).usage.completion_tokens == 3
+    assert len(loud.results) < len(SESSIONS) // 2
+    await loud.end()
+
+
+async def test_of_a_flood_a_worker_takes_over_no_more_than_it_has_places_for(
+    cluster: Start, flood: Callable[[str], Flood]
+) -> None:
+    first, second = [await cluster(name, ack_wait_s=3.0) for name in ("first", "second")]
+    loud = flood(first.settings.prefix)
+    await loud.begin(300)
+    await returned(second, 8)
+    stopping = asyncio.create_task(second.stop())
+    most = 0
+    async with asyncio.timeout(PATIENCE_S):
+        while len(loud.results) < len(SESSIONS):
+            most = max(most, len(first.app._sessions._at_work))
+            await asyncio.sleep(0.01)
+    await stopping
+    assert most <= 2 * PLACES, "its own, and as many of the other one's"
+    assert {kind for _, kind in loud.results} == {"generated"}
+
+
+async def test_a_worker_that_drains_takes_nothing_of_a_flood_that_the_other_one_has_no_room_for(
+    cluster: Start, flood: Callable[[str], Flood]
+) -> None:
+    first, second = await cluster("first"), await cluster("second")
+    loud = flood(first.settings.prefix)
+    await loud.begin(300)
+    await returned(first, 8)
+    await second.app._members.drain(on=True)
+    async with asyncio.timeout(PATIENCE_S):
+        while second.app._intake.num_sessions:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    num_before = loud.makers["second"]
+    assert len(loud.results) < len(SESSIONS) - 2 * PLACES, "the flood goes on"
+    await loud.end()
+    assert loud.makers["second"] == num_before
+
+
+async def test_one_worker_removes_what_was_closed_and_the_other_one_after_it(
+    cluster: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept: list[retention.Retention] = []
+    sweep = retention.Retention.sweep
+
+    async def noted(self: retention.Retention) -> None:
+        swept.append(self)
+        await sweep(self)
+
+    monkeypatch.setattr(retention.Retention, "sweep", noted)
+    monkeypatch.setattr(retention, "_PERIOD_S", 0.05)
+    first, second = await cluster("first"), await cluster("second")
+    swept.clear()
+    await asyncio.sleep(0.5)
+    assert set(swept) == {first.app._retention}
+    await first.stop()
+    async with asyncio.timeout(PATIENCE_S):
+        while second.app._retention not in swept:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
