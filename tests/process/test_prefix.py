@@ -112,7 +112,7 @@ async def test_a_worker_that_joins_shares_a_flood_that_waits_in_the_log(
     assert not loud.noted
 
 
-async def test_another_tenant_is_answered_beside_a_flood_whichever_worker_hears_it(
+async def test_another_tenant_is_answered_during_a_flood_whichever_worker_gets_it(
     cluster: Start, flood: Callable[[str], Flood]
 ) -> None:
     first, second = await cluster("first"), await cluster("second")
@@ -129,7 +129,7 @@ async def test_another_tenant_is_answered_beside_a_flood_whichever_worker_hears_
     await loud.end()
 
 
-async def test_of_a_flood_a_worker_takes_over_no_more_than_it_has_places_for(
+async def test_a_worker_takes_over_no_more_of_a_flood_than_it_has_places_for(
     cluster: Start, flood: Callable[[str], Flood]
 ) -> None:
     first, second = [await cluster(name, ack_wait_s=3.0) for name in ("first", "second")]
@@ -147,7 +147,7 @@ async def test_of_a_flood_a_worker_takes_over_no_more_than_it_has_places_for(
     assert {kind for _, kind in loud.results} == {"generated"}
 
 
-async def test_a_worker_that_drains_takes_nothing_of_a_flood_that_the_other_one_has_no_room_for(
+async def test_a_draining_worker_takes_no_requests_that_the_other_one_has_no_places_for(
     cluster: Start, flood: Callable[[str], Flood]
 ) -> None:
     first, second = await cluster("first"), await cluster("second")
@@ -164,7 +164,7 @@ async def test_a_worker_that_drains_takes_nothing_of_a_flood_that_the_other_one_
     assert loud.makers["second"] == num_before
 
 
-async def test_one_worker_removes_what_was_closed_and_the_other_one_after_it(
+async def test_one_worker_removes_closed_sessions_and_after_its_end_the_other_one(
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swept: list[retention.Retention] = []
