@@ -38,7 +38,7 @@ from turnkeep_client.subjects import session_key
 
 from . import recorded
 from .answering import Answering, Begun, Found
-from .following import FIRST_PAUSE_S, LAST_PAUSE_S, MISTAKEN, follow, standing
+from .following import FIRST_PAUSE_S, LAST_PAUSE_S, MISTAKEN, first_copy, follow, standing
 from .index import Asked, Held, Index, append_id, tags
 from .pieces import ahead
 from .planning import new_name, plan_apart
@@ -286,7 +286,9 @@ class Conversations:
             )
             if answering.stays:
                 await generation.send()
-                await self._agree(answering, str(asked.name))
+                if answering.key_id:  # another gateway may have stored the request before
+                    first = await first_copy(self.client, answering.key_id)
+                    answering.note = first.note if first else answering.note
                 self._begin(answering)
                 tell(Begun())
             async for chunk in generation:
@@ -313,13 +315,6 @@ class Conversations:
                     self.beside(self._remove(held, forget=False))
                 elif not held.marks and held.name in self.index.sessions and not answering.stays:
                     self.beside(self._remove(held))
-
-    async def _agree(self, answering: Answering, name: str) -> None:
-        """Take the note of the first copy of a request with a key: another gateway may have stored it."""
-        if answering.key_id:
-            found = await recorded.find(self.client, {answering.key_id}, conversation=False)
-            if (first := found.get(answering.key_id)) is not None and first.request.id == name:
-                answering.note = first.note
 
     async def _append(self, plan: Plan, pieces: list[Sequence[Message]]) -> _Sent:
         """Append the messages that do not fit in the generate request. Raises `TurnkeepError`."""

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from turnkeep_client.chunks import Assembly
-from turnkeep_client.errors import InvalidMessageError, RequestFailedError
+from turnkeep_client.errors import InvalidMessageError, NoAnswerError, RequestFailedError
 from turnkeep_client.messages import Failed, Generated, Opened, decode_result
 from turnkeep_client.subjects import session_key
 
@@ -83,6 +83,15 @@ def key_reused() -> RequestFailedError:
     """Build the error for an idempotency key that was sent before with another request."""
     why = "this Idempotency-Key was sent with another request: each request needs a key of its own"
     return RequestFailedError(KEY_REUSED, why, retryable=False)
+
+
+async def first_copy(client: Client, answer_id: str) -> Recorded | None:
+    """Read the first copy of the last attempt under a key. Retries while the log cannot be read."""
+    while True:
+        try:
+            return (await recorded.find(client, {answer_id}, conversation=False)).get(answer_id)
+        except NoAnswerError:
+            await asyncio.sleep(FIRST_PAUSE_S)
 
 
 async def follow(client: Client, found: Recorded, tell: Callable[[Chunk], None]) -> Generated:

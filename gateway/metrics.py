@@ -93,7 +93,12 @@ class Counters:
                 "Answers by how their conversation was found",
                 _by("found", self.answers),
             ),
-            ("resumed_answers_total", "counter", "Answers that outlived a worker", {"": self.num_resumed}),
+            (
+                "resumed_answers_total",
+                "counter",
+                "Answers that continued after their worker had ended",
+                {"": self.num_resumed},
+            ),
             ("tokens_total", "counter", "Tokens reused, prefilled and generated", _by("kind", self.tokens)),
         ]
         return "".join(line for family in families for line in _lines(*family)).encode()

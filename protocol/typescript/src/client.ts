@@ -55,7 +55,7 @@ export class Client implements AsyncDisposable {
   }
 
   /**
-   * List the tenant's sessions in the log, the last used one first. Needs no worker.
+   * List the tenant's sessions in the log, the most recently used first. Needs no worker.
    *
    * Of more than 1,024 sessions it needs the right on `$JS.API.STREAM.INFO` of the log.
    */

@@ -16,7 +16,7 @@ export interface Listed {
   readonly isClosed: boolean;
 }
 
-/** List the sessions of these last requests and results, the last used one first. */
+/** List the sessions found in these requests and results, the most recently used first. */
 export function listed(requests: readonly Stored[], results: readonly Stored[]): Listed[] {
   const asked = byName(requests);
   const answered = byName(results);
