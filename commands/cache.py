@@ -26,7 +26,7 @@ from ops.log.copies import OWN
 from turnkeep_client.errors import TurnkeepError
 from worker.process.formatting import size, span
 from worker.process.keys import cache_access
-from worker.process.settings import parse_duration, parse_size
+from worker.process.setting_kinds import parse_duration, parse_size
 
 from .flags import as_json, check_target, force_option, with_settings
 from .printing import table

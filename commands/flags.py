@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from turnkeep_client.errors import TurnkeepError
-from worker.process import settings as settings_module
+from worker.process import setting_sources
+from worker.process.setting_kinds import parse_duration
+from worker.process.settings import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -104,7 +106,7 @@ def moment(_: click.Context, __: click.Parameter, value: str | None) -> datetime
     with contextlib.suppress(ValueError):
         return datetime.fromisoformat(value).astimezone()
     try:
-        return datetime.now(UTC) - timedelta(seconds=settings_module.parse_duration(value))
+        return datetime.now(UTC) - timedelta(seconds=parse_duration(value))
     except (ValueError, OverflowError):
         raise click.BadParameter(
             f"{value!r} is no time; it must be like 2h, 3d or 2026-11-20T08:00"
@@ -186,7 +188,7 @@ class Given:
     def load(self) -> Settings:
         """Load the settings, of the model `of` if there are several. Raises `SettingsError`."""
         own = {name: value for name, value in self.flags.items() if name != "of"}
-        return settings_module.load(own, os.environ, self.config, of=self.flags.get("of"))
+        return setting_sources.load(own, os.environ, self.config, of=self.flags.get("of"))
 
     def load_models(self) -> dict[str, Settings]:
         """Load the settings of each of several models, or of the one that the flag `of` names.
@@ -196,7 +198,7 @@ class Given:
         if (of := self.flags.get("of")) is not None:
             return {of: self.load()}
         own = {name: value for name, value in self.flags.items() if name != "of"}
-        return settings_module.load_models(own, os.environ, self.config)
+        return setting_sources.load_models(own, os.environ, self.config)
 
     def options(self, names: Collection[str] | None = None) -> list[str]:
         """Write the options again, for another command: those of `names`, or all."""
@@ -217,7 +219,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        added = [one for one in settings_module.describe() if not names or one.name in names]
+        added = [one for one in describe() if not names or one.name in names]
         added = [one for one in added if not one.is_secret]
         flags = [one.name for one in added] + ["of"] * ("prefix" in names)
 

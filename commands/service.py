@@ -20,7 +20,7 @@ from ops import units
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import shown
 from worker.process.datadir import DataDir
-from worker.process.settings import CONFIG_NAME, load
+from worker.process.setting_sources import CONFIG_NAME, load
 
 from .printing import table
 from .talking import talk, url_of

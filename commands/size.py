@@ -10,7 +10,8 @@ import click
 import msgspec
 
 from worker.process.formatting import size as in_units
-from worker.process.settings import SettingsError, parse_size, policy_text
+from worker.process.setting_kinds import parse_size, policy_text
+from worker.process.settings import SettingsError
 
 from .flags import Number, as_json, with_settings
 from .printing import table

@@ -40,7 +40,8 @@ from worker.process.datadir import (
     starting_pid,
 )
 from worker.process.installed import program
-from worker.process.settings import SettingsError, load_models
+from worker.process.setting_sources import load_models
+from worker.process.settings import SettingsError
 from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tls
 
 from .flags import with_settings
