@@ -21,7 +21,6 @@ from .disk.header import NO_NAME
 from .disk.past import StoredPast
 from .disk.rows import Pin
 from .disk.tier import SharedDirectory, Tier
-from .disk.writer import DropReason, Write, Writer
 from .index.behind import Behind
 from .index.loading import Form, Loading, Match
 from .index.opening import Opened, open_directory
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from .disk.restore import Restored
+    from .disk.writer import DropReason, Write
     from .index.nodes import Node
     from .index.remote import Found
     from .kv.arrays import Arrays
@@ -146,48 +146,28 @@ class Store:
     ) -> None:
         self._folder = opened.folder
         self._catalog = opened.catalog
-        self._index = opened.index
+        index = self._index = opened.index
         #: By policy; `_form` adds those that a chain is made for.
-        self._forms = {FULL: Form(identity, layout, opened.index)}
+        self._forms = {FULL: Form(identity, layout, index)}
         #: Identities of all models and policies that have snapshots here.
         self._identities = opened.identities
         self._erased = {one.log: one for one in opened.erased}
         self._model = model
-        self._writer: Writer[Node] = Writer(
-            opened.folder,
-            opened.catalog,
-            queue_bytes=queue_bytes,
-            free_bytes=opened.free_bytes,
-            quarantined_bytes=opened.quarantined_bytes,
-            noted=opened.noted,
-            on_end=self._write_ended,
-            monotonic=monotonic,
-        )
+        writer = self._writer = opened.writer(self._write_ended, queue_bytes=queue_bytes, monotonic=monotonic)
         self._monotonic = monotonic
-        self._removal = Removal(self._index, self._writer)
-        self._behind = Behind(self._index, self._removal, keep_behind)
+        removal = self._removal = Removal(index, writer)
+        behind = self._behind = Behind(index, removal, keep_behind)
         self._room = Room(
-            self._index,
-            self._writer,
-            opened.pins,
-            self._removal,
-            self._behind,
-            max_bytes=max_bytes,
-            min_free_bytes=min_free_bytes,
+            index, writer, opened.pins, removal, behind, max_bytes=max_bytes, min_free_bytes=min_free_bytes
         )
         self._loading = Loading(
-            self._folder,
-            self._index,
-            self._writer,
-            self._removal,
-            rejected=opened.rejected,
-            release=self.release,
+            opened.folder, index, writer, removal, rejected=opened.rejected, release=self.release
         )
         self._remote = None
         if tier is not None:
-            self._remote = Remote(tier, opened.folder, opened.index, self._adopt)
+            self._remote = Remote(tier, opened.folder, index, self._adopt)
             self._remote.note(identity.digest(), identity.block_tokens)
-            self._removal.useless = self._remote.remove
+            removal.useless = self._remote.remove
         self._closing = False
         self._room.shrink_at_once()
 
@@ -216,9 +196,8 @@ class Store:
         snapshots that wait in memory for the disk; `min_free_bytes` of the file system stay free. KV that no
         layer sees is evicted once all sessions are `keep_behind` tokens past it; with None, only when disk
         space is needed. `model` is the model's name in listings. `clock` (seconds since 1970) orders uses,
-        `monotonic` times the pauses after failed writes. `access` has the directory's key. What is stored is
-        put in the `tier` too, and can be fetched from there. Raises `DirectoryLockedError`, `SealedError`,
-        `OSError`.
+        `monotonic` times pauses after failed writes. `access` has the directory's key. What is stored is put
+        in the `tier` too, and can be fetched there. Raises `DirectoryLockedError`, `SealedError`, `OSError`.
         """
         opened = await asyncio.to_thread(open_directory, directory, identity.digest(), model, clock, access)
         return cls(

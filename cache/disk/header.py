@@ -251,18 +251,9 @@ def _tensors(
     """
     layout: list[tuple[str, str, tuple[int, ...]]] = []
     states: list[tuple[str, str, tuple[int, ...]]] = []
-    place = at = kv_bytes = 0
+    at = kv_bytes = 0
     ends = {0}
-    while (found := _TENSOR.match(text, place)) is not None:
-        place = found.end()
-        key, dtype, dims, *offsets = (part.decode() for part in found.groups())
-        shape = tuple(map(int, dims.split(","))) if dims else ()
-        if dtype not in ITEM_BYTES or len(shape) > _MAX_AXES or max(shape, default=0) > _MAX_DIM:
-            raise DoubtfulSnapshotError(f"{key} is of a type or a shape that no tensor has")
-        end = at + math.prod(shape) * ITEM_BYTES[dtype]
-        if offsets != [str(at), str(end)]:
-            raise DoubtfulSnapshotError(f"{key} has the wrong place or length")
-        at = end
+    for key, dtype, shape, at in _listed(text):
         ends.add(at)
         if key.startswith(STATE):
             states.append((key, dtype, shape))
@@ -271,9 +262,7 @@ def _tensors(
         if len(shape) != 4 or shape[0] != 1 or (shape[2] != num_tokens and not is_carried):
             raise DoubtfulSnapshotError(f"{key} has the wrong shape")
         layout.append((key, dtype, (shape[1], shape[3])))
-        kv_bytes = end
-    if text[place:].rstrip(b" ") != b"}":
-        raise DoubtfulSnapshotError("unreadable header: tensors that are said in another way")
+        kv_bytes = at
     names = [name for name, _, _ in (*layout, *states)]
     if not _NAMES.fullmatch("".join(f"{name} " for name in names)) or len(set(names)) < len(names):
         raise DoubtfulSnapshotError("not the tensors of a KV snapshot")
@@ -285,3 +274,20 @@ def _tensors(
     if not ends.issuperset(edges) or (states and edges[-2:-1] != [kv_bytes]):
         raise DoubtfulSnapshotError("sections that are none of these tensors")
     return tuple(layout), tuple(states)
+
+
+def _listed(text: bytes) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+    """Yield each tensor's name, type and shape, and where it ends in the payload."""
+    place = at = 0
+    while (found := _TENSOR.match(text, place)) is not None:
+        place = found.end()
+        key, dtype, dims, *offsets = (part.decode() for part in found.groups())
+        shape = tuple(map(int, dims.split(","))) if dims else ()
+        if dtype not in ITEM_BYTES or len(shape) > _MAX_AXES or max(shape, default=0) > _MAX_DIM:
+            raise DoubtfulSnapshotError(f"{key} is of a type or a shape that no tensor has")
+        start, at = at, at + math.prod(shape) * ITEM_BYTES[dtype]
+        if offsets != [str(start), str(at)]:
+            raise DoubtfulSnapshotError(f"{key} has the wrong place or length")
+        yield key, dtype, shape, at
+    if text[place:].rstrip(b" ") != b"}":
+        raise DoubtfulSnapshotError("unreadable header: tensors that are said in another way")

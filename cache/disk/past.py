@@ -15,7 +15,7 @@ from cache.names.errors import LostPastError
 from cache.names.policy import PART
 from cache.names.snapshot import Only, layer_path
 
-from .restore import restore
+from .restore import Wanted, restore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -81,11 +81,8 @@ class StoredPast:
         ]
         helpers = (partial(self.readers.submit, limit_s=_READ_S), self.readers.num_threads - 1)
         only = Only(self.policy, (span,), layer)
-
-        def read() -> ReadOutcome:
-            layout = self.layout
-            return restore(self.folder, files, self.end, self.identity, layout, 0, _READ_S, *helpers, only)
-
+        wanted = Wanted(self.end, self.identity, self.layout, only=only)
+        read = partial(restore, self.folder, files, wanted, _READ_S, helpers)
         return files, self.readers.submit(read, _READ_S)
 
     def _taken(self, files: Sequence[ChainFile], future: Future[ReadOutcome]) -> Arrays:

@@ -16,7 +16,7 @@ import structlog
 
 from cache.disk.past import StoredPast
 from cache.disk.readers import Readers
-from cache.disk.restore import ChainFile, release_thread, restore
+from cache.disk.restore import ChainFile, Wanted, release_thread, restore
 from cache.names.blocks import Span
 from cache.names.policy import FULL
 from cache.names.snapshot import CARRIER, Only, carried
@@ -152,9 +152,9 @@ class Loading:
         nodes, files = [node for node, _ in wanted], [file for _, file in wanted]
         limit_s = LOAD_S + sum(node.size_bytes for node in nodes) / _LOAD_BYTES_PER_S
         help_out = partial(self._readers.submit, limit_s=limit_s)
-        name = (match.num_tokens, form.digest, form.layout)
+        kv = Wanted(match.num_tokens, form.digest, form.layout, room_tokens, only, num_carried)
         helpers = (help_out, self._readers.num_threads - 1)
-        read = partial(restore, self._folder, files, *name, room_tokens, limit_s, *helpers, only, num_carried)
+        read = partial(restore, self._folder, files, kv, limit_s, helpers)
         try:
             outcome = await self._readers.run(read, limit_s)
             if outcome.doubt is not None:

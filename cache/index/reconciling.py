@@ -80,22 +80,8 @@ def _mended(
     }
     wrong = [row for row in rows if row.digest not in known]
     strays = {digest for file in files if (digest := access.digest_of(file)) is not None} - known.keys()
-    adopted: dict[bytes, Row] = {}
-    identities: set[bytes] = set()
-    doubtful = 0
-    for digest in strays:
-        try:
-            path = folder.path(digest)
-            header, stat = read_header(path, access), path.stat()
-        except (DoubtfulSnapshotError, OSError) as error:
-            if is_lack(error):
-                raise
-            folder.quarantine(digest)
-            doubtful += 1
-            _log.warning("snapshot_quarantined", digest=digest.hex(), reason=str(error))
-            continue
-        identities.add(bytes.fromhex(header.identity))
-        adopted[digest] = Row.of(digest, header.name, stat.st_size, stat.st_mtime_ns // 1000)
+    adopted, identities = _adopted(folder, strays)
+    doubtful = len(strays) - len(adopted)
     kept: dict[bytes, Row] = {}
     orphans = []
     for row in sorted((known | adopted).values(), key=attrgetter("start")):
@@ -111,6 +97,25 @@ def _mended(
         say = _log.warning if doubtful or orphans else _log.info
         say("index_reconciled", adopted=len(adopted), lost=lost, doubtful=doubtful, orphans=len(orphans))
     return list(kept.values()), doubtful, identities
+
+
+def _adopted(folder: Folder, strays: set[bytes]) -> tuple[dict[bytes, Row], set[bytes]]:
+    """Make rows for files that have none, and move doubtful files to quarantine; return identities too."""
+    adopted: dict[bytes, Row] = {}
+    identities: set[bytes] = set()
+    for digest in strays:
+        try:
+            path = folder.path(digest)
+            header, stat = read_header(path, folder.access), path.stat()
+        except (DoubtfulSnapshotError, OSError) as error:
+            if is_lack(error):
+                raise
+            folder.quarantine(digest)
+            _log.warning("snapshot_quarantined", digest=digest.hex(), reason=str(error))
+            continue
+        identities.add(bytes.fromhex(header.identity))
+        adopted[digest] = Row.of(digest, header.name, stat.st_size, stat.st_mtime_ns // 1000)
+    return adopted, identities
 
 
 def _repair(catalog: Catalog, wrong: list[Row], identities: set[bytes], lacking: list[Row]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from cache.names.policy import FULL
-from cache.names.snapshot import Place, layer_path, section, seen
+from cache.names.snapshot import ITEM_BYTES, Place, layer_path, section, seen
 
 from . import cuda
 
@@ -103,12 +103,7 @@ class Blank:
         self._in_place = not mx.cuda.is_available()
         self._owners: dict[str, Any] = _blank(self._specs) if self._in_place else self._plain()
         self.places: list[Place] = [
-            Place(
-                _rows(_memory(self._owners.get(name)), heads),
-                dim * np.dtype(_TYPES[dtype][1]).itemsize,
-                section(name, reach),
-                held,
-            )
+            Place(_rows(self._owners.get(name), heads), dim * ITEM_BYTES[dtype], section(name, reach), held)
             for (name, dtype, (heads, dim)), reach, held in zip(layout, reaches, spans, strict=True)
         ]
         self.carried = self._take_carried(len(layout) - num_carriable, num_carried)
@@ -153,7 +148,7 @@ def _read_from_nothing(specs: Sequence[Spec]) -> Arrays:
     header = {}
     at = 0
     for name, dtype, shape in specs:
-        size_bytes = math.prod(shape) * np.dtype(_TYPES[dtype][1]).itemsize
+        size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, at + size_bytes)}
         at += size_bytes
     text = json.dumps(header).encode()
@@ -173,7 +168,8 @@ def _memory(owner: Any) -> memoryview:
     return memoryview(owner).cast("B") if owner is not None and owner.size else memoryview(bytearray())
 
 
-def _rows(memory: memoryview, heads: int) -> tuple[memoryview, ...]:
+def _rows(owner: Any, heads: int) -> tuple[memoryview, ...]:
+    memory = _memory(owner)
     row_bytes = len(memory) // heads if heads else 0
     return tuple(memory[head * row_bytes : (head + 1) * row_bytes] for head in range(heads))
 
