@@ -102,12 +102,10 @@ def ask(
         raise click.UsageError("--logprobs and --echo are for --json, whose result has them")
     if logprobs is not None:
         sampling |= {"logprobs": True, "top_logprobs": logprobs}
-    if echo:
-        sampling |= {"echo": True}
+    sampling |= {"echo": True} if echo else {}
     if schema is not None:
         sampling |= {"response_format": by_schema(schema)}
-    if prefix_:
-        sampling |= {"prefix": prefix_}
+    sampling |= {"prefix": prefix_} if prefix_ else {}
 
     async def run(client: Client) -> bool:
         return await answer(
@@ -186,9 +184,8 @@ async def answer(
     print so many answers, and leave the session as it is.
     """
     session = client.session(name or f"ask-{uuid4().hex[:12]}")
-    messages = [{"role": "user", "content": text}]
-    if system:
-        messages.insert(0, {"role": "system", "content": system})
+    instructed = [{"role": "system", "content": system}] if system else []
+    messages = [*instructed, {"role": "user", "content": text}]
     options = await asked(client, sampling)
     if count is not None:
         await _answers(session, count, messages, options, is_new=name is None, as_json=as_json)

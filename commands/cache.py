@@ -158,6 +158,13 @@ def ls(where: _Where, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"chains": chains, "pins": pins}))
         return
+    _print_chains(found, place)
+    for pin in pins:
+        click.echo(f"pin {str(pin['name'])[:12]}: {pin['tokens']} tokens")
+    _print_unreadable(found)
+
+
+def _print_chains(found: survey.Survey, place: Path) -> None:
     now_s = time.time()
     rows = [
         [
@@ -176,9 +183,6 @@ def ls(where: _Where, as_json: bool) -> None:
         table(heads, rows, same=("model", "pinned"))
     else:
         click.echo(_empty_message(place))
-    for pin in pins:
-        click.echo(f"pin {str(pin['name'])[:12]}: {pin['tokens']} tokens")
-    _print_unreadable(found)
 
 
 @cache.command()

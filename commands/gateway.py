@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT
+from worker.process.installed import http_libraries
 from worker.process.settings import default_worker
 
 from .flags import Number, listen_option, with_settings
@@ -74,15 +74,10 @@ def gateway(
     If turnkeep.toml has several models, a request chooses by its model.
     Needs the extra gateway; if it is missing, a message says how to install it.
     """
-    try:
+    with http_libraries("gateway"):
         from gateway.http.app import Gateway
         from gateway.http.serving import listening, serve, server
         from gateway.keys import Keys
-    except ModuleNotFoundError as missing:
-        library = (missing.name or "").partition(".")[0]
-        if library not in {"starlette", "uvicorn", "h11"}:
-            raise
-        raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[gateway]' brings it") from None
 
     settings, models = given.load(), given.load_models()
     if explain:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from rich.progress import Progress as Bars
+
     from worker.models.model import Progress
 
 
@@ -31,19 +33,7 @@ def terminal_progress(
     if not sys.stderr.isatty():
         yield tell
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    amount = DownloadColumn() if of_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
-    bars = Progress(*columns, console=Console(stderr=True), transient=True)
+    bars = _bars(of_bytes)
 
     def show(done: int, total: int, what: str) -> None:
         tell(done, total, what)
@@ -62,3 +52,13 @@ def terminal_progress(
         yield show
     finally:
         bars.stop()
+
+
+def _bars(of_bytes: bool) -> Bars:
+    from rich import progress
+    from rich.console import Console
+
+    amount = progress.DownloadColumn() if of_bytes else progress.MofNCompleteColumn()
+    columns = progress.TextColumn("{task.description}"), progress.BarColumn(), amount
+    console = Console(stderr=True)
+    return progress.Progress(*columns, progress.TimeRemainingColumn(), console=console, transient=True)

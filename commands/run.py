@@ -66,11 +66,7 @@ def run(
     async def say(client: Client) -> bool:
         serves = await _model_of(client, settings.data_dir)
         if model is not None and is_there and not _names(model, serves):
-            ask = f", or ask it: {program()} ask {shlex.quote(model)}" if message is None else ""
-            raise TurnkeepError(
-                f"the worker that runs has the model {serves}, not {model}; stop it, or give another"
-                f" --data-dir and --nats-port{ask}"
-            )
+            raise _other_model(model, serves, may_be_question=message is None)
         if message is not None or not sys.stdin.isatty():
             from .ask import answer, whole_question
 
@@ -89,6 +85,14 @@ def run(
         answered = talk(settings, tenant, say)
     if not answered:
         sys.exit(_INTERRUPTED)
+
+
+def _other_model(model: str, serves: str, *, may_be_question: bool) -> TurnkeepError:
+    ask = f", or ask it: {program()} ask {shlex.quote(model)}" if may_be_question else ""
+    return TurnkeepError(
+        f"the worker that runs has the model {serves}, not {model}; stop it, or give another"
+        f" --data-dir and --nats-port{ask}"
+    )
 
 
 def _names(model: str, served: str) -> bool:

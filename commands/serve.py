@@ -133,31 +133,15 @@ def serve(
             " has --device-memory, and stays loaded"
         )
     if check:
-        from .doctor import examine
-
-        worker_options(settings)
-        cache_access(settings)
-        examine(settings, models, as_json=False)
+        _check(settings, models)
     if weigh:
         from .size import weigh as run_weigh
 
         run_weigh(settings)
         return
-    from worker.wire.broker import wait_for_port
-
-    for name, port in (("gateway", gateway_port), ("console", console_port)):
-        if port:
-            wait_for_port(port, f"choose another with --{name} PORT")
-
-    own = given.but(data_dir=settings.data_dir)  # else a child's would be NATS_URL's server
-    own = own if models else own.but(prefix=settings.prefix)
-    beside = {
-        name: [*own.options((*CLIENT_SETTINGS, *more)), "--listen", str(port)]
-        for name, port, more in (("gateway", gateway_port, ("placeholders",)), ("console", console_port, ()))
-        if port is not None
-    }
-    if unloaded is not None and "console" in beside:
-        beside["console"] += ["--unloaded", unloaded]
+    # Without the data directory a child's server would be that of NATS_URL.
+    own = given.but(data_dir=settings.data_dir, prefix=None if models else settings.prefix)
+    beside = _beside(own, gateway_port, console_port, unloaded)
     manner = Manner(options=given.options(), beside=beside, of=of, until_eof=until_eof, unloaded=unloaded)
     if models:
         supervise(models, manner)
@@ -165,6 +149,34 @@ def serve(
         keep_place(settings, manner)
     else:
         run(settings, given.but(of=of).load, manner)
+
+
+def _check(settings: Settings, models: Mapping[str, Settings]) -> None:
+    from .doctor import examine
+
+    worker_options(settings)
+    cache_access(settings)
+    examine(settings, models, as_json=False)
+
+
+def _beside(
+    own: Given, gateway_port: int | None, console_port: int | None, unloaded: str | None
+) -> dict[str, list[str]]:
+    """Return the options of the commands to run beside a worker, once their ports are free."""
+    from worker.wire.broker import wait_for_port
+
+    more = ["--unloaded", unloaded] if unloaded is not None else []
+    found = {}
+    for name, port, settings, options in (
+        ("gateway", gateway_port, ("placeholders",), []),
+        ("console", console_port, (), more),
+    ):
+        if port:
+            wait_for_port(port, f"choose another with --{name} PORT")
+        if port is not None:
+            own_options = own.options((*CLIENT_SETTINGS, *settings))
+            found[name] = [*own_options, "--listen", str(port), *options]
+    return found
 
 
 def run(settings: Settings, read_again: Callable[[], Settings], manner: Manner) -> None:

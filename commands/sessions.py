@@ -84,14 +84,9 @@ async def sessions(
     from ops.log.sessions import begun, list_sessions, measured, order, running
 
     def wanted(row: SessionRow) -> bool:
-        return (
-            (
-                (row.state in states if states else row.state != "forgotten")
-                or ("dead" in states and row.dead > 0)
-            )
-            and (since is None or row.last >= since)
-            and (until is None or row.last < until)
-        )
+        is_in_state = row.state in states if states else row.state != "forgotten"
+        is_in_time = (since is None or row.last >= since) and (until is None or row.last < until)
+        return is_in_time and (is_in_state or ("dead" in states and row.dead > 0))
 
     found = await running(client, await list_sessions(client, tenants, match))
     rows = [row for row in found if wanted(row)]
@@ -99,8 +94,7 @@ async def sessions(
         rows = [row for row in await begun(client, rows) if set(tags) <= set(row.tags)]
     if with_bytes or by == "bytes":
         rows = await measured(client, rows, tenants)
-    rows = order(rows, by)
-    rows = (rows[::-1] if reverse else rows)[:limit]
+    rows = order(rows, by)[:: -1 if reverse else 1][:limit]
     rows = [*await begun(client, rows[:_WITH_WORDS]), *rows[_WITH_WORDS:]]
     if as_json:
         click.echo(encode({"sessions": rows}))

@@ -91,15 +91,10 @@ def size(
     max_context = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
     if settings.cache_policy.window is None and context > max_context:
         raise SettingsError(f"--context is {context}; under the policy full it must be {max_context} or less")
+    block, limit_bytes = settings.block_tokens, settings.device_memory
+    sizes = {"block": block, "max_context": max_context}
     try:
-        sized = measure(
-            loaded,
-            settings.cache_policy,
-            draft=draft,
-            block=settings.block_tokens,
-            max_context=max_context,
-            limit_bytes=settings.device_memory,
-        )
+        sized = measure(loaded, settings.cache_policy, draft=draft, limit_bytes=limit_bytes, **sizes)
     except ValueError as error:
         raise SettingsError(f"--cache-policy: {error}") from None
     load = Load(
@@ -109,15 +104,9 @@ def size(
         answer_tokens=answer_tokens,
         context_tokens=context,
     )
-    found = plan(
-        sized,
-        load,
-        block=settings.block_tokens,
-        max_batch=settings.max_batch,
-        max_context=max_context,
-        max_memory=settings.max_memory,
-        max_disk=0 if settings.snapshots == "off" else settings.max_disk,
-    )
+    max_disk = 0 if settings.snapshots == "off" else settings.max_disk
+    max_batch, max_memory = settings.max_batch, settings.max_memory
+    found = plan(sized, load, max_batch=max_batch, max_memory=max_memory, max_disk=max_disk, **sizes)
     per_day = found.written_bytes_per_day
     drive_writes = None if drive is None or per_day is None else per_day / drive
     if as_json:
@@ -125,9 +114,8 @@ def size(
         kv = {"kv_bytes_per_token": sized.kv.bytes_per_token}
         click.echo(json.dumps({"model": loaded.name, **asdict(load), **asdict(found), **kv, **more}))
         return
-    policy = policy_text(settings.cache_policy)
-    named = f"{loaded.name}, {dtype}, KV {settings.kv_bits or 'full'}, policy {policy}"
-    table(("model", named), _rows(settings, sized, load, found, drive_writes))
+    form = f"KV {settings.kv_bits or 'full'}, policy {policy_text(settings.cache_policy)}"
+    table(("model", f"{loaded.name}, {dtype}, {form}"), _rows(settings, sized, load, found, drive_writes))
 
 
 def weigh(settings: Settings) -> None:

@@ -107,24 +107,29 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
     except NotPermittedError as error:
         if "refuses the credentials" not in str(error):
             raise
-        from worker.wire.broker import served_by
+        raise _refused(here) or error from None
 
-        if here.nats is not None:
-            port = _port_here(here.nats)
-            root = served_by(port) if port is not None else None
-            if root is None:
-                raise
-            more = "" if root == settings.data_dir.absolute() else f", and give --data-dir {root}"
-            raise NotPermittedError(
-                f"the NATS server at {shown(here.nats)} wants its token; it is that of this machine's own"
-                f" worker: leave out --nats or NATS_URL{more}"
-            ) from None
-        path, root = settings.data_dir / TOKEN_NAME, served_by(here.own_port)
-        why = f"refuses the token in {path}" if path.exists() else f"wants a token, and there is no {path}"
-        helps = "name its worker's data directory by --data-dir"
-        if root is not None and root != settings.data_dir.absolute():
-            helps = f"its worker has --data-dir {root}"
-        raise NotPermittedError(f"the NATS server at {url_of(here)} {why}; {helps}") from None
+
+def _refused(here: Settings) -> NotPermittedError | None:
+    """Say which token a server of this machine wants; None if it is another machine's."""
+    from worker.wire.broker import served_by
+
+    if here.nats is not None:
+        port = _port_here(here.nats)
+        root = served_by(port) if port is not None else None
+        if root is None:
+            return None
+        more = "" if root == here.data_dir.absolute() else f", and give --data-dir {root}"
+        return NotPermittedError(
+            f"the NATS server at {shown(here.nats)} wants its token; it is that of this machine's own"
+            f" worker: leave out --nats or NATS_URL{more}"
+        )
+    path, root = here.data_dir / TOKEN_NAME, served_by(here.own_port)
+    why = f"refuses the token in {path}" if path.exists() else f"wants a token, and there is no {path}"
+    helps = "name its worker's data directory by --data-dir"
+    if root is not None and root != here.data_dir.absolute():
+        helps = f"its worker has --data-dir {root}"
+    return NotPermittedError(f"the NATS server at {url_of(here)} {why}; {helps}")
 
 
 def _port_here(url: str) -> int | None:

@@ -140,16 +140,10 @@ def measure(
     reserved_bytes = drafting.checked_bytes(loaded, draft)
     weight_bytes = loaded.weight_bytes + (draft.weight_bytes if draft else 0)
     limit = limit_bytes or machine.default_limit_bytes(weight_bytes)
-    described = layers.describe(caches)
-    digest = "0" * 64  # as long as a real one: only sizes are wanted
-    identity = Identity(
-        weights=digest,
-        config=digest,
-        tokenizer=digest,
+    identity = Identity.of_no_model(
         kv_dtype="float32",
         block_tokens=block,
-        code=digest,
-        caches=described,
+        caches=layers.describe(caches),
         policy=layout.name(policy) if layout else str(policy),
     )
     whole = estimator(loaded, caches, limit, sketched, reserved_bytes)

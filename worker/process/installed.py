@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -9,8 +10,13 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
+
+from turnkeep_client.errors import TurnkeepError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _PIP: Final = re.compile(r"(?<![\w/])pip install ('turnkeep(?P<extra>\[\w+\])')?")
 
@@ -21,6 +27,18 @@ def program() -> str:
     if called.name != "turnkeep" or shutil.which("turnkeep") == str(called.absolute()):
         return "turnkeep"
     return _from_here(called)
+
+
+@contextlib.contextmanager
+def http_libraries(extra: str) -> Iterator[None]:
+    """Import a server in the block. Raises `TurnkeepError` if its libraries, of an `extra`, are missing."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        library = (missing.name or "").partition(".")[0]
+        if library not in {"starlette", "uvicorn", "h11"}:
+            raise
+        raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[{extra}]' brings it") from None
 
 
 def as_installed(message: str) -> str:
