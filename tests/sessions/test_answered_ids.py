@@ -23,7 +23,8 @@ def test_an_id_is_found_with_the_first_of_its_results_that_is_left(
             del left[name][0]
         else:
             left[name].append(AnsweredAt(number, number + 1))
-            ids.add(name, left[name][-1])
+            for _ in range(2 if len(left[name]) == 1 else 1):  # the log may be read again
+                ids.add(name, left[name][-1])
         if dice.random() < 0.1:
             ids.load(ids.pack())
         assert {name: ids.find(name) for name in left} == {name: (*of, None)[0] for name, of in left.items()}

@@ -28,9 +28,12 @@ class Delivered(SimpleNamespace):
     async def nak(self, *, delay: float) -> None:
         pass
 
+    async def term(self) -> None:
+        self.is_terminated = True
 
-def intake_for(max_sessions: int, max_sessions_per_tenant: int = 1) -> Any:
-    parts: Any = [None, None, Telemetry(), SimpleNamespace(server="s")]
+
+def intake_for(max_sessions: int, max_sessions_per_tenant: int = 1, **journal: Any) -> Any:
+    parts: Any = [None, None, Telemetry(), SimpleNamespace(server="s", **journal)]
     return Intake(
         *parts,
         holds=lambda _: True,
@@ -53,6 +56,20 @@ async def test_a_tenant_gets_places_up_to_its_limit_and_its_share_when_all_are_t
         assert not intake._has_room("loud"), "others have come in its place"
         await intake.ack(key)
     assert intake.sessions_by_tenant == {"mid": 1, "quiet": 1, "new": 1}
+
+
+async def test_a_request_whose_names_form_no_subject_is_refused_once_however_often_it_comes() -> None:
+    refused: list[int] = []
+
+    async def refuse(_subject: str, seq: int, _why: str) -> None:
+        refused.append(seq)
+
+    intake = intake_for(1, refuse=refuse)
+    deliveries = [Delivered("*", seq, num) for seq, num in ((4, 1), (5, 1), (4, 2))]
+    for one in deliveries:
+        await intake.deliver(one, lambda _: None)
+    assert refused == [4, 5]
+    assert all(one.is_terminated for one in deliveries)
 
 
 async def test_giving_back_a_request_does_not_clear_it_of_doubt() -> None:
