@@ -82,37 +82,41 @@ class Finder:
         if self._store is None or turn.embedding is not None:
             return
         found = max(turn.num_kept, num_shared)
-        least = found + found // _RESTORE_GAIN
+        least = _least(found)
         turn.chain = self._store.chain(turn.key.tenant, turn.policy, turn.context)
         if num_usable > least and not self._device.kv(turn.policy).is_plain:  # it was rewound, say
             usable = turn.context[:num_usable]
             await self._store.settle(turn.chain, usable, least, PATIENCE_S, run.waits_no_more)
         if num_usable > least:
             await self._fetch(self._store, turn.chain, turn, num_usable, found)
+            await self._restore(self._store, turn.chain, turn, run, num_usable, found)
+        self._hold(self._store, turn.chain, turn, run)
+
+    async def _restore(
+        self, store: Store, chain: Chain, turn: Turn, run: Run, num_usable: int, num_found: int
+    ) -> None:
+        """Restore the longest stored prefix, if that is faster than to prefill what the device has not."""
         for _ in range(_RESTORE_TRIES):
-            if num_usable <= least:  # mostly so for a session in memory
-                break
-            match = self._store.match(turn.chain, turn.context[:num_usable])
+            match = store.match(chain, turn.context[:num_usable])
             found_s = monotonic()
             # With room for the first tokens that the turn runs: it need not copy the KV to grow.
             room_tokens = min(len(turn.context) + 1, match.num_tokens + GROWTH_TOKENS)
             size_bytes = self._device.kv(turn.policy).held(match.num_tokens)
             if (
-                match.num_tokens <= least
-                or not self.rates.should_restore(size_bytes, match.num_tokens - found)
+                match.num_tokens <= _least(num_found)
+                or not self.rates.should_restore(size_bytes, match.num_tokens - num_found)
                 or not await self._has_room(run, turn.policy, room_tokens)
             ):
-                self._store.release(match)
-                break
-            restored = await self._store.load(match, room_tokens=room_tokens)
+                store.release(match)
+                return
+            restored = await store.load(match, room_tokens=room_tokens)
             if restored is not None:
                 self.rates.restored(restored.size_bytes, restored.seconds)
                 turn.restores.append(Phase("restore", found_s, monotonic(), restored.num_tokens))
-                if restored.num_tokens > found:
+                if restored.num_tokens > num_found:
                     turn.restored, turn.num_restored = restored.tensors, restored.num_tokens
                     turn.source = None
-                break
-        self._hold(self._store, turn.chain, turn, run)
+                return
 
     async def _fetch(self, store: Store, chain: Chain, turn: Turn, num_usable: int, num_found: int) -> None:
         """Fetch what the remote tier has of the context and this machine does not, if that saves time."""
@@ -204,3 +208,8 @@ class Finder:
 
         self._device.reserve_room(run.key, num_tokens, answered, policy)
         return await room
+
+
+def _least(num_found: int) -> int:
+    """Return the number of tokens that a restore must exceed if the device has `num_found`."""
+    return num_found + num_found // _RESTORE_GAIN

@@ -45,7 +45,7 @@ from .turn import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from pathlib import Path
 
     from turnkeep_client.subjects import SessionKey
@@ -322,15 +322,9 @@ class Runner:
         if not pieces and not step.decode:
             return
         try:
-            scored = [piece for piece in pieces.values() if piece.scores is not None]
-            for piece in scored:
-                self._batch.score(piece, self.served.estimator.most_scored)
-            if embedded := [piece for piece in pieces.values() if piece.embedding is not None]:
-                self._batch.embed(embedded)
             # A waiting prompt or command comes before a step that runs ahead.
             alone = undisturbed and len(step.decode) == len(self._scheduler)
-            plain = [one for one in pieces.values() if one.scores is None and one.embedding is None]
-            self._batch.step(plain, run_ahead=alone)
+            self._run_passes([*pieces.values()], run_ahead=alone)
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
             prompts = tuple(pieces)
             if machine.loses_kv(error):
@@ -352,6 +346,15 @@ class Runner:
         for turn in (*step.decode, *pieces):
             if turn.policy.recall and turn in self._scheduler:
                 self._guarded(turn, self._paging.ask)
+
+    def _run_passes(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool) -> None:
+        """Run pieces that are to be scored or embedded, then the others with the answers."""
+        for piece in [piece for piece in pieces if piece.scores is not None]:
+            self._batch.score(piece, self.served.estimator.most_scored)
+        if embedded := [piece for piece in pieces if piece.embedding is not None]:
+            self._batch.embed(embedded)
+        plain = [one for one in pieces if one.scores is None and one.embedding is None]
+        self._batch.step(plain, run_ahead=run_ahead)
 
     def _piece(self, turn: Turn, num_tokens: int) -> PrefillPiece:
         start, end = turn.num_cached, turn.num_cached + num_tokens

@@ -179,35 +179,29 @@ class _UnreachableError(ModelError):
 @contextlib.contextmanager
 def _told(hub_id: str) -> Iterator[None]:
     """Turn the library's errors into one line each."""
+    from huggingface_hub import errors
     from huggingface_hub.constants import ENDPOINT
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
 
     try:
         yield
     except ModelError:
         raise
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise ModelError(f"{hub_id!r} is not a hub id: {one_line(error)}") from None
-    except OfflineModeIsEnabled:
+    except errors.OfflineModeIsEnabled:
         raise _UnreachableError(
             "the hub cannot be reached while HF_HUB_OFFLINE is set; unset it once to download it"
         ) from None
-    except GatedRepoError:
+    except errors.GatedRepoError:
         raise ModelError(
             f"{hub_id} is gated; accept its terms at {ENDPOINT}/{hub_id}, and set HF_TOKEN"
         ) from None
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         raise ModelError(
             f"{ENDPOINT} has no model {hub_id} that is open to you; check the name, or set HF_TOKEN if it is"
             " private"
         ) from None
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         raise ModelError(f"the hub refused {hub_id}: {one_line(error)}") from None
     except OSError as error:
         raise ModelError(f"{hub_id} cannot be downloaded: {one_line(error)}") from None

@@ -65,7 +65,7 @@ class Tokenizer:
         self._rust = hf.backend_tokenizer
         self._rust.no_truncation()
         self._rust.no_padding()
-        own = hf.eos_token_id
+        own = () if hf.eos_token_id is None else (int(hf.eos_token_id),)
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
         self.added_ids: frozenset[int] = frozenset(self._rust.get_added_tokens_decoder())
         self.has_template = bool(code or hf.chat_template)
@@ -80,9 +80,7 @@ class Tokenizer:
             source,
             renders_tools=renders_tools(source),
         )
-        self.eos_ids: frozenset[int] = (
-            frozenset(eos_ids) | (frozenset() if own is None else {int(own)}) | self._turn_ends()
-        )
+        self.eos_ids: frozenset[int] = frozenset((*eos_ids, *own)) | self._turn_ends()
         self._written = source if code else hf.chat_template
         self._controls = ControlTokens(self._rust, self.eos_ids, str(self._written))
         self._bytes: dict[int, bytes] = {}

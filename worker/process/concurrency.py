@@ -59,6 +59,11 @@ async def in_thread(work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T
     return await anyio.to_thread.run_sync(partial(work, *args, **named))
 
 
+async def step_in_thread(tasks: TaskGroup, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+    """Run blocking work on a thread, as a task of a group, which waits for it if the caller is cancelled."""
+    return await tasks.start_soon(partial(in_thread, work, *args, **named))
+
+
 async def shielded(end: Callable[P, Awaitable[object]], *args: P.args, **named: P.kwargs) -> None:
     """Await `end(...)` until it completes, even if the caller is cancelled."""
     with CancelScope(shield=True):

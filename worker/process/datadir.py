@@ -75,16 +75,7 @@ class DataDir:
             fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The file is never unlinked: two workers could then each lock an inode of this name.
-            last, inode = _read_note(fd), os.fstat(fd).st_ino
-            # A copy of the directory has another inode, and its lock says nothing of the original's worker.
-            last = last if last.get("inode") == inode else {}
-            name, nats = last.get("directory") or uuid4().hex, nats or last.get("nats")
-            os.ftruncate(fd, 0)
-            note = {"pid": os.getpid(), "worker": worker, "directory": name, "inode": inode, "nats": nats}
-            note |= {} if has_model else {"unloaded": True}
-            os.pwrite(fd, json.dumps(note).encode(), 0)
-            os.fsync(fd)  # a full disk fails here, not in the middle of a turn
-            opened = cls(path, fd, name)
+            opened = cls(path, fd, _note_worker(fd, worker, nats, has_model=has_model))
             for folder in (opened.nats, opened.models, opened.snapshots, opened.logs):
                 folder.mkdir(mode=0o700, exist_ok=True)
                 if folder != opened.models:  # a copied directory may be readable for all
@@ -210,6 +201,20 @@ def _owner(lock_fd: int) -> str:
     name = f"worker {owner['worker']} " if owner.get("worker") else "a worker "
     unloaded = ", whose model was unloaded: Serve in its console loads one" if owner.get("unloaded") else ""
     return f"{name}(pid {owner['pid']}{unloaded})"
+
+
+def _note_worker(fd: int, worker: str, nats: str | int | None, *, has_model: bool) -> str:
+    """Write the note of the worker that holds the lock; return the directory's name."""
+    last, inode = _read_note(fd), os.fstat(fd).st_ino
+    # A copy of the directory has another inode, and its lock says nothing of the original's worker.
+    last = last if last.get("inode") == inode else {}
+    name, nats = last.get("directory") or uuid4().hex, nats or last.get("nats")
+    os.ftruncate(fd, 0)
+    note = {"pid": os.getpid(), "worker": worker, "directory": name, "inode": inode, "nats": nats}
+    note |= {} if has_model else {"unloaded": True}
+    os.pwrite(fd, json.dumps(note).encode(), 0)
+    os.fsync(fd)  # a full disk fails here, not in the middle of a turn
+    return name
 
 
 def _read_note(lock_fd: int) -> dict[str, Any]:

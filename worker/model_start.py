@@ -1,0 +1,216 @@
+"""Loads the worker's model on the device thread: what it is, and how much KV it may have.
+
+Refuses settings that do not fit the model. `App` starts it, and knows it by its fields from then on.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cache.names.identity import folder_identity, hash_weights, model_digest
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import Model
+from worker.models import model
+from worker.models.blas import preload
+from worker.models.code import code_digest
+from worker.models.partial_import import import_mlx_lm
+from worker.sessions.policies import misfit
+
+from .process.concurrency import in_thread, shielded, step_in_thread
+from .process.formatting import size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AsyncExitStack
+    from pathlib import Path
+
+    from anyio import TaskHandle
+    from anyio.abc import TaskGroup
+
+    from cache.names.identity import Identity
+    from worker.device.device import Device
+    from worker.models.model import LoadedModel, Progress
+
+    from .process.datadir import DataDir
+    from .process.settings import Settings
+
+log = structlog.get_logger()
+
+
+class WorkerError(TurnkeepError):
+    """The worker cannot continue; the message is one line."""
+
+
+class ModelStart:
+    """A worker's model. Its fields are there, and do not change, once it `is_loaded`. Event loop only."""
+
+    device: Device
+    loaded: LoadedModel
+    #: The dtype of the weights, or `keep`.
+    dtype: str
+    #: The most tokens that a session may hold, and the most bytes of device memory for KV.
+    context_tokens: int
+    kv_bytes: int
+
+    def __init__(
+        self,
+        settings: Settings,
+        tasks: TaskGroup,
+        *,
+        progress: Progress | None,
+        weights_loaded: Callable[[], None],
+    ) -> None:
+        """`tasks` waits for blocking steps of a start that is cancelled."""
+        self.is_loaded = False
+        self._settings = settings
+        self._tasks = tasks
+        self._progress = progress
+        self._weights_loaded = weights_loaded
+        self._hashed: TaskHandle[None]
+        self._memo: Path
+
+    async def load(
+        self, directory: DataDir, stack: AsyncExitStack, died: Callable[[BaseException], None]
+    ) -> LoadedModel:
+        """Load the model, and start the device thread, which calls `died` if it ends by itself.
+
+        Raises `ModelError` and `WorkerError`.
+        """
+        settings = self._settings
+        blas = preload()
+        if blas.advice:
+            log.warning(blas.advice)
+        auto = settings.dtype == "auto"
+        self.dtype = dtype = (
+            await step_in_thread(self._tasks, model.default_dtype) if auto else settings.dtype
+        )
+        folder = await step_in_thread(
+            self._tasks, model.resolve, settings.model, directory.path, dtype=dtype, progress=self._progress
+        )
+        load_draft = await self._draft_loader(directory, dtype)
+        # For the names of snapshots. Only a first start hashes, while the model is loaded and tried.
+        self._memo = directory.models / "digests.json"
+        self._hashed = self._tasks.start_soon(partial(in_thread, hash_weights, folder, self._memo))
+        self.device = self._make_device(folder, directory.models, load_draft, died)
+        loaded = self.loaded = await step_in_thread(self._tasks, self.device.start)
+        stack.push_async_callback(shielded, partial(in_thread, self.device.stop))
+        self._weights_loaded()
+        self._log(loaded)
+        self.context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
+        self.kv_bytes = self._kv_limit()
+        self._check_policy()
+        self.is_loaded = True
+        return loaded
+
+    def _make_device(
+        self,
+        folder: Path,
+        models: Path,
+        load_draft: Callable[[], LoadedModel] | None,
+        died: Callable[[BaseException], None],
+    ) -> Device:
+        settings = self._settings
+        # Not before: it imports mlx-lm, for which a user's mistakes need not wait.
+        import_mlx_lm()
+        from worker.device.device import Device
+
+        return Device(
+            partial(
+                model.load,
+                folder,
+                dtype=self.dtype,
+                kv_bits=settings.kv_bits,
+                progress=self._progress,
+                store=models,
+            ),
+            died,
+            block_tokens=settings.block_tokens,
+            max_batch=settings.max_batch,
+            max_tenant_rows=settings.max_rows_per_tenant,
+            stall_s=settings.max_stall_s,
+            limit_bytes=settings.device_memory,
+            max_draft=settings.max_draft,
+            load_draft=load_draft,
+            wired_bytes=settings.wired_memory,
+            trials=models / "trials.json",
+        )
+
+    async def _draft_loader(self, directory: DataDir, dtype: str) -> Callable[[], LoadedModel] | None:
+        """Return what loads the draft model on the device thread; None if there is none."""
+        name, path = self._settings.draft_model, directory.path
+        if name is None:
+            return None
+        resolve = partial(model.resolve, name, path, dtype=dtype, progress=self._progress)
+        folder = await step_in_thread(self._tasks, resolve)
+        return partial(model.load, folder, dtype=dtype, progress=self._progress, store=directory.models)
+
+    def _log(self, loaded: LoadedModel) -> None:
+        settings, kv = self._settings, self.device.estimator.kv
+        log.info(
+            "loaded the model",
+            model=loaded.name,
+            folder=str(loaded.folder),
+            context=loaded.context_tokens,
+            kv_bits=settings.kv_bits or "full",
+            cache_policy=str(settings.cache_policy),
+            kv_bytes_per_token=kv.bytes_per_token,
+            kv_bounded_bytes=kv.bounded_bytes,
+            caches=self.device.caches,
+            **({"draft_model": settings.draft_model} if settings.draft_model else {}),
+        )
+        if settings.kv_bits is not None and len(self.device.kv_layers) > 1:
+            log.warning("kv_bits holds in some layers only", kv_layers=self.device.kv_layers)
+
+    async def name(self) -> Model:
+        """Name the model for the results."""
+        await self._hashed
+        digest = partial(model_digest, self.loaded.folder, self._memo)
+        tokenizer = await step_in_thread(self._tasks, getattr, self.loaded.tokenizer, "fingerprint")
+        return Model(
+            name=self.loaded.name,
+            weights=await step_in_thread(self._tasks, digest),
+            tokenizer=tokenizer.hex(),
+        )
+
+    async def identity(self) -> Identity:
+        """Name the model for its snapshots."""
+        await self._hashed
+        return await step_in_thread(
+            self._tasks,
+            folder_identity,
+            self.loaded.folder,
+            kv_dtype=self.dtype,
+            block_tokens=self._settings.block_tokens,
+            code=await step_in_thread(self._tasks, code_digest, self.loaded.model),
+            caches=self.device.caches,
+            memo=self._memo,
+        )
+
+    def _kv_limit(self) -> int:
+        """Return the limit of device memory for KV, in bytes.
+
+        Raises `WorkerError` if not even one block of KV fits.
+        """
+        settings, estimator = self._settings, self.device.estimator
+        sizes = (settings.max_batch, settings.block_tokens, self.context_tokens)
+        room = estimator.kv_limit(*sizes, settings.cache_policy)
+        if room < estimator.kv.held(settings.block_tokens, ahead=settings.block_tokens):
+            raise WorkerError(
+                f"the weights take {size(estimator.weight_bytes)}, which leaves no room for KV in"
+                f" {size(estimator.limit_bytes)}: raise device_memory, or take a smaller model"
+            )
+        if settings.max_memory is not None and settings.max_memory > room:
+            log.warning(
+                "max_memory is more than the device has room for", wanted=settings.max_memory, room=room
+            )
+        return min(settings.max_memory or room, room)
+
+    def _check_policy(self) -> None:
+        """Raise `WorkerError` if the worker cannot serve sessions under its default cache policy."""
+        policy, blocks = self._settings.cache_policy, self._settings.block_tokens
+        why = misfit(policy, block_tokens=blocks, context_tokens=self.context_tokens)
+        if why := why or self.device.refusal(policy, has_disk=self._settings.snapshots != "off"):
+            raise WorkerError(f"cache_policy cannot be the default here: {why}")
