@@ -110,6 +110,15 @@ _STOP_S = 10.0
 _STORE_S = 5.0
 
 
+def _data_dir(settings: Settings) -> DataDir:
+    try:
+        return DataDir.open(settings.data_dir, settings.worker, settings.nats_place)
+    except DataDirInUseError:
+        for name in (settings.model, settings.draft_model):  # else a worker is stopped for it
+            model.check_name(name, settings.data_dir)
+        raise
+
+
 class App:
     """One worker. `run` starts it, serves until `stop` is called, and stops all parts."""
 
@@ -176,14 +185,7 @@ class App:
             await self._start_traces(stack)
             access = cache_access(settings)
             tier = await step_in_thread(self._starting, remote_tier, settings, access)
-            try:
-                directory = stack.enter_context(
-                    DataDir.open(settings.data_dir, settings.worker, settings.nats_place)
-                )
-            except DataDirInUseError:
-                for name in (settings.model, settings.draft_model):  # else a worker is stopped for it
-                    model.check_name(name, settings.data_dir)
-                raise
+            directory = stack.enter_context(_data_dir(settings))
             # A user's mistakes show first: no server is started and no stream made for a model that cannot be
             # loaded, and no model is fetched for a server that does not answer.
             join, is_running = self._join(directory, stack)
@@ -402,22 +404,8 @@ class App:
             is_first=lambda: members.is_first,
         )
         self._erasures = Erasures(journal, members.me.directory, self._copies)
-        intake = self._intake = owners.intake = Intake(
-            nc,
-            names,
-            self._telemetry,
-            journal,
-            holds=owners.holds,
-            route=owners.route,
-            ack_wait_s=settings.ack_wait_s,
-            max_sessions=settings.max_waiting,
-            max_sessions_per_tenant=settings.max_waiting_per_tenant,
-            max_message_bytes=settings.max_message_bytes,
-        )
-        attachments = Attachments(
-            journal, loaded.tokenizer, asides, max_message_bytes=settings.max_message_bytes
-        )
-        services = self._services(journal, outbox, attachments, intake)
+        intake = self._intake = owners.intake = self._make_intake(nc, names, journal)
+        services = self._services(journal, outbox, intake, asides)
         self._sessions = Sessions(services, work, idle_timeout_s=settings.idle_timeout_s)
         self._undelivered = Undelivered(journal, intake, members, owners, ack_wait_s=settings.ack_wait_s)
         control = Control(
@@ -435,6 +423,21 @@ class App:
             ask_timeout_s=settings.token_ttl_s,
         )
         return endpoints, intake, self._sessions
+
+    def _make_intake(self, nc: Client, names: Streams, journal: Journal) -> Intake:
+        settings = self._settings
+        return Intake(
+            nc,
+            names,
+            self._telemetry,
+            journal,
+            holds=self._owners.holds,
+            route=self._owners.route,
+            ack_wait_s=settings.ack_wait_s,
+            max_sessions=settings.max_waiting,
+            max_sessions_per_tenant=settings.max_waiting_per_tenant,
+            max_message_bytes=settings.max_message_bytes,
+        )
 
     @property
     def _copies(self) -> Copies | None:
@@ -471,9 +474,7 @@ class App:
             has_unopened=self._has_unopened,
         )
 
-    def _services(
-        self, journal: Journal, outbox: Outbox, attachments: Attachments, intake: Intake
-    ) -> Services:
+    def _services(self, journal: Journal, outbox: Outbox, intake: Intake, asides: TaskGroup) -> Services:
         """Collect the services that all sessions share."""
 
         async def ack(key: SessionKey) -> None:
@@ -483,6 +484,32 @@ class App:
         settings, loaded = self._settings, self._model.loaded
         goes_on = settings.other_model == "continue"
         fold = Fold(loaded.tokenizer, settings.cache_policy, self._maker, takes_over=goes_on)
+        max_bytes = settings.max_message_bytes
+        return Services(
+            journal=journal,
+            outbox=outbox,
+            engine=self._engine,
+            execution=self._execution(journal, fold),
+            fold=fold,
+            telemetry=self._telemetry,
+            attachments=Attachments(journal, loaded.tokenizer, asides, max_message_bytes=max_bytes),
+            ack=ack,
+            disown=self._owners.disown,
+            reading=Semaphore(_MAX_READINGS),
+            shares=Shares(settings.max_batch),
+            attempts=Attempts(
+                journal, settings.max_attempts, me=self._members.me.boot, runs=self._members.runs
+            ),
+            retention=self._retention,
+            device_lock=SharedLock(),
+            traces=self._traces,
+            model=loaded.name,
+            worker=settings.worker,
+            build=self._describe(loaded),
+        )
+
+    def _execution(self, journal: Journal, fold: Fold) -> Execution:
+        settings, loaded = self._settings, self._model.loaded
         limits = Limits(
             self._engine,
             fold.policy,
@@ -492,7 +519,7 @@ class App:
             kv_bits=settings.kv_bits,
             refusal=NO_ANSWERS if is_encoder(loaded.config) else None,
         )
-        execution = Execution(
+        return Execution(
             journal=journal,
             engine=self._engine,
             fold=fold,
@@ -507,28 +534,6 @@ class App:
             directory=self._members.me.directory,
             erasures=self._erasures,
             erase_elsewhere=self._owners.erase,
-        )
-        return Services(
-            journal=journal,
-            outbox=outbox,
-            engine=self._engine,
-            execution=execution,
-            fold=fold,
-            telemetry=self._telemetry,
-            attachments=attachments,
-            ack=ack,
-            disown=self._owners.disown,
-            reading=Semaphore(_MAX_READINGS),
-            shares=Shares(settings.max_batch),
-            attempts=Attempts(
-                journal, settings.max_attempts, me=self._members.me.boot, runs=self._members.runs
-            ),
-            retention=self._retention,
-            device_lock=SharedLock(),
-            traces=self._traces,
-            model=loaded.name,
-            worker=settings.worker,
-            build=self._describe(loaded),
         )
 
     def _describe(self, loaded: LoadedModel) -> str:

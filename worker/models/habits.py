@@ -7,8 +7,10 @@ asks once, and gives the template only what it renders.
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .dialect import with_calls
 
@@ -87,79 +89,110 @@ INSTEAD: Final = {
 
 def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
     """Ask a template, whose text is `source`; what renders no plain conversation at all is not asked."""
-
-    def shows(*messages: dict[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
-        try:
-            said = render(messages, tools)
-        except Exception:  # noqa: BLE001  # a template is foreign code that can raise anything
-            return False
-        at = 0
-        for text in (text for message in messages for text in _texts(message)):
-            at = said.find(text, at) + 1
-            if not at:
-                return False
-        return "'key'" not in said  # what Python writes, in place of JSON
-
-    asked, answered = _said("user", "1"), _said("assistant", "2")
-    if shows(asked):
-        if not shows(asked, answered, _said("user", "3")):
+    shows = partial(_shows, render)
+    if shows(_ASKED):
+        if not shows(_ASKED, _ANSWERED, _said("user", "3")):
             return Habits()
-    elif not shows(*in_parts([asked, answered])):
+    elif not shows(*in_parts([_ASKED, _ANSWERED])):
         return Habits()
     else:
         found = habits_of(
             lambda told, tools: render(in_parts(told), tools), source, renders_tools=renders_tools
         )
         return replace(found, plain=False)
-
-    def takes(call: dict[str, Any]) -> bool:
-        return shows(asked, _calling(call), _said("tool", "8", call["id"]))
-
     system, developer = _said("system", "4"), _said("developer", "5")
-    one, other = _call("abcdefgh1", {"key": "probe-6"}), _call("abcdefgh2", {"key": "probe-7"})
-    called = _calling(one)
-    objects = renders_tools and shows(asked, called)
-    texts = renders_tools and shows(asked, _calling(_call("abcdefgh1", "probe-6 (")))
-    written = _call("abcdefgh1", '{"key": "probe-6"}'), _call("abcdefgh2", '{"key": "probe-7"}')
-    calls = (one, other) if objects else written
-    if not (knows := objects or texts):
-        called, several = with_calls(_calling(written[0])), with_calls(_calling(*written))
-    else:
-        called, several = _calling(calls[0]), _calling(*calls)
-    several_calls = shows(asked, several)
-    free = [_call(name, calls[0]["function"]["arguments"]) for name in ("a", "call_0123456789abcdef")]
-    result, second = _said("tool", "8", one["id"]), _said("tool", "9", other["id"])
-    says, asks = _said("assistant", "9"), _said("user", "9")
+    calls = _calls_of(shows, renders_tools=renders_tools)
+    called, result, says = calls.called, _said("tool", "8", calls.both[0]["id"]), _said("assistant", "9")
     # Some templates want the reasoning of a last answer, and of no earlier one.
-    results = any(shows(asked, called, result, *rest) for rest in ([says], [says, asks]))
-    rows: dict[tuple[str, str], list[dict[str, Any]]] = {
-        ("user", "user"): [asked, asks],
-        ("assistant", "assistant"): [asked, answered, _said("assistant", "3"), asks],
-        ("tool", "tool"): [asked, several if several_calls else called, result, second],
-        ("user", "tool"): [asked, result],
-        ("tool", "user"): [asked, called, result, asks],
-    }
+    results = any(shows(_ASKED, called, result, *rest) for rest in ([says], [says, _ASKS]))
+    several_calls = shows(_ASKED, calls.several)
     return Habits(
-        system=shows(system, asked),
-        system_alone=shows(system) or not shows(system, asked),
+        system=shows(system, _ASKED),
+        system_alone=shows(system) or not shows(system, _ASKED),
         tools_alone=not renders_tools or not shows(system) or shows(system, tools=[_TOOL]),
-        late_system=shows(asked, answered, system, _said("user", "5")),
+        late_system=shows(_ASKED, _ANSWERED, system, _said("user", "5")),
         developer=re.search(r"\bdeveloper\b", source) is not None
-        and shows(developer, asked)
-        and shows(asked, answered, developer, _said("user", "6")),
-        objects=objects,
-        texts=texts,
+        and shows(developer, _ASKED)
+        and shows(_ASKED, _ANSWERED, developer, _said("user", "6")),
+        objects=calls.objects,
+        texts=calls.texts,
         several_calls=several_calls,
-        text_with_calls=not knows or shows(asked, {**called, **_said("assistant", "5")}),
-        any_ids=not (knows and results)
-        or (shows(asked, called, _said("tool", "8")) and all(map(takes, free))),
+        text_with_calls=not calls.known or shows(_ASKED, {**called, **_said("assistant", "5")}),
+        any_ids=not (calls.known and results) or _takes_any_ids(shows, calls),
         results=results,
-        results_alone=not results or shows(asked, answered, result, says),
-        answer_first=shows(answered, _said("user", "3")),
-        empty=shows(_said("user", None)) and shows(asked, _said("assistant", None), _said("user", "3")),
-        joined=frozenset(
-            pair for pair, row in rows.items() if ("tool" not in pair or results) and not shows(*row)
-        ),
+        results_alone=not results or shows(_ASKED, _ANSWERED, result, says),
+        answer_first=shows(_ANSWERED, _said("user", "3")),
+        empty=shows(_said("user", None)) and shows(_ASKED, _said("assistant", None), _said("user", "3")),
+        joined=_joined(shows, calls, results=results, several_calls=several_calls),
+    )
+
+
+def _shows(render: Render, *messages: dict[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
+    """Say whether a template renders messages with all of their texts, in order."""
+    try:
+        said = render(deepcopy(messages), tools)  # it may change them
+    except Exception:  # noqa: BLE001  # a template is foreign code that can raise anything
+        return False
+    at = 0
+    for text in (text for message in messages for text in _texts(message)):
+        at = said.find(text, at) + 1
+        if not at:
+            return False
+    return "'key'" not in said  # what Python writes, in place of JSON
+
+
+class _Calls(NamedTuple):
+    """Whether a template renders calls with arguments as `objects`, and as `texts`; and two that it may."""
+
+    objects: bool
+    texts: bool
+    both: tuple[dict[str, Any], dict[str, Any]]
+
+    @property
+    def known(self) -> bool:
+        return self.objects or self.texts
+
+    @property
+    def called(self) -> dict[str, Any]:
+        return self._message(self.both[0])
+
+    @property
+    def several(self) -> dict[str, Any]:
+        return self._message(*self.both)
+
+    def _message(self, *calls: dict[str, Any]) -> dict[str, Any]:
+        return _calling(*calls) if self.known else with_calls(_calling(*calls))
+
+
+def _calls_of(shows: Callable[..., bool], *, renders_tools: bool) -> _Calls:
+    one, other = _call("abcdefgh1", {"key": "probe-6"}), _call("abcdefgh2", {"key": "probe-7"})
+    written = _call("abcdefgh1", '{"key": "probe-6"}'), _call("abcdefgh2", '{"key": "probe-7"}')
+    objects = renders_tools and shows(_ASKED, _calling(one))
+    texts = renders_tools and shows(_ASKED, _calling(_call("abcdefgh1", "probe-6 (")))
+    return _Calls(objects, texts, (one, other) if objects else written)
+
+
+def _takes_any_ids(shows: Callable[..., bool], calls: _Calls) -> bool:
+    arguments = calls.both[0]["function"]["arguments"]
+    free = [_call(name, arguments) for name in ("a", "call_0123456789abcdef")]
+    return shows(_ASKED, calls.called, _said("tool", "8")) and all(
+        shows(_ASKED, _calling(call), _said("tool", "8", call["id"])) for call in free
+    )
+
+
+def _joined(
+    shows: Callable[..., bool], calls: _Calls, *, results: bool, several_calls: bool
+) -> frozenset[tuple[str, str]]:
+    result, second = (_said("tool", number, one["id"]) for number, one in zip("89", calls.both, strict=True))
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {
+        ("user", "user"): [_ASKED, _ASKS],
+        ("assistant", "assistant"): [_ASKED, _ANSWERED, _said("assistant", "3"), _ASKS],
+        ("tool", "tool"): [_ASKED, calls.several if several_calls else calls.called, result, second],
+        ("user", "tool"): [_ASKED, result],
+        ("tool", "user"): [_ASKED, calls.called, result, _ASKS],
+    }
+    return frozenset(
+        pair for pair, row in rows.items() if ("tool" not in pair or results) and not shows(*row)
     )
 
 
@@ -187,6 +220,11 @@ _TOOL: Final = {
 def _said(role: str, number: str | None, call_id: str | None = None) -> dict[str, Any]:
     of_call = {"tool_call_id": call_id} if call_id else {}
     return {"role": role, "content": "" if number is None else f"probe-{number}", **of_call}
+
+
+_ASKED: Final = _said("user", "1")
+_ANSWERED: Final = _said("assistant", "2")
+_ASKS: Final = _said("user", "9")
 
 
 def _call(call_id: str, arguments: Any) -> dict[str, Any]:
