@@ -1,8 +1,8 @@
 """Copy a model's caches into plain bytes, and rebuild them.
 
-Runs on the device thread, which owns every live cache. If a layer
-keeps each token's KV apart, plain or in a ring, ranges of tokens are copied (the layer "is cut by tokens").
-Other layers are copied as one state, valid at the current position. `states` knows each cache class.
+Runs on the device thread, which owns every live cache. If a layer keeps each token's KV apart, plain or in a
+ring, ranges of tokens are copied (the layer "is cut by tokens"). Other layers are copied as one state, valid
+at the current position. `states` knows each cache class.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from itertools import accumulate, chain, groupby, pairwise, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -175,22 +174,8 @@ def kinds(caches: Sequence[Any]) -> dict[str, str]:
     found: dict[str, list[int]] = {}
     for i, cache in enumerate(caches):
         members = cache.caches if type(cache) is CacheList else (cache,)
-        found.setdefault(", ".join(map(_kind, members)), []).append(i)
+        found.setdefault(", ".join(map(states.in_words, members)), []).append(i)
     return {kind: _ranges(numbers) for kind, numbers in found.items()}
-
-
-def _kind(cache: Any) -> str:
-    if not hasattr(cache, "keys"):
-        return "a state of fixed size"
-    bits = getattr(cache, "bits", 0)
-    kept = f"{bits} bits" if bits else "full precision"
-    if isinstance(cache, PagedCache):
-        return f"{kept}, {cache.pages.policy.most_tokens} tokens on the device"
-    if isinstance(cache, RingCache):
-        sinks = f"the first {cache.sink} and " if cache.sink else ""
-        return f"{kept}, {sinks}the last {cache.window} tokens"
-    most = states.most_tokens(cache)
-    return kept if most is None else f"{kept}, the last {most} tokens"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -467,28 +452,7 @@ def live_bytes(caches: Sequence[Any]) -> int:
     This is the sum over layers of cached positions x KV heads x head_dim x itemsize, for keys and for values.
     A recurrent layer adds its state's fixed size.
     """
-    return sum(_live_bytes(cache) for _, cache in leaves(caches))
-
-
-def _live_bytes(cache: Any) -> int:
-    if not hasattr(cache, "keys"):
-        return int(cache.nbytes)
-    # A quantised cache keeps three arrays for its keys, and three for its values.
-    parts = dict(tree_flatten([cache.keys, cache.values])).values()
-    # A chunked cache counts from where its chunk starts; a rotating one has come further than it holds; a
-    # ring holds more than is seen.
-    num_tokens: int = cache.offset - getattr(cache, "start_position", 0)
-    sketch = 0
-    if isinstance(cache, PagedCache):
-        num_tokens = cache.pages.policy.num_visible(num_tokens)
-        sketch = sum(part.nbytes // part.shape[2] for part in cache.sketch) * cache.offset
-    elif isinstance(cache, RingCache):
-        num_tokens = min(num_tokens, cache.sink + cache.window)
-    return sketch + sum(
-        part.nbytes // part.shape[2] * min(num_tokens, part.shape[2])
-        for part in parts
-        if isinstance(part, mx.array)
-    )
+    return sum(states.live_bytes(cache) for _, cache in leaves(caches))
 
 
 def _nbytes(arrays: Mapping[str, mx.array]) -> int:

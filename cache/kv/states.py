@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -130,6 +131,43 @@ def most_tokens(cache: Any) -> int | None:
     if type(cache) is RotatingKVCache:
         return int(cache.max_size)
     return int(cache.chunk_size) if isinstance(cache, ChunkedKVCache) else None
+
+
+def in_words(cache: Any) -> str:
+    """Say how much of a session a cache keeps, and how precisely."""
+    if not hasattr(cache, "keys"):
+        return "a state of fixed size"
+    bits = getattr(cache, "bits", 0)
+    kept = f"{bits} bits" if bits else "full precision"
+    if isinstance(cache, PagedCache):
+        return f"{kept}, {cache.pages.policy.most_tokens} tokens on the device"
+    if isinstance(cache, RingCache):
+        sinks = f"the first {cache.sink} and " if cache.sink else ""
+        return f"{kept}, {sinks}the last {cache.window} tokens"
+    most = most_tokens(cache)
+    return kept if most is None else f"{kept}, the last {most} tokens"
+
+
+def live_bytes(cache: Any) -> int:
+    """Return the bytes that a cache's KV uses, without unused room."""
+    if not hasattr(cache, "keys"):
+        return int(cache.nbytes)
+    # A quantised cache keeps three arrays for its keys, and three for its values.
+    arrays = dict(tree_flatten([cache.keys, cache.values])).values()
+    # A chunked cache counts from where its chunk starts; a rotating one has come further than it holds; a
+    # ring holds more than is seen.
+    num: int = cache.offset - getattr(cache, "start_position", 0)
+    sketch = 0
+    if isinstance(cache, PagedCache):
+        num = cache.pages.policy.num_visible(num)
+        sketch = sum(part.nbytes // part.shape[2] for part in cache.sketch) * cache.offset
+    elif isinstance(cache, RingCache):
+        num = min(num, cache.sink + cache.window)
+    return sketch + sum(
+        part.nbytes // part.shape[2] * min(num, part.shape[2])
+        for part in arrays
+        if isinstance(part, mx.array)
+    )
 
 
 def drop_passed(cache: Any) -> list[mx.array]:
