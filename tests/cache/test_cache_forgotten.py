@@ -17,6 +17,7 @@ from cache.disk.folder import Folder
 from cache.disk.header import read_name
 from cache.names.blocks import Span
 from cache.names.identity import FORMAT_VERSION
+from cache.names.marks import Marks
 from cache.names.tokens import Chain, as_tokens, pack
 from cache.store import Forgotten
 
@@ -221,6 +222,15 @@ async def test_another_tenant_s_copies_stay(open_store) -> None:
     assert await store.barrier(10)
     assert (await store.erase("a", TOKENS, 10)).settled
     assert store.match("b", TOKENS).num_tokens == 10
+
+
+def test_marks_are_of_one_tenant_and_of_all_tokens_before_them() -> None:
+    """Those of what is shared too, up to which they begin."""
+    packed, other = pack(range(300)), pack([9, *range(1, 200)])
+    marks = Marks.of("a", packed, shared=140)
+    assert marks.digests != Marks.of("b", packed, shared=140).digests
+    assert marks.begin("a").then(packed) is not None
+    assert marks.begin("a").then(other) is None
 
 
 async def test_files_of_another_format_cannot_be_told_so_nothing_is_settled(open_store, tmp_path) -> None:
