@@ -151,6 +151,7 @@ async def test_where_pins_fill_the_limit_saves_are_dropped_and_counted(open_stor
     with capture_logs() as logs:
         store.set_limits(max_bytes=int(1.5 * size))
     assert [log["event"] for log in logs] == ["cache_limits_changed", "pins_exceed_the_limit"]
+    assert (await store.pin("a", TOKENS[:8])).noted, "it is pinned already"
     assert save_all(store, "b", TOKENS[:4]) == [False]
     stats = store.stats()
     assert stats.dropped == {"disk_limit": 1}
