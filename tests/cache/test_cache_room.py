@@ -269,6 +269,15 @@ async def test_free_space_to_be_left_can_be_raised_while_running(open_store, tmp
     assert save_all(store, "a", [1, 1]) == [True]
 
 
+async def test_space_for_what_waits_for_the_disk_is_not_free(open_store, gate) -> None:
+    store = await open_store()
+    assert save_all(store, "a", TOKENS[:4]) == [True]
+    size = store.stats().in_flight_bytes
+    store.set_limits(min_free_bytes=store._writer.free_bytes - int(1.5 * size))
+    assert save_all(store, "b", TOKENS[:4]) == [False]
+    gate.set()
+
+
 async def test_what_is_held_leaves_when_it_is_let_go(open_store, gate) -> None:
     """A limit that was lowered while nothing could be evicted is not forgotten."""
     store = await open_store()
