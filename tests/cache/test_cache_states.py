@@ -63,6 +63,8 @@ async def test_a_match_ends_where_a_snapshot_does(open_store) -> None:
     assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
     other = [*TOKENS[:10], 99, *TOKENS[11:]]
     assert await restored(store, other) == 8, "a tail that goes on differently"
+    assert store.wanted("a", TOKENS, 0, 10) == [Span(8, 10)], "its state is worth a file"
+    assert store.wanted("a", TOKENS, 0, 11) == []
 
 
 async def test_the_longest_of_several_tails_is_found(open_store) -> None:
