@@ -125,13 +125,7 @@ def serve(
     If turnkeep.toml has tables [models.NAME], each of these models gets a worker when it is asked for.
     On SIGHUP a worker reads the settings again and applies max_disk and min_free_disk.
     """
-    settings = given.but(of=of).load()
-    models = given.load_models() if of is None else {}
-    if not (models or of) and (given.flags["memory"] or given.flags["unload_after_s"]):
-        raise SettingsError(
-            "--memory and --unload-after-s are for [models] in turnkeep.toml, which has none; one model alone"
-            " has --device-memory, and stays loaded"
-        )
+    settings, models = _loaded(given, of)
     if check:
         _check(settings, models)
     if weigh:
@@ -149,6 +143,18 @@ def serve(
         keep_place(settings, manner)
     else:
         run(settings, given.but(of=of).load, manner)
+
+
+def _loaded(given: Given, of: str | None) -> tuple[Settings, dict[str, Settings]]:
+    """Load the settings, and those of each model if there are several."""
+    settings = given.but(of=of).load()
+    models = given.load_models() if of is None else {}
+    if not (models or of) and (given.flags["memory"] or given.flags["unload_after_s"]):
+        raise SettingsError(
+            "--memory and --unload-after-s are for [models] in turnkeep.toml, which has none; one model alone"
+            " has --device-memory, and stays loaded"
+        )
+    return settings, models
 
 
 def _check(settings: Settings, models: Mapping[str, Settings]) -> None:

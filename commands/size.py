@@ -45,9 +45,9 @@ def _size(_: click.Context, __: click.Parameter, value: str | None) -> int | Non
     return found
 
 
-def _tokens(flag: str, default: int, purpose: str, least: int = 0) -> Callable[[Any], Any]:
+def _tokens(flag: str, name: str, default: int, purpose: str, least: int = 0) -> Callable[[Any], Any]:
     kind = click.IntRange(least, 2**31)
-    return click.option(flag, metavar="N", type=kind, default=default, show_default=True, help=purpose)
+    return click.option(flag, name, metavar="N", type=kind, default=default, show_default=True, help=purpose)
 
 
 @click.command()
@@ -61,24 +61,19 @@ def _tokens(flag: str, default: int, purpose: str, least: int = 0) -> Callable[[
     required=True,
     help="Turns of one session in an hour, all day long.",
 )
-@_tokens("--prompt-tokens", 200, "Tokens that a turn adds before its answer, the template's too.")
-@_tokens("--answer-tokens", 300, "Tokens of an answer.", least=1)
-@_tokens("--context", 4096, "Tokens at which a session ends, and another one begins.", least=1)
+@_tokens(
+    "--prompt-tokens", "prompt_tokens", 200, "Tokens that a turn adds before its answer, the template's too."
+)
+@_tokens("--answer-tokens", "answer_tokens", 300, "Tokens of an answer.", least=1)
+@_tokens(
+    "--context", "context_tokens", 4096, "Tokens at which a session ends, and another one begins.", least=1
+)
 @click.option(
     "--drive", metavar="SIZE", callback=_size, help="Size of the SSD, to count its drive writes per day."
 )
 @as_json
 @with_settings(*_SETTINGS)
-def size(
-    given: Given,
-    sessions: int,
-    turns_per_hour: float,
-    prompt_tokens: int,
-    answer_tokens: int,
-    context: int,
-    drive: int | None,
-    as_json: bool,
-) -> None:
+def size(given: Given, drive: int | None, as_json: bool, **asked: Any) -> None:
     """Estimate memory, disk and SSD writes for a number of sessions.
 
     Uses the worker's own estimator, for this machine or, with --device-memory and --dtype, for another one.
@@ -86,10 +81,10 @@ def size(
     """
     from worker.sizing import Load, measure, plan
 
-    settings = given.load()
+    settings, load = given.load(), Load(**asked)
     loaded, draft, dtype = _loaded(settings)
     max_context = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
-    if settings.cache_policy.window is None and context > max_context:
+    if settings.cache_policy.window is None and (context := load.context_tokens) > max_context:
         raise SettingsError(f"--context is {context}; under the policy full it must be {max_context} or less")
     block, limit_bytes = settings.block_tokens, settings.device_memory
     sizes = {"block": block, "max_context": max_context}
@@ -97,13 +92,6 @@ def size(
         sized = measure(loaded, settings.cache_policy, draft=draft, limit_bytes=limit_bytes, **sizes)
     except ValueError as error:
         raise SettingsError(f"--cache-policy: {error}") from None
-    load = Load(
-        sessions=sessions,
-        turns_per_hour=turns_per_hour,
-        prompt_tokens=prompt_tokens,
-        answer_tokens=answer_tokens,
-        context_tokens=context,
-    )
     max_disk = 0 if settings.snapshots == "off" else settings.max_disk
     max_batch, max_memory = settings.max_batch, settings.max_memory
     found = plan(sized, load, max_batch=max_batch, max_memory=max_memory, max_disk=max_disk, **sizes)

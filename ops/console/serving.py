@@ -62,11 +62,10 @@ async def run(
         )
         for live, ((prefix, _), client) in zip(lives, clients.items(), strict=True)
     }
-    first, *_ = consoles.values()
     with contextlib.closing(listening(host, port)) as listener:
         running = server(consoles, token)
         if until_eof:
-            asyncio.get_running_loop().add_reader(sys.stdin, lambda: _hear(first, running))
+            asyncio.get_running_loop().add_reader(sys.stdin, _hear, next(iter(consoles.values())), running)
         await _announce(listener, token, opens=opens)
         serving = asyncio.create_task(running.serve(sockets=[listener]))
         try:

@@ -193,21 +193,9 @@ class Tokenizer:
         habits, found, goes_on, has_call = self.habits, list[dict[str, Any]](), False, False
         is_begun = before is not None
         for given in messages:
-            message, role = self._with_calls(given, noted), given["role"]
-            if role == "developer" and not habits.developer:
-                message, role = {**message, "role": "system"}, "system"
-                noted[INSTEAD["developer"]] += 1
-            if message.get("tool_calls") and found and not self._may_follow(found[-1], message):
-                message = with_calls(given)
-                noted[INSTEAD["calls"]] += 1
+            role, message = given["role"], self._in_form(given, found, has_call, noted)
             if role != "tool":
                 has_call = bool(message.get("tool_calls"))
-            elif not habits.results or not (has_call or habits.results_alone):
-                said = f"<tool_response>\n{message['content']}\n</tool_response>"
-                message = {"role": "user", "content": said}
-                noted[INSTEAD["results"]] += 1
-            if not habits.any_ids:
-                message = with_short_ids(message)
             leads = not is_begun and all(one["role"] in ("system", "developer") for one in found)
             was_system, goes_on = goes_on, False
             if role in ("system", "developer"):
@@ -230,6 +218,23 @@ class Tokenizer:
                 found.insert(0, {"role": "user", "content": head})
         noted.update(self._joined_pairs([before or {}, *found]))
         return found
+
+    def _in_form(
+        self, given: dict[str, Any], before: Sequence[Mapping[str, Any]], has_call: bool, noted: Counter[str]
+    ) -> dict[str, Any]:
+        """Return one message in a role and a form that the template renders behind those `before`."""
+        habits, message = self.habits, self._with_calls(given, noted)
+        if given["role"] == "developer" and not habits.developer:
+            message = {**message, "role": "system"}
+            noted[INSTEAD["developer"]] += 1
+        if message.get("tool_calls") and before and not self._may_follow(before[-1], message):
+            message = with_calls(given)
+            noted[INSTEAD["calls"]] += 1
+        if given["role"] == "tool" and not (habits.results and (has_call or habits.results_alone)):
+            said = f"<tool_response>\n{message['content']}\n</tool_response>"
+            message = {"role": "user", "content": said}
+            noted[INSTEAD["results"]] += 1
+        return message if habits.any_ids else with_short_ids(message)
 
     def _joined_pairs(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """Say which messages will be joined to those before them."""
