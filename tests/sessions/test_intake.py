@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +23,10 @@ class Delivered(SimpleNamespace):
         )
         super().__init__(subject=f"turnkeep.{tenant}.{session}.in", data=b"", metadata=metadata)
 
+    is_acked = False
+
     async def ack(self) -> None:
-        pass
+        self.is_acked = True
 
     async def nak(self, *, delay: float) -> None:
         pass
@@ -56,6 +59,30 @@ async def test_a_tenant_gets_places_up_to_its_limit_and_its_share_when_all_are_t
         assert not intake._has_room("loud"), "others have come in its place"
         await intake.ack(key)
     assert intake.sessions_by_tenant == {"mid": 1, "quiet": 1, "new": 1}
+
+
+async def test_the_newest_request_of_a_session_stays_without_ack_and_its_last_delivery_gets_it() -> None:
+    intake = intake_for(1)
+    deliveries = [Delivered("a", seq, num) for seq, num in ((5, 1), (9, 1), (9, 2), (7, 1))]
+    for one in deliveries:
+        await intake.deliver(one, lambda _: None)
+    assert [one.is_acked for one in deliveries] == [True, False, False, True]
+    await intake.ack(intake.at_work[0])
+    assert [one.is_acked for one in deliveries] == [True, False, True, True]
+
+
+async def test_what_a_server_has_lost_by_its_restart_is_no_anchor_though_its_sequence_is_used_again() -> None:
+    stored = {5: STORED, 6: STORED + timedelta(seconds=1)}
+
+    async def entry(seq: int) -> Any:
+        return SimpleNamespace(stored=stored[seq]) if seq in stored else None
+
+    intake = intake_for(9, 9, entry=entry)
+    for seq in (5, 6, 7):
+        await intake.deliver(Delivered(f"s{seq}", seq), lambda _: None)
+    intake._journal.server = "the next one"
+    await intake.deliver(Delivered("s8", 8), lambda _: None)
+    assert [key.session for key in intake.at_work] == ["s5", "s8"]
 
 
 async def test_a_request_whose_names_form_no_subject_is_refused_once_however_often_it_comes() -> None:
