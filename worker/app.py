@@ -620,18 +620,13 @@ class App:
     def _metrics(self, intake: Intake) -> Metrics:
         return collect(
             telemetry=self._telemetry,
-            device=self._model.device,
+            model=self._model,
             engine=self._engine,
             store=self._store,
             sessions=self._sessions,
             intake=intake,
             retention=self._retention,
-            model=self._model.loaded.name,
-            sampling=self._model.loaded.sampling,
-            context_tokens=self._model.context_tokens,
-            worker=self._settings.worker,
             members=self._members,
+            settings=self._settings,
             version=VERSION,
-            interval_s=self._settings.metrics_interval_s,
-            max_message_bytes=self._settings.max_message_bytes,
         )

@@ -74,27 +74,27 @@ class ModelStart:
 
     async def load(
         self, directory: DataDir, stack: AsyncExitStack, died: Callable[[BaseException], None]
-    ) -> LoadedModel:
+    ) -> None:
         """Load the model, and start the device thread, which calls `died` if it ends by itself.
 
         Raises `ModelError` and `WorkerError`.
         """
-        settings = self._settings
+        settings, models = self._settings, directory.models
         blas = preload()
         if blas.advice:
             log.warning(blas.advice)
-        auto = settings.dtype == "auto"
-        self.dtype = dtype = (
-            await step_in_thread(self._tasks, model.default_dtype) if auto else settings.dtype
-        )
-        folder = await step_in_thread(
-            self._tasks, model.resolve, settings.model, directory.path, dtype=dtype, progress=self._progress
-        )
-        load_draft = await self._draft_loader(directory, dtype)
+        self.dtype = settings.dtype
+        if settings.dtype == "auto":
+            self.dtype = await step_in_thread(self._tasks, model.default_dtype)
+        read = partial(model.load, dtype=self.dtype, progress=self._progress, store=models)
+        folder = await self._resolved(settings.model, directory)
+        load, load_draft = partial(read, folder, kv_bits=settings.kv_bits), None
+        if settings.draft_model is not None:
+            load_draft = partial(read, await self._resolved(settings.draft_model, directory))
         # For the names of snapshots. Only a first start hashes, while the model is loaded and tried.
-        self._memo = directory.models / "digests.json"
+        self._memo = models / "digests.json"
         self._hashed = self._tasks.start_soon(partial(in_thread, hash_weights, folder, self._memo))
-        self.device = self._make_device(folder, directory.models, load_draft, died)
+        self.device = self._make_device(load, died, load_draft, models / "trials.json")
         loaded = self.loaded = await step_in_thread(self._tasks, self.device.start)
         stack.push_async_callback(shielded, partial(in_thread, self.device.stop))
         self._weights_loaded()
@@ -103,14 +103,17 @@ class ModelStart:
         self.kv_bytes = self._kv_limit()
         self._check_policy()
         self.is_loaded = True
-        return loaded
+
+    async def _resolved(self, name: str | None, directory: DataDir) -> Path:
+        resolve = partial(model.resolve, name, directory.path, dtype=self.dtype, progress=self._progress)
+        return await step_in_thread(self._tasks, resolve)
 
     def _make_device(
         self,
-        folder: Path,
-        models: Path,
-        load_draft: Callable[[], LoadedModel] | None,
+        load: Callable[[], LoadedModel],
         died: Callable[[BaseException], None],
+        load_draft: Callable[[], LoadedModel] | None,
+        trials: Path,
     ) -> Device:
         settings = self._settings
         # Not before: it imports mlx-lm, for which a user's mistakes need not wait.
@@ -118,14 +121,7 @@ class ModelStart:
         from worker.device.device import Device
 
         return Device(
-            partial(
-                model.load,
-                folder,
-                dtype=self.dtype,
-                kv_bits=settings.kv_bits,
-                progress=self._progress,
-                store=models,
-            ),
+            load,
             died,
             block_tokens=settings.block_tokens,
             max_batch=settings.max_batch,
@@ -135,17 +131,8 @@ class ModelStart:
             max_draft=settings.max_draft,
             load_draft=load_draft,
             wired_bytes=settings.wired_memory,
-            trials=models / "trials.json",
+            trials=trials,
         )
-
-    async def _draft_loader(self, directory: DataDir, dtype: str) -> Callable[[], LoadedModel] | None:
-        """Return what loads the draft model on the device thread; None if there is none."""
-        name, path = self._settings.draft_model, directory.path
-        if name is None:
-            return None
-        resolve = partial(model.resolve, name, path, dtype=dtype, progress=self._progress)
-        folder = await step_in_thread(self._tasks, resolve)
-        return partial(model.load, folder, dtype=dtype, progress=self._progress, store=directory.models)
 
     def _log(self, loaded: LoadedModel) -> None:
         settings, kv = self._settings, self.device.estimator.kv
