@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from .flags import Given
 
-#: How long to wait until a session that was made for one question is removed.
+#: How long to wait for the removal of a session that was made for one question.
 _CLOSE_S: Final = 2.0
 #: The exit code after Ctrl-C.
 _INTERRUPTED: Final = 130
@@ -131,7 +131,7 @@ def whole_question(argument: str | None) -> str:
 
 
 def tools_of(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Read tools from files: each has a tool in OpenAI's shape, a function alone, or a list of these.
+    """Read tools from JSON files: each has a tool as in OpenAI's API, only its function, or a list of these.
 
     Raises `UsageError`.
     """
@@ -158,7 +158,7 @@ def decoded(body: bytes) -> str:
 
 
 def by_schema(path: Path) -> dict[str, Any]:
-    """Return the `response_format` for a file with a JSON schema. Raises `UsageError` if it has none."""
+    """Return the `response_format` for a file with a JSON schema. Raises `UsageError` if there is none."""
     try:
         schema = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, ValueError, RecursionError) as error:
@@ -181,7 +181,7 @@ async def answer(
     """Stream the answer; if no session was named, remove the one that was created for the question.
 
     Returns False if Ctrl-C ended it. With `as_json`, print the whole result at the end instead. With `count`,
-    print so many answers, and leave the session as it is.
+    print that many answers, and leave the session unchanged.
     """
     session = client.session(name or f"ask-{uuid4().hex[:12]}")
     instructed = [{"role": "system", "content": system}] if system else []
@@ -205,7 +205,7 @@ async def answer(
         return finished
     finally:
         if name is None:
-            with contextlib.suppress(TurnkeepError):  # the close is in the log, for the next worker
+            with contextlib.suppress(TurnkeepError):  # a later worker closes it: the request is in the log
                 await removed(session, _CLOSE_S, cancel=True)
 
 

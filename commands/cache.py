@@ -45,7 +45,7 @@ class CacheCommandError(TurnkeepError):
 
 
 class _Group(click.Group):
-    """Reports each error of the cache or the disk as one line."""
+    """The command group; reports each error of the cache or the disk as one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         # Standard output is for the result, which may be JSON.
@@ -77,7 +77,7 @@ def _parsed(parse: Callable[[object], Any], wants: str) -> Callable[[Any, Any, s
 
 @dataclass(frozen=True)
 class _Where:
-    """Where a command looks for the cache: `--dir`, else the data directory's."""
+    """Where a command looks for the cache: in `--dir`, otherwise in the data directory."""
 
     directory: Path | None
     given: Given
@@ -103,7 +103,7 @@ class _Where:
 
 
 def _cache_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the options that name the cache, passed as `where`, and those of the settings in `names`."""
+    """Add the options that locate the cache, passed as `where`, and options for the settings in `names`."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @with_settings("data_dir", "cache_key_file", *names)

@@ -78,7 +78,7 @@ def console(
 
 
 def _place(settings: Settings) -> Place:
-    """Say where the page's visitors find this prefix."""
+    """Return the addresses and commands that the page shows to connect to this prefix."""
     from ops.console.app import Place
 
     from .launch import own_gateway
@@ -90,9 +90,9 @@ def _place(settings: Settings) -> Place:
 
 
 def token_of(settings: Settings, of: str) -> str:
-    """Return a console's token: with the worker's own server the same at each start, so that pages go on.
+    """Return a console's access token; it is derived from the token of the worker's own NATS server.
 
-    Who can read that server's token may do everything that the console may. Else it is random.
+    So open pages survive a restart, and a reader of that token gains no new rights. Without one: random.
     """
     secret = None if settings.nats else own_token(settings.data_dir)
     if secret is None:

@@ -41,7 +41,7 @@ class Exchange:
 
 
 async def last_exchanges(client: Client, session: str, at_least: int = 1) -> list[Exchange]:
-    """Return the last exchanges of a session, at least `at_least` if it has so many; the newest is last.
+    """Return the last exchanges of a session, at least `at_least` if it has that many; the newest is last.
 
     Reads the log from its end, so a long session costs no more than a short one.
     """
@@ -63,7 +63,7 @@ def exchanges(entries: Iterable[Entry], position: int | None = None) -> list[Exc
     found: list[Exchange] = []
     asked: dict[int, Request] = {}
     for entry in entries:
-        with contextlib.suppress(InvalidMessageError):  # of another version, or not a worker's
+        with contextlib.suppress(InvalidMessageError):  # of another version, or no worker's entry
             if entry.kind == "in":
                 asked[entry.seq] = decode_request(entry.body)
                 continue

@@ -48,7 +48,7 @@ class HelpContext(click.Context):
     formatter_class = _Formatter
 
 
-#: Fewer options stay among the others.
+#: The fewest options of the NATS connection that get a section of their own.
 _MIN_SECTION: Final = 3
 
 force_option = click.option("--force", is_flag=True, help="Overwrite the file if it is there already.")
@@ -60,7 +60,7 @@ tenant_option = click.option(
     show_default=True,
     help="Tenant that the session belongs to.",
 )
-#: Of commands that read the log; the tenant that they connect as is the default one.
+#: For commands that read the log of many tenants; they connect as the default tenant.
 tenants_option = click.option(
     "--tenant", "tenants", metavar="NAME", default="*", help="Only of this tenant. [default: all]"
 )
@@ -90,7 +90,7 @@ tool_option = click.option(
 
 
 def check_target(target: Path, *, force: bool) -> None:
-    """Raise `TurnkeepError` if a file has no folder, or exists and `force` does not allow to overwrite it."""
+    """Raise `TurnkeepError` if a file has no folder, or exists and `force` does not allow overwriting it."""
     if not target.parent.is_dir():
         raise TurnkeepError(f"there is no folder {target.parent} for the file; make it first")
     if target.exists() and not force:
@@ -100,7 +100,7 @@ def check_target(target: Path, *, force: bool) -> None:
 
 
 def moment(_: click.Context, __: click.Parameter, value: str | None) -> datetime | None:
-    """Parse a time: an age such as `2h`, or a date with an optional time, local unless it has a time zone."""
+    """Parse a time: an age such as `2h`, or a date with an optional time, local if it has no time zone."""
     if value is None:
         return None
     with contextlib.suppress(ValueError):
@@ -114,7 +114,7 @@ def moment(_: click.Context, __: click.Parameter, value: str | None) -> datetime
 
 
 class Number(click.FloatRange):
-    """A number within a range; click's own lets NaN pass."""
+    """An option's number within a range; unlike click's own type it rejects NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Parse an option's value."""
@@ -154,7 +154,7 @@ def listen_option(port: int, reached: str) -> Callable[[Callable[..., Any]], Cal
 def keep_option(
     least_s: float, default_s: float, kept: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--keep-s` to a command that watches workers."""
+    """Add `--keep-s` to a command that watches workers; `kept` is its help text."""
     kind = Number(least_s, 7 * 86400)
     return click.option(
         "--keep-s", metavar="SECONDS", type=kind, default=default_s, show_default=True, help=kept
@@ -176,13 +176,13 @@ def with_result_timeout(help_text: str) -> Callable[[Callable[..., Any]], Callab
 
 @dataclass(frozen=True)
 class Given:
-    """The settings file and the settings' options that a command was given; the flag `of` names a model."""
+    """The settings file and the options given to a command; the flag `of` names one of several models."""
 
     config: Path | None
     flags: Mapping[str, Any]
 
     def but(self, **flags: Any) -> Given:
-        """Return the same with other values of some options."""
+        """Return a copy in which the options `flags` have other values."""
         return replace(self, flags={**self.flags, **flags})
 
     def load(self) -> Settings:
@@ -201,7 +201,7 @@ class Given:
         return setting_sources.load_models(own, os.environ, self.config)
 
     def options(self, names: Collection[str] | None = None) -> list[str]:
-        """Write the options again, for another command: those of `names`, or all."""
+        """Return the given options as words of a command line: those in `names`, or all."""
         given = {"config": self.config}
         given |= {name: self.flags[name] for name in self.flags if names is None or name in names}
         return [
@@ -213,9 +213,9 @@ class Given:
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--config` and the options of the named settings (no names: of all), passed as `given`.
+    """Add `--config` and the options of the named settings (of all, without names), passed as `given`.
 
-    Commands that talk to a worker, which have a prefix, get `--model` too, passed as its flag `of`.
+    If `prefix` is among the names, also add `--model`, passed as the flag `of` of `given`.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -243,7 +243,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return decorate
 
 
-#: As messages have them; a test compares both.
+#: The same ranges as in the protocol's messages; a test compares both.
 _TOKENS: Final = click.IntRange(0, 2**31 - 1)
 _PENALTY: Final = Number(-2, 2)
 _SAMPLING: tuple[tuple[str, str, click.ParamType[Any], str], ...] = (

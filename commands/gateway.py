@@ -113,7 +113,7 @@ def gateway(
 
 
 def _origin(given: str) -> str:
-    """Return an origin as browsers write it. Raises `BadParameter`."""
+    """Normalise a web origin to the form that browsers send. Raises `BadParameter`."""
     origin = given.rstrip("/").lower()
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@]+", origin):
         raise click.BadParameter(f"{given!r} is no origin; one is like https://chat.example")
@@ -128,7 +128,7 @@ def _end_at_eof(server: Server) -> None:
 
 
 def greeting(address: str, port: int, *, has_keys: bool) -> str:
-    """Say where the gateway is, and whether other machines may use it without a key."""
+    """Return the line that gives the gateway's URL, and warns if other machines may use it without a key."""
     place = ipaddress.ip_address(address)
     shown = f"[{address}]" if place.version == 6 else address
     is_open = not (has_keys or place.is_loopback)

@@ -1,4 +1,4 @@
-"""`turnkeep model`: the models on this machine, and those of the hub."""
+"""`turnkeep model`: lists, describes, downloads, converts and removes models on this machine."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def path(given: Given) -> None:
 
 
 def _plain(entry: ModelEntry) -> dict[str, Any]:
-    """Return an entry as JSON has it."""
+    """Return a model's entry as values that JSON can represent."""
     paths = {"path": str(entry.path), "conversions": [str(path) for path in entry.conversions]}
     return asdict(entry) | paths
 

@@ -1,4 +1,4 @@
-"""Prints tables and lines: wrapped to a terminal's width, but whole in a pipe."""
+"""Prints tables and lines: wrapped to a terminal's width, but unwrapped in a pipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-#: The least width of a column that may be cut.
+#: The smallest width of a truncated column; below it the column is left out.
 _LEAST_CUT = 12
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def in_whole_words(line: str) -> list[str]:
-    """Divide a line at its words for a terminal's width, each part with its indent; in a pipe it is whole."""
+    """Wrap a line between words to the terminal's width, keeping its indent; return it whole in a pipe."""
     if not sys.stdout.isatty():
         return [line]
     words = line.lstrip()
@@ -45,9 +45,9 @@ def table(
 ) -> None:
     """Print a table: wrapped to a terminal's width, but one line per row in a pipe or file.
 
-    On a terminal the column `cut` gets the width that is left, on one line, or goes if that is little; and of
-    the columns `same` those go that say the same in all rows. Columns of single words, such as names, stay
-    whole if there is room for the words of the others. Cells are printed literally, never as markup.
+    On a terminal the column `cut` is truncated to the remaining width, or left out if that is too small. A
+    column in `same` is left out if all its cells are equal. Columns of single words, such as names, are not
+    wrapped if the others can still show whole words. Cells are printed literally, never as markup.
     """
     if not sys.stdout.isatty():
         _print_plain([[str(cell) for cell in row] for row in (heads, *rows)])

@@ -1,4 +1,4 @@
-"""Shows the progress of long steps: a line at the start of each, and on a terminal a bar."""
+"""Shows the progress of long steps: a line at the start of each step, and on a terminal a progress bar."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def terminal_progress(
     begins: Callable[[str], object] = lambda _: None, *, of_bytes: bool = True
 ) -> Iterator[Progress]:
-    """Yield a callback for progress, in bytes or plain numbers; any thread may call it.
+    """Yield a callback that shows progress, in bytes or plain numbers; any thread may call it.
 
     Calls `begins(what)` once per step. A bar is shown only while its step runs: a permanent live display
     would keep redrawing its line and erase other output there.

@@ -1,4 +1,4 @@
-"""`turnkeep replay`: finds the recorded session and the tenant to replay it in, and prints the report."""
+"""`turnkeep replay`: finds the recorded sessions and the tenant to replay them in; prints the report."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ def replay(
 
 
 async def _entries(client: Client, sessions: Sequence[str], source: Path | None) -> list[Entry]:
-    """Read the record of these sessions, or of all, from a file or the log."""
+    """Read the recorded entries of these sessions, or of all, from the file `source` or the log."""
     from ops.log.copies import of_file
 
     if source is not None:
         entries = of_file(source)
-    else:  # only the sessions that are named, where some are
+    else:  # only the named sessions, if any are named
         entries = [one for name in sessions or (None,) for one in await client.log(name)]
     there = {one.key.session for one in entries}
     for name in [name for name in sessions if name not in there]:

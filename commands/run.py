@@ -1,4 +1,4 @@
-"""The command `run`: talks with a model at once, with a worker of its own if none runs."""
+"""The command `run`: chats with a model; starts a worker for this if none is running."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from .flags import Given
 
-#: How long its worker may take to end, which writes the last KV to disk.
+#: How long the worker of `run` may take to end, as it writes the last KV to disk.
 _ENDING_S: Final = 30.0
 _POLL_S: Final = 0.2
 _INTERRUPTED: Final = 130
@@ -112,10 +112,10 @@ async def _model_of(client: Client, data_dir: Path) -> str:
 
 @contextlib.contextmanager
 def _worker(options: list[str], question: str | None) -> Iterator[None]:
-    """Run a worker until the block ends; enter once it serves. Its warnings and progress are shown.
+    """Run a worker until the block ends; enter the block once the worker serves. Its warnings are printed.
 
-    If it cannot serve, and `question` may have been meant for one, says how to ask it. The worker is in a
-    session of its own, as Ctrl-C ends an answer, and ends if this process dies in any way.
+    If the worker cannot serve, and `question` is given (perhaps mistaken for a model), print how to ask it.
+    The worker has its own process session, since Ctrl-C ends only an answer; it ends if this process dies.
     """
     command = [*PROGRAM, "serve", "--log-level", "warning", "--until-eof", *options]
     with subprocess.Popen(
@@ -123,7 +123,7 @@ def _worker(options: list[str], question: str | None) -> Iterator[None]:
     ) as process:
         try:
             if process.stdout is None or not process.stdout.readline():
-                if (code := process.wait()) and question is not None:  # it has said why
+                if (code := process.wait()) and question is not None:  # the worker has printed the reason
                     complain(
                         "is that a question? The first word after `run` is the model; to ask the default one:"
                         f" echo {shlex.quote(question)} | {program()} run"

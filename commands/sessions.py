@@ -1,4 +1,4 @@
-"""The commands `sessions`, `show` and `dead`: `ops/log` reads the log, and this module prints."""
+"""The commands `sessions`, `show` and `dead`: print what `ops/log` reads from the log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from turnkeep_client.history import History
     from turnkeep_client.messages import Called, Request, ToolCall
 
-#: Sessions of which the first words are read, one after another: a list of 100,000 must take seconds.
+#: How many sessions' first words are read, one by one: listing 100,000 sessions must take only seconds.
 _WITH_WORDS = 1000
 
 
@@ -130,12 +130,12 @@ def _print_sessions(rows: list[SessionRow]) -> None:
 
 
 def telling_tags(tags: tuple[str, ...]) -> tuple[str, ...]:
-    """Leave out the gateway's other tag: a digest, which tells nobody anything."""
+    """Return tags to show; of a gateway's session only `gateway`, since its other tag is a digest."""
     return tags[:1] if tags[:1] == ("gateway",) else tags
 
 
 def _begins(row: SessionRow) -> str:
-    """Say what a session begins with: a part of another one, or the user's first words."""
+    """Describe how a session begins: its tags, its parent if it is a fork, and the user's first words."""
     forked = f"fork of {row.parent.session} at {row.parent.position}" if row.parent else ""
     tags = "".join(f"[{tag}] " for tag in telling_tags(row.tags))
     return tags + ": ".join(filter(None, (forked, row.begins))) or "-"
@@ -295,7 +295,7 @@ def _lines(turn: Turn, inherited: History | None = None) -> Iterator[str]:
 
 
 def _asked(request: Request | None) -> Iterator[str]:
-    """Yield lines that say what a request adds to its session, or removes from it."""
+    """Yield lines with the messages or tokens that a request adds to its session, or removes from it."""
     if isinstance(request, Append | Generate):
         for message in request.messages or ():
             text = _with_calls(str(message.content or ""), message.tool_calls or ())
@@ -311,7 +311,7 @@ def _asked(request: Request | None) -> Iterator[str]:
 
 
 def _inherited(history: History) -> Iterator[str]:
-    """Yield lines with what a fork has of its parent's conversation."""
+    """Yield lines with the part of its parent's conversation that a fork inherits."""
     if not history.is_whole:
         yield "  its beginning is no longer in the log"
     for message in history.messages:
@@ -332,7 +332,7 @@ def _said(role: str, text: str) -> Iterator[str]:
 
 
 def _taken_over(result: Appended | Generated) -> str:
-    """Say which models a turn has changed between, if it has."""
+    """Describe a change of the session's model at this turn; empty if the model is the same."""
     if result.model is None or result.previous_model is None:
         return ""
     return f"; by {printable(result.model.name)}, after {printable(result.previous_model.name)}"

@@ -30,7 +30,7 @@ _SETTINGS: Final = (
     *("data_dir", "model", "draft_model", "dtype", "kv_bits", "cache_policy", "device_memory", "max_memory"),
     *("snapshots", "max_disk", "block_tokens", "max_batch", "max_context"),
 )
-#: A supervisor gives a model memory for a session of this length.
+#: The length of the session for which a supervisor reserves memory in each model.
 _USUAL_TOKENS: Final = 32_768
 _UNKNOWN: Final = "not known before it is measured; turnkeep bench load measures it on this machine"
 
@@ -107,7 +107,7 @@ def size(given: Given, drive: int | None, as_json: bool, **asked: Any) -> None:
 
 
 def weigh(settings: Settings) -> None:
-    """Print what a model needs, for a supervisor."""
+    """Print, as JSON for a supervisor, the memory that a model needs (`Needs`)."""
     from worker.sizing import device_bytes, measure
     from worker.supervisor import Needs
 
@@ -135,7 +135,7 @@ def weigh(settings: Settings) -> None:
 
 
 def _loaded(settings: Settings) -> tuple[LoadedModel, LoadedModel | None, str]:
-    """Load the model and the draft model, without their weights; the last one is the type of these."""
+    """Load the model and the draft model, without their weights; also return the dtype of the weights."""
     from worker.models import model as models
 
     dtype = settings.dtype if settings.dtype != "auto" else models.default_dtype()
