@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from cache.names.snapshot import Name
 
 _COPY_BYTES: Final = 4 << 20
-#: An archive with more members that are no snapshots is rejected.
+#: An archive with more members than this that are not snapshots is rejected.
 _MOST_OTHERS: Final = 1000
-#: Members that describe the next one.
+#: Types of members that only describe the next member.
 _EXTENDED: Final = {tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
-#: Members without content, whatever their size field says.
+#: Types of members without content, whatever their size field says.
 _EMPTY: Final = {
     tarfile.LNKTYPE,
     tarfile.SYMTYPE,
@@ -68,8 +68,8 @@ def export(
     """Write chains of snapshots to a tar file: the chains that end in `digests`, or all if it is None.
 
     A chain is a sequence of snapshots, each continuing the one before. `digests` are hex names of snapshots,
-    or prefixes of such names. Needs no lock, and verifies every file. Raises
-    `CacheError`, and leaves no archive, if a snapshot is unknown, doubtful, or was evicted meanwhile.
+    or prefixes of such names. Takes no lock, and verifies every file. Raises `CacheError`, and leaves no
+    archive, if a snapshot is unknown, doubtful, or was evicted meanwhile.
     """
     check(directory, access)
     paths = _chains(directory, digests, access)
@@ -259,7 +259,7 @@ def _chains(directory: Path, digests: Sequence[str] | None, access: Access) -> l
                 digest = name.parent.hex()
         except (DoubtfulSnapshotError, OSError) as error:
             if digests is None and not is_lack(error):
-                continue  # all chains means all intact ones
+                continue  # without `digests`, damaged chains are left out
             raise CacheError(f"{path.name} cannot be exported: {error}") from None
         starts |= links
     return [
@@ -280,7 +280,7 @@ def _add_file(tar: tarfile.TarFile, path: Path, access: Access) -> int:
     """Add a file to an archive under its file name, without its owner's name and ids; return its size."""
     with open(path, "rb", opener=private.opener) as file:
         status = os.fstat(file.fileno())
-        reader: Any = access.reader(file.fileno(), path)  # reads, as far as tarfile asks
+        reader: Any = access.reader(file.fileno(), path)  # has `read`, all that tarfile uses
         member = tarfile.TarInfo(PLAIN.file_name(access.digest_of(path.name) or b""))
         member.size, member.mtime, member.mode = reader.size_bytes, int(status.st_mtime), private.FILE_MODE
         tar.addfile(member, reader)

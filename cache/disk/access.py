@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .rows import Pin, Row
 
 SUFFIX: Final = ".safetensors"
-#: The file of a directory that says which key its contents are sealed with.
+#: The file that identifies the key with which a directory's contents are encrypted.
 SEAL: Final = "sealed"
 
 _IS_DIGEST: Final = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}").fullmatch
@@ -74,7 +74,7 @@ class Writer:
 class Access:
     """Reads and writes the files, names and catalog rows of a directory without encryption."""
 
-    #: What the file `SEAL` says: which key; empty without one.
+    #: The contents of the file `SEAL`, which identify the key; empty without encryption.
     mark = ""
 
     def file_name(self, digest: bytes) -> str:
@@ -94,7 +94,7 @@ class Access:
         """Return the size of a file, given the size of its contents."""
         return num_bytes
 
-    def reader(self, file: int, path: Path) -> Reader:  # noqa: ARG002  # for those with a key
+    def reader(self, file: int, path: Path) -> Reader:  # noqa: ARG002  # subclasses use it
         """Return a reader of an open file. Raises `DoubtfulSnapshotError`, `OSError`."""
         return Reader(file)
 

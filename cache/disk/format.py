@@ -6,7 +6,7 @@ index, or of sessions.
 
 The tensors follow the header without gaps, in sections: one for all layers of the same reach (the tokens that
 a layer sees). Some files, the carriers, then have the sketches (2-bit copies of keys) of the blocks before
-them. Last comes the state of layers whose KV is not cut by tokens. The header and each section have their own
+them. Last comes the state of layers that are not stored per token. The header and each section have their own
 checksum, because a restore reads only the sections that a layer still sees, and the state only from a chain's
 last file.
 """
@@ -66,7 +66,7 @@ class EncodedSnapshot:
 
 
 def encode(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> EncodedSnapshot:
-    """Encode a snapshot. Raises `ValueError` if the tensors do not fit the name: the caller's error."""
+    """Encode a snapshot. Raises `ValueError` if the tensors do not fit the name, a fault of the caller."""
     return EncodedSnapshot(headers.write(name, identity, tensors), tensors)
 
 
@@ -188,7 +188,7 @@ def _together(
 def _there(
     together: Sequence[tuple[Span, list[Place]]], layout: Layout, found: Layout
 ) -> list[tuple[Span, list[Place]]]:
-    """Return those of the sections `together` that a shortened file, whose layout is `found`, still has.
+    """Return the sections of `together` that a shortened file still has; `found` is the file's layout.
 
     Raises `DoubtfulSnapshotError` if it is not a shortened file, and `PartialSnapshotError` if it lacks a
     section with tokens that have a place.

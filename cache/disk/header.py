@@ -48,7 +48,7 @@ BLANK: Final = b"0" * CHECKSUM_CHARS
 
 #: Enough for thousands of tensors and the largest block; parsing takes up to twenty times that memory.
 _MAX_BYTES: Final = 1 << 20
-#: MLX counts in 32 bits along an axis.
+#: MLX stores an axis's length in 32 bits.
 _MAX_DIM: Final = (1 << 31) - 1
 _MAX_AXES: Final = 8
 
@@ -68,14 +68,14 @@ _REST: Final = re.compile(
 )
 
 _SIZE: Final = "(?:0|[1-9][0-9]{0,18})"
-#: One tensor; the object ends behind the last one.
+#: One tensor; the JSON object ends after the last one.
 _TENSOR: Final = re.compile(
     rf',"([a-z0-9.]+)":{{"dtype":"([A-Z0-9]+)","shape":\[((?:{_SIZE}(?:,{_SIZE})*)?)\],'
     rf'"data_offsets":\[({_SIZE}),({_SIZE})\]}}'.encode()
 )
 
 _PATH: Final = r"[0-9]+(?:\.[0-9]+)*"
-#: All tensor names of a file, each with a space behind it: each layer's keys and values, sketches, states.
+#: All tensor names of a file, each followed by a space: each layer's keys and values, sketches, states.
 _NAMES: Final = re.compile(
     rf"(?:({_PATH})\.keys \1\.values |"
     rf"({_PATH})(?:\.keys\.codes \2\.keys\.scales \2\.keys\.biases"
@@ -85,7 +85,7 @@ _NAMES: Final = re.compile(
     rf" {re.escape(CARRIED)}\4\.sketch\.biases )*"
     rf"(?:{re.escape(STATE)}{_PATH}\.[a-z]+[0-9]* )*"
 )
-#: The name of nothing: no chain contains it.
+#: Stands for the unknown name of a file of another format version; no chain contains it.
 NO_NAME: Final = Name(bytes(DIGEST_BYTES), 0, b"")
 
 

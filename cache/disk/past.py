@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     _Part: TypeAlias = tuple[Sequence[ChainFile], Future[ReadOutcome]]
 
-#: The time limit of a part.
+#: The time limit for reading one part.
 _READ_S: Final = 5.0
 
 

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
     from .folder import Folder
 
-#: Bytes to fill for each file, on average, from which on a second thread helps. With less the GIL's hand-over
-#: costs more: 63 files of 125 KB took 16 ms by two threads, 10 by one.
+#: The average number of bytes per file from which on a second thread helps. With fewer, passing the GIL
+#: between threads costs more: reading 63 files of 125 KB took 16 ms on two threads, 10 on one.
 LEAST_HELPED_BYTES: Final = 512 << 10
 
-#: Queues work for another I/O thread, and returns a future, to cancel work that has not begun; and the number
-#: of these threads.
+#: A function that queues work for another I/O thread and returns its future (work that has not begun can be
+#: cancelled), and the number of these threads.
 Helpers: TypeAlias = "tuple[Callable[[Callable[[], None]], Future[None]], int]"
 
 
@@ -42,8 +42,8 @@ class ChainFile:
     """One file of a chain, and the position of its first token.
 
     `state` says whether to read the file's state: only of a chain's last file, and only if the model's layers
-    have states. If the file also has sketches (2-bit copies of keys) of earlier tokens, `carried`
-    are these tokens.
+    have states. If the file also has sketches (2-bit copies of keys) of earlier tokens, `carried` are these
+    tokens.
     """
 
     digest: bytes
@@ -69,7 +69,7 @@ class Wanted:
     num_carried: int = 0
 
     def blank(self, folder: Folder, last: ChainFile) -> Blank:
-        """Allocate the arrays, those of the `last` file's state too. Raises `DoubtfulSnapshotError`."""
+        """Allocate the arrays, also for the state in the `last` file. Raises `DoubtfulSnapshotError`."""
         from cache.kv import arrays  # imports MLX, which a process may have to prepare first
 
         states: States = ()
@@ -138,7 +138,7 @@ def restore(
     until = started + limit_s
     last, model = files[-1], wanted.model
     reading, restored, doubt, is_partial = None, None, None, False
-    num_read = len(files) - 1  # a doubtful state is that of the last file
+    num_read = len(files) - 1  # only the last file's state is read, so a doubtful state is in that file
     try:
         blank = wanted.blank(folder, last)
         reading = _Reading(folder, files, wanted, blank, until)

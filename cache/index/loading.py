@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
-#: Threads that read. Two read faster than one even on two processors; on sixteen one, two and four of them
-#: read 2.1, 5.6 and 8.3 GB/s from the page cache into fresh memory.
+#: Reading threads. Two read faster than one even on two processors; on sixteen processors one, two and four
+#: threads read 2.1, 5.6 and 8.3 GB/s from the page cache into fresh memory.
 _IO_THREADS: Final = min(max((os.cpu_count() or 1) // 2, 2), 4)
 #: The time limit of a load, plus the time for its bytes at this rate; a slower load is a miss.
 LOAD_S: Final = 5.0
@@ -88,8 +88,8 @@ class Form:
     def files(
         self, match: Match, seen: Sequence[Span], carriers: Mapping[Node, Span], *, state: bool
     ) -> list[tuple[Node, ChainFile]]:
-        """Return the files to read, in order: carriers, files with `seen` tokens, with `state` the last."""
-        # Positions are summed up here, not taken from files: the arrays must be filled without a gap.
+        """Return the files to read, in order: carriers, files with `seen` tokens, with `state` the last one."""
+        # Positions are sums of lengths, not read from files: the arrays must be filled without a gap.
         ends = list(accumulate(node.num_tokens for node in match.nodes))
         last = len(ends) - 1
         wanted = {last} if state else set()
@@ -148,7 +148,7 @@ class Loading:
         only: Only | None = None,
         num_carried: int = 0,
     ) -> Restored | None:
-        """Read these files of the match's nodes, and release the match."""
+        """Read the `wanted` files of the match's nodes, and release the match."""
         nodes, files = [node for node, _ in wanted], [file for _, file in wanted]
         limit_s = LOAD_S + sum(node.size_bytes for node in nodes) / _LOAD_BYTES_PER_S
         help_out = partial(self._readers.submit, limit_s=limit_s)
@@ -165,7 +165,7 @@ class Loading:
                 _log.error("restores_hang", limit_s=round(limit_s, 1))
             self._hangs = True
             return None
-        except (RuntimeError, MemoryError, OSError) as error:  # a lack of resources: the files are good
+        except (RuntimeError, MemoryError, OSError) as error:  # a lack of resources: files may be valid
             _log.error("restore_failed", error=str(error))
             return None
         finally:
@@ -173,7 +173,7 @@ class Loading:
         self._hangs = False
         if outcome.doubt is not None and not outcome.is_partial:
             self.rejected += self._removal.reject(nodes[outcome.num_read], outcome.doubt)
-        elif outcome.doubt is not None and nodes[outcome.num_read].usable:  # a kill came before its row
+        elif outcome.doubt is not None and nodes[outcome.num_read].usable:  # a kill came before its new row
             self._removal.make_partial(nodes[outcome.num_read], form.layout, form.identity)
         if outcome.restored is not None:
             self.restored_bytes += outcome.restored.size_bytes
@@ -202,6 +202,6 @@ class Loading:
         return await self._readers.close(timeout_s)
 
     def _keep_no_copy(self, doubtful: Node) -> None:
-        """Remove a file from quarantine if it was forgotten meanwhile."""
+        """Remove a doubtful file from quarantine if its snapshot was forgotten during the read."""
         if doubtful.doomed:
             self._writer.unlink([doubtful.row], quarantined=True)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
-#: An index of more snapshots is frozen out of garbage collection.
+#: An index with more snapshots than this is excluded from garbage collection (`gc.freeze`).
 _MANY_ROWS: Final = 10_000
 
 
@@ -74,7 +74,7 @@ class Opened:
 def open_directory(
     directory: Path, identity: bytes, model: str, clock: Callable[[], float], access: Access = PLAIN
 ) -> Opened:
-    """Lock a directory and read its contents. Blocking.
+    """Lock a directory, build its index, and repair the catalog if it differs from the files. Blocking.
 
     Raises `DirectoryLockedError`, `SealedError`, `OSError`.
     """
@@ -91,7 +91,7 @@ def open_directory(
                 stack.callback(catalog.close)
             index, rejected, adopted = reconcile(folder, catalog, names.result(), clock)
             if index.stored > _MANY_ROWS:
-                gc.freeze()  # a collection of it would stop every thread for 0.2 s
+                gc.freeze()  # a collection of the index would stop every thread for 0.2 s
         with suppress(sqlite3.Error):  # a full disk
             catalog.note_identities([identity])
             if model:
@@ -115,7 +115,7 @@ def open_directory(
 
 @contextmanager
 def _rarely_collecting() -> Iterator[None]:
-    """Disable the garbage collector, which would scan the growing index again and again."""
+    """Disable the garbage collector in the block: it would scan the growing index again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

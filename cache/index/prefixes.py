@@ -131,7 +131,7 @@ class Prefixes:
     def _covered(self, parent: bytes, packed: bytes) -> bool:
         """Whether nodes, stored or queued, hold all of `packed` after the block `parent`.
 
-        If layers have states, the last node must also end where `packed` ends: a state cannot be cut.
+        If layers have states, the last node must also end where `packed` ends: a state is not divisible.
         """
         min_share = 1.0 if self._stateful else 0.0
         return self._index.longest_path(parent, packed, min_share=min_share)[1] * TOKEN_BYTES == len(packed)

@@ -93,14 +93,14 @@ def _mended(
     _repair(catalog, [*wrong, *orphans], identities, [row for row in kept.values() if row.proof is None])
     lost = sum(row.digest not in strays for row in wrong)
     if adopted or doubtful or orphans or lost:
-        # A kill between a file and its row causes an adopted or lost one: normal, so only information.
+        # A kill between the writes of a file and its row leads to adopted files and lost rows: no warning.
         say = _log.warning if doubtful or orphans else _log.info
         say("index_reconciled", adopted=len(adopted), lost=lost, doubtful=doubtful, orphans=len(orphans))
     return list(kept.values()), doubtful, identities
 
 
 def _adopted(folder: Folder, strays: set[bytes]) -> tuple[dict[bytes, Row], set[bytes]]:
-    """Make rows for files that have none, and move doubtful files to quarantine; return identities too."""
+    """Make rows for files without one, and quarantine doubtful files; return rows and model identities."""
     adopted: dict[bytes, Row] = {}
     identities: set[bytes] = set()
     for digest in strays:
@@ -122,7 +122,7 @@ def _repair(catalog: Catalog, wrong: list[Row], identities: set[bytes], lacking:
     try:
         catalog.remove(wrong)
         if identities:
-            catalog.note_identities(identities)  # before the rows: a file with a row is not adopted again
+            catalog.note_identities(identities)  # before the rows, since a file with a row is not read again
         catalog.put(lacking)
     except sqlite3.Error as error:  # a full disk
         _log.error("index_not_written", error=str(error))
@@ -145,7 +145,7 @@ def _is_right(row: Row) -> bool:
 
 
 def _fits(fields: Columns) -> bool:
-    """Whether names have the right length, tokens are complete and not too many, numbers integers >= 0."""
+    """Whether digests have the right length, tokens are complete and not too many, numbers are integers."""
     digests, parents, starts, tokens, sizes, used, *_ = fields
     return (
         {*map(len, digests), *map(len, parents)} <= {DIGEST_BYTES}

@@ -85,7 +85,7 @@ class Blank:
         num_carried: int = 0,
     ) -> None:
         reaches = reaches or (FULL,) * len(layout)
-        # As mlx-lm's plain caches grow: the first append after a restore copies nothing.
+        # Rounded up as in mlx-lm's plain caches, so that the first append after a restore copies nothing.
         capacity = math.ceil(max(num_tokens, room_tokens) / KVCache.step) * KVCache.step
         spans = _held(layout, reaches, num_tokens, only)
         sizes = [
@@ -99,7 +99,7 @@ class Blank:
         ]
         self._specs: list[Spec] = [*kv, *states]
         # MLX documents writing to a view of an evaluated array, and with unified memory the GPU sees the same
-        # buffer. To write to CUDA's managed memory is slow, so there numpy owns the memory until `arrays`.
+        # buffer. Writes to CUDA's managed memory are slow, so there numpy owns the memory until `arrays`.
         self._in_place = not mx.cuda.is_available()
         self._owners: dict[str, Any] = _blank(self._specs) if self._in_place else self._plain()
         self.places: list[Place] = [
@@ -110,7 +110,7 @@ class Blank:
         self.state: list[memoryview] = [_memory(self._owners[name]) for name, _, _ in states]
 
     def _take_carried(self, start: int, num_tokens: int) -> list[Place]:
-        """Move the first `num_tokens` tokens of the tensors from index `start` on to places of their own."""
+        """Split off places for the first `num_tokens` tokens of the tensors from index `start` on."""
         split = [place.split(num_tokens) for place in self.places[start:]]
         self.places[start:] = [place for _, place in split]
         return [place for place, _ in split]
@@ -120,7 +120,7 @@ class Blank:
 
         The buffers cannot be written to afterwards.
         """
-        self.places, self.carried, self.state = [], [], []  # nobody may write to the arrays any more
+        self.places, self.carried, self.state = [], [], []  # from now on nothing may write to the arrays
         owners, self._owners = self._owners, {}
         if not self._in_place:
             return {name: cuda.copied(owners.pop(name), _TYPES[dtype][0]) for name, dtype, _ in self._specs}
@@ -141,7 +141,7 @@ def _blank(specs: Sequence[Spec]) -> Arrays:
 
 
 def _read_from_nothing(specs: Sequence[Spec]) -> Arrays:
-    """Let MLX read a file in memory that consists of a header and a hole.
+    """Allocate the arrays by letting MLX load a file in memory that has a header and then only a hole.
 
     MLX reads on several threads, so page faults are handled in parallel; `mx.zeros` writes on one thread.
     """
@@ -175,7 +175,7 @@ def _rows(owner: Any, heads: int) -> tuple[memoryview, ...]:
 
 
 def release_thread() -> None:
-    """Release the calling thread's MLX streams before the thread ends; it must not load afterwards.
+    """Release the calling thread's MLX streams before the thread ends; the thread must not use MLX again.
 
     A stream that outlives its thread sometimes aborts the process at exit.
     """

@@ -39,7 +39,7 @@ class RingCache:
         self.keys: tuple[mx.array, ...] | None = None
         self.values: tuple[mx.array, ...] | None = None
         self.offset = 0
-        #: The first position behind the sinks whose token has not been overwritten.
+        #: The first position after the sinks whose token has not been overwritten.
         self.first_held = sink
 
     @property
