@@ -93,20 +93,20 @@ VERSION = importlib.metadata.version("turnkeep")
 #: The settings that a reload may change.
 _RELOADED = frozenset({"max_disk", "min_free_disk"})
 
-#: Limit of logs that are read at once: each takes memory for a page or two of the log.
+#: Limit of session logs that are read at the same time: each takes memory for a page or two of its log.
 _MAX_READINGS = 4
 
 #: Limit of threads for work that would block the event loop, tokenising above all.
 _MAX_THREADS = 6
 
-#: A step of the device that takes longer hangs: it is planned to take `max_stall_s`, and a lone prompt's is
-#: seconds on the slowest machine.
+#: A device step that takes longer than this hangs: steps are planned to take `max_stall_s`, and the step of a
+#: lone prompt takes seconds on the slowest machine.
 _STUCK_S = 120.0
 
-#: Time for sessions to end; then a commit that waits for an unreachable log is cancelled.
+#: Time for sessions to end; after it, commits that wait for an unreachable log are cancelled.
 _STOP_S = 10.0
 
-#: Time after that for snapshots that were dropped, before the store writes its queue.
+#: Time after that to store KV whose snapshots were dropped, before the store writes its queue.
 _STORE_S = 5.0
 
 
@@ -114,7 +114,7 @@ def _data_dir(settings: Settings) -> DataDir:
     try:
         return DataDir.open(settings.data_dir, settings.worker, settings.nats_place)
     except DataDirInUseError:
-        for name in (settings.model, settings.draft_model):  # else a worker is stopped for it
+        for name in (settings.model, settings.draft_model):  # otherwise the user stops a worker in vain
             model.check_name(name, settings.data_dir)
         raise
 
@@ -178,7 +178,7 @@ class App:
             self._model = ModelStart(
                 settings, self._starting, progress=self._progress, weights_loaded=self._weights_loaded
             )
-            if settings.health is not None:  # first, and last to end: it says what is still missing
+            if settings.health is not None:  # first to start and last to stop: it reports what is missing
                 health = HealthServer(settings.health, {"/livez": self._hangs, "/readyz": self._unready})
                 await health.open()
                 await stack.enter_async_context(self._background("health", health.serve))
@@ -186,8 +186,8 @@ class App:
             access = cache_access(settings)
             tier = await step_in_thread(self._starting, remote_tier, settings, access)
             directory = stack.enter_context(_data_dir(settings))
-            # A user's mistakes show first: no server is started and no stream made for a model that cannot be
-            # loaded, and no model is fetched for a server that does not answer.
+            # Report a user's mistakes first: start no server and create no stream for a model that cannot be
+            # loaded, and download no model for a server that does not answer.
             join, is_running = self._join(directory, stack)
             load = partial(self._model.load, directory, stack, self._device_died)
             if not is_running:
@@ -209,7 +209,7 @@ class App:
     def _join(
         self, directory: DataDir, stack: contextlib.AsyncExitStack
     ) -> tuple[Callable[[], Awaitable[Client]], bool]:
-        """Return a function that connects to NATS, and whether the server runs already."""
+        """Return a function that connects to NATS, starting its server if needed, and whether that runs."""
         settings, options = self._settings, worker_options(self._settings)
         if settings.nats is not None:
             url = over_tls(settings, settings.nats)
@@ -223,7 +223,7 @@ class App:
             return await self._connect(server.url, directory, stack, token=server.token)
 
         async def stop() -> None:
-            if self._model.is_loaded:  # else a running server stays what it was, for a start that can succeed
+            if self._model.is_loaded:  # after a failed start, leave a running server to the next
                 await server.stop()
 
         return start, server.check()
@@ -310,9 +310,9 @@ class App:
         device.cut_snapshots(self._store.room)
 
     async def _serve(self, nc: Client, js: JetStreamContext, names: Streams) -> None:
-        """Serve requests until told to stop. Raises `WorkerError` if a part of the worker ends earlier.
+        """Serve requests until `stop`. Raises `WorkerError` if a part of the worker ends earlier.
 
-        The task groups end from the inside out, which is the order in which the parts must stop.
+        The task groups end from the innermost to the outermost, which is the order to stop the parts in.
         """
         async with task_group() as parts:
             async with task_group() as asides:
@@ -346,7 +346,7 @@ class App:
             await self._members.leave()
             await intake.return_anchors()
             await self._engine.store_missing(_STORE_S)
-            parts.cancel_scope.cancel()  # last, as until here the keep-alive protects the anchors
+            parts.cancel_scope.cancel()  # last, as the keep-alive protects the anchors until here
         if self._fatal:
             raise WorkerError(self._fatal)
 
@@ -389,7 +389,7 @@ class App:
     ) -> tuple[Endpoints, Intake, Sessions]:
         """Build the parts that serve requests.
 
-        `work` gets the tasks of sessions; `asides` gets tasks that are cancelled after the sessions have
+        `work` runs the tasks of sessions; `asides` runs tasks that are cancelled once the sessions have
         ended.
         """
         settings, loaded, subjects = self._settings, self._model.loaded, self._subjects
@@ -566,11 +566,11 @@ class App:
         self._fail(f"the {name} task ended: {why!r}")
 
     def _device_died(self, error: BaseException) -> None:
-        """Stop the worker, as no turn can run any more. Called on the device thread."""
+        """Stop the worker because the device thread ended. Called on the device thread."""
         self._loop.call_soon_threadsafe(self._fail, f"the device thread ended: {error!r}")
 
     async def _reconnected(self) -> None:
-        """Go on with a server that has returned, or stop if it takes smaller messages than before."""
+        """Pull requests again after a reconnect; stop the worker if the server now limits messages more."""
         if self._nc is not None and (url := self._nc.connected_url) is not None:
             why = small_payload(self._nc, self._settings.max_message_bytes, shown(url.geturl()))
             if why is not None:
@@ -585,7 +585,7 @@ class App:
     def _hangs(self) -> list[str]:
         """Return the faults that only a restart fixes.
 
-        If the event loop itself hangs, there is no answer at all.
+        If the event loop itself hangs, the health endpoint does not answer at all.
         """
         busy_s = self._model.device.busy_s if self._model.is_loaded else 0.0
         return [f"the device has been at one step for {busy_s:.0f} s"] if busy_s > _STUCK_S else []
@@ -613,7 +613,7 @@ class App:
     async def _publish_metrics(self, outbox: Outbox, intake: Intake) -> None:
         while True:
             tenants = self._telemetry.tenants.figures(intake.sessions_by_tenant)
-            # Only here: what `info` says of the worker is for its tenants, who are not to hear of each other.
+            # Only here: tenants read the worker's metrics in `info`, and must not learn of each other.
             await outbox.metrics(structs.replace(self._metrics(intake), by_tenant=tenants))
             await sleep(self._settings.metrics_interval_s)
 

@@ -94,7 +94,7 @@ def collect(
 
 
 def unloaded(**known: Any) -> Metrics:
-    """Build the message about a model that has no worker now; `known` are fields of it."""
+    """Build the message for a model that has no worker now, from its fields `known`; counters are empty."""
     empty = Telemetry(0)
     return Metrics(
         **known,

@@ -1,6 +1,6 @@
-"""Loads the worker's model on the device thread: what it is, and how much KV it may have.
+"""Loads the worker's model on the device thread, and computes its limits of context and KV.
 
-Refuses settings that do not fit the model. `App` starts it, and knows it by its fields from then on.
+Refuses settings that do not fit the model. `App` starts it, and reads its fields afterwards.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WorkerError(TurnkeepError):
 
 
 class ModelStart:
-    """A worker's model. Its fields are there, and do not change, once it `is_loaded`. Event loop only."""
+    """A worker's model. Its fields exist, and stay the same, once it `is_loaded`. Event loop only."""
 
     device: Device
     loaded: LoadedModel
@@ -63,7 +63,7 @@ class ModelStart:
         progress: Progress | None,
         weights_loaded: Callable[[], None],
     ) -> None:
-        """`tasks` waits for blocking steps of a start that is cancelled."""
+        """Take the group `tasks`, which waits for blocking steps if the start is cancelled."""
         self.is_loaded = False
         self._settings = settings
         self._tasks = tasks
@@ -91,7 +91,7 @@ class ModelStart:
         load, load_draft = partial(read, folder, kv_bits=settings.kv_bits), None
         if settings.draft_model is not None:
             load_draft = partial(read, await self._resolved(settings.draft_model, directory))
-        # For the names of snapshots. Only a first start hashes, while the model is loaded and tried.
+        # Hash the weights, for the names of snapshots, while the model is loaded; only a first start does it.
         self._memo = models / "digests.json"
         self._hashed = self._tasks.start_soon(partial(in_thread, hash_weights, folder, self._memo))
         self.device = self._make_device(load, died, load_draft, models / "trials.json")
@@ -116,7 +116,7 @@ class ModelStart:
         trials: Path,
     ) -> Device:
         settings = self._settings
-        # Not before: it imports mlx-lm, for which a user's mistakes need not wait.
+        # Not earlier: importing mlx-lm takes time, and a user's mistakes should show before.
         import_mlx_lm()
         from worker.device.device import Device
 
@@ -152,7 +152,7 @@ class ModelStart:
             log.warning("kv_bits holds in some layers only", kv_layers=self.device.kv_layers)
 
     async def name(self) -> Model:
-        """Name the model for the results."""
+        """Return the model's name and digests, for results."""
         await self._hashed
         digest = partial(model_digest, self.loaded.folder, self._memo)
         tokenizer = await step_in_thread(self._tasks, getattr, self.loaded.tokenizer, "fingerprint")
@@ -163,7 +163,7 @@ class ModelStart:
         )
 
     async def identity(self) -> Identity:
-        """Name the model for its snapshots."""
+        """Return the model's identity, which names its snapshots."""
         await self._hashed
         return await step_in_thread(
             self._tasks,

@@ -44,7 +44,7 @@ async def task_group() -> AsyncIterator[TaskGroup]:
 
 @asynccontextmanager
 async def background(part: Callable[[], Coroutine[Any, Any, object]]) -> AsyncIterator[None]:
-    """Run a part until the block ends."""
+    """Run `part` as a task until the block ends, then cancel it."""
     async with task_group() as tasks:
         tasks.start_soon(part)
         yield
@@ -60,7 +60,7 @@ async def in_thread(work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T
 
 
 async def step_in_thread(tasks: TaskGroup, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-    """Run blocking work on a thread, as a task of a group, which waits for it if the caller is cancelled."""
+    """Run blocking work on a thread, in a task of `tasks`: that group waits if the caller is cancelled."""
     return await tasks.start_soon(partial(in_thread, work, *args, **named))
 
 

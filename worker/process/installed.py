@@ -1,4 +1,4 @@
-"""Knows how Turnkeep was installed: the commands that run it, and that install packages beside it."""
+"""Finds out how Turnkeep was installed: the commands that run it, and that install more packages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def program() -> str:
 
 @contextlib.contextmanager
 def http_libraries(extra: str) -> Iterator[None]:
-    """Import a server in the block. Raises `TurnkeepError` if its libraries, of an `extra`, are missing."""
+    """Guard imports of an HTTP server: raise `TurnkeepError` if libraries of the `extra` are missing."""
     try:
         yield
     except ModuleNotFoundError as missing:
@@ -42,7 +42,7 @@ def http_libraries(extra: str) -> Iterator[None]:
 
 
 def as_installed(message: str) -> str:
-    """Adapt a message to this installation.
+    """Adapt the commands in a message to this installation.
 
     Replaces `pip install` by this environment's pip, and `'turnkeep[EXTRA]'` by the path of a checkout.
     """
@@ -70,6 +70,6 @@ def _checkout() -> str | None:
 
 
 def _from_here(path: Path) -> str:
-    """Return a path as a user in the working directory would write it."""
+    """Return a path as text, as a user in the working directory would type it."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,4 +1,4 @@
-"""The kinds of settings, such as sizes and choices: how a value of each is parsed and shown."""
+"""Defines the kinds of settings, such as sizes and choices: how to parse and format their values."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def parse_duration(value: object) -> float:
 
 
 def text(value: object) -> str:
-    """Return a text without the blanks around it. Raises ValueError."""
+    """Strip white space around a text. Raises ValueError if nothing is left, or for another type."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(value)
     return value.strip()
@@ -93,7 +93,7 @@ def _whole(value: object) -> int:
 
 
 def bits(value: object) -> int:
-    """Parse the bits of quantised KV. Raises ValueError."""
+    """Parse the number of bits of quantised KV. Raises ValueError."""
     bits = _whole(value)
     if bits not in {4, 8}:
         raise ValueError(value)
@@ -125,24 +125,24 @@ def _within(parse: Callable[[object], float], low: float, high: float) -> Callab
 
 
 def count(low: int, high: int) -> Kind:
-    """Whole numbers."""
+    """Return the kind of whole numbers from `low` to `high`."""
     return Kind(f"a whole number from {low} to {high}", "N", _within(_whole, low, high))
 
 
 def size(low: int, high: int = 1024 * TIB) -> Kind:
-    """Sizes in bytes."""
+    """Return the kind of sizes from `low` to `high` bytes."""
     wants = f"a size from {size_text(low)} to {size_text(high)}, such as 8GiB, 500MB or a number of bytes"
     return Kind(wants, "SIZE", _within(parse_size, low, high), size_text)
 
 
 def duration(low: float, high: float) -> Kind:
-    """Durations in seconds."""
+    """Return the kind of durations from `low` to `high` seconds."""
     wants = f"a duration from {low:g} to {high:.12g} seconds, such as 5, 5s or 2m"
     return Kind(wants, "TIME", _within(parse_duration, low, high), lambda value: f"{value:g}")
 
 
 def choice(*words: str) -> Kind:
-    """One of these words."""
+    """Return the kind of settings whose value is one of `words`."""
 
     def parse(value: object) -> str:
         if value not in words:
@@ -153,9 +153,9 @@ def choice(*words: str) -> Kind:
 
 
 def word_or(word: str, meaning: object, kind: Kind) -> Kind:
-    """Extend `kind`: the value `word` means `meaning`, for example no value.
+    """Return a kind that also accepts `word`, which means `meaning`, for example None.
 
-    So a source can undo the value of a source that it overrides.
+    So one source of settings can undo a value from a source that it overrides.
     """
     return Kind(
         f"{word!r} or {kind.wants}",
@@ -166,7 +166,7 @@ def word_or(word: str, meaning: object, kind: Kind) -> Kind:
 
 
 def named(wants: str, check: Callable[[str], str]) -> Kind:
-    """Names that `check` takes, which raises `InvalidMessageError`."""
+    """Return the kind of names that `check` accepts; for others it raises `InvalidMessageError`."""
 
     def parse(value: object) -> str:
         try:
@@ -178,7 +178,7 @@ def named(wants: str, check: Callable[[str], str]) -> Kind:
 
 
 def _nats_url(value: object) -> str:
-    """Complete `host:port[,host:port]` to URLs; a port may be left out."""
+    """Complete `host:port[,host:port]` to NATS URLs; ports may be missing. Raises ValueError."""
     urls = [
         url if "://" in url else f"nats://{url}" for url in (part.strip() for part in text(value).split(","))
     ]
@@ -186,14 +186,14 @@ def _nats_url(value: object) -> str:
         parts = urlsplit(url)
         if parts.scheme not in {"nats", "tls", "ws", "wss"} or not parts.hostname or parts.port == 0:
             raise ValueError(url)
-        # Such characters in a password must be percent-encoded: the rest of it would not be sent.
+        # A password with such a character, not percent-encoded, would be sent only up to it.
         if parts.query or parts.fragment or (parts.path.strip("/") and parts.scheme in {"nats", "tls"}):
             raise ValueError(url)
     return ",".join(urls)
 
 
 def _endpoint(value: object) -> Endpoint:
-    """Parse `HOST:PORT`, `[::1]:PORT`, or a port of the loopback address."""
+    """Parse `HOST:PORT`, `[::1]:PORT`, or only a port, for the loopback address. Raises ValueError."""
     host, _, port = str(_whole(value) if isinstance(value, int) else text(value)).rpartition(":")
     if host and not _HOST.fullmatch(host):
         raise ValueError(value)
@@ -226,7 +226,7 @@ PLACE = Kind("a directory, or a URL such as s3://bucket/prefix", "DIR|URL", text
 PORT = count(1, 65535)
 ENDPOINT = Kind("HOST:PORT, or a port of 127.0.0.1, such as 9424", "HOST:PORT", _endpoint)
 MODEL = Kind("text", "MODEL", text)
-#: Not on the command line, which other users of the machine can see; `__repr__` leaves such a setting out.
+#: Secrets are never options, as other users can see command lines; `__repr__` omits them, too.
 SECRET = Kind("text", "TEXT", text, lambda _value: "***")
 POLICY = Kind(
     "sink_window:SINK,WINDOW with two numbers of tokens from 1, such as sink_window:4,1024, or paged:RESIDENT"

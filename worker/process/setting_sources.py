@@ -1,7 +1,7 @@
 """Collects a worker's settings from their sources.
 
 The command line overrides the `TURNKEEP_*` environment, which overrides `turnkeep.toml`, which overrides the
-defaults. A table `[models.NAME]` of the file has settings of one model, which override the file's others.
+defaults. A table `[models.NAME]` of the file holds settings of one model, which override the file's others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CONFIG_NAME: Final = "turnkeep.toml"
 _MODELS: Final = "models"
-#: Variables that begin so are no settings: of the tests, and of `turnkeep launch`.
+#: Prefixes of environment variables that are not settings: those of the tests and of `turnkeep launch`.
 _OTHER_ENV: Final = ("TURNKEEP_TEST_", "TURNKEEP_GATEWAY_")
 
 
@@ -41,10 +41,10 @@ def load(
     `config_path` must exist if given; without it `turnkeep.toml` in `cwd` is read if it exists. An empty
     environment variable counts as unset. A relative `data_dir` starts at `cwd`, or at the file's folder.
 
-    If the file has models, the settings are those of the model `of`, or else of the first one.
+    If the file has tables of models, returns the settings of the model `of`, by default of the first one.
 
-    Flags with `nats` and without `model`, whatever their values, are a client's: NATS_URL names its server
-    if nothing else names a server or a data directory.
+    Only for a client, whose `flags` have the key `nats` but not `model`, NATS_URL names the server if no
+    source names a server or a data directory.
     """
     given = _Given.read(flags, environ, config_path, cwd)
     if of is not None and of not in given.tables:
@@ -62,9 +62,9 @@ def load_models(
     config_path: Path | None = None,
     cwd: Path | None = None,
 ) -> dict[str, Settings]:
-    """Return the settings of each model that the file has a table of; raises `SettingsError`.
+    """Return the settings of each model with a table in the file; raises `SettingsError`.
 
-    There are none if a model or a prefix is given on the command line or in the environment.
+    Empty if the command line or the environment gives a model or a prefix.
     """
     given = _Given.read(flags, environ, config_path, cwd)
     if given.is_one:
@@ -86,7 +86,7 @@ def load_models(
 
 
 class _Given(NamedTuple):
-    """The values that were given: by all sources together, by tables of models, and on top of these."""
+    """Given values: `common` to all models, from `tables` of models, and `above`, which override both."""
 
     path: Path
     common: dict[str, Any]
@@ -121,17 +121,17 @@ class _Given(NamedTuple):
 
     @property
     def is_one(self) -> bool:
-        """Whether one model was chosen over those of the file."""
+        """Whether the command line or the environment chose a single model."""
         return not self.above.keys().isdisjoint({"model", "prefix"})
 
     def of(self, name: str) -> dict[str, Any]:
-        """Return the values for one model of the file."""
+        """Return the values for the model of this name in the file."""
         prefix = f"{self.common.get('prefix', DEFAULT_PREFIX)}-{word(name)}"
         return {**self.common, "prefix": prefix, **self.tables[name], **self.above}
 
 
 def _tables(written: object, path: Path) -> dict[str, dict[str, Any]]:
-    """Read the tables of models. Raises `SettingsError`."""
+    """Parse the tables `[models.NAME]` of the file. Raises `SettingsError`."""
     if not isinstance(written, dict) or not all(isinstance(one, dict) for one in written.values()):
         raise SettingsError(f"models in {path} must be tables: [models.NAME], with model = ... in each")
     tables = {}
@@ -152,7 +152,7 @@ def _tables(written: object, path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _key(name: str) -> str:
-    """Write a name as TOML does."""
+    """Return a name as a TOML key, in quotes if needed."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else f'"{name}"'
 
 
@@ -189,5 +189,5 @@ def _file(path: Path, *, required: bool) -> dict[str, object]:
 
 def _suggest(name: str, known: Iterable[str], source: Callable[[str], str]) -> str:
     near = difflib.get_close_matches(name.replace("-", "_").lower(), list(known), n=1)
-    spelled = source(near[0]).partition(" in ")[0] if near else ""  # the file is named already
+    spelled = source(near[0]).partition(" in ")[0] if near else ""  # the message has named the file already
     return f"; did you mean {spelled}?" if near else "; see turnkeep serve --help for the list"

@@ -1,7 +1,7 @@
 """Defines every setting of a worker: its name, kind, default and purpose.
 
 A setting has one name in all of its sources (`--data-dir`, `TURNKEEP_DATA_DIR`, `data_dir`), which
-`setting_sources` reads. Knows nothing of what a setting is used for.
+`setting_sources` reads. Knows nothing of how a setting is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from . import setting_kinds as kinds
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: What the names of environment variables begin with.
+#: The prefix of all settings' environment variables.
 ENV: Final = "TURNKEEP_"
 _NATS_PORT: Final = 4222
 
@@ -36,7 +36,7 @@ class SettingsError(TurnkeepError):
 
 
 def word(name: str) -> str:
-    """Replace the characters of a name that prefixes and ids cannot have."""
+    """Replace characters that are not allowed in prefixes and ids by `-`."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", name)
 
 
@@ -352,11 +352,11 @@ class Settings:
 
     @property
     def nats_place(self) -> str | int:
-        """The URLs of the NATS servers without credentials, or the port of the worker's own."""
+        """The URLs of the NATS servers, without credentials, or the port of the worker's own server."""
         return shown(self.nats) if self.nats else self.own_port
 
 
-#: Settings that several models have in common.
+#: Settings that must be the same for all models of one file.
 SHARED: Final = frozenset(
     {"data_dir", "worker", "memory", "health", "sync_interval", "log_format", "log_level"}
     | {field.name for field in dataclasses.fields(Settings) if field.name.startswith("nats")}
@@ -372,7 +372,7 @@ class Description:
     wants: str
     shape: str
     default: str
-    is_secret: bool = False  # neither an option of the command line, nor ever shown
+    is_secret: bool = False  # it has no command-line option, and is never printed
 
     @property
     def flag(self) -> str:
