@@ -318,9 +318,7 @@ class Engine(EnginePort):
             case Starved():
                 if self._store is not None:
                     self._store.free_memory()
-            case Short(
-                num_bytes, but
-            ):  # also drops KV of turns not submitted yet: they then reuse less
+            case Short(num_bytes, but):  # also drops KV of turns not submitted yet: they then reuse less
                 self._grants.drop_idle(num_bytes, {but, *(turn.key for turn in self._submitted)})
                 self._device.made_room()
             case KvLost():

@@ -142,7 +142,7 @@ class StepChooser:
         return ChosenStep(_NOTHING, hopeless=(turn, sum(self._needs(step))))
 
     def _fitting(self, step: Step) -> ChosenStep | None:
-        """Return the step if it fits or has no prompts, an empty one while sessions are dropped, else None."""
+        """Return the step if it fits or has no prompts; an empty one during drops of sessions; else None."""
         scratch_bytes, growth_bytes = self._needs(step)
         fits = self._room.has(scratch_bytes + growth_bytes)
         if not fits and self._room.ask_for(scratch_bytes + growth_bytes):
