@@ -67,7 +67,7 @@ __all__ = [
 _log = structlog.get_logger("turnkeep.cache")
 
 _DEFAULT_MIN_FREE_BYTES: Final = 1 << 30
-#: How often `settle` looks.
+#: The interval at which `settle` and `past` check again.
 _SETTLE_S: Final = 0.005
 
 
@@ -110,10 +110,10 @@ def access_by(key_file: Path | None) -> Access:
 
 
 def tier_at(place: str, access: Access, *, max_bytes: int, min_free_bytes: int) -> Tier:
-    """Open a remote tier: an object store's URL, or a directory, which is made if it is missing. Blocking.
+    """Open a remote tier: an object store's URL, or a directory, created if missing. Blocking.
 
-    The limits are for directories. Raises `OSError`, `SealedError` if `access` has another key than the files
-    in a directory, and `ModuleNotFoundError` if the library for object stores is missing.
+    The limits apply to a directory only. Raises `OSError`, `SealedError` if the files in a directory need
+    another key than that of `access`, and `ModuleNotFoundError` if the library for object stores is missing.
     """
     if "://" in place:
         from .disk.objects import ObjectStore
@@ -147,7 +147,7 @@ class Store:
         self._folder = opened.folder
         self._catalog = opened.catalog
         index = self._index = opened.index
-        #: By policy; `_form` adds those that a chain is made for.
+        #: Forms by policy; `_form` adds one at the first use of a policy.
         self._forms = {FULL: Form(identity, layout, index)}
         #: Identities of all models and policies that have snapshots here.
         self._identities = opened.identities
@@ -196,8 +196,8 @@ class Store:
         snapshots that wait in memory for the disk; `min_free_bytes` of the file system stay free. KV that no
         layer sees is evicted once all sessions are `keep_behind` tokens past it; with None, only when disk
         space is needed. `model` is the model's name in listings. `clock` (seconds since 1970) orders uses,
-        `monotonic` times pauses after failed writes. `access` has the directory's key. What is stored is put
-        in the `tier` too, and can be fetched there. Raises `DirectoryLockedError`, `SealedError`, `OSError`.
+        `monotonic` times pauses after failed writes. `access` has the directory's key. Snapshots are copied
+        to the `tier`, and can be fetched from it. Raises `DirectoryLockedError`, `SealedError`, `OSError`.
         """
         opened = await asyncio.to_thread(open_directory, directory, identity.digest(), model, clock, access)
         return cls(
@@ -266,16 +266,16 @@ class Store:
             await asyncio.sleep(_SETTLE_S)
 
     async def find_remote(self, chain: Chain, tokens: Sequence[int]) -> Found | None:
-        """Look in the remote tier for what continues the stored prefix of `tokens`; None: nothing."""
+        """Find snapshots in the remote tier that extend the stored prefix of `tokens`, if any."""
         if self._remote is None or self._closing:
             return None
         edges, _ = self._form(chain.policy).prefixes.known(chain, as_tokens(tokens))
         return await self._remote.find(chain, as_tokens(tokens), edges[-1])
 
     async def fetch(self, found: Found) -> tuple[int, float]:
-        """Fetch snapshots from the remote tier into this directory; return the bytes, and the seconds.
+        """Fetch snapshots from the remote tier into this directory; return the bytes and the seconds it took.
 
-        What cannot be fetched, or does not fit, is left out with all that continues it.
+        A snapshot that cannot be fetched, or does not fit, is left out, and so are all that continue it.
         """
         if self._remote is None or self._closing:
             return 0, 0.0
@@ -402,7 +402,7 @@ class Store:
         if reason is not None:
             self._writer.drop(reason)
             return False
-        # Added before the eviction: as a child on its way the node protects its own chain.
+        # Added before the eviction: as a queued child the node protects its own chain from it.
         node = self._index.add(name, size_bytes)
         if not self._room.make(size_bytes):
             self._index.undo_add(node)
@@ -412,16 +412,16 @@ class Store:
         return True
 
     def room(self) -> int:
-        """Return how many bytes `save` can queue now. Safe on any thread; call it before cutting KV."""
+        """Return how many bytes `save` can queue now. Safe on any thread; call it before copying KV."""
         return self._writer.room_bytes
 
     @property
     def is_idle(self) -> bool:
-        """Whether no snapshot waits for the disk, and the disk takes some."""
+        """Whether no write is queued or running, and writing is not paused."""
         return not self._writer.counts.in_flight_bytes and not self._writer.paused
 
     def skip(self, num_snapshots: int) -> None:
-        """Count snapshots that were not cut because `room` was too small."""
+        """Count snapshots as dropped whose KV was not copied because `room` was too small."""
         self._writer.drop("disk_error" if self._writer.paused else "queue_full", num_snapshots)
 
     def free_memory(self) -> None:
@@ -434,7 +434,7 @@ class Store:
     def forget(self, tenant: str, tokens: Sequence[int], *, shared: int = 0) -> int:
         """Remove the snapshots of these tokens, except snapshots that other sequences of tokens share.
 
-        Those are the snapshots that a stored one continues, and those of the first `shared` tokens. Covers
+        Shared are snapshots that a remaining one continues, and those of the first `shared` tokens. Covers
         all identities: other models, policies, `kv_bits`. Returns how many snapshots were removed. A
         snapshot that a load or a turn holds is removed when it is released; a pinned one stays. After a
         `barrier` no removed snapshot comes back, not even through a write in flight.
@@ -450,19 +450,19 @@ class Store:
     async def erase(
         self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0, *, shared: int = 0
     ) -> Forgotten:
-        """`forget`, before the first wait, and wait at most `timeout_s` until the removal is durable.
+        """Call `forget` at once, then wait at most `timeout_s` until the removal is durable.
 
-        Removes copies in quarantine too. The result is not settled if time ran out, if a turn still holds one
-        of the snapshots, if a removal failed, or if there are files of another format version, whose tokens
-        are unknown.
+        Removes copies in quarantine and in the remote tier too. The result is not settled if time ran out, if
+        a turn still holds one of the snapshots, if a removal failed, or if there are files of another format
+        version, whose tokens are unknown.
         """
         return await self._erase(tenant, pack(tokens), timeout_s, shared)
 
     async def erase_marked(self, tenant: str, marks: Marks, timeout_s: float = 2.0) -> bool:
-        """Erase what this directory has of a sequence that another worker has forgotten, as `erase` does.
+        """Erase the snapshots of a sequence that another worker has forgotten, as `erase` does.
 
-        Returns false if a turn holds some of it. Snapshots that differ from it only behind its last mark go
-        too.
+        Returns false if a turn still holds one of the snapshots. Snapshots that differ from the sequence only
+        after its last mark are erased too.
         """
         found = self._marked(tenant, marks)
         for packed in found:
@@ -470,7 +470,7 @@ class Store:
         return not any(node.doomed for packed in found for node in self._within(tenant, packed))
 
     def _marked(self, tenant: str, marks: Marks) -> set[bytes]:
-        """Find the longest packed tokens of stored snapshots that agree with marks."""
+        """Return the packed tokens of the longest chains, stored or queued, that agree with marks."""
         found: set[bytes] = set()
         for identity in self._identities:
             trails = [(blocks.root(identity, tenant), marks.begin(tenant))]
@@ -485,11 +485,11 @@ class Store:
         return found
 
     def erased_up_to(self, log: str) -> Erased | None:
-        """Return what `note_erased` has noted last of a log."""
+        """Return how far a log's erasures are done, as last stored by `note_erased`; None if never."""
         return self._erased.get(log)
 
     def note_erased(self, erased: Erased) -> None:
-        """Note up to where a log's erasures are done, on disk behind these."""
+        """Store how far a log's erasures are done; the writer records it after these erasures."""
         self._erased[erased.log] = erased
         self._writer.note_erased(erased)
 
@@ -512,7 +512,7 @@ class Store:
         return Forgotten(num_snapshots, is_clean and not is_held and not is_unknown)
 
     async def clear(self, timeout_s: float = 5.0) -> bool:
-        """Remove everything, of all tenants and models, pins and quarantine too.
+        """Remove everything from this directory: the snapshots of all tenants and models, pins, quarantine.
 
         False if time ran out or a removal failed. Snapshots that are saved after the call stay. No earlier
         snapshot comes back, not even through a write in flight.
@@ -573,7 +573,7 @@ class Store:
         return True
 
     async def barrier_remote(self, timeout_s: float) -> bool:
-        """Wait until the remote tier has what was stored before this call; False after `timeout_s`."""
+        """Wait until the remote tier has the snapshots stored before this call; False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 if self._remote is not None:
@@ -621,12 +621,12 @@ class Store:
 
     async def _drained(self) -> None:
         await self._writer.barrier()
-        # The end of a write may queue removals: of superseded pieces, and of files that were forgotten during
-        # their rename. Removals queue nothing more.
+        # The end of a write may queue removals: of superseded pieces, and of files that were forgotten while
+        # they were renamed. Removals queue nothing more.
         await self._writer.barrier()
 
     def _form(self, policy: Policy) -> Form:
-        """Return how the model's snapshots under a policy are named and laid out."""
+        """Return the identity and the layout of the model's snapshots under a policy."""
         form = self._forms.get(policy)
         if form is None:
             full = self._forms[FULL]

@@ -88,7 +88,7 @@ class Form:
     def files(
         self, match: Match, seen: Sequence[Span], carriers: Mapping[Node, Span], *, state: bool
     ) -> list[tuple[Node, ChainFile]]:
-        """Return the files to read, in order: carriers, files with `seen` tokens, with `state` the last one."""
+        """Return the files to read, in order: carriers, files with `seen` tokens, with `state` the last."""
         # Positions are sums of lengths, not read from files: the arrays must be filled without a gap.
         ends = list(accumulate(node.num_tokens for node in match.nodes))
         last = len(ends) - 1

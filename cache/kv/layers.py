@@ -65,8 +65,8 @@ def make(
     `rings` makes the model's own sliding windows rings too, if the runner can attend to rings. `sketched` are
     the layers whose keys a paged session keeps in sketches, by default all layers. With `block_tokens`,
     layers with chunks of two blocks or more are stored per token; a shorter chunk could be dropped before its
-    block is copied, since a block may wait for one more piece of the prompt. Raises `ValueError` with the class
-    of a layer that does not support the policy.
+    block is copied, since a block may wait for one more piece of the prompt. Raises `ValueError` with the
+    class of a layer that does not support the policy.
     """
     pages = Pages(policy) if policy.recall else None
     own = (
@@ -197,8 +197,8 @@ def cut(
     """Copy the KV of the tokens `[start, end)`; None if the copy takes more than `room_bytes`.
 
     `at_end` says that the caches are at position `end`. Only then the copy includes the state of layers that
-    are not stored per token, since a cache has only the state after its last token; and only if this state and
-    `spare_states` more states fit into `room_bytes`. A snapshot without its state can be the middle of a
+    are not stored per token, since a cache has only the state after its last token; and only if this state
+    and `spare_states` more states fit into `room_bytes`. A snapshot without its state can be the middle of a
     chain, but no session can resume at its end. With `carried`, the copy includes the sketches of these
     earlier tokens.
 
@@ -225,7 +225,7 @@ def cut(
 
 
 def _pieces(caches: Sequence[Any], start: int, end: int) -> tuple[dict[str, mx.array], dict[str, Policy]]:
-    """Return views of the tokens `[start, end)` in layers stored per token, and the reaches, by tensor name."""
+    """Return views of the tokens `[start, end)` in layers stored per token, and their reaches, by name."""
     pieces: dict[str, mx.array] = {}
     reaches: dict[str, Policy] = {}
     for path, cache in leaves(caches):
@@ -297,7 +297,7 @@ def num_passed(caches: Sequence[Any]) -> int:
 
 
 def most_run(caches: Sequence[Any], block: int) -> int:
-    """Return the most tokens for one pass, such that their block can still be copied from the caches afterwards.
+    """Return the most tokens for one pass after which their block can still be copied from the caches.
 
     Rings must hold these tokens and the unfinished block before them. With layers of chunks or with states, a
     pass runs one block: chunks hold no more, and a state exists only at the end of a pass.

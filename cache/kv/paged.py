@@ -38,8 +38,8 @@ _SELDOM: Final = 512
 #: 48 queries and 3,000 tokens of 3 heads; for 3 queries it is slower, 5 ms instead of 1.
 _FEW_ROWS: Final = 8
 #: Scores are computed per page of tokens. A chunk's score is the highest of its pages and of the page before,
-#: since the text after a match is needed next. The page after the chunk counts less (`_BEHIND`): if a sentence
-#: is divided between two chunks, the chunk with the match ranks first.
+#: since the text after a match is needed next. The page after the chunk counts less (`_BEHIND`): if two
+#: chunks share a sentence, the chunk with the match ranks first.
 PAGE: Final = 16
 _BEHIND: Final = 0.7
 #: The share of a chunk's previous score that is kept.
@@ -98,8 +98,8 @@ class Pages:
         self._pinned = policy.pinned
         self._noted: list[mx.array] = []  # each page's score, by layer and pass
         self._mattered = np.zeros(0)
-        self._usual = np.zeros(0)  # each chunk's average score for all queries
-        #: From this position on, at a prompt's end, all queries are compared; before it only some.
+        self._usual = np.zeros(0)  # a running average of each chunk's score
+        #: Passes that reach this position, near a prompt's end, compare their queries; earlier ones rarely.
         self.asks_from = 0
 
     def assign(self, chunk: int) -> int | None:

@@ -29,7 +29,7 @@ class Span:
 
     @property
     def num_tokens(self) -> int:
-        """Count the tokens."""
+        """The number of tokens."""
         return self.end - self.start
 
 
