@@ -85,7 +85,7 @@ class HeldPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """How many snapshots were removed; `settled` if it is certain that no copy is left on the disk."""
+    """The result of an erasure; `settled` if certainly no copy is left on disk or in the remote tier."""
 
     num_snapshots: int
     settled: bool
@@ -549,7 +549,7 @@ class Store:
 
     @property
     def has_pins(self) -> bool:
-        """Whether anything is pinned."""
+        """Whether any prefix is pinned."""
         return self._room.num_pins > 0
 
     def pinned(self, tenant: str | Chain, tokens: Sequence[int]) -> list[int]:
@@ -583,7 +583,7 @@ class Store:
         return True
 
     def stats(self) -> SnapshotStats:
-        """Return the current counts."""
+        """Return the current counts: snapshots by outcome, and the use of the disk."""
         return SnapshotStats.collect(
             self._writer.counts,
             self._index,
@@ -666,7 +666,7 @@ class Store:
         self._writer.use(node.used, node.digest)
 
     def _adopt(self, name: Name, path: Path, size_bytes: int) -> Node | None:
-        """Take over a file that was fetched from the remote tier; None if there is no room for it."""
+        """Add a fetched file to the index and queue its move into the directory; None if it is refused."""
         if self._closing or self._writer.paused or (name.start and self._index.get(name.parent) is None):
             return None
         node = self._index.add(name, size_bytes)

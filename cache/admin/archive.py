@@ -185,7 +185,7 @@ def _members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
 
 
 class _Importer:
-    """Adds members one by one to an open cache."""
+    """Adds the members of an archive one by one to an open cache, within its limits."""
 
     def __init__(
         self, folder: Folder, catalog: Catalog, index: Index, max_bytes: int, min_free_bytes: int
@@ -199,7 +199,7 @@ class _Importer:
         self._min_free_bytes = min_free_bytes
 
     def add(self, member: tarfile.TarInfo, content: IO[bytes]) -> None:
-        """Add a member. Raises `DoubtfulSnapshotError` with the reason if it is skipped."""
+        """Verify and add a member. Raises `DoubtfulSnapshotError` with the reason if it is skipped."""
         digest = PLAIN.digest_of(member.name)
         if digest is None or not _is_snapshot(member):
             raise DoubtfulSnapshotError("not a file with the name of a snapshot")
@@ -240,7 +240,7 @@ class _Importer:
 
 
 def _chains(directory: Path, digests: Sequence[str] | None, access: Access) -> list[Path]:
-    """Return the files of the chains, parents before children."""
+    """Return the files of the chains that end in `digests`, or of all chains, parents before children."""
     snapshots = directory / "snapshots"
     there = {digest.hex() for digest in scan(snapshots, access)}
     ends = there if digests is None else {_only(there, digest) for digest in digests}
@@ -288,7 +288,7 @@ def _add_file(tar: tarfile.TarFile, path: Path, access: Access) -> int:
 
 
 def _is_snapshot(member: tarfile.TarInfo) -> bool:
-    """Whether a member is a plain file, not a sparse one, and its name is that of a snapshot."""
+    """Whether a member is a plain file (not a sparse one) with the name of a snapshot."""
     return member.type in {tarfile.REGTYPE, tarfile.AREGTYPE} and PLAIN.digest_of(member.name) is not None
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was removed and what is left. `num_pinned` snapshots met the conditions but are pinned."""
+    """The result of pruning. `num_pinned` snapshots met the conditions, but stay because they are pinned."""
 
     num_files: int
     size_bytes: int

@@ -111,7 +111,7 @@ class Access:
         return (*row[:-1], proof)
 
     def rows(self, stored: list[Row]) -> Iterable[Row]:
-        """Return the catalog's rows, except those that this key cannot decrypt."""
+        """Return the catalog's rows in plain form, except those that do not decrypt with this key."""
         return stored
 
     def hidden_pin(self, pin: Pin) -> tuple[bytes, bytes, bytes]:
@@ -119,7 +119,7 @@ class Access:
         return pin.name, *pin
 
     def pins(self, stored: list[Pin]) -> Iterable[Pin]:
-        """Return the catalog's pinned prefixes, except those that this key cannot decrypt."""
+        """Return the catalog's pins in plain form, except those that do not decrypt with this key."""
         return stored
 
     def check(self, directory: Path) -> None:

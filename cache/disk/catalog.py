@@ -212,7 +212,7 @@ class Catalog:
             db.execute("DELETE FROM pin")
 
     def put(self, rows: Iterable[Row], *, durable: bool = False) -> None:
-        """Add or replace rows."""
+        """Add or replace the rows of snapshots; with `durable` they are on disk when this returns."""
         rows = list(rows)
         with self._transaction(durable=durable) as db:
             db.executemany(_PUT, map(self._access.hidden_row, rows, proofs(columns(rows))))
@@ -226,7 +226,7 @@ class Catalog:
                 db.execute("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", (row.used, parent))
 
     def use(self, uses: Iterable[tuple[int, bytes]]) -> None:
-        """Store times of last use: (used, digest). A use counts for all snapshots before this one, too."""
+        """Store times of last use: (used, digest). A use also counts for all snapshots before this one."""
         with self._transaction() as db:
             hidden = ((used, self._access.hidden(digest)) for used, digest in uses)
             db.executemany("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", hidden)
@@ -240,7 +240,7 @@ class Catalog:
 
 
 class _Transaction:
-    """BEGIN, then COMMIT, or ROLLBACK after an exception.
+    """An SQLite transaction: BEGIN, then COMMIT, or ROLLBACK after an exception.
 
     With SQLite's `synchronous` NORMAL a power failure may lose a commit; with FULL the commit is on disk.
     """

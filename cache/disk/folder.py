@@ -63,7 +63,7 @@ def may_hold(directory: Path) -> bool:
 
 
 class Folder:
-    """One directory, locked from construction to `close`. Raises `DirectoryLockedError`, `OSError`."""
+    """A cache directory, locked from construction to `close`. Raises `DirectoryLockedError`, `OSError`."""
 
     def __init__(self, directory: Path, access: Access = PLAIN) -> None:
         self.directory = directory
@@ -120,7 +120,7 @@ class Folder:
             sync(self.directory, through=True)
 
     def path(self, digest: bytes) -> Path:
-        """Return the path of a snapshot."""
+        """Return the path of a snapshot's file."""
         return self.snapshots / self.access.file_name(digest)
 
     def names(self) -> set[str]:
@@ -245,7 +245,7 @@ class Folder:
 
 
 def _within(directory: Path) -> list[Path]:
-    """List a directory; a missing one is empty."""
+    """List the paths in a directory; a missing directory counts as empty."""
     try:
         return list(directory.iterdir())
     except FileNotFoundError:

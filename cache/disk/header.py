@@ -277,7 +277,7 @@ def _tensors(
 
 
 def _listed(text: bytes) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-    """Yield each tensor's name, type and shape, and where it ends in the payload."""
+    """Yield each tensor's name, type, shape and end in the payload, from the text of a header."""
     place = at = 0
     while (found := _TENSOR.match(text, place)) is not None:
         place = found.end()

@@ -58,7 +58,7 @@ class StoredPast:
     ahead: tuple[tuple[str, int], _Part] | None = None
 
     def parts(self, layer: str, then: str | None = None) -> Iterator[tuple[list[mx.array], list[mx.array]]]:
-        """Yield keys and values of all tokens in order: (1, KV heads, tokens, size), or codes and scales.
+        """Yield a layer's keys and values, part by part: (1, KV heads, tokens, size), or codes and scales.
 
         `layer` is the layer's path in snapshots, and `then` the layer to read next. Raises `LostPastError` if
         a file is missing or damaged, or the disk does not answer.

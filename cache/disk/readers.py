@@ -58,7 +58,7 @@ class Readers:
         return min(self._until) < monotonic()
 
     async def run(self, work: Callable[[], T], limit_s: float) -> T:
-        """Run `work` on a thread; return its result or raise its exception. Waits for a thread without limit.
+        """Run `work` on a thread; return its result or raise its exception. Waits for a free thread.
 
         Raises `TimeoutError` if any thread's job has exceeded its limit; that thread cannot be used until its
         job returns.
@@ -72,7 +72,7 @@ class Readers:
         raise TimeoutError("the disk does not answer")
 
     def submit(self, work: Callable[[], T], limit_s: float) -> Future[T]:
-        """Queue `work`, which may run for `limit_s`. Safe on any thread."""
+        """Queue `work`, with a time limit of `limit_s`, and return its future. Safe on any thread."""
         job = _Job(work, limit_s)
         self._jobs.put(job)
         return job.future

@@ -165,7 +165,7 @@ def restore(
 
 
 class _Reading:
-    """The files of a restore; each reading thread takes the next one."""
+    """The files of a restore; each reading thread takes the next unread file."""
 
     def __init__(
         self, folder: Folder, files: Sequence[ChainFile], wanted: Wanted, blank: Blank, until: float

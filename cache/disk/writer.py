@@ -213,7 +213,7 @@ class Writer(Generic[NodeT]):
         self.counts.dropped[reason] += num_snapshots
 
     def write(self, node: NodeT, encoded: EncodedSnapshot | None, fetched: Path | None = None) -> None:
-        """Queue a snapshot, or a file that was fetched; the caller must have checked `room_bytes`."""
+        """Queue the write of a snapshot or of a fetched file; the caller must have checked `room_bytes`."""
         write = Write(node, node.row, encoded, node.size_bytes, fetched)
         self.counts.accepted += 1
         self.counts.in_flight += 1

@@ -59,7 +59,7 @@ class Behind:
         return len(self._due)
 
     def follow(self, root: bytes, layout: ModelLayout, identity: Identity) -> None:
-        """From now on look for nodes that are behind among all nodes under a root.
+        """Follow a root: from now on `evict` covers those of its nodes that are behind.
 
         If some layers have windows and others have states, no node counts as behind.
         """

@@ -45,7 +45,7 @@ class Index:
         self._fill(stored)
 
     def _fill(self, stored: Sequence[Row]) -> None:
-        """Build the tree of the stored snapshots."""
+        """Build the tree from the catalog's rows."""
         nowhere = Parent(b"")
         self._nodes = nodes = {row.digest: Node(row, nowhere, durable=True) for row in stored}
         #: The roots that have chains.
@@ -205,7 +205,7 @@ class Index:
         self.kept_bytes -= node.size_bytes * (node.kept > 0)
 
     def remove(self, node: Node) -> None:
-        """Remove a leaf."""
+        """Remove a leaf; its parent takes over its last use and its holds."""
         del self._nodes[node.digest]
         self._held.discard(node)
         if node.durable:

@@ -58,7 +58,7 @@ class Opened:
     def writer(
         self, on_end: Callable[[Write[Node]], None], *, queue_bytes: int, monotonic: Callable[[], float]
     ) -> Writer[Node]:
-        """Start the writer."""
+        """Start the writer thread for this directory, and return its interface."""
         return Writer(
             self.folder,
             self.catalog,

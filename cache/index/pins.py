@@ -80,11 +80,11 @@ class Pins:
         return len(self._pins)
 
     def get(self, pin: Pin) -> TrackedPin | None:
-        """Return a pin; None if it is unknown."""
+        """Return the tracked state of a pin; None if the prefix is not pinned."""
         return self._pins.get(pin.name)
 
     def add(self, pin: Pin) -> TrackedPin:
-        """Pin a prefix, if it is not pinned yet."""
+        """Pin a prefix, if it is not pinned yet, and return its tracked state."""
         tracked = self._pins.get(pin.name)
         if tracked is None:
             tracked = self._pins[pin.name] = TrackedPin(pin)

@@ -38,7 +38,7 @@ class Prefixes:
         self._stateful = bool(layout.states)
 
     def longest(self, chain: Chain, tokens: Tokens) -> tuple[int, list[Node]]:
-        """Return the longest stored prefix: its length in tokens, and its nodes in order."""
+        """Return the longest stored prefix of `tokens`: its length in tokens, and its nodes in order."""
         nodes = self._index.follow(chain.names(tokens)[1:], usable=True)
         while True:
             num_tokens, found = self._end(chain, tokens, nodes)
@@ -82,7 +82,7 @@ class Prefixes:
         return node is not None and node.is_hollow
 
     def known(self, chain: Chain, tokens: Tokens) -> tuple[tuple[int, ...], Node | None]:
-        """Return the edges of the tail's pieces that are stored or queued, and the last node.
+        """Return how far `tokens` are stored or queued: the edges of the tail's pieces, and the last node.
 
         Stops before the first block that lacks KV which a session of these tokens needs.
         """
@@ -143,7 +143,7 @@ class Prefixes:
         return self._is_hollow(blocks.link(parent, piece))
 
     def _pieces(self, parent: bytes, packed: bytes) -> tuple[Node, ...]:
-        """Return the pieces after a block that hold the longest beginning of `packed` and no other token."""
+        """Return the pieces after a block that hold the longest prefix of `packed`, and no other tokens."""
         return self._index.longest_path(parent, packed[: self._width], min_share=1.0)[0]
 
     def _end_resumable(self, root: bytes, tokens: Tokens, nodes: list[Node]) -> None:

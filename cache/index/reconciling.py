@@ -36,10 +36,10 @@ _log = structlog.get_logger("turnkeep.cache")
 def reconcile(
     folder: Folder, catalog: Catalog, files: set[str], clock: Callable[[], float]
 ) -> tuple[Index, int, set[bytes]]:
-    """Return the index, the number of doubtful files, and the model identities of adopted files.
+    """Compare the catalog with the folder's `files`, repair the catalog, and build the index.
 
-    `files` are the names of the folder's files. If the catalog cannot be written, the index is right
-    nevertheless, and the next start repairs the catalog.
+    Returns the index, the number of doubtful files, and the model identities of adopted files. If the
+    catalog cannot be written, the index is right nevertheless, and the next start repairs the catalog.
 
     A file without a row is adopted from its header, with its mtime as last use; files of another format
     version stay, unused, until they are evicted. A row without a file is dropped. A file that is not a

@@ -29,7 +29,7 @@ class Span:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens."""
+        """The number of tokens in the span."""
         return self.end - self.start
 
 

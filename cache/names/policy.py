@@ -43,9 +43,9 @@ class Policy:
 
     @classmethod
     def paged(cls, resident: int, pins: Iterable[tuple[int, int]] = (), *, sink: int) -> Policy:
-        """Divide `resident` tokens into sinks, pinned chunks, other chunks, and a window.
+        """Return the policy of a paged session with `resident` tokens on the device, and pinned spans `pins`.
 
-        Other chunks and the window get half of the remaining tokens each.
+        After sinks and pinned chunks, other chunks and the window get half of the remaining tokens each.
 
         Raises `ValueError` for pins that overlap, or that leave less than four chunks.
         """

@@ -236,12 +236,12 @@ class Name(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens."""
+        """The number of the snapshot's tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
     def span(self) -> Span:
-        """The positions of the tokens."""
+        """The positions of the snapshot's tokens in the session."""
         return Span(self.start, self.start + self.num_tokens)
 
 
