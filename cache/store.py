@@ -96,7 +96,7 @@ def _start(span: Span) -> int:
 
 
 def access_by(key_file: Path | None) -> Access:
-    """Return the access to a directory with the key in a file; None means no encryption.
+    """Return the `Access` to a directory, with the key in `key_file`; None means no encryption.
 
     Raises `KeyFileError`.
     """
@@ -342,7 +342,7 @@ class Store:
         end: int,
         timeout_s: float,
     ) -> StoredPast | None:
-        """Wait until the KV of the first `end` tokens is stored, and return it to be read layer by layer.
+        """Wait until the KV of the first `end` tokens is stored; return a reader of it, layer by layer.
 
         `tokens` reach to the end of their last block, which is full. None after `timeout_s`. The caller must
         hold the prefix while it reads.

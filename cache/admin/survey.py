@@ -1,6 +1,6 @@
 """Inspect a cache directory without its lock, beside a worker that may be using it.
 
-Reads files and changes nothing. Changes during the inspection may be missed. Blocking: for the command line.
+Only reads (except `verify` with `quarantine`); may miss changes meanwhile. Blocking: for the command line.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Catalog:
         self._db = self._open()
 
     def _open(self) -> sqlite3.Connection:
-        """Open the file; replace it if it is damaged or of an unknown version."""
+        """Open the SQLite file; replace it if it is damaged or of an unknown version."""
         existed = self._path.exists()
         db = self._connect()
         try:

@@ -149,7 +149,7 @@ class Folder:
         return (self.tmp / self.access.file_name(digest)).with_suffix(f".fetched{number}")
 
     def discard_fetched(self, digest: bytes) -> None:
-        """Remove a snapshot's temporary files from the remote tier, which are not needed any more."""
+        """Remove the temporary files of a snapshot whose fetch from the remote tier was cancelled."""
         stem = self.access.file_name(digest).partition(".")[0]
         for path in self.tmp.glob(f"{stem}.fetched*"):
             path.unlink(missing_ok=True)

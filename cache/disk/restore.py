@@ -185,7 +185,7 @@ class _Reading:
         self._todo = deque(range(len(files)))
 
     def run(self, helpers: Helpers) -> tuple[int, DoubtfulSnapshotError | None]:
-        """Read all files; return how many are good, from the first on, and what is wrong with the next one.
+        """Read all files; return how many are valid, from the first on, and the error of the next one.
 
         Raises `TimeoutError` if another thread does not return in time.
         """

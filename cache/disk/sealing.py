@@ -125,7 +125,7 @@ class Sealed(Access):
                 yield row._replace(digest=digest, parent=parent, tokens=tokens[8:], proof=tokens[:8])
 
     def hidden_pin(self, pin: Pin) -> tuple[bytes, bytes, bytes]:
-        """Encrypt a pin."""
+        """Encrypt a pinned prefix: its name, root and tokens."""
         root = self.hidden(pin.root)
         return self.hidden(pin.name), root, self._siv.encrypt(pin.tokens, [b"pin", root])
 

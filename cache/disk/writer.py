@@ -262,7 +262,7 @@ class Writer(Generic[NodeT]):
     ) -> None:
         """Queue the eviction of the KV of layers with windows from a file. Never waits.
 
-        `done` is called with the file's new size, or None if nothing has changed. If the process dies before
+        `done` is called with the file's new size, or None after a failure. If the process dies before
         the row is written, the row wrongly says that the file is whole; shortening the file again corrects
         the row.
         """

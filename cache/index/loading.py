@@ -180,7 +180,7 @@ class Loading:
         return outcome.restored
 
     def past(self, form: Form, match: Match, end: int) -> StoredPast:
-        """Return the KV of the first `end` tokens of a match, to be read layer by layer."""
+        """Return a `StoredPast`, which reads the KV of a match's first `end` tokens layer by layer."""
         ends = accumulate(node.num_tokens for node in match.nodes)
         files = [form.file(node, at) for node, at in zip(match.nodes, ends, strict=True)]
         return StoredPast(self._folder, files, end, form.digest, form.layout, match.policy, self._readers)

@@ -60,7 +60,7 @@ class Node(Parent):
         #: The root or node that this node continues.
         self.up = up
         self.reach = up.reach
-        #: The node's own last use, in microseconds since 1970; uses of its descendants are stored there.
+        #: The node's own last use, in microseconds since 1970, without the uses of its descendants.
         self.used: int
         self.digest, _, self.start, self.tokens, self.size_bytes, self.used, resumable, _ = row
         #: Whether a session can resume at the node's end.

@@ -55,7 +55,7 @@ class TrackedPin:
 
     @property
     def num_tokens(self) -> int:
-        """How many of the pin's tokens are in nodes."""
+        """How many of the pin's tokens are stored or queued."""
         ends = (path.at // TOKEN_BYTES + num for path in self.paths.values() for num in path.found.values())
         return max(ends, default=0)
 
@@ -105,7 +105,7 @@ class Pins:
         ]
 
     def clear(self) -> None:
-        """Drop all pins, after the index was cleared."""
+        """Drop all pins; to be called after `Index.clear`."""
         self._pins, self._watching = {}, {}
 
     def _changed(self, node: Node) -> None:

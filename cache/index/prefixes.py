@@ -50,9 +50,9 @@ class Prefixes:
                 nodes.pop()
 
     def _end(self, chain: Chain, tokens: Tokens, nodes: list[Node]) -> tuple[int, list[Node]]:
-        """Extend a chain of blocks by pieces of the tail.
+        """Extend a chain of blocks by pieces of the tail; return its length in tokens, and its nodes.
 
-        If layers have states, end where a session can resume.
+        If layers have states, the result ends where a session can resume.
         """
         if self._stateful:
             nodes = [*nodes]
@@ -137,7 +137,7 @@ class Prefixes:
         return self._index.longest_path(parent, packed, min_share=min_share)[1] * TOKEN_BYTES == len(packed)
 
     def _is_unseen(self, parent: bytes, piece: bytes, span: Span, seen: Sequence[Span]) -> bool:
-        """Whether a block's missing KV was evicted, and no token of the block is in `seen`."""
+        """Whether a block need not be saved: its KV was evicted, and none of its tokens is in `seen`."""
         if self._layout.windows == FULL or _overlaps(span, seen):
             return False
         return self._is_hollow(blocks.link(parent, piece))

@@ -217,7 +217,7 @@ class Remote:
         return ended and not self._thread.is_alive()
 
     async def _asked(self, work: Callable[[], _T | None]) -> _T | None:
-        """Run `work` on a thread; None if the tier fails or does not answer in time."""
+        """Run `work`, a call of the tier, on a thread; None if the tier fails or does not answer in time."""
         try:
             return await self._readers.run(work, _LIMIT_S)
         except (OSError, TimeoutError) as error:

@@ -91,7 +91,7 @@ class Removal:
             self._index.resize(node, size_bytes)
 
     def discard(self, nodes: Iterable[Node]) -> int:
-        """Remove these nodes, children first, except nodes with remaining children; return how many.
+        """Remove these nodes, children first, except nodes that another node continues; return how many.
 
         A node that a load or a turn holds stays until its release.
         """
@@ -128,7 +128,7 @@ class Removal:
         return True
 
     def note_end(self, write: Write[Node]) -> None:
-        """Bring the index up to date after a write has ended."""
+        """Update the index after a write has ended."""
         node = write.node
         # The partial file that an abandoned write was to replace is gone once its own file is in place.
         in_place = bool(node.rest_bytes) and self._index.has(node)

@@ -131,7 +131,7 @@ class Blank:
 
 
 def _blank(specs: Sequence[Spec]) -> Arrays:
-    """Return evaluated arrays with undefined contents, made in the cheapest way."""
+    """Return evaluated arrays with undefined contents, allocated in the fastest way."""
     if sys.platform == "linux":
         with suppress(OSError, RuntimeError):  # no /proc, or a limit on files' sizes
             return _read_from_nothing(specs)

@@ -179,7 +179,7 @@ def kinds(caches: Sequence[Any]) -> dict[str, str]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Write ascending numbers as `0-4, 6`."""
+    """Format ascending numbers as ranges, such as `0-4, 6`."""
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
@@ -389,7 +389,7 @@ def fork(caches: Sequence[Any], new: list[Any], num_tokens: int) -> list[Any]:
 def shrink(caches: Sequence[Any]) -> None:
     """Free memory that an idle session does not need: tokens before its windows and chunks, unused room.
 
-    A window holds the last piece of a prompt until the next token. A plain cache grows by 256 tokens at a
+    A window keeps a prompt's last piece until the next token. A plain cache grows by 256 tokens at a
     time and never shrinks, so a short or rewound session would hold many times the memory that it needs.
     Unused room is freed if it is larger than the used part, so that the copy is smaller than the memory that
     it frees.
@@ -469,7 +469,7 @@ def _by_path(tensors: Mapping[str, mx.array]) -> dict[str, dict[str, mx.array]]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Split a tensor's name into its layer's path and its part: `state.3.0`, `keys`."""
+    """Split a tensor's name into its layer's path and its part: `state.3.0` and `keys`, for example."""
     prefix = STATE if name.startswith(STATE) else ""
     words = name.removeprefix(prefix).split(".")
     path = list(takewhile(str.isdigit, words))

@@ -76,10 +76,10 @@ class Past(Protocol):
 
     @property
     def end(self) -> int:
-        """The number of the session's first tokens that this covers."""
+        """The number of the session's first tokens whose KV can be read."""
 
     def parts(self, layer: str, then: str | None) -> Iterator[tuple[list[mx.array], list[mx.array]]]:
-        """Yield a layer's keys and values as the cache stores them. `then` is the layer to read next."""
+        """Yield a layer's keys and values, part by part, in the cache's form. `then` is the next layer."""
 
 
 class Pages:

@@ -182,7 +182,7 @@ class ModelLayout:
         return tuple(found)
 
     def seen_by_windows(self, num_tokens: int) -> tuple[Span, ...]:
-        """List the spans of `num_tokens` tokens that the layers of `windows` see; they may overlap."""
+        """List the spans of a session of `num_tokens` tokens that window layers see; they may overlap."""
         return tuple(
             dict.fromkeys(
                 span for reach in self._distinct if reach.is_endless for span in seen(reach, num_tokens)
@@ -247,7 +247,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor is in memory: `rows` has one buffer for each head, with `token_bytes` bytes a token.
+    """The memory for a tensor: `rows` has one buffer for each head, with `token_bytes` bytes a token.
 
     Each buffer has the tokens of `spans`, in order. `section` names the tensor's section in a file, as the
     function `section` returns it.
