@@ -1,7 +1,7 @@
-"""Finds out what a chat template does with each kind of message, by rendering short conversations. Pure.
+"""Finds out which kinds of messages a chat template renders, by rendering short conversations. Pure.
 
-Many templates leave out messages of a role that they do not know, without a word, or refuse them. `Tokenizer`
-asks once, and gives the template only what it renders.
+Many templates silently drop messages of roles that they do not know, or refuse them. `Tokenizer` tests its
+template once, and then passes only messages that the template renders.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from .dialect import with_calls
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    #: Renders messages, with tools; raises any error.
+    #: Renders messages (first) and tools (second); raises any error.
     Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """Which kinds of message a template renders: without refusing them, and with all of their text.
+    """Which kinds of messages a template renders: without an error, and with all of their text.
 
-    Contents are `plain` text, else lists of parts. `tools_alone` says that tools may stand beside a system
-    message alone. `developer` needs a template that names this role, as models know no other. Calls may have
-    their arguments as `objects`, or as any `texts`. A message may have `several_calls`, or `text_with_calls`.
-    With `any_ids` calls may have these, and results none. `results` of tools are `results_alone` behind an
-    answer whose call is only in its text. `joined` has pairs of roles that may not follow each other: their
-    texts are joined.
+    Contents are `plain` text, otherwise lists of parts. `tools_alone`: tools with only a system message.
+    `developer` also requires that the template names this role, since otherwise the model does not know it.
+    Arguments of calls may be `objects`, or any `texts`. A message may have `several_calls`, or
+    `text_with_calls`. `any_ids`: any call ids, and results without ids. `results`: messages of tools;
+    `results_alone`: also after an answer whose call is only in its text. `joined` has pairs of roles that may
+    not follow each other, so that their texts are joined.
     """
 
     plain: bool = True
@@ -56,7 +56,7 @@ class Habits:
         return self.objects or self.texts
 
     def in_words(self) -> list[str]:
-        """Say what is done for a template that does not render each kind of message as it is."""
+        """List, as phrases, the changes to messages that the template cannot render unchanged."""
         said = [words for field, words in INSTEAD.items() if not getattr(self, field)]
         if self.texts and not self.objects:
             said.append("arguments of calls as text")
@@ -64,11 +64,11 @@ class Habits:
 
 
 def joined_in_words(before: str, after: str) -> str:
-    """Say that messages of these roles are joined."""
+    """Return the phrase for joined messages of two successive roles."""
     return f"{before} and {after} in a row joined"
 
 
-#: What is done instead of what a template does not render.
+#: The change, as a phrase, to a kind of message that a template does not render.
 INSTEAD: Final = {
     "plain": "contents as lists of parts",
     "system": "system at the head of the first user message",
@@ -88,7 +88,7 @@ INSTEAD: Final = {
 
 
 def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
-    """Ask a template, whose text is `source`; what renders no plain conversation at all is not asked."""
+    """Test the template whose text is `source`; if it renders no plain conversation, assume everything."""
     shows = partial(_shows, render)
     if shows(_ASKED):
         if not shows(_ASKED, _ANSWERED, _said("user", "3")):
@@ -103,7 +103,7 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
     system, developer = _said("system", "4"), _said("developer", "5")
     calls = _calls_of(shows, renders_tools=renders_tools)
     called, result, says = calls.called, _said("tool", "8", calls.both[0]["id"]), _said("assistant", "9")
-    # Some templates want the reasoning of a last answer, and of no earlier one.
+    # Some templates require reasoning in the last answer only: also try one that is not the last.
     results = any(shows(_ASKED, called, result, *rest) for rest in ([says], [says, _ASKS]))
     several_calls = shows(_ASKED, calls.several)
     return Habits(
@@ -128,9 +128,9 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
 
 
 def _shows(render: Render, *messages: dict[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
-    """Say whether a template renders messages with all of their texts, in order."""
+    """Return whether a template renders messages with all of their texts, in order."""
     try:
-        said = render(deepcopy(messages), tools)  # it may change them
+        said = render(deepcopy(messages), tools)  # a template may change them
     except Exception:  # noqa: BLE001  # a template is foreign code that can raise anything
         return False
     at = 0
@@ -138,11 +138,11 @@ def _shows(render: Render, *messages: dict[str, Any], tools: Sequence[Mapping[st
         at = said.find(text, at) + 1
         if not at:
             return False
-    return "'key'" not in said  # what Python writes, in place of JSON
+    return "'key'" not in said  # a Python repr instead of JSON
 
 
 class _Calls(NamedTuple):
-    """Whether a template renders calls with arguments as `objects`, and as `texts`; and two that it may."""
+    """Whether a template renders calls with arguments as `objects`, and as `texts`; `both` are two probes."""
 
     objects: bool
     texts: bool
@@ -197,7 +197,7 @@ def _joined(
 
 
 def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with lists of parts as contents."""
+    """Return messages whose contents are lists of parts instead of text."""
     return [
         {**one, "content": [{"type": "text", "text": one["content"]}]}
         if isinstance(one.get("content"), str)
@@ -236,7 +236,7 @@ def _calling(*calls: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(message: dict[str, Any]) -> list[str]:
-    """List what a render of a message must have."""
+    """List the texts that the rendering of a message must contain."""
     content = message["content"]
     found = [part["text"] for part in content] if isinstance(content, list) else [content] if content else []
     for call in message.get("tool_calls") or ():
