@@ -51,7 +51,7 @@ def read_key(path: Path) -> bytes:
             found = file.read(_MOST_KEY_FILE)
     except OSError as error:
         raise KeyFileError(f"{path} cannot be read: {error.strerror}; name a file of yours") from None
-    # The same rule as PostgreSQL's: a mounted secret may belong to another user and be readable to our group.
+    # The same rule as PostgreSQL's: a mounted secret may belong to another user and be readable to the group.
     if stat.S_IMODE(status.st_mode) & (0o077 if status.st_uid == os.geteuid() else 0o027):
         raise KeyFileError(f"{path} can be read by others; chmod 600 {path}")
     if len(found) == _KEY_BYTES:
