@@ -275,7 +275,7 @@ class Writer(Generic[NodeT]):
         self._jobs.put(_Job(partial(self._shorten, row, layout, identity, sizes), ended))
 
     def use(self, used: int, digest: bytes) -> None:
-        """Queue a change of the catalog: this snapshot was last used at `used`."""
+        """Queue a change of the catalog that stores a snapshot's time of last use."""
         self._jobs.put(_Job(partial(self._in_catalog, self._catalog.use, [(used, digest)])))
 
     def pin(self, pins: list[Pin], *, on: bool) -> PinNote:
@@ -290,7 +290,7 @@ class Writer(Generic[NodeT]):
             self._jobs.put(_Job(partial(self._note_identity, identity, model)))
 
     def note_erased(self, erased: Erased) -> None:
-        """Queue a change of the catalog: how far the erasures of a log are done."""
+        """Queue a change of the catalog that stores how far a log's erasures are done."""
         self._jobs.put(_Job(partial(self._in_catalog, self._catalog.note_erased, [erased])))
 
     def erase(self, packed: bytes) -> Erasure:

@@ -103,7 +103,7 @@ class Behind:
         return False
 
     def _settled(self, node: Node) -> None:
-        """Note which nodes may be behind now, after this node was stored or released, or lost a child."""
+        """Queue the nodes that may be behind, now that this node was stored or released, or lost a child."""
         followed = self._followed.get(node.first.parent) if self._followed else None
         if followed is None:
             return
