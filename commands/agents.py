@@ -129,7 +129,7 @@ def _continue(door: Door) -> Start:
         "defaultCompletionOptions": {"contextLength": door.context_tokens, "maxTokens": door.answer_tokens},
     }
     config = {"name": "Turnkeep", "version": "1.0.0", "schema": "v1", "models": [model]}
-    # JSON is YAML.
+    # JSON is valid YAML.
     return Start({}, ("--config", "{folder}/continue.yaml"), {"continue.yaml": json.dumps(config)})
 
 

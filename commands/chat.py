@@ -256,7 +256,7 @@ class _Chat:
 
 
 async def _lines(past: Sequence[str]) -> AsyncIterator[str]:
-    """Yield the lines that the user types, without empty ones; a leading space is kept."""
+    """Yield the non-empty lines that the user types or pipes in; keep leading spaces."""
     if not sys.stdin.isatty():
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
             if text := decoded(line).rstrip():

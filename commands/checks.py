@@ -74,7 +74,7 @@ def checks(settings: Settings, models: Mapping[str, Settings] = MappingProxyType
 
 
 def exit_code(found: Iterable[Check]) -> int:
-    """Return 1 if a check failed, else 0: a worker starts despite warnings."""
+    """Return 1 if a check failed, otherwise 0, even with warnings: a worker starts despite these."""
     return int(any(check.state == "fail" for check in found))
 
 

@@ -66,9 +66,9 @@ async def open_(
 ) -> None:
     """Start SESSION under a cache policy, which it keeps until it is closed.
 
-    Not needed for a session under the worker's default: its first request starts it. Under sink_window a
-    session may go on without end, in memory of a fixed size. Under paged all of it stays within reach, up to
-    the model's context: prompts read all of it from SSD, answers what matters to them.
+    Not needed for the worker's default policy: a session's first request starts it. Under sink_window a
+    session may grow without limit, in memory of a fixed size. Under paged the model can use all of it, up to
+    its context length: prompts read all KV from SSD, answers only the KV that matters to them.
     """
     asked = {"policy": policy, "sink": sink, "window": window, "resident": resident, "pin": pin or None}
     cache = {name: value for name, value in asked.items() if value is not None}

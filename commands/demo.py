@@ -48,7 +48,7 @@ class Demo:
         self._gap_s = 0.0  # the longest pause between two chunks of the last answer
 
     async def run(self) -> None:
-        """Run the demo."""
+        """Start the worker, hold the conversation with its kills, and stop the worker."""
         self._say(f"Starting [bold]{program()} serve[/], a worker with its own NATS server")
         if self._is_first:
             self._console.print("The first start converts the model and tests it: about 20 s")

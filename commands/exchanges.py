@@ -49,7 +49,7 @@ async def last_exchanges(client: Client, session: str, at_least: int = 1) -> lis
     async for piece in client.log_backwards(session):
         entries = piece + entries
         found = exchanges(entries)
-        if len(found) > at_least:  # one more: the first one's start is unknown
+        if len(found) > at_least:  # read one more, as the start of the first is unknown
             return found
     return exchanges(entries, 0)
 
@@ -71,7 +71,7 @@ def exchanges(entries: Iterable[Entry], position: int | None = None) -> list[Exc
             request = asked.pop(result.seq or 0, None)
             match result:
                 case _ if isinstance(result, Failed) or result.repeat_of is not None:
-                    continue  # changed nothing
+                    continue  # the request changed nothing
                 case Generated() if isinstance(request, Generate) and result.tokens:
                     start = position if result.rewritten_from is None else None
                     found.append(Exchange(_question(request), result.text, start, result.position))

@@ -45,7 +45,7 @@ _MODEL: Final = frozenset({"weights", "config", "tokenizer"})
 
 @contextlib.contextmanager
 def _one_line() -> Iterator[None]:
-    """Turn errors of the cache and the disk into one line."""
+    """Turn errors of the cache and the disk within the block into a `CopyError` of one line."""
     try:
         yield
     except DirectoryLockedError as error:
@@ -106,8 +106,8 @@ def export(given: Given, session: str, target: Path, tenant: str, kv: bool, forc
 def import_(given: Given, source: Path, name: str | None, tenant: str | None, kv: bool) -> None:
     """Put the session in FILE into the log, beside a worker or without one.
 
-    With --kv no worker may run on the data directory. What is missing there is made: the cache, the log and,
-    without --nats, the NATS server for as long as the import takes.
+    With --kv no worker may run on the data directory. The cache and the log are created if they do not exist;
+    without --nats, the NATS server runs during the import.
 
     The file is checked before anything is stored. It is trusted content: import only from people whom you
     would let forge the session's answers, and with --kv, change the model.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Formatter(click.HelpFormatter):
-    """Lists the options of the NATS connection last, in their own section."""
+    """Formats `--help`; lists the options of the NATS connection last, in a section of their own."""
 
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
         """Write options, or commands, in two columns."""
@@ -139,7 +139,7 @@ def _address(_: click.Context, __: click.Parameter, value: str) -> tuple[str, in
 def listen_option(port: int, reached: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add `--listen` to a command that serves over HTTP, passed as host and port.
 
-    By default it is `port` of the loopback address; `reached` says what others could do at another address.
+    By default it is `port` of the loopback address; `reached` is help text on addresses open to others.
     """
     return click.option(
         "--listen",

@@ -76,8 +76,8 @@ def launch(
 ) -> None:
     """Start an agent that talks to the gateway: aider, claude, cn, codex, opencode, pi, or another program.
 
-    Its environment and arguments name the gateway and its model; what the user has configured is not
-    changed. All arguments after its name are the agent's, as in `turnkeep launch pi -p "Say hello"`.
+    The agent's environment and arguments name the gateway and its model; the user's configuration is not
+    changed. All arguments after the agent's name are the agent's, as in `turnkeep launch pi -p "Say hello"`.
     """
     settings = given.load()
     own = own_gateway(settings.data_dir)

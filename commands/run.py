@@ -57,9 +57,9 @@ def run(
 ) -> None:
     """Talk with MODEL, or answer MESSAGE; downloads the model, and starts a worker, if need be.
 
-    MODEL is a name of `turnkeep model list`, a folder, a .gguf file or a hub id; without it, it is the model
-    of the running worker, else the packaged one. A worker that was started for this ends with it; one that
-    runs already stays.
+    MODEL is a name of `turnkeep model list`, a folder, a .gguf file or a hub id; by default it is the model
+    of the running worker, or else the packaged one. A worker that this command starts ends with it; a worker
+    that is running already stays.
     """
     settings = given.load()
 

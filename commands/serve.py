@@ -342,7 +342,7 @@ async def _run_beside(
     manner: Manner,
     grant: Callable[[str], None],
 ) -> None:
-    """Run a gateway or a console once the worker serves."""
+    """Run a gateway or a console once the worker serves; exchange requests and log lines with the console."""
 
     async def obey(console: Process) -> None:
         with contextlib.suppress(anyio.EndOfStream):
@@ -391,7 +391,7 @@ async def _obey(
     reload: Callable[[], None],
     manner: Manner,
 ) -> None:
-    """Handle signals: cancel a worker that is still starting, stop one that serves."""
+    """Handle signals: stop the worker, or cancel its start; reload on SIGHUP if there is no terminal."""
     told = False
     async for number in received:
         if number == signal.SIGHUP and not os.isatty(0):

@@ -157,7 +157,7 @@ def _state(row: SessionRow) -> str:
 async def show(client: Client, session: str, last: int | None, as_json: bool) -> None:
     """Print a session's conversation from the log, with the cost of each request.
 
-    A fork begins with what it has of its parent's conversation.
+    A fork begins with the part of its parent's conversation that it inherits.
     """
     from ops.log.conversation import conversation
     from ops.log.record import pair_up

@@ -129,9 +129,9 @@ class App:
         progress: Progress | None = None,
         loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """`progress(done, total, what)` reports long steps of the start, on any thread.
+        """Take two callbacks: `progress(done, total, what)` reports long steps of the start, on any thread.
 
-        `loaded()` is called when the weights are in memory.
+        `loaded()` is called once the weights are in memory.
         """
         self._settings = settings
         self._progress = progress
@@ -151,7 +151,7 @@ class App:
         self.ready = Event()
 
     def stop(self) -> None:
-        """Ask the worker to stop. Event loop only."""
+        """Make `run` stop the worker and return. Event loop only."""
         self._stop.set()
 
     def reload(self, settings: Settings) -> None:

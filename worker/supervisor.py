@@ -376,7 +376,7 @@ class Supervisor:
 
 
 def _share(name: str, wanted_bytes: int | None, needs: Needs, memory_bytes: int) -> int:
-    """Return the bytes of memory for a model. Raises `SupervisorError` if it can never be loaded."""
+    """Return the bytes of memory to give a model. Raises `SupervisorError` if it can never be loaded."""
     least = size(needs.least_bytes)
     if wanted_bytes is not None and wanted_bytes < needs.least_bytes:
         raise SupervisorError(

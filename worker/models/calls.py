@@ -320,7 +320,7 @@ def _of_python(node: ast.expr) -> Written:
 class _JsonWords(ast.NodeTransformer):
     """Replaces true, false and null by Python's constants: templates render lists and objects as JSON."""
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # ast calls it by this name
+    def visit_Name(self, node: ast.Name) -> ast.expr:  # `ast.NodeTransformer` requires this name
         words = {"true": True, "false": False, "null": None}
         return ast.Constant(words[node.id]) if node.id in words else node
 

@@ -2,8 +2,8 @@
 
 Every loop iteration and every macro call is a step. The limit counts steps, so the same messages pass or fail
 on every machine, and every worker derives the same tokens from a session's log. A time limit is only the last
-resort. Templates run in a sandboxed Jinja environment with the functions that
-transformers gives to templates, and its settings; importing transformers itself would take a second.
+resort. Templates run in a sandboxed Jinja environment with the functions and settings that they have in
+transformers; importing transformers itself would take a second.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class _Dict:
 class _Namespace(Namespace):
     """The function `namespace` of templates; refuses attributes that begin with an underscore."""
 
-    def __init__(*given: Any, **named: Any) -> None:  # `self` is a name that a template may use
+    def __init__(*given: Any, **named: Any) -> None:  # a template may use `self` as a name
         self, *given_ = given
         Namespace.__init__(self, {_allowed(name): value for name, value in dict(*given_, **named).items()})
 

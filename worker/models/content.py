@@ -2,7 +2,7 @@
 
 A template writes control tokens and the content of messages into one text, which is tokenised as a whole.
 Content that could form a control token is therefore marked: a lone surrogate, which no message and no
-template can contain, follows each of its characters. The template may cut the content; each mark stays with
+template can contain, follows each of its characters. The template may truncate content; each mark stays with
 its character. If a control token would cover a mark, the text is tokenised in pieces instead. Marks change no
 other token, and content that cannot form a control token is not marked.
 """
@@ -46,7 +46,7 @@ class ControlTokens:
         self._beginnings = frozenset(name[:i] for name in names for i in range(1, len(name)))
         self._ends = frozenset(name[i:] for name in names for i in range(1, len(name)))
         self._longest = max(map(len, names), default=0)
-        # A normalizer may turn other characters into one, some only after a space that the template writes.
+        # A normalizer may turn other text into a token, perhaps only after a space that the template writes.
         self._normalized = [token.content for token in tokens if token.normalized and rust.normalizer]
         first = "".join(re.escape(name[0]) for name in names)
         self._first = re.compile("" if self._normalized else f"[{first}]" if first else r"(?!)")

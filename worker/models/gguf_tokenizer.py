@@ -44,7 +44,7 @@ _TEKKEN_WORDS: Final = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-#: The values of `tokenizer.ggml.pre`, grouped by how text is split before the merges.
+#: Values of `tokenizer.ggml.pre`, grouped by how they split text before the merges.
 _SINGLE_DIGITS: Final = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 _GPT2: Final = ("gpt-2", "mpt", "olmo", "jais", "default")
 _LLAMA3: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral")

@@ -73,7 +73,7 @@ class Tokenizer:
         self.template = code.source if code else template_of(hf.chat_template)
         self._chat: ChatTemplate | CodeTemplate | None = code
         source = self.template or ""
-        #: What the chat template does with each kind of message.
+        #: Which kinds of messages the chat template renders.
         self.habits = Habits()
         self.habits = habits_of(
             lambda messages, tools: self._probe(messages, tools=tools),
@@ -275,7 +275,7 @@ class Tokenizer:
         header: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """Render messages as they are; raises any error."""
+        """Render messages unchanged, to test the template; raises any error."""
         day = datetime.now(UTC)
         told = messages if self.habits.plain else in_parts(messages)
         return self._compiled().render(told, add_generation_prompt=header, started=day, tools=tools)

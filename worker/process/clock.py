@@ -13,7 +13,7 @@ class Clocks(Protocol):
         """Return the seconds since 1970, by the wall clock."""
 
     def monotonic(self) -> float:
-        """Return seconds that never go back."""
+        """Return the seconds of a clock that never goes back."""
 
 
 source: Clocks = real
@@ -25,5 +25,5 @@ def time() -> float:
 
 
 def monotonic() -> float:
-    """Return seconds that never go back."""
+    """Return the seconds of a clock that never goes back."""
     return source.monotonic()

@@ -1,4 +1,4 @@
-"""A worker's data directory: its layout, and the lock that gives it to one worker.
+"""A worker's data directory: its layout, and the lock that reserves it for one worker.
 
 Knows nothing of the contents of its folders.
 """

@@ -56,7 +56,7 @@ class Spare:
 
     def _write(self) -> None:
         for address in self._addresses:
-            if address:  # else malloc failed
+            if address:  # 0 if malloc failed
                 ctypes.memset(address, 0, _STEP)
 
 

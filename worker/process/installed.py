@@ -22,7 +22,7 @@ _PIP: Final = re.compile(r"(?<![\w/])pip install ('turnkeep(?P<extra>\[\w+\])')?
 
 
 def program() -> str:
-    """Return the command that runs this program: `turnkeep`, or its path if it is not on the PATH."""
+    """Return the command that runs this program: `turnkeep`, or its path if the PATH does not find it."""
     called = Path(sys.argv[0])
     if called.name != "turnkeep" or shutil.which("turnkeep") == str(called.absolute()):
         return "turnkeep"
