@@ -100,7 +100,7 @@ class Cutting:
             self._due.append((turn, turn.spans.pop(0)))
 
     def note_block(self, turn: Turn) -> None:
-        """If an answer's last token completes a block, note the block for `cut_noted`."""
+        """If an answer's newest token completes a block, note the block for `cut_noted`."""
         if turn.num_cached % self._block == 0:
             self._due.append((turn, Span(turn.num_cached - self._block, turn.num_cached)))
 
@@ -174,7 +174,7 @@ class Cutting:
         return carried(span, self._block) if turn.policy.recall else None
 
     def _tail_start(self, turn: Turn) -> int:
-        """Return the position at which the part of the tail starts that has no snapshot yet."""
+        """Return the start of the part of a turn's tail that has no snapshot yet."""
         boundary = turn.num_cached - turn.num_cached % self._block
         if not turn.edges or turn.edges[0] != boundary:
             return boundary  # none of this block was stored when the turn began

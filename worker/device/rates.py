@@ -43,7 +43,7 @@ class Rates:
             self._token_s = _mixed(self._token_s, seconds / num_tokens)
 
     def should_fetch(self, size_bytes: int, num_saved: int) -> bool:
-        """Say whether fetching and reading `size_bytes` is faster than prefilling `num_saved` tokens."""
+        """Say whether fetching and reading `size_bytes` is faster than prefilling `num_saved`; True if unknown."""
         if self._remote_byte_s is None or self._token_s is None:
             return True
         byte_s = self._remote_byte_s + (self._byte_s or 0.0)

@@ -32,7 +32,7 @@ _MOST_LOST: Final = 3
 
 
 def resolve(waiting: asyncio.Future[bool] | None, *, granted: bool) -> None:
-    """Set a future's result, unless the future is None or done."""
+    """Set a future's result to `granted`, unless the future is None or done."""
     if waiting is not None and not waiting.done():
         waiting.set_result(granted)
 

@@ -27,7 +27,7 @@ AGE_STEPS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step: `decode` are the turns that get a token; `prefill` has turns with their number of tokens."""
+    """A step: `decode` are the turns that get a token; `prefill` are pairs of turn and prompt tokens."""
 
     decode: tuple[Turn, ...]
     prefill: tuple[tuple[Turn, int], ...]
