@@ -103,12 +103,12 @@ def repository_folder(hub_id: str) -> Path:
 
 
 def repository_of(path: Path) -> Path | None:
-    """Return the cache folder of the repository to which a snapshot or its file belongs; None if neither."""
+    """Return the repository's folder in the hub's cache that contains `path`; None outside the cache."""
     return next((folder for folder in path.parents if folder.parent == cache_folder()), None)
 
 
 def snapshot_folder(repository: Path) -> Path | None:
-    """Return the newest snapshot in a repository's folder; None if it has none."""
+    """Return the last fetched snapshot of a repository's main branch, or else any; None if there is none."""
     main = repository / "refs" / "main"
     if main.exists() and (folder := repository / "snapshots" / main.read_text().strip()).is_dir():
         return folder
