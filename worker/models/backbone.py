@@ -22,7 +22,7 @@ def is_bare(folder: Path) -> bool:
 
 
 def bare_classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return for mlx-lm's `load_model`, a factory of models with bare weights, and their arguments' class."""
+    """Return a factory of models with bare weights, and the arguments' class, for mlx-lm's `load_model`."""
     from mlx_lm import utils
 
     kind, arguments = utils._get_classes(config)  # noqa: SLF001  # the default of `load_model`
