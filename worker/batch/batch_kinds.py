@@ -72,7 +72,7 @@ def batch_for(
 
     `room(n)` says whether `n` more bytes may be allocated. The `drafters` draft up to `max_draft` tokens for
     a row. Rows of similar length are pooled from `pooled_rows` rows on, other models' rows merged from
-    `merged_rows` on. `runs_ahead` lets also models of the slower kinds launch a step before the previous
+    `merged_rows` on. `runs_ahead` also lets models of the slower kinds launch a step before the previous
     tokens are read. `clock` times the steps, in seconds.
     """
     trials = trials or Trials()
@@ -113,7 +113,7 @@ def draft_model_for(
 
     `vocabularies` are the numbers of logits of the target model and of the draft model.
 
-    Raises `ValueError` with the reason if the draft model's rows cannot share a pass, or drafts be undone.
+    Raises `ValueError` with the reason if its rows cannot share a pass or its steps cannot be undone.
     """
     forward = Forward(model)
     shares = _shares(model, forward, trials)

@@ -2,8 +2,8 @@
 
 MLX's CPU back end takes 11 ns for one `exp`, on one thread; numpy's vector code takes half a nanosecond. For
 a prompt at a long context, softmax (in attention) and SiLU (in the MLPs) would take most of a forward pass.
-Matrix products stay with MLX, which uses BLAS. MLX evaluates lazily, but numpy needs evaluated
-arrays. Evaluating at once costs some ten microseconds, so small operations stay with MLX too.
+Matrix products stay with MLX, which uses BLAS. MLX evaluates lazily, but numpy needs evaluated arrays.
+Evaluating at once costs some ten microseconds, so small operations stay with MLX too.
 
 On a CPU MLX's products with quantised matrices are no faster for one token than dequantising and multiplying,
 and 17 times slower for a prompt of 128. So attention to quantised KV dequantises one layer of KV first.

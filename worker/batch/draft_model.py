@@ -192,7 +192,7 @@ def _key(row: Row) -> Hashable:
 
 
 def _ids(row: Row, start: int, end: int) -> list[int]:
-    """Return a row's tokens at the positions `[start, end)` of its session, including the last token."""
+    """Return a row's tokens at the positions `[start, end)` of its session."""
     first = row.num_cached + 1 - len(row.known)
     return [*row.known[max(start - first, 0) : max(end - first, 0)]]
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import TypeAlias
 
-    #: For each leaf of the batch caches, the values before a step of the fields that the step changes.
+    #: For each leaf of the batch caches: the fields that a step changes, with their values before the step.
     Mark: TypeAlias = list[dict[str, Any]]
 
 RowT = TypeVar("RowT")

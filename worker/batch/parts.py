@@ -142,7 +142,7 @@ def of_one_session(array: mx.array) -> mx.array:
 
 
 class MergedPart(OwnPart):
-    """One token for each of the merged rows: each token is a row of the caches."""
+    """One token for each merged row; each is a row of the batch caches."""
 
     def __init__(self, caches: Sequence[Any], lengths: list[int]) -> None:
         super().__init__(caches, 0, 1)

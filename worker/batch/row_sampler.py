@@ -28,7 +28,7 @@ class Matcher(Protocol):
     def masks(self, draft: Sequence[int]) -> Sequence[np.ndarray[Any, Any] | None]:
         """Return masks of the allowed tokens, for the next token and after each token of `draft`.
 
-        A mask has a bit for each id, the lowest bit of a byte first. It allows at least one token; None: all.
+        A mask has a bit per id, a byte's lowest bit first, and allows at least one token; None allows all.
         """
 
     @property

@@ -146,7 +146,7 @@ def _masked(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
         return logits
     allowed = np.ones(logits.shape, np.bool_)
     for row, draw in enumerate(draws):
-        if draw.mask is not None:  # shorter than the logits if the model has more logits than ids
+        if draw.mask is not None:  # may have fewer bits than there are logits
             allowed[row] = np.unpackbits(draw.mask, count=logits.shape[-1], bitorder="little")
     return mx.where(mx.array(allowed), logits, -mx.inf)
 

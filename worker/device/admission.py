@@ -78,7 +78,7 @@ class Ledger:
         return self._reserved.get(claim, 0)
 
     def excess(self, claim: Claim, size_bytes: int) -> int:
-        """Count the bytes that other turns must free so that a turn can reserve `size_bytes`; <= 0 if it can now."""
+        """Count the bytes that other turns must free before `size_bytes` fit for a turn; <= 0 if they fit."""
         return self._reserved_bytes - self.reserved(claim) + size_bytes - self.max_bytes
 
     def reserve(self, claim: Claim, size_bytes: int) -> list[SessionKey] | None:

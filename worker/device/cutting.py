@@ -1,4 +1,4 @@
-"""Cuts snapshots: copies spans of KV from the device to host memory, for the writer to store on disk.
+"""Cuts snapshots: copies spans of turns' KV into separate arrays, for the writer to store on disk.
 
 It cuts each block once the block is full, and at a turn's end the new part of the last, partial block (tail).
 

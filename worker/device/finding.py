@@ -137,7 +137,7 @@ class Finder:
         turn.edges = run.prefix.edges
         # An append runs all tokens but the last one, and cuts its tail there.
         end = len(turn.context) - (turn.answer is None)
-        # Held blocks are stored; but with layer states, an earlier append's end may lack its snapshot.
+        # Held blocks are stored; but with layer states, also look for an append's end before them.
         start = turn.edges[0] if self._device.trimmable else 0
         turn.spans = store.wanted(chain, turn.context, start, end)
 

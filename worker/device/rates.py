@@ -12,7 +12,7 @@ _LEAST_BYTES: Final = 32 * 2**20
 _LEAST_TOKENS: Final = 128
 #: Weight of the last measurement in an average.
 _SHARE: Final = 0.3
-#: Factor on a disk's average time after each restore or fetch not done, so that a slow disk is tried again.
+#: Each prefix that is not read multiplies the average time by this, so that a slow disk is tried again.
 _FORGOTTEN: Final = 0.95
 
 
@@ -43,7 +43,7 @@ class Rates:
             self._token_s = _mixed(self._token_s, seconds / num_tokens)
 
     def should_fetch(self, size_bytes: int, num_saved: int) -> bool:
-        """Say whether fetching and reading `size_bytes` is faster than prefilling `num_saved`; True if unknown."""
+        """Say whether fetching and reading `size_bytes` is faster than prefilling `num_saved` tokens."""
         if self._remote_byte_s is None or self._token_s is None:
             return True
         byte_s = self._remote_byte_s + (self._byte_s or 0.0)
