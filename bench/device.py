@@ -23,7 +23,7 @@ from .checks import Check, bounded, count
 from .corpus import Texts
 from .faults import BenchError
 from .local import Program, common_blas, free_port
-from .plan import Corpus, Option, Seed
+from .plan import Corpus, Option, Rounds, Seed, Timeout
 from .run import Run
 from .spec import Against, Bench, Findings, Plot
 from .stats import Estimate
@@ -75,10 +75,8 @@ class Plan:
     cuts: Annotated[int, Option("Blocks that are cut in a round.", smoke=1)] = 8
     restored: Annotated[int, Option("Tokens that are restored from SSD.", smoke=256)] = 1024
     publishes: Annotated[int, Option("Messages that are published in a round.", smoke=10)] = 100
-    rounds: Annotated[int, Option("How often everything is measured, after a round to warm up.", smoke=1)] = 5
-    timeout: Annotated[float, Option("A measurement that takes longer has failed.", metavar="SECONDS")] = (
-        600.0
-    )
+    rounds: Rounds = 5
+    timeout: Timeout = 600.0
     corpus: Corpus = "mt-bench"
     seed: Seed = 0
 

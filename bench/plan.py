@@ -56,6 +56,9 @@ TextFile = Annotated[
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
     ),
 ]
+#: Of what a program measures in a process of its own.
+Rounds = Annotated[int, Option("How often everything is measured, after a round to warm up.", smoke=1)]
+Timeout = Annotated[float, Option("A measurement that takes longer has failed.", metavar="SECONDS")]
 Seed = Annotated[int, Option("Of every order that is drawn.", type=click.INT)]
 TurnTimeout = Annotated[float, Option("A turn that takes longer has failed.", metavar="SECONDS")]
 

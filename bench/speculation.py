@@ -17,7 +17,7 @@ import msgspec
 
 from .checks import Check, bounded
 from .local import Program
-from .plan import Corpus, Option, Seed
+from .plan import Corpus, Option, Rounds, Seed, Timeout
 from .run import Run
 from .spec import Against, Bench, Findings, Plot
 from .turns import Measure
@@ -82,10 +82,8 @@ class Plan:
     ] = ()
     rows: Annotated[tuple[int, ...], Option("Answers at a time.", smoke=(1, 2))] = (1, 2, 4, 8)
     answer: Annotated[int, Option("Most tokens of an answer.", smoke=12)] = 128
-    rounds: Annotated[int, Option("How often everything is measured, after a round to warm up.", smoke=1)] = 6
-    timeout: Annotated[float, Option("A measurement that takes longer has failed.", metavar="SECONDS")] = (
-        1800.0
-    )
+    rounds: Rounds = 6
+    timeout: Timeout = 1800.0
     corpus: Corpus = "mt-bench"
     seed: Seed = 0
 

@@ -21,7 +21,6 @@ from .disk.header import NO_NAME
 from .disk.past import StoredPast
 from .disk.rows import Pin
 from .disk.tier import SharedDirectory, Tier
-from .disk.writer import DropReason, Write, Writer
 from .index.behind import Behind
 from .index.loading import Form, Loading, Match
 from .index.opening import Opened, open_directory
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from .disk.restore import Restored
+    from .disk.writer import DropReason, Write
     from .index.nodes import Node
     from .index.remote import Found
     from .kv.arrays import Arrays
@@ -67,7 +67,7 @@ __all__ = [
 _log = structlog.get_logger("turnkeep.cache")
 
 _DEFAULT_MIN_FREE_BYTES: Final = 1 << 30
-#: How often `settle` looks.
+#: The interval at which `settle` and `past` check again.
 _SETTLE_S: Final = 0.005
 
 
@@ -85,7 +85,7 @@ class HeldPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """How many snapshots were removed; `settled` if it is certain that no copy is left on the disk."""
+    """The result of an erasure; `settled` if certainly no copy is left on disk or in the remote tier."""
 
     num_snapshots: int
     settled: bool
@@ -96,7 +96,7 @@ def _start(span: Span) -> int:
 
 
 def access_by(key_file: Path | None) -> Access:
-    """Return the access to a directory with the key in a file; None means no encryption.
+    """Return the `Access` to a directory, with the key in `key_file`; None means no encryption.
 
     Raises `KeyFileError`.
     """
@@ -110,10 +110,10 @@ def access_by(key_file: Path | None) -> Access:
 
 
 def tier_at(place: str, access: Access, *, max_bytes: int, min_free_bytes: int) -> Tier:
-    """Open a remote tier: an object store's URL, or a directory, which is made if it is missing. Blocking.
+    """Open a remote tier: an object store's URL, or a directory, created if missing. Blocking.
 
-    The limits are for directories. Raises `OSError`, `SealedError` if `access` has another key than the files
-    in a directory, and `ModuleNotFoundError` if the library for object stores is missing.
+    The limits apply to a directory only. Raises `OSError`, `SealedError` if the files in a directory need
+    another key than that of `access`, and `ModuleNotFoundError` if the library for object stores is missing.
     """
     if "://" in place:
         from .disk.objects import ObjectStore
@@ -146,48 +146,28 @@ class Store:
     ) -> None:
         self._folder = opened.folder
         self._catalog = opened.catalog
-        self._index = opened.index
-        #: By policy; `_form` adds those that a chain is made for.
-        self._forms = {FULL: Form(identity, layout, opened.index)}
+        index = self._index = opened.index
+        #: Forms by policy; `_form` adds one at the first use of a policy.
+        self._forms = {FULL: Form(identity, layout, index)}
         #: Identities of all models and policies that have snapshots here.
         self._identities = opened.identities
         self._erased = {one.log: one for one in opened.erased}
         self._model = model
-        self._writer: Writer[Node] = Writer(
-            opened.folder,
-            opened.catalog,
-            queue_bytes=queue_bytes,
-            free_bytes=opened.free_bytes,
-            quarantined_bytes=opened.quarantined_bytes,
-            noted=opened.noted,
-            on_end=self._write_ended,
-            monotonic=monotonic,
-        )
+        writer = self._writer = opened.writer(self._write_ended, queue_bytes=queue_bytes, monotonic=monotonic)
         self._monotonic = monotonic
-        self._removal = Removal(self._index, self._writer)
-        self._behind = Behind(self._index, self._removal, keep_behind)
+        removal = self._removal = Removal(index, writer)
+        behind = self._behind = Behind(index, removal, keep_behind)
         self._room = Room(
-            self._index,
-            self._writer,
-            opened.pins,
-            self._removal,
-            self._behind,
-            max_bytes=max_bytes,
-            min_free_bytes=min_free_bytes,
+            index, writer, opened.pins, removal, behind, max_bytes=max_bytes, min_free_bytes=min_free_bytes
         )
         self._loading = Loading(
-            self._folder,
-            self._index,
-            self._writer,
-            self._removal,
-            rejected=opened.rejected,
-            release=self.release,
+            opened.folder, index, writer, removal, rejected=opened.rejected, release=self.release
         )
         self._remote = None
         if tier is not None:
-            self._remote = Remote(tier, opened.folder, opened.index, self._adopt, self._pass_over)
+            self._remote = Remote(tier, opened.folder, index, self._adopt, self._pass_over)
             self._remote.note(identity.digest(), identity.block_tokens)
-            self._removal.useless = self._remote.remove
+            removal.useless = self._remote.remove
         self._closing = False
         self._room.shrink_at_once()
 
@@ -216,9 +196,8 @@ class Store:
         snapshots that wait in memory for the disk; `min_free_bytes` of the file system stay free. KV that no
         layer sees is evicted once all sessions are `keep_behind` tokens past it; with None, only when disk
         space is needed. `model` is the model's name in listings. `clock` (seconds since 1970) orders uses,
-        `monotonic` times the pauses after failed writes. `access` has the directory's key. What is stored is
-        put in the `tier` too, and can be fetched from there. Raises `DirectoryLockedError`, `SealedError`,
-        `OSError`.
+        `monotonic` times pauses after failed writes. `access` has the directory's key. Snapshots are copied
+        to the `tier`, and can be fetched from it. Raises `DirectoryLockedError`, `SealedError`, `OSError`.
         """
         opened = await asyncio.to_thread(open_directory, directory, identity.digest(), model, clock, access)
         return cls(
@@ -287,7 +266,7 @@ class Store:
             await asyncio.sleep(_SETTLE_S)
 
     async def find_remote(self, chain: Chain, tokens: Sequence[int]) -> Found | None:
-        """Look in the remote tier for what continues the stored prefix of `tokens`; None: nothing."""
+        """Find snapshots in the remote tier that extend the stored prefix of `tokens`, if any."""
         if self._remote is None or self._closing:
             return None
         prefixes = self._form(chain.policy).prefixes
@@ -295,9 +274,9 @@ class Store:
         return await self._remote.find(chain, as_tokens(tokens), edges[-1], prefixes.needed)
 
     async def fetch(self, found: Found) -> tuple[int, float]:
-        """Fetch snapshots from the remote tier into this directory; return the bytes, and the seconds.
+        """Fetch snapshots from the remote tier into this directory; return the bytes and the seconds it took.
 
-        What cannot be fetched, or does not fit, is left out with all that continues it.
+        A snapshot that cannot be fetched, or does not fit, is left out, and so are all that continue it.
         """
         if self._remote is None or self._closing:
             return 0, 0.0
@@ -364,7 +343,7 @@ class Store:
         end: int,
         timeout_s: float,
     ) -> StoredPast | None:
-        """Wait until the KV of the first `end` tokens is stored, and return it to be read layer by layer.
+        """Wait until the KV of the first `end` tokens is stored; return a reader of it, layer by layer.
 
         `tokens` reach to the end of their last block, which is full. None after `timeout_s`. The caller must
         hold the prefix while it reads.
@@ -424,7 +403,7 @@ class Store:
         if reason is not None:
             self._writer.drop(reason)
             return False
-        # Added before the eviction: as a child on its way the node protects its own chain.
+        # Added before the eviction: as a queued child the node protects its own chain from it.
         node = self._index.add(name, size_bytes)
         if not self._room.make(size_bytes):
             self._index.undo_add(node)
@@ -434,16 +413,16 @@ class Store:
         return True
 
     def room(self) -> int:
-        """Return how many bytes `save` can queue now. Safe on any thread; call it before cutting KV."""
+        """Return how many bytes `save` can queue now. Safe on any thread; call it before copying KV."""
         return self._writer.room_bytes
 
     @property
     def is_idle(self) -> bool:
-        """Whether no snapshot waits for the disk, and the disk takes some."""
+        """Whether no write is queued or running, and writing is not paused."""
         return not self._writer.counts.in_flight_bytes and not self._writer.paused
 
     def skip(self, num_snapshots: int) -> None:
-        """Count snapshots that were not cut because `room` was too small."""
+        """Count snapshots as dropped whose KV was not copied because `room` was too small."""
         self._writer.drop("disk_error" if self._writer.paused else "queue_full", num_snapshots)
 
     def free_memory(self) -> None:
@@ -456,7 +435,7 @@ class Store:
     def forget(self, tenant: str, tokens: Sequence[int], *, shared: int = 0) -> int:
         """Remove the snapshots of these tokens, except snapshots that other sequences of tokens share.
 
-        Those are the snapshots that a stored one continues, and those of the first `shared` tokens. Covers
+        Shared are snapshots that a remaining one continues, and those of the first `shared` tokens. Covers
         all identities: other models, policies, `kv_bits`. Returns how many snapshots were removed. A
         snapshot that a load or a turn holds is removed when it is released; a pinned one stays. After a
         `barrier` no removed snapshot comes back, not even through a write in flight.
@@ -472,19 +451,19 @@ class Store:
     async def erase(
         self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0, *, shared: int = 0
     ) -> Forgotten:
-        """`forget`, before the first wait, and wait at most `timeout_s` until the removal is durable.
+        """Call `forget` at once, then wait at most `timeout_s` until the removal is durable.
 
-        Removes copies in quarantine too. The result is not settled if time ran out, if a turn still holds one
-        of the snapshots, if a removal failed, or if there are files of another format version, whose tokens
-        are unknown.
+        Removes copies in quarantine and in the remote tier too. The result is not settled if time ran out, if
+        a turn still holds one of the snapshots, if a removal failed, or if there are files of another format
+        version, whose tokens are unknown.
         """
         return await self._erase(tenant, pack(tokens), timeout_s, shared)
 
     async def erase_marked(self, tenant: str, marks: Marks, timeout_s: float = 2.0) -> bool:
-        """Erase what this directory has of a sequence that another worker has forgotten, as `erase` does.
+        """Erase the snapshots of a sequence that another worker has forgotten, as `erase` does.
 
-        Returns false if a turn holds some of it. Snapshots that differ from it only behind its last mark go
-        too.
+        Returns false if a turn still holds one of the snapshots. Snapshots that differ from the sequence only
+        after its last mark are erased too.
         """
         found = self._marked(tenant, marks)
         for packed in found:
@@ -492,7 +471,7 @@ class Store:
         return not any(node.doomed for packed in found for node in self._within(tenant, packed))
 
     def _marked(self, tenant: str, marks: Marks) -> set[bytes]:
-        """Find the longest packed tokens of stored snapshots that agree with marks."""
+        """Return the packed tokens of the longest chains, stored or queued, that agree with marks."""
         found: set[bytes] = set()
         for identity in self._identities:
             trails = [(blocks.root(identity, tenant), marks.begin(tenant))]
@@ -507,11 +486,11 @@ class Store:
         return found
 
     def erased_up_to(self, log: str) -> Erased | None:
-        """Return what `note_erased` has noted last of a log."""
+        """Return how far a log's erasures are done, as last stored by `note_erased`; None if never."""
         return self._erased.get(log)
 
     def note_erased(self, erased: Erased) -> None:
-        """Note up to where a log's erasures are done, on disk behind these."""
+        """Store how far a log's erasures are done; the writer records it after these erasures."""
         self._erased[erased.log] = erased
         self._writer.note_erased(erased)
 
@@ -534,7 +513,7 @@ class Store:
         return Forgotten(num_snapshots, is_clean and not is_held and not is_unknown)
 
     async def clear(self, timeout_s: float = 5.0) -> bool:
-        """Remove everything, of all tenants and models, pins and quarantine too.
+        """Remove everything from this directory: the snapshots of all tenants and models, pins, quarantine.
 
         False if time ran out or a removal failed. Snapshots that are saved after the call stay. No earlier
         snapshot comes back, not even through a write in flight.
@@ -571,7 +550,7 @@ class Store:
 
     @property
     def has_pins(self) -> bool:
-        """Whether anything is pinned."""
+        """Whether any prefix is pinned."""
         return self._room.num_pins > 0
 
     def pinned(self, tenant: str | Chain, tokens: Sequence[int]) -> list[int]:
@@ -595,7 +574,7 @@ class Store:
         return True
 
     async def barrier_remote(self, timeout_s: float) -> bool:
-        """Wait until the remote tier has what was stored before this call; False after `timeout_s`."""
+        """Wait until the remote tier has the snapshots stored before this call; False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 if self._remote is not None:
@@ -605,7 +584,7 @@ class Store:
         return True
 
     def stats(self) -> SnapshotStats:
-        """Return the current counts."""
+        """Return the current counts: snapshots by outcome, and the use of the disk."""
         return SnapshotStats.collect(
             self._writer.counts,
             self._index,
@@ -643,12 +622,12 @@ class Store:
 
     async def _drained(self) -> None:
         await self._writer.barrier()
-        # The end of a write may queue removals: of superseded pieces, and of files that were forgotten during
-        # their rename. Removals queue nothing more.
+        # The end of a write may queue removals: of superseded pieces, and of files that were forgotten while
+        # they were renamed. Removals queue nothing more.
         await self._writer.barrier()
 
     def _form(self, policy: Policy) -> Form:
-        """Return how the model's snapshots under a policy are named and laid out."""
+        """Return the identity and the layout of the model's snapshots under a policy."""
         form = self._forms.get(policy)
         if form is None:
             full = self._forms[FULL]
@@ -688,7 +667,7 @@ class Store:
         self._writer.use(node.used, node.digest)
 
     def _adopt(self, name: Name, path: Path, size_bytes: int) -> Node | None:
-        """Take over a file that was fetched from the remote tier; None if there is no room for it."""
+        """Add a fetched file to the index and queue its move into the directory; None if it is refused."""
         if self._closing or self._writer.paused or (name.start and self._index.get(name.parent) is None):
             return None
         node = self._index.add(name, size_bytes)

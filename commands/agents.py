@@ -1,4 +1,4 @@
-"""How each coding agent is pointed at a gateway by its environment, arguments and files of its own. Pure."""
+"""Builds the environment, arguments and files that make each coding agent use a gateway. Pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-#: Most of one answer that agents are told to ask for.
+#: The largest limit of answer tokens that an agent is configured with.
 _MOST_ANSWERED: Final = 32_000
-#: Contexts below this are small: an agent's own prompt takes most of one.
+#: Contexts below this are small: an agent's own prompt fills most of such a context.
 _SMALL_CONTEXT: Final = 32_768
-#: pi compacts a conversation when fewer tokens are left of what it takes for the context.
+#: pi compacts a conversation when fewer tokens than this are left of its configured context.
 _PI_RESERVE: Final = 16_384
 
 
 class Door(NamedTuple):
-    """A gateway: its URL without a path, the key that it wants, its model and the tokens of a context."""
+    """A gateway: its URL without a path, its API key, its model and the context length in tokens."""
 
     url: str
     key: str
@@ -26,23 +26,23 @@ class Door(NamedTuple):
 
     @property
     def openai_url(self) -> str:
-        """The URL that OpenAI's clients want."""
+        """The base URL for OpenAI's client libraries."""
         return f"{self.url}/v1"
 
     @property
     def answer_tokens(self) -> int:
-        """What an agent may ask for, with room for a conversation before it.
+        """The limit of answer tokens to configure in an agent; leaves room for the conversation.
 
-        A small share of a small context: small models often write up to the limit, and agents then ask again.
+        A smaller share of a small context: small models often write up to the limit, and agents then retry.
         """
         share = 16 if self.context_tokens < _SMALL_CONTEXT else 4
         return min(self.context_tokens // share, _MOST_ANSWERED)
 
 
 class Start(NamedTuple):
-    """What an agent is started with: `arguments` come before the user's own, `files` have text by name.
+    """How to start an agent: environment variables, `arguments` to put before the user's, `files` to write.
 
-    `{folder}` in an argument is the folder with the files.
+    `files` maps names to texts; `{folder}` in an argument stands for the folder of these files.
     """
 
     environment: Mapping[str, str]
@@ -57,7 +57,7 @@ def _claude(door: Door) -> Start:
         | {
             "ANTHROPIC_BASE_URL": door.url,
             "ANTHROPIC_AUTH_TOKEN": door.key,
-            "ANTHROPIC_API_KEY": "",  # one of the user's would be sent instead
+            "ANTHROPIC_API_KEY": "",  # otherwise the user's own key would be sent
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(door.context_tokens),
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(door.answer_tokens),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -129,7 +129,7 @@ def _continue(door: Door) -> Start:
         "defaultCompletionOptions": {"contextLength": door.context_tokens, "maxTokens": door.answer_tokens},
     }
     config = {"name": "Turnkeep", "version": "1.0.0", "schema": "v1", "models": [model]}
-    # JSON is YAML.
+    # JSON is valid YAML.
     return Start({}, ("--config", "{folder}/continue.yaml"), {"continue.yaml": json.dumps(config)})
 
 
@@ -152,7 +152,7 @@ def _aider(door: Door) -> Start:
 
 
 def _other(door: Door) -> Start:
-    """Set what OpenAI's and Anthropic's own libraries read."""
+    """Set the environment variables that OpenAI's and Anthropic's client libraries read."""
     return Start(
         {
             "OPENAI_BASE_URL": door.openai_url,
@@ -166,7 +166,7 @@ def _other(door: Door) -> Start:
     )
 
 
-#: By the name of the program. Others get the variables of the usual libraries.
+#: By the name of the program. Other programs get the variables of OpenAI's and Anthropic's libraries.
 AGENTS: Final[Mapping[str, Callable[[Door], Start]]] = {
     "aider": _aider,
     "claude": _claude,
@@ -177,7 +177,7 @@ AGENTS: Final[Mapping[str, Callable[[Door], Start]]] = {
 }
 
 
-#: What installs each of these agents.
+#: The command that installs each of these agents.
 INSTALLS: Final[Mapping[str, str]] = {
     "aider": "pipx install aider-chat",
     "claude": "npm install -g @anthropic-ai/claude-code",
@@ -187,18 +187,18 @@ INSTALLS: Final[Mapping[str, str]] = {
     "pi": "npm install -g @mariozechner/pi-coding-agent",
 }
 
-#: Tokens of what these agents say before the user does.
+#: Tokens of these agents' own system prompts and tools.
 _OWN_PROMPTS: Final = {"claude": 20_000, "codex": 10_000}
-#: Options of theirs that make it shorter, by an unknown number.
+#: Options that shorten an agent's own prompt, by an unknown number of tokens.
 _SHORTENED: Final = {"claude": {"--tools", "--system-prompt", "--system-prompt-file"}}
 
 
 def own_prompt_tokens(program: str, arguments: Sequence[str]) -> int:
-    """Return the tokens of a program's own prompt, 0 if unknown."""
+    """Return the number of tokens of a program's own system prompt and tools; 0 if unknown."""
     given = {argument.partition("=")[0] for argument in arguments}
     return 0 if given & _SHORTENED.get(program, set()) else _OWN_PROMPTS.get(program, 0)
 
 
 def start_of(program: str, door: Door) -> Start:
-    """Return what a program is started with."""
+    """Return how to start a program so that it uses the gateway `door`."""
     return AGENTS.get(program, _other)(door)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from .flags import Given
 
-#: How long to wait until a session that was made for one question is removed.
+#: How long to wait for the removal of a session that was made for one question.
 _CLOSE_S: Final = 2.0
 #: The exit code after Ctrl-C.
 _INTERRUPTED: Final = 130
@@ -102,12 +102,10 @@ def ask(
         raise click.UsageError("--logprobs and --echo are for --json, whose result has them")
     if logprobs is not None:
         sampling |= {"logprobs": True, "top_logprobs": logprobs}
-    if echo:
-        sampling |= {"echo": True}
+    sampling |= {"echo": True} if echo else {}
     if schema is not None:
         sampling |= {"response_format": by_schema(schema)}
-    if prefix_:
-        sampling |= {"prefix": prefix_}
+    sampling |= {"prefix": prefix_} if prefix_ else {}
 
     async def run(client: Client) -> bool:
         return await answer(
@@ -133,7 +131,7 @@ def whole_question(argument: str | None) -> str:
 
 
 def tools_of(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Read tools from files: each has a tool in OpenAI's shape, a function alone, or a list of these.
+    """Read tools from JSON files: each has a tool as in OpenAI's API, only its function, or a list of these.
 
     Raises `UsageError`.
     """
@@ -160,7 +158,7 @@ def decoded(body: bytes) -> str:
 
 
 def by_schema(path: Path) -> dict[str, Any]:
-    """Return the `response_format` for a file with a JSON schema. Raises `UsageError` if it has none."""
+    """Return the `response_format` for a file with a JSON schema. Raises `UsageError` if there is none."""
     try:
         schema = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, ValueError, RecursionError) as error:
@@ -183,12 +181,11 @@ async def answer(
     """Stream the answer; if no session was named, remove the one that was created for the question.
 
     Returns False if Ctrl-C ended it. With `as_json`, print the whole result at the end instead. With `count`,
-    print so many answers, and leave the session as it is.
+    print that many answers, and leave the session unchanged.
     """
     session = client.session(name or f"ask-{uuid4().hex[:12]}")
-    messages = [{"role": "user", "content": text}]
-    if system:
-        messages.insert(0, {"role": "system", "content": system})
+    instructed = [{"role": "system", "content": system}] if system else []
+    messages = [*instructed, {"role": "user", "content": text}]
     options = await asked(client, sampling)
     if count is not None:
         await _answers(session, count, messages, options, is_new=name is None, as_json=as_json)
@@ -208,7 +205,7 @@ async def answer(
         return finished
     finally:
         if name is None:
-            with contextlib.suppress(TurnkeepError):  # the close is in the log, for the next worker
+            with contextlib.suppress(TurnkeepError):  # a later worker closes it: the request is in the log
                 await removed(session, _CLOSE_S, cancel=True)
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.command()
 @with_settings(*CREDENTIAL_SETTINGS)
 def _group(given: Given) -> None:
-    preload()  # what a worker is compared with inherits the choice of OpenBLAS's kernels
+    preload()  # the programs compared with the worker inherit its choice of OpenBLAS kernels
     click.get_current_context().obj = partial(_login, given.load())
 
 

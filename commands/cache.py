@@ -26,7 +26,7 @@ from ops.log.copies import OWN
 from turnkeep_client.errors import TurnkeepError
 from worker.process.formatting import size, span
 from worker.process.keys import cache_access
-from worker.process.settings import parse_duration, parse_size
+from worker.process.setting_kinds import parse_duration, parse_size
 
 from .flags import as_json, check_target, force_option, with_settings
 from .printing import table
@@ -45,7 +45,7 @@ class CacheCommandError(TurnkeepError):
 
 
 class _Group(click.Group):
-    """Reports each error of the cache or the disk as one line."""
+    """The command group; reports each error of the cache or the disk as one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         # Standard output is for the result, which may be JSON.
@@ -77,7 +77,7 @@ def _parsed(parse: Callable[[object], Any], wants: str) -> Callable[[Any, Any, s
 
 @dataclass(frozen=True)
 class _Where:
-    """Where a command looks for the cache: `--dir`, else the data directory's."""
+    """Where a command looks for the cache: in `--dir`, otherwise in the data directory."""
 
     directory: Path | None
     given: Given
@@ -103,7 +103,7 @@ class _Where:
 
 
 def _cache_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the options that name the cache, passed as `where`, and those of the settings in `names`."""
+    """Add the options that locate the cache, passed as `where`, and options for the settings in `names`."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @with_settings("data_dir", "cache_key_file", *names)
@@ -158,6 +158,13 @@ def ls(where: _Where, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"chains": chains, "pins": pins}))
         return
+    _print_chains(found, place)
+    for pin in pins:
+        click.echo(f"pin {str(pin['name'])[:12]}: {pin['tokens']} tokens")
+    _print_unreadable(found)
+
+
+def _print_chains(found: survey.Survey, place: Path) -> None:
     now_s = time.time()
     rows = [
         [
@@ -176,9 +183,6 @@ def ls(where: _Where, as_json: bool) -> None:
         table(heads, rows, same=("model", "pinned"))
     else:
         click.echo(_empty_message(place))
-    for pin in pins:
-        click.echo(f"pin {str(pin['name'])[:12]}: {pin['tokens']} tokens")
-    _print_unreadable(found)
 
 
 @cache.command()
@@ -224,7 +228,7 @@ def du(where: _Where, as_json: bool) -> None:
 
 
 def _usage_rows(found: survey.Survey) -> list[list[str]]:
-    """Return a row for each model, the largest first."""
+    """Return a table row for each model, that with the most bytes first."""
     return [
         [_model(usage.model), str(usage.num_chains), str(usage.num_files), size(usage.size_bytes)]
         for usage in sorted(found.usage, key=lambda usage: -usage.size_bytes)

@@ -139,7 +139,7 @@ class _Chat:
                 _say(f"turnkeep: {error}")
 
     async def _enter(self) -> list[Exchange]:
-        """Start or continue the session, and print which; return the session's last exchanges."""
+        """Start or continue the session, and print which of the two; return the session's last exchanges."""
         info = await self._begin()
         if not self._defaults:
             self._sampling = self._defaults = preferred(info.worker.sampling, self._given)
@@ -256,7 +256,7 @@ class _Chat:
 
 
 async def _lines(past: Sequence[str]) -> AsyncIterator[str]:
-    """Yield the lines that the user types, without empty ones; a leading space is kept."""
+    """Yield the non-empty lines that the user types or pipes in; keep leading spaces."""
     if not sys.stdin.isatty():
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
             if text := decoded(line).rstrip():
@@ -290,7 +290,7 @@ async def _lines(past: Sequence[str]) -> AsyncIterator[str]:
 
 
 def _keys() -> KeyBindings:
-    """Let Enter send, and Alt-Enter, or Enter after a backslash, begin a new line."""
+    """Return key bindings: Enter sends; Alt-Enter, or Enter after a backslash, begins a new line."""
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()
@@ -312,7 +312,7 @@ def _keys() -> KeyBindings:
 
 
 def _write(path: Path, past: Sequence[Exchange]) -> None:
-    """Write exchanges to a Markdown file, with the questions as quotations. Raises `InvalidMessageError`."""
+    """Write exchanges to a new Markdown file, questions as quotations. Raises `InvalidMessageError`."""
     text = "".join(f"> {one.question.replace(_LINE, _QUOTED)}\n\n{one.answer}\n\n" for one in past)
     try:
         with path.expanduser().open("x", encoding="utf-8") as file:

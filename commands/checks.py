@@ -40,7 +40,7 @@ _MIN_PYTHON: Final = (3, 11)
 _MIN_FREE_BYTES: Final = 256 * 2**20
 _STYLES: Final[dict[State, str]] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
-#: Runs in its own process: a broken installation may crash the process that imports it.
+#: A program that runs in its own process: a broken MLX may crash the process that imports it.
 _ASK_MLX: Final = """
 import json
 import mlx.core as mx
@@ -52,7 +52,7 @@ print(json.dumps([mx.__version__, "cpu" if cpu else "metal" if mx.metal.is_avail
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding. `missing` (what is wrong) and `mend` (the remedy) are empty if all is well."""
+    """The result of one check. `missing` (the fault) and `mend` (the remedy) are empty if all is well."""
 
     name: str
     state: State
@@ -62,7 +62,7 @@ class Check:
 
 
 def checks(settings: Settings, models: Mapping[str, Settings] = MappingProxyType({})) -> list[Check]:
-    """Check everything that a worker with these settings needs, or one of several `models`.
+    """Check everything that a worker with these settings needs, or the workers of several `models`.
 
     Takes some seconds.
     """
@@ -74,12 +74,12 @@ def checks(settings: Settings, models: Mapping[str, Settings] = MappingProxyType
 
 
 def exit_code(found: Iterable[Check]) -> int:
-    """Return 1 if a check failed, else 0: a worker starts despite warnings."""
+    """Return 1 if a check failed, otherwise 0, even with warnings: a worker starts despite these."""
     return int(any(check.state == "fail" for check in found))
 
 
 def show(found: Iterable[Check]) -> None:
-    """Print the findings as a table; on a terminal what is missing stands below what was found."""
+    """Print the results as a table; on a terminal, print each fault below what the check found."""
     if sys.stdout.isatty():
         told: list[Sequence[str | Text]] = [
             (Text(check.state, style=_STYLES[check.state]), check.name, _in_lines(check)) for check in found
@@ -199,7 +199,7 @@ def _port(settings: Settings) -> Check:
             return Check("port", "ok", f"{port} is held by this data directory's own server")
         if name.startswith(SERVER_PREFIX):
             missing, mend = _split(error)
-            missing = missing.replace("another program", "it")  # of another user, who keeps the rest private
+            missing = missing.replace("another program", "it")  # its owner's other details are private
             return Check("port", "fail", "the NATS server of another Turnkeep worker", missing, mend)
         found = f"nats-server {greeting.get('version', '')}, named {name}" if greeting else ""
         return _failure("port", found, error)

@@ -110,7 +110,7 @@ _COMMANDS: Final = {
 
 
 class _Group(click.Group):
-    """Reports each error that a user can fix as one line with an exit code."""
+    """The command group `turnkeep`; reports each error that a user can fix as one line with an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_COMMANDS})
@@ -118,7 +118,7 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in _COMMANDS and cmd_name not in self.commands:
             module = vars(import_module(f".{_COMMANDS[cmd_name][0]}", __package__))
-            # What is a word of Python has an underscore behind its name.
+            # The function of a command named like a word of Python has an underscore at its end.
             self.add_command(module.get(f"{cmd_name}_") or module[cmd_name])
             _show_whole_sentences(self)
         return super().get_command(ctx, cmd_name)
@@ -129,7 +129,7 @@ class _Group(click.Group):
             formatter.write_dl([(name, _COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete the name of a command, as quickly as `format_commands`, or an option."""
+        """Complete the name of a command or an option, without importing the modules of commands."""
         from click.shell_completion import CompletionItem
 
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
@@ -139,7 +139,7 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except click.exceptions.NoSuchCommand as error:  # which suggests only what is imported
+        except click.exceptions.NoSuchCommand as error:  # click suggests only commands that are imported
             if error.ctx is None or not isinstance(group := error.ctx.command, click.Group):
                 raise
             names = group.list_commands(error.ctx)
@@ -170,9 +170,9 @@ def main() -> None:
 
 
 def _show_whole_sentences(group: click.Group) -> None:
-    """List commands with their whole first sentences; click would cut them at the terminal's width.
+    """List commands with their whole first sentences; click would truncate them at the terminal's width.
 
-    Gives them their `--help` with sections, too.
+    Also gives each command a `--help` with sections.
     """
     for command in group.commands.values():
         command.context_class = HelpContext

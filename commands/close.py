@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .exchanges import Exchange
     from .flags import Given
 
-#: Characters that are shown of the question at which a rewind ends.
+#: How many characters of the first removed question a rewind prints.
 _SHOWN = 60
 
 _patience = with_result_timeout("How long to wait for the result of one request.")
@@ -62,21 +62,21 @@ async def rm(client: Client, sessions: tuple[str, ...], cancel: bool, timeout_s:
 async def _close(
     client: Client, names: tuple[str, ...], timeout_s: float, *, forget: bool, cancel: bool
 ) -> bool:
-    """Close or remove sessions; return whether that of any has failed."""
+    """Close or remove sessions; return whether this failed for any of them."""
     failed = False
     for name in names:
         try:
             await _end(client, name, timeout_s, forget=forget, cancel=cancel)
         except (NoWorkerError, NotPermittedError):
             raise
-        except TurnkeepError as error:  # of this session alone
+        except TurnkeepError as error:  # it concerns this session only
             complain(as_installed(str(error)))
             failed = True
     return failed
 
 
 async def _end(client: Client, name: str, timeout_s: float, *, forget: bool, cancel: bool) -> None:
-    """Close or remove a session, and say so."""
+    """Close or remove a session, and print the outcome."""
     async with named(client, name) as session:
         if not cancel:
             await _say_what_runs(session)
@@ -90,8 +90,8 @@ async def _end(client: Client, name: str, timeout_s: float, *, forget: bool, can
 
 
 async def _say_what_runs(session: Session) -> None:
-    """Print that a close has to wait for a running request, which may take minutes."""
-    with contextlib.suppress(TurnkeepError):  # the close says it better
+    """Print that closing has to wait for a running request, which may take minutes, if one is running."""
+    with contextlib.suppress(TurnkeepError):  # the close that follows reports the error better
         if active := (await session.info(limit=0)).active:
             stops = f"turnkeep cancel {session.key.session}"
             complain(f"waiting until {active} is answered; {stops} stops it")

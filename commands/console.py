@@ -6,12 +6,13 @@ import base64
 import contextlib
 import hmac
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import shown
+from worker.process.installed import http_libraries
 from worker.wire.credentials import own_token
 
 from .flags import keep_option, listen_option, tenant_option, with_settings
@@ -19,6 +20,7 @@ from .sampling import asked
 from .talking import CLIENT_SETTINGS, command_line, connected, talk, url_of
 
 if TYPE_CHECKING:
+    from ops.console.app import Place
     from turnkeep_client.client import Client
     from worker.process.settings import Settings
 
@@ -49,31 +51,17 @@ def console(
     The printed address has a token, without which nobody gets in. Needs the extra ops; if it is missing, a
     message says how to install it.
     """
-    try:
+    with http_libraries("ops"):
         from ops.console.serving import run
-    except ModuleNotFoundError as missing:
-        library = (missing.name or "").partition(".")[0]
-        if library not in {"starlette", "uvicorn", "h11"}:
-            raise
-        raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[ops]' brings it") from None
-    from ops.console.app import Place, Served
+    from ops.console.app import Served
 
-    from .launch import own_gateway
     from .shelf import Shelf
 
-    settings = given.load()
-
-    def place() -> Place:
-        port = own_gateway(settings.data_dir)
-        gateway = f"http://127.0.0.1:{port or 8080}"
-        launch, url = (command_line(settings, one, ["data_dir"]) for one in ("launch", "url"))
-        return Place(shown(url_of(settings)), gateway, port is not None, launch, url)
-
-    models = given.load_models()
-    options: dict[str, Any] = {"keep_s": keep_s, "read_only": read_only}
+    settings, models = given.load(), given.load_models()
     worker = given.options(CLIENT_SETTINGS) if until_eof else None
-    shelf = Shelf(settings, worker, models, unloaded)
-    options |= {"opens": opens, "until_eof": until_eof, "place": place, "shelf": shelf}
+    options: dict[str, Any] = {"keep_s": keep_s, "read_only": read_only, "opens": opens}
+    options |= {"until_eof": until_eof, "place": partial(_place, settings)}
+    options["shelf"] = Shelf(settings, worker, models, unloaded)
     options["token"] = token_of(settings, f"console of {tenant}, {'read' if read_only else 'act'}")
     own = next((name for name, one in models.items() if one.prefix == settings.prefix), "")
 
@@ -89,10 +77,22 @@ def console(
     talk(settings, tenant, serve)
 
 
-def token_of(settings: Settings, of: str) -> str:
-    """Return a console's token: with the worker's own server the same at each start, so that pages go on.
+def _place(settings: Settings) -> Place:
+    """Return the addresses and commands that the page shows to connect to this prefix."""
+    from ops.console.app import Place
 
-    Who can read that server's token may do everything that the console may. Else it is random.
+    from .launch import own_gateway
+
+    port = own_gateway(settings.data_dir)
+    gateway = f"http://127.0.0.1:{port or 8080}"
+    launch, url = (command_line(settings, one, ["data_dir"]) for one in ("launch", "url"))
+    return Place(shown(url_of(settings)), gateway, port is not None, launch, url)
+
+
+def token_of(settings: Settings, of: str) -> str:
+    """Return a console's access token; it is derived from the token of the worker's own NATS server.
+
+    So open pages survive a restart, and a reader of that token gains no new rights. Without one: random.
     """
     secret = None if settings.nats else own_token(settings.data_dir)
     if secret is None:

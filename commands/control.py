@@ -66,9 +66,9 @@ async def open_(
 ) -> None:
     """Start SESSION under a cache policy, which it keeps until it is closed.
 
-    Not needed for a session under the worker's default: its first request starts it. Under sink_window a
-    session may go on without end, in memory of a fixed size. Under paged all of it stays within reach, up to
-    the model's context: prompts read all of it from SSD, answers what matters to them.
+    Not needed for the worker's default policy: a session's first request starts it. Under sink_window a
+    session may grow without limit, in memory of a fixed size. Under paged the model can use all of it, up to
+    its context length: prompts read all KV from SSD, answers only the KV that matters to them.
     """
     asked = {"policy": policy, "sink": sink, "window": window, "resident": resident, "pin": pin or None}
     cache = {name: value for name, value in asked.items() if value is not None}
@@ -87,7 +87,7 @@ async def info(client: Client, session: str | None, as_json: bool) -> None:
 
 
 async def print_info(client: Client, name: str | None, *, as_json: bool = False) -> None:
-    """Print what a worker says of a session and of itself, or of itself alone."""
+    """Print the state of a session and of its worker; without a `name`, only that of the worker."""
     if name is None:
         metrics = await _metrics(client)
         if as_json:
@@ -116,14 +116,14 @@ async def print_info(client: Client, name: str | None, *, as_json: bool = False)
 
 
 def _pinned(session: SessionInfo) -> list[tuple[str, str]]:
-    """Say what `turnkeep pin` has been asked for."""
+    """Describe the pins of a session: how many of its first tokens stay on SSD."""
     if not session.pinned:
         return []
     return [("pinned", f"the first {', '.join(map(str, session.pinned))} tokens: their KV stays on SSD")]
 
 
 def _origin(session: SessionInfo) -> list[tuple[str, str]]:
-    """Describe what the session was opened with."""
+    """Describe the parent and the tags that the session was opened with."""
     parent, tags = session.parent, session.tags
     rows = [] if parent is UNSET else [("forked from", f"{parent.session} at position {parent.position}")]
     return rows if tags is UNSET else [*rows, ("tags", ", ".join(tags))]
@@ -141,7 +141,7 @@ def _policy(session: SessionInfo) -> list[tuple[str, str]]:
 
 
 def _waiting(session: SessionInfo) -> str:
-    """Name the waiting requests, and count those that the reply leaves out."""
+    """Name the waiting requests in the reply, and count those that it leaves out."""
     num_more = session.num_waiting - len(session.waiting)
     return (", ".join(session.waiting) or "none") + (f" and {num_more} more" if num_more > 0 else "")
 
@@ -201,7 +201,7 @@ async def cancel(client: Client, session: str, request_id: str | None) -> None:
         try:
             cancelled = await found.cancel(request_id)
         except RequestFailedError:
-            await check_open(found)  # the worker says the same of a session that it does not know
+            await check_open(found)  # the worker gives the same answer for a session that it does not know
             raise
     click.echo(f"cancelled {cancelled.id}, which was {cancelled.was}")
 

@@ -32,7 +32,7 @@ HEAD: Final = ("turn", "KV from", "new", "cached", "prefilled", "1st token", "to
 
 
 class Demo:
-    """The script of the demo."""
+    """The demo with one worker: a conversation, with kills and restarts of the worker."""
 
     def __init__(self, data_dir: Path, model: str | None, *options: str) -> None:
         self._console = Console(highlight=False)
@@ -45,10 +45,10 @@ class Demo:
                 name, justify="left" if name == "turn" else "right", max_width=20, no_wrap=True
             )
         self._position = 0
-        self._gap_s = 0.0  # the longest one within the last answer
+        self._gap_s = 0.0  # the longest pause between two chunks of the last answer
 
     async def run(self) -> None:
-        """Run the demo."""
+        """Start the worker, hold the conversation with its kills, and stop the worker."""
         self._say(f"Starting [bold]{program()} serve[/], a worker with its own NATS server")
         if self._is_first:
             self._console.print("The first start converts the model and tests it: about 20 s")
@@ -65,7 +65,7 @@ class Demo:
         self._worker.stop()
 
     async def _begin(self, session: Session) -> float:
-        """Append the notes; return the tokens prefilled a second."""
+        """Append the notes and ask a first question; return the prefill rate in tokens per second."""
         self._say("A system prompt of two pages, appended and prefilled ahead of the first question")
         with self._console.status("prefill"):
             notes = await session.append(messages=[{"role": "system", "content": NOTES.read_text("utf-8")}])
@@ -107,9 +107,9 @@ class Demo:
         source: str = "memory",
         kill: Callable[[], Awaitable[str]] | None = None,
     ) -> tuple[int, int, float]:
-        """Ask and print the answer. `kill` says where KV is from after it; the same iterator continues."""
+        """Ask and print the answer. `kill` is called after some tokens, and returns where KV is from then."""
         self._console.print(f"\n[bold cyan]>[/] {question}")
-        # Without the penalty so small a model repeats itself.
+        # Without the penalty, such a small model repeats itself.
         said = [{"role": "user", "content": question}]
         generation = session.generate(messages=said, max_tokens=most, repetition_penalty=1.1)
         tokens, self._gap_s, heard_s = 0, 0.0, 0.0
@@ -125,7 +125,7 @@ class Demo:
         usage, seconds = generation.result.usage, generation.result.seconds
         decode_s = seconds.total - seconds.first_token
         rate = f"{(usage.completion_tokens - 1) / decode_s:.1f}" if decode_s > 0 else "-"
-        # By the position: an answer that a fast worker had sent whole before its kill ran no prompt again.
+        # Use the position: if a fast worker sent the whole answer before it was killed, no prompt ran again.
         context = generation.result.position - usage.completion_tokens
         costs = (context, usage.cached_tokens, usage.prefilled_tokens)
         self._row(question, source, *costs, f"{seconds.first_token:.2f} s", rate)
@@ -141,7 +141,7 @@ class Demo:
 
 
 class ClusterDemo(Demo):
-    """The same with two workers on one NATS server: a kill, and the other one continues the answer."""
+    """The demo with two workers on one NATS server: one is killed, and the other continues its answer."""
 
     def __init__(self, data_dir: Path, model: str | None) -> None:
         tier = ("--remote-tier", str(data_dir / "shared-kv"))
@@ -150,7 +150,7 @@ class ClusterDemo(Demo):
 
     def _stop(self) -> None:
         self._other.stop()
-        super()._stop()  # with the NATS server, which outlives its worker
+        super()._stop()  # this also stops the NATS server, which outlives its worker
 
     async def _play(self, client: Client) -> None:
         self._say("Starting a second worker, on the NATS server of the first")

@@ -1,4 +1,4 @@
-"""The command `doctor`: could a worker run here? `checks` finds out."""
+"""The command `doctor`: prints whether a worker could run on this machine; `checks` checks it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def doctor(given: Given, as_json: bool) -> None:
 
 
 def examine(settings: Settings, models: Mapping[str, Settings], *, as_json: bool) -> NoReturn:
-    """Print what was found, and end with the exit code for it."""
+    """Run the checks, print their results, and exit: with code 1 if a check failed."""
     from .checks import checks, exit_code, show
 
     found = checks(settings, models)

@@ -1,4 +1,4 @@
-"""The command `drain`: a worker gives its sessions to the others of its prefix, and takes none."""
+"""The command `drain`: moves a worker's sessions to the other workers of its prefix."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Exchange:
 
 
 async def last_exchanges(client: Client, session: str, at_least: int = 1) -> list[Exchange]:
-    """Return the last exchanges of a session, at least `at_least` if it has so many; the newest is last.
+    """Return the last exchanges of a session, at least `at_least` if it has that many; the newest is last.
 
     Reads the log from its end, so a long session costs no more than a short one.
     """
@@ -49,7 +49,7 @@ async def last_exchanges(client: Client, session: str, at_least: int = 1) -> lis
     async for piece in client.log_backwards(session):
         entries = piece + entries
         found = exchanges(entries)
-        if len(found) > at_least:  # one more: the first one's start is unknown
+        if len(found) > at_least:  # read one more, as the start of the first is unknown
             return found
     return exchanges(entries, 0)
 
@@ -63,7 +63,7 @@ def exchanges(entries: Iterable[Entry], position: int | None = None) -> list[Exc
     found: list[Exchange] = []
     asked: dict[int, Request] = {}
     for entry in entries:
-        with contextlib.suppress(InvalidMessageError):  # of another version, or not a worker's
+        with contextlib.suppress(InvalidMessageError):  # of another version, or no worker's entry
             if entry.kind == "in":
                 asked[entry.seq] = decode_request(entry.body)
                 continue
@@ -71,7 +71,7 @@ def exchanges(entries: Iterable[Entry], position: int | None = None) -> list[Exc
             request = asked.pop(result.seq or 0, None)
             match result:
                 case _ if isinstance(result, Failed) or result.repeat_of is not None:
-                    continue  # changed nothing
+                    continue  # the request changed nothing
                 case Generated() if isinstance(request, Generate) and result.tokens:
                     start = position if result.rewritten_from is None else None
                     found.append(Exchange(_question(request), result.text, start, result.position))

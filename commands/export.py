@@ -1,4 +1,4 @@
-"""The commands `export` and `import`: a session's log over NATS, its KV from or to the local cache."""
+"""The commands `export` and `import`: copy a session's log over NATS, its KV from or to the local cache."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from .flags import Given
 
 
-#: What makes two models: fields of an identity. The others are settings and versions.
+#: Identity fields that differ between two models; all other fields are settings and versions.
 _MODEL: Final = frozenset({"weights", "config", "tokenizer"})
 
 
 @contextlib.contextmanager
 def _one_line() -> Iterator[None]:
-    """Turn errors of the cache and the disk into one line."""
+    """Turn errors of the cache and the disk within the block into a `CopyError` of one line."""
     try:
         yield
     except DirectoryLockedError as error:
@@ -106,8 +106,8 @@ def export(given: Given, session: str, target: Path, tenant: str, kv: bool, forc
 def import_(given: Given, source: Path, name: str | None, tenant: str | None, kv: bool) -> None:
     """Put the session in FILE into the log, beside a worker or without one.
 
-    With --kv no worker may run on the data directory. What is missing there is made: the cache, the log and,
-    without --nats, the NATS server for as long as the import takes.
+    With --kv no worker may run on the data directory. The cache and the log are created if they do not exist;
+    without --nats, the NATS server runs during the import.
 
     The file is checked before anything is stored. It is trusted content: import only from people whom you
     would let forge the session's answers, and with --kv, change the model.
@@ -135,10 +135,10 @@ def import_(given: Given, source: Path, name: str | None, tenant: str | None, kv
 
 @contextlib.contextmanager
 def _log_of(settings: Settings) -> Iterator[None]:
-    """Make the log if there is none.
+    """Make sure that the log exists while the block runs; create it if needed.
 
-    Without the setting `nats`, run the NATS server of the data directory meanwhile. Raises `TurnkeepError`,
-    also if a worker runs on the directory.
+    Without the setting `nats`, run the data directory's NATS server until the block ends. Raises
+    `TurnkeepError`, also if a worker runs on the directory.
     """
     from worker.wire import broker
 
@@ -171,7 +171,7 @@ async def _make_log(settings: Settings) -> None:
 
 
 async def _said_by_worker(client: Client, session: str) -> str:
-    """Return the session's position, or its refusal, as the worker reports it; empty without a worker."""
+    """Return, as a phrase, the position that the worker reports, or its error; empty without a worker."""
     try:
         return f", at position {(await client.session(session).info(limit=0)).position}"
     except NoWorkerError:
@@ -210,9 +210,9 @@ def _check_kv(manifest: copies.Manifest, tenant: str, settings: Settings, source
 
 
 def _short(value: object) -> str:
-    """Shorten a field of an identity for printing.
+    """Shorten and escape a field of an identity for printing.
 
-    The value comes from a file, so it is escaped; some are long digests.
+    The value comes from a file, so it is not trusted; some values are long digests.
     """
     return ascii(value).strip("'")[:24]
 

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from turnkeep_client.errors import TurnkeepError
-from worker.process import settings as settings_module
+from worker.process import setting_sources
+from worker.process.setting_kinds import parse_duration
+from worker.process.settings import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Formatter(click.HelpFormatter):
-    """Lists the options of the NATS connection last, in their own section."""
+    """Formats `--help`; lists the options of the NATS connection last, in a section of their own."""
 
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
         """Write options, or commands, in two columns."""
@@ -46,7 +48,7 @@ class HelpContext(click.Context):
     formatter_class = _Formatter
 
 
-#: Fewer options stay among the others.
+#: The fewest options of the NATS connection that get a section of their own.
 _MIN_SECTION: Final = 3
 
 force_option = click.option("--force", is_flag=True, help="Overwrite the file if it is there already.")
@@ -58,7 +60,7 @@ tenant_option = click.option(
     show_default=True,
     help="Tenant that the session belongs to.",
 )
-#: Of commands that read the log; the tenant that they connect as is the default one.
+#: For commands that read the log of many tenants; they connect as the default tenant.
 tenants_option = click.option(
     "--tenant", "tenants", metavar="NAME", default="*", help="Only of this tenant. [default: all]"
 )
@@ -88,7 +90,7 @@ tool_option = click.option(
 
 
 def check_target(target: Path, *, force: bool) -> None:
-    """Raise `TurnkeepError` if a file has no folder, or exists and `force` does not allow to overwrite it."""
+    """Raise `TurnkeepError` if a file has no folder, or exists and `force` does not allow overwriting it."""
     if not target.parent.is_dir():
         raise TurnkeepError(f"there is no folder {target.parent} for the file; make it first")
     if target.exists() and not force:
@@ -98,13 +100,13 @@ def check_target(target: Path, *, force: bool) -> None:
 
 
 def moment(_: click.Context, __: click.Parameter, value: str | None) -> datetime | None:
-    """Parse a time: an age such as `2h`, or a date with an optional time, local unless it has a time zone."""
+    """Parse a time: an age such as `2h`, or a date with an optional time, local if it has no time zone."""
     if value is None:
         return None
     with contextlib.suppress(ValueError):
         return datetime.fromisoformat(value).astimezone()
     try:
-        return datetime.now(UTC) - timedelta(seconds=settings_module.parse_duration(value))
+        return datetime.now(UTC) - timedelta(seconds=parse_duration(value))
     except (ValueError, OverflowError):
         raise click.BadParameter(
             f"{value!r} is no time; it must be like 2h, 3d or 2026-11-20T08:00"
@@ -112,7 +114,7 @@ def moment(_: click.Context, __: click.Parameter, value: str | None) -> datetime
 
 
 class Number(click.FloatRange):
-    """A number within a range; click's own lets NaN pass."""
+    """An option's number within a range; unlike click's own type it rejects NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Parse an option's value."""
@@ -137,7 +139,7 @@ def _address(_: click.Context, __: click.Parameter, value: str) -> tuple[str, in
 def listen_option(port: int, reached: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add `--listen` to a command that serves over HTTP, passed as host and port.
 
-    By default it is `port` of the loopback address; `reached` says what others could do at another address.
+    By default it is `port` of the loopback address; `reached` is help text on addresses open to others.
     """
     return click.option(
         "--listen",
@@ -152,7 +154,7 @@ def listen_option(port: int, reached: str) -> Callable[[Callable[..., Any]], Cal
 def keep_option(
     least_s: float, default_s: float, kept: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--keep-s` to a command that watches workers."""
+    """Add `--keep-s` to a command that watches workers; `kept` is its help text."""
     kind = Number(least_s, 7 * 86400)
     return click.option(
         "--keep-s", metavar="SECONDS", type=kind, default=default_s, show_default=True, help=kept
@@ -174,19 +176,19 @@ def with_result_timeout(help_text: str) -> Callable[[Callable[..., Any]], Callab
 
 @dataclass(frozen=True)
 class Given:
-    """The settings file and the settings' options that a command was given; the flag `of` names a model."""
+    """The settings file and the options given to a command; the flag `of` names one of several models."""
 
     config: Path | None
     flags: Mapping[str, Any]
 
     def but(self, **flags: Any) -> Given:
-        """Return the same with other values of some options."""
+        """Return a copy in which the options `flags` have other values."""
         return replace(self, flags={**self.flags, **flags})
 
     def load(self) -> Settings:
         """Load the settings, of the model `of` if there are several. Raises `SettingsError`."""
         own = {name: value for name, value in self.flags.items() if name != "of"}
-        return settings_module.load(own, os.environ, self.config, of=self.flags.get("of"))
+        return setting_sources.load(own, os.environ, self.config, of=self.flags.get("of"))
 
     def load_models(self) -> dict[str, Settings]:
         """Load the settings of each of several models, or of the one that the flag `of` names.
@@ -196,10 +198,10 @@ class Given:
         if (of := self.flags.get("of")) is not None:
             return {of: self.load()}
         own = {name: value for name, value in self.flags.items() if name != "of"}
-        return settings_module.load_models(own, os.environ, self.config)
+        return setting_sources.load_models(own, os.environ, self.config)
 
     def options(self, names: Collection[str] | None = None) -> list[str]:
-        """Write the options again, for another command: those of `names`, or all."""
+        """Return the given options as words of a command line: those in `names`, or all."""
         given = {"config": self.config}
         given |= {name: self.flags[name] for name in self.flags if names is None or name in names}
         return [
@@ -211,13 +213,13 @@ class Given:
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--config` and the options of the named settings (no names: of all), passed as `given`.
+    """Add `--config` and the options of the named settings (of all, without names), passed as `given`.
 
-    Commands that talk to a worker, which have a prefix, get `--model` too, passed as its flag `of`.
+    If `prefix` is among the names, also add `--model`, passed as the flag `of` of `given`.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        added = [one for one in settings_module.describe() if not names or one.name in names]
+        added = [one for one in describe() if not names or one.name in names]
         added = [one for one in added if not one.is_secret]
         flags = [one.name for one in added] + ["of"] * ("prefix" in names)
 
@@ -241,7 +243,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return decorate
 
 
-#: As messages have them; a test compares both.
+#: The same ranges as in the protocol's messages; a test compares both.
 _TOKENS: Final = click.IntRange(0, 2**31 - 1)
 _PENALTY: Final = Number(-2, 2)
 _SAMPLING: tuple[tuple[str, str, click.ParamType[Any], str], ...] = (

@@ -1,4 +1,4 @@
-"""The commands `fork` and `tree`: begin a session with another one's tokens, and show which did."""
+"""The commands `fork` and `tree`: start a session with the tokens of another, and show all such forks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def tree(client: Client, session: str | None, tenants: str, as_json: bool)
 
 
 def _rows(branch: Branch, before: str, below: str) -> Iterator[tuple[str, ...]]:
-    """Yield a line for a branch, which begins with `before`, and lines for its forks, with `below`."""
+    """Yield a line for a branch, after the prefix `before`, then lines of its forks, after `below`."""
     row = branch.row
     yield (
         f"{before}{branch.session}",

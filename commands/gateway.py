@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT
+from worker.process.installed import http_libraries
 from worker.process.settings import default_worker
 
 from .flags import Number, listen_option, with_settings
@@ -74,15 +74,10 @@ def gateway(
     If turnkeep.toml has several models, a request chooses by its model.
     Needs the extra gateway; if it is missing, a message says how to install it.
     """
-    try:
+    with http_libraries("gateway"):
         from gateway.http.app import Gateway
         from gateway.http.serving import listening, serve, server
         from gateway.keys import Keys
-    except ModuleNotFoundError as missing:
-        library = (missing.name or "").partition(".")[0]
-        if library not in {"starlette", "uvicorn", "h11"}:
-            raise
-        raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[gateway]' brings it") from None
 
     settings, models = given.load(), given.load_models()
     if explain:
@@ -118,7 +113,7 @@ def gateway(
 
 
 def _origin(given: str) -> str:
-    """Return an origin as browsers write it. Raises `BadParameter`."""
+    """Normalise a web origin to the form that browsers send. Raises `BadParameter`."""
     origin = given.rstrip("/").lower()
     if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@]+", origin):
         raise click.BadParameter(f"{given!r} is no origin; one is like https://chat.example")
@@ -133,7 +128,7 @@ def _end_at_eof(server: Server) -> None:
 
 
 def greeting(address: str, port: int, *, has_keys: bool) -> str:
-    """Say where the gateway is, and whether other machines may use it without a key."""
+    """Return the line that gives the gateway's URL, and warns if other machines may use it without a key."""
     place = ipaddress.ip_address(address)
     shown = f"[{address}]" if place.version == 6 else address
     is_open = not (has_keys or place.is_loopback)

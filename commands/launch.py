@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from .flags import Given
 
-#: How long the gateway may take to name its model.
+#: How long to wait for the gateway's list of models.
 _PATIENCE_S: Final = 10.0
 _POLL_S: Final = 0.25
 _NO_KEY: Final = "none"
@@ -76,8 +76,8 @@ def launch(
 ) -> None:
     """Start an agent that talks to the gateway: aider, claude, cn, codex, opencode, pi, or another program.
 
-    Its environment and arguments name the gateway and its model; what the user has configured is not
-    changed. All arguments after its name are the agent's, as in `turnkeep launch pi -p "Say hello"`.
+    The agent's environment and arguments name the gateway and its model; the user's configuration is not
+    changed. All arguments after the agent's name are the agent's, as in `turnkeep launch pi -p "Say hello"`.
     """
     settings = given.load()
     own = own_gateway(settings.data_dir)
@@ -106,7 +106,7 @@ def launch(
 
 
 def _advice(data_dir: Path, needed: int) -> str:
-    """Name models whose context is long enough: some that are here, else known ones that fit this machine."""
+    """Suggest models with a context of `needed` tokens: on this machine, or else known models that fit it."""
     from worker.models.catalog import list_models
     from worker.models.known import fits, known, needed_bytes
 
@@ -119,9 +119,9 @@ def _advice(data_dir: Path, needed: int) -> str:
 
 
 def own_gateway(data_dir: Path) -> int | None:
-    """Return the port of the gateway that the worker on a data directory was started with; None if none."""
+    """Return the port of the gateway that a data directory's worker runs; None without worker or gateway."""
     arguments = list[str]()
-    with suppress(psutil.Error):  # it has just ended
+    with suppress(psutil.Error):  # the process has just ended
         arguments = psutil.Process(pid).cmdline() if (pid := holder_pid(data_dir)) else []
     for argument, after in pairwise([*arguments, ""]):
         name, _, value = argument.partition("=")
@@ -131,7 +131,7 @@ def own_gateway(data_dir: Path) -> int | None:
 
 
 def _awaited_door(url: str, key: str, wanted: str | None, data_dir: Path, own: int | None) -> Door:
-    """Do as `_door`, but wait for the gateway of a worker that has just been started; `own` is its port."""
+    """Call `_door`; if a worker is just starting, wait for its gateway, whose port is `own`."""
     is_told = False
     while True:
         try:
@@ -155,7 +155,7 @@ class _NoGatewayError(TurnkeepError):
 
 
 def _door(url: str, key: str, wanted: str | None) -> Door:
-    """Ask a gateway for its models, and choose one. Raises `TurnkeepError`."""
+    """Ask a gateway for its models; choose `wanted` or the first one. Raises `TurnkeepError`."""
     if not url.startswith(("http://", "https://")):
         raise TurnkeepError(f"{url!r} is no URL of a gateway; it is like http://127.0.0.1:{_PORT}")
     request = urllib.request.Request(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"})  # noqa: S310  # see above
@@ -181,7 +181,7 @@ def _door(url: str, key: str, wanted: str | None) -> Door:
 def _port_of(url: str) -> str:
     try:
         port = urlsplit(url).port
-    except ValueError:  # beyond 65535
+    except ValueError:  # the port is above 65535
         return ""
     return "" if port in {None, _PORT} else f" --listen {port}"
 
@@ -194,7 +194,7 @@ def _reason(error: urllib.error.HTTPError) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that only the user can read: it may have a key."""
+    """Write a file that only the user can read, since it may contain a key."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""The group `log`: `ops/log/verifying` checks the log, and this module prints what it finds."""
+"""The group `log`: prints the results of `ops/log/verifying`, which checks the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`turnkeep model`: the models on this machine, and those of the hub."""
+"""`turnkeep model`: lists, describes, downloads, converts and removes models on this machine."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def show(given: Given, name: str, as_json: bool) -> None:
 def pull(given: Given, name: str) -> None:
     """Download a model from the hub, or what is new in it: org/name, or org/name:Q4_K_M for a GGUF file.
 
-    A download that was stopped goes on where it was. Every file's checksum is compared with the hub's. The
-    hub's own variables hold: HF_ENDPOINT for a mirror, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
+    A stopped download resumes where it was. Every file's checksum is compared with the hub's. The hub's own
+    environment variables apply: HF_ENDPOINT for a mirror, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE.
     """
     from worker.models import hub
     from worker.models.model import default_dtype
@@ -170,7 +170,7 @@ def path(given: Given) -> None:
 
 
 def _plain(entry: ModelEntry) -> dict[str, Any]:
-    """Return an entry as JSON has it."""
+    """Return a model's entry as values that JSON can represent."""
     paths = {"path": str(entry.path), "conversions": [str(path) for path in entry.conversions]}
     return asdict(entry) | paths
 

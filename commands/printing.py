@@ -1,4 +1,4 @@
-"""Prints tables and lines: wrapped to a terminal's width, but whole in a pipe."""
+"""Prints tables and lines: wrapped to a terminal's width, but unwrapped in a pipe."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-#: The least width of a column that may be cut.
+#: The smallest width of a truncated column; below it the column is left out.
 _LEAST_CUT = 12
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from rich.text import Text
 
 
 def in_whole_words(line: str) -> list[str]:
-    """Divide a line at its words for a terminal's width, each part with its indent; in a pipe it is whole."""
+    """Wrap a line between words to the terminal's width, keeping its indent; return it whole in a pipe."""
     if not sys.stdout.isatty():
         return [line]
     words = line.lstrip()
@@ -45,31 +45,25 @@ def table(
 ) -> None:
     """Print a table: wrapped to a terminal's width, but one line per row in a pipe or file.
 
-    On a terminal the column `cut` gets the width that is left, on one line, or goes if that is little; and of
-    the columns `same` those go that say the same in all rows. Columns of single words, such as names, stay
-    whole if there is room for the words of the others. Cells are printed literally, never as markup.
+    On a terminal the column `cut` is truncated to the remaining width, or left out if that is too small. A
+    column in `same` is left out if all its cells are equal. Columns of single words, such as names, are not
+    wrapped if the others can still show whole words. Cells are printed literally, never as markup.
     """
-    from rich.text import Text
-
     if not sys.stdout.isatty():
-        lines = [[str(cell) for cell in row] for row in (heads, *rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        for line in lines:
-            click.echo("  ".join(map(str.ljust, line, widths)).rstrip())
+        _print_plain([[str(cell) for cell in row] for row in (heads, *rows)])
         return
     from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console()
     told = [i for i, head in enumerate(heads) if head not in same or len({str(row[i]) for row in rows}) != 1]
     of = {i: max(cell_len(str(cell)) for cell in (heads[i], *(row[i] for row in rows))) for i in told}
     left = console.width - sum(2 + of[i] for i in told if heads[i] != cut)
-    if cut is not None and left < _LEAST_CUT:
-        told = [i for i in told if heads[i] != cut]
+    told = [i for i in told if heads[i] != cut or left >= _LEAST_CUT]
     layout = Table(box=None, header_style="bold", pad_edge=False)
-    words = {i: [w for one in (heads[i], *(row[i] for row in rows)) for w in str(one).split()] for i in told}
-    longest = {i: max(map(cell_len, words[i]), default=0) for i in told}
+    longest = {i: _longest_word((heads[i], *(row[i] for row in rows))) for i in told}
     has_room = sum(2 + longest[i] for i in told if heads[i] != cut) <= console.width
     for i in told:
         is_cut = heads[i] == cut
@@ -82,3 +76,15 @@ def table(
     for row in rows:
         layout.add_row(*(Text(cell) if isinstance(cell := row[i], str) else cell for i in told))
     console.print(layout)
+
+
+def _longest_word(cells: Iterable[str | Text]) -> int:
+    from rich.cells import cell_len
+
+    return max((cell_len(word) for cell in cells for word in str(cell).split()), default=0)
+
+
+def _print_plain(lines: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        click.echo("  ".join(map(str.ljust, line, widths)).rstrip())

@@ -1,4 +1,4 @@
-"""Shows the progress of long steps: a line at the start of each, and on a terminal a bar."""
+"""Shows the progress of long steps: a line at the start of each step, and on a terminal a progress bar."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from rich.progress import Progress as Bars
+
     from worker.models.model import Progress
 
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 def terminal_progress(
     begins: Callable[[str], object] = lambda _: None, *, of_bytes: bool = True
 ) -> Iterator[Progress]:
-    """Yield a callback for progress, in bytes or plain numbers; any thread may call it.
+    """Yield a callback that shows progress, in bytes or plain numbers; any thread may call it.
 
     Calls `begins(what)` once per step. A bar is shown only while its step runs: a permanent live display
     would keep redrawing its line and erase other output there.
@@ -31,19 +33,7 @@ def terminal_progress(
     if not sys.stderr.isatty():
         yield tell
         return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    amount = DownloadColumn() if of_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
-    bars = Progress(*columns, console=Console(stderr=True), transient=True)
+    bars = _bars(of_bytes)
 
     def show(done: int, total: int, what: str) -> None:
         tell(done, total, what)
@@ -62,3 +52,13 @@ def terminal_progress(
         yield show
     finally:
         bars.stop()
+
+
+def _bars(of_bytes: bool) -> Bars:
+    from rich import progress
+    from rich.console import Console
+
+    amount = progress.DownloadColumn() if of_bytes else progress.MofNCompleteColumn()
+    columns = progress.TextColumn("{task.description}"), progress.BarColumn(), amount
+    console = Console(stderr=True)
+    return progress.Progress(*columns, progress.TimeRemainingColumn(), console=console, transient=True)

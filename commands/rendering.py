@@ -1,6 +1,6 @@
-"""Markdown on a terminal: a block is shown as it comes, and drawn by rich once it is whole.
+"""Renders Markdown on a terminal: shows each block as raw text, and redraws it with rich once it is complete.
 
-Used by `chat` on a terminal; what goes into a pipe stays as the model wrote it.
+Used by `chat`. In a pipe the text stays as the model wrote it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from markdown_it import MarkdownIt
 
 _UP: Final = "\x1b[A\x1b[K"
-#: Blocks that an empty line ends.
+#: Kinds of blocks that end at an empty line.
 _ENDED: Final = frozenset({"blockquote_open", "fence", "heading_open", "hr", "paragraph_open", "table_open"})
 _PADDING: Final = re.compile(r" +$", re.MULTILINE)
-#: Lines before the first and behind the last visible character.
+#: Empty lines at the start and at the end of rendered text.
 _EMPTY: Final = re.compile(r"\A(?:(?:\x1b\[[\d;]*m| )*\n)+|(?:\n(?:\x1b\[[\d;]*m| )*)+\Z")
 
 
 class MarkdownScreen(Screen):
-    """The output of one answer in Markdown. A block taller than the terminal stays as it came."""
+    """The output of one answer in Markdown. A block taller than the terminal stays raw text."""
 
     def __init__(self) -> None:
         super().__init__()
-        #: The text from the last block's beginning on, and the lines that it takes on the terminal.
+        #: The text of the last, unfinished block, and the number of terminal lines that it takes.
         self._block = ""
         self._num_lines = 0
 
@@ -56,10 +56,10 @@ class MarkdownScreen(Screen):
         self._num_lines += text.count("\n")
 
     def _last_begin(self) -> int:
-        """Return up to where no more text changes the blocks: to the last one, or behind it if it has ended.
+        """Return the index up to which later text changes no block: the last block's start, or its end.
 
-        Only whole lines count: the first characters of one may be a paragraph, and with the next one an item
-        of the list above.
+        Uses complete lines only: the beginning of a line may parse as a paragraph, and the whole line as an
+        item of the list above it.
         """
         whole = self._block[: self._block.rindex("\n") + 1]
         spans = [
@@ -76,10 +76,10 @@ class MarkdownScreen(Screen):
     def _parser(self) -> MarkdownIt:
         from markdown_it import MarkdownIt
 
-        return MarkdownIt().enable(["table", "strikethrough"])  # as rich has it
+        return MarkdownIt().enable(["table", "strikethrough"])  # the same as in rich
 
     def _replace(self, whole: str, rest: str, between: str) -> None:
-        """Draw a whole block over what was shown of it, and go on with the rest."""
+        """Redraw a complete block over its raw text on the terminal, then print the text that follows it."""
         if self._num_lines < shutil.get_terminal_size().lines - 1:
             self._words = WordWrap()
             more = f"{between}{self._words.feed(rest)}"

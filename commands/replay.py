@@ -1,4 +1,4 @@
-"""`turnkeep replay`: finds the recorded session and the tenant to replay it in, and prints the report."""
+"""`turnkeep replay`: finds the recorded sessions and the tenant to replay them in; prints the report."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from .progress import terminal_progress
 from .talking import CLIENT_SETTINGS, connected, no_session, talk
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime
 
     from ops.log.replay import Report
     from turnkeep_client.client import Client
+    from turnkeep_client.log import Entry
 
     from .flags import Given
 
@@ -76,7 +78,6 @@ def replay(
     Without SESSION: all sessions of the tenant. Requests keep their ids, order and spacing. After its first
     difference a session is replayed but not compared. Exit code 0: the same tokens; 1: others, or a fault.
     """
-    from ops.log.copies import of_file
     from ops.log.record import fold, within
     from ops.log.replay import Replay
 
@@ -84,16 +85,7 @@ def replay(
     run = uuid4().hex[:8]
 
     async def play(client: Client) -> Report:
-        if source is not None:
-            entries = of_file(source)
-        else:  # only the sessions that are named, where some are
-            entries = [one for name in sessions or (None,) for one in await client.log(name)]
-        there = {one.key.session for one in entries}
-        for name in [name for name in sessions if name not in there]:
-            if source is not None:
-                raise TurnkeepError(f"there is no session {name} in {source}")
-            raise await no_session(client, name)
-        record = fold(within(entries, sessions, since, until))
+        record = fold(within(await _entries(client, sessions, source), sessions, since, until))
         async with await connected(settings, into_tenant or f"replay-{run}", into_prefix) as target:
             with terminal_progress(of_bytes=False) as progress:
                 return await Replay(
@@ -112,6 +104,22 @@ def replay(
     else:
         _print_replay(report, keep=keep)
     sys.exit(0 if report.same else 1)
+
+
+async def _entries(client: Client, sessions: Sequence[str], source: Path | None) -> list[Entry]:
+    """Read the recorded entries of these sessions, or of all, from the file `source` or the log."""
+    from ops.log.copies import of_file
+
+    if source is not None:
+        entries = of_file(source)
+    else:  # only the named sessions, if any are named
+        entries = [one for name in sessions or (None,) for one in await client.log(name)]
+    there = {one.key.session for one in entries}
+    for name in [name for name in sessions if name not in there]:
+        if source is not None:
+            raise TurnkeepError(f"there is no session {name} in {source}")
+        raise await no_session(client, name)
+    return entries
 
 
 def _print_replay(report: Report, *, keep: bool) -> None:

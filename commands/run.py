@@ -1,4 +1,4 @@
-"""The command `run`: talks with a model at once, with a worker of its own if none runs."""
+"""The command `run`: chats with a model; starts a worker for this if none is running."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from .flags import Given
 
-#: How long its worker may take to end, which writes the last KV to disk.
+#: How long the worker of `run` may take to end, as it writes the last KV to disk.
 _ENDING_S: Final = 30.0
 _POLL_S: Final = 0.2
 _INTERRUPTED: Final = 130
@@ -57,20 +57,16 @@ def run(
 ) -> None:
     """Talk with MODEL, or answer MESSAGE; downloads the model, and starts a worker, if need be.
 
-    MODEL is a name of `turnkeep model list`, a folder, a .gguf file or a hub id; without it, it is the model
-    of the running worker, else the packaged one. A worker that was started for this ends with it; one that
-    runs already stays.
+    MODEL is a name of `turnkeep model list`, a folder, a .gguf file or a hub id; by default it is the model
+    of the running worker, or else the packaged one. A worker that this command starts ends with it; a worker
+    that is running already stays.
     """
     settings = given.load()
 
     async def say(client: Client) -> bool:
         serves = await _model_of(client, settings.data_dir)
         if model is not None and is_there and not _names(model, serves):
-            ask = f", or ask it: {program()} ask {shlex.quote(model)}" if message is None else ""
-            raise TurnkeepError(
-                f"the worker that runs has the model {serves}, not {model}; stop it, or give another"
-                f" --data-dir and --nats-port{ask}"
-            )
+            raise _other_model(model, serves, may_be_question=message is None)
         if message is not None or not sys.stdin.isatty():
             from .ask import answer, whole_question
 
@@ -91,6 +87,14 @@ def run(
         sys.exit(_INTERRUPTED)
 
 
+def _other_model(model: str, serves: str, *, may_be_question: bool) -> TurnkeepError:
+    ask = f", or ask it: {program()} ask {shlex.quote(model)}" if may_be_question else ""
+    return TurnkeepError(
+        f"the worker that runs has the model {serves}, not {model}; stop it, or give another"
+        f" --data-dir and --nats-port{ask}"
+    )
+
+
 def _names(model: str, served: str) -> bool:
     return model.rstrip("/").rpartition("/")[2].casefold() in served.casefold()
 
@@ -108,10 +112,10 @@ async def _model_of(client: Client, data_dir: Path) -> str:
 
 @contextlib.contextmanager
 def _worker(options: list[str], question: str | None) -> Iterator[None]:
-    """Run a worker until the block ends; enter once it serves. Its warnings and progress are shown.
+    """Run a worker until the block ends; enter the block once the worker serves. Its warnings are printed.
 
-    If it cannot serve, and `question` may have been meant for one, says how to ask it. The worker is in a
-    session of its own, as Ctrl-C ends an answer, and ends if this process dies in any way.
+    If the worker cannot serve, and `question` is given (perhaps mistaken for a model), print how to ask it.
+    The worker has its own process session, since Ctrl-C ends only an answer; it ends if this process dies.
     """
     command = [*PROGRAM, "serve", "--log-level", "warning", "--until-eof", *options]
     with subprocess.Popen(
@@ -119,7 +123,7 @@ def _worker(options: list[str], question: str | None) -> Iterator[None]:
     ) as process:
         try:
             if process.stdout is None or not process.stdout.readline():
-                if (code := process.wait()) and question is not None:  # it has said why
+                if (code := process.wait()) and question is not None:  # the worker has printed the reason
                     complain(
                         "is that a question? The first word after `run` is the model; to ask the default one:"
                         f" echo {shlex.quote(question)} | {program()} run"

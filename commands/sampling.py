@@ -1,4 +1,4 @@
-"""The sampling options of `ask` and `chat`.
+"""Computes the sampling options of `ask` and `chat`.
 
 Options that the user did not give come from the model's recommendations.
 """
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Generated
     from turnkeep_client.session import Sampling
 
-#: More than any context has: a worker cuts `max_tokens` to what is left of the session's.
+#: More tokens than any context: the worker lowers `max_tokens` to the room left in the session's context.
 _ALL_THAT_FITS: Final = 2**31 - 1
-#: For a model that names none, as the packaged one. Small models repeat themselves: in two answers of 300
-#: tokens 41% and 28% of all runs of six words were repeats; with this penalty 1% and none. Temperature 0.2
-#: and top_p 0.9, which SmolLM2's authors recommend, repeat as much, and often do not name Paris as the
-#: capital of France.
+#: For a model without recommended options, like the packaged one. Small models repeat themselves: in two
+#: answers of 300 tokens 41% and 28% of all runs of six words were repeats; with this penalty 1% and none.
+#: Temperature 0.2 and top_p 0.9, which SmolLM2's authors recommend, repeat as much, and often do not name
+#: Paris as the capital of France.
 _CAREFUL: Final = {"repetition_penalty": 1.1}
 
 
 def preferred(own: Mapping[str, float], given: Sampling) -> dict[str, Any]:
     """Return the options that the user gave, and for the others the model's recommended values (`own`)."""
-    is_plain = not (given.get("response_format") or given.get("tools"))  # JSON has to repeat itself
+    is_plain = not (given.get("response_format") or given.get("tools"))  # JSON must repeat tokens
     return {
         **(own or (_CAREFUL if is_plain else {})),
         **{name: value for name, value in given.items() if value not in (None, ())},

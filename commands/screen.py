@@ -44,16 +44,16 @@ def wrapped(text: str) -> str:
 
 
 def complain(text: str) -> None:
-    """Say something on standard error: in one line, wrapped on a terminal."""
+    """Print a message on standard error after `turnkeep: `: on one line, or wrapped on a terminal."""
     said = f"turnkeep: {text}"
     click.echo(wrapped(said) if sys.stderr.isatty() else said, err=True)
 
 
 class WordWrap:
-    """Wraps text that arrives in pieces; holds a word back until it is complete."""
+    """Wraps text that arrives in pieces to the terminal's width; holds a word back until it is complete."""
 
     def __init__(self) -> None:
-        #: Used cells of the last line.
+        #: How many cells of the last line are used.
         self.column = 0
         self._gap = ""
         self._word = ""
@@ -159,18 +159,18 @@ def unechoed() -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(termios.error):  # it was closed
+        with contextlib.suppress(termios.error):  # the terminal was closed
             termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def _in_foreground(terminal: int) -> bool:
-    """Say whether this process is in the foreground.
+    """Return whether this process is in the terminal's foreground.
 
-    The system stops a background process that changes the terminal.
+    The system stops a background process that changes the terminal's settings.
     """
     try:
         return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:  # another session's terminal
+    except OSError:  # it is another session's terminal
         return False
 
 

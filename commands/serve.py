@@ -1,7 +1,7 @@
-"""`turnkeep serve`: a worker, or a supervisor of several, in the foreground, from settings to exit.
+"""`turnkeep serve`: runs a worker, or a supervisor of several, in the foreground, from settings to exit.
 
-The console beside it says on its output what shall change, a line each: `serve NAME` has the worker begin
-again with another model, `serve` with the one that was unloaded, and `unload NAME` without one.
+The console beside it prints its requests on standard output, one per line: `serve NAME` restarts the worker
+with that model, `serve` with the model that was unloaded, and `unload NAME` without a model.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: The device thread holds the interpreter while it builds a step's graph; at the default of 5 ms the event
-#: loop would wait that long for each of its own turns.
+#: The device thread holds the interpreter lock while it builds a step's graph; at the default of 5 ms the
+#: event loop would wait that long each time that it wants to run.
 _SWITCH_INTERVAL_S = 0.001
-#: How long a gateway or a console may take to end; its clients ask the next one again.
+#: How long a gateway or a console may take to end; its clients retry at the next one.
 _BESIDE_S = 3.0
-#: What ends a worker, or has it read its settings again. One that has come is obeyed after this time.
+#: The signals that end a worker or make it reload its settings, and the time to handle pending ones.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIGNAL_S = 0.1
-#: The lines of the log that a console gets, and how often.
+#: How many lines of the log are kept for the console, and how often they are sent to it.
 _LOG_LINES = 200
 _LOG_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manner:
-    """How a worker is run beside its settings.
+    """How `serve` runs a worker, apart from the worker's settings.
 
-    `options` of the command line say where the settings are from. `beside` has the options of commands that
-    run beside it, a gateway and a console. A worker `of` one of several models, and one that runs
-    `until_eof`, says on its output when it serves, and ends when its standard input does. `unloaded` is the
-    name of a model that was. `log` has the last lines that the console has not got yet, `wishes` what it asks
-    for.
+    `options` are the words of the command line that lead to the same settings. `beside` maps the commands to
+    run beside the worker, `gateway` and `console`, to their options. `of` names one of several models; then,
+    or with `until_eof`, the worker prints `ready` once it serves, and ends with its standard input.
+    `unloaded` names the model that was unloaded. `log` holds lines not yet sent to the console, `wishes` the
+    console's requests.
     """
 
     options: Sequence[str] = ()
@@ -125,39 +125,17 @@ def serve(
     If turnkeep.toml has tables [models.NAME], each of these models gets a worker when it is asked for.
     On SIGHUP a worker reads the settings again and applies max_disk and min_free_disk.
     """
-    settings = given.but(of=of).load()
-    models = given.load_models() if of is None else {}
-    if not (models or of) and (given.flags["memory"] or given.flags["unload_after_s"]):
-        raise SettingsError(
-            "--memory and --unload-after-s are for [models] in turnkeep.toml, which has none; one model alone"
-            " has --device-memory, and stays loaded"
-        )
+    settings, models = _loaded(given, of)
     if check:
-        from .doctor import examine
-
-        worker_options(settings)
-        cache_access(settings)
-        examine(settings, models, as_json=False)
+        _check(settings, models)
     if weigh:
         from .size import weigh as run_weigh
 
         run_weigh(settings)
         return
-    from worker.wire.broker import wait_for_port
-
-    for name, port in (("gateway", gateway_port), ("console", console_port)):
-        if port:
-            wait_for_port(port, f"choose another with --{name} PORT")
-
-    own = given.but(data_dir=settings.data_dir)  # else a child's would be NATS_URL's server
-    own = own if models else own.but(prefix=settings.prefix)
-    beside = {
-        name: [*own.options((*CLIENT_SETTINGS, *more)), "--listen", str(port)]
-        for name, port, more in (("gateway", gateway_port, ("placeholders",)), ("console", console_port, ()))
-        if port is not None
-    }
-    if unloaded is not None and "console" in beside:
-        beside["console"] += ["--unloaded", unloaded]
+    # Without --data-dir, a child would use the server of NATS_URL.
+    own = given.but(data_dir=settings.data_dir, prefix=None if models else settings.prefix)
+    beside = _beside(own, gateway_port, console_port, unloaded)
     manner = Manner(options=given.options(), beside=beside, of=of, until_eof=until_eof, unloaded=unloaded)
     if models:
         supervise(models, manner)
@@ -167,11 +145,51 @@ def serve(
         run(settings, given.but(of=of).load, manner)
 
 
+def _loaded(given: Given, of: str | None) -> tuple[Settings, dict[str, Settings]]:
+    """Load the settings, and those of each model if there are several."""
+    settings = given.but(of=of).load()
+    models = given.load_models() if of is None else {}
+    if not (models or of) and (given.flags["memory"] or given.flags["unload_after_s"]):
+        raise SettingsError(
+            "--memory and --unload-after-s are for [models] in turnkeep.toml, which has none; one model alone"
+            " has --device-memory, and stays loaded"
+        )
+    return settings, models
+
+
+def _check(settings: Settings, models: Mapping[str, Settings]) -> None:
+    from .doctor import examine
+
+    worker_options(settings)
+    cache_access(settings)
+    examine(settings, models, as_json=False)
+
+
+def _beside(
+    own: Given, gateway_port: int | None, console_port: int | None, unloaded: str | None
+) -> dict[str, list[str]]:
+    """Wait until the ports are free; return the options of the gateway and the console beside a worker."""
+    from worker.wire.broker import wait_for_port
+
+    more = ["--unloaded", unloaded] if unloaded is not None else []
+    found = {}
+    for name, port, settings, options in (
+        ("gateway", gateway_port, ("placeholders",), []),
+        ("console", console_port, (), more),
+    ):
+        if port:
+            wait_for_port(port, f"choose another with --{name} PORT")
+        if port is not None:
+            own_options = own.options((*CLIENT_SETTINGS, *settings))
+            found[name] = [*own_options, "--listen", str(port), *options]
+    return found
+
+
 def run(settings: Settings, read_again: Callable[[], Settings], manner: Manner) -> None:
     """Run a worker until SIGINT or SIGTERM; a second signal ends the process at once.
 
-    What runs beside it has processes of its own, which end with this one. If the console asks for another
-    model, or for none, this process begins again with that.
+    The gateway and the console run in processes of their own, which end with this one. If the console asks
+    for another model, or for none, this process restarts itself accordingly.
     Without a terminal, SIGHUP applies the disk limits that `read_again` returns. On a terminal SIGHUP means
     that the terminal was closed, and stops the worker like SIGTERM.
     """
@@ -181,7 +199,7 @@ def run(settings: Settings, read_again: Callable[[], Settings], manner: Manner) 
     elif _for_people(settings) and not manner.until_eof:
         log.info("starting", version=importlib.metadata.version("turnkeep"), data_dir=str(settings.data_dir))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    gc.disable()  # until the start has made its many objects: there is no garbage among them
+    gc.disable()  # until the start has created its many objects, none of which is garbage
     spare = Spare(settings.spare_memory if computes_on_linux_cpu() else 0)
     preload()  # before anything imports MLX
 
@@ -189,7 +207,7 @@ def run(settings: Settings, read_again: Callable[[], Settings], manner: Manner) 
         spare.release()
         gc.enable()
         gc.collect()
-        gc.freeze()  # else each full collection looks at all that was imported: 30 ms of nobody's turn
+        gc.freeze()  # else each full collection visits all imported objects: a pause of 30 ms
 
     async def run() -> None:
         from worker.app import App
@@ -205,7 +223,7 @@ def run(settings: Settings, read_again: Callable[[], Settings], manner: Manner) 
 
 
 def keep_place(settings: Settings, manner: Manner) -> None:
-    """Keep the place of a worker whose model was unloaded until a signal, or until the console serves one."""
+    """Stand in for a worker whose model was unloaded, until a signal or until the console serves a model."""
     configure(settings.log_format, settings.log_level, manner.log)
 
     async def run() -> None:
@@ -219,14 +237,14 @@ def keep_place(settings: Settings, manner: Manner) -> None:
 
 
 def _begin_again(manner: Manner) -> None:
-    """Run the command again as the console wishes: only a new program gives back all of the memory."""
+    """Replace this process by the command that the console asked for, if any: only that frees all memory."""
     if manner.wishes:
         command = [*PROGRAM, *again(sys.argv[1:], manner.wishes[-1])]
         os.execv(sys.executable, command)  # noqa: S606  # this program
 
 
 def again(words: Sequence[str], wish: str) -> list[str]:
-    """Change the words of a command line as the console wishes; what an earlier wish has added goes."""
+    """Return a command line changed as the console asks (`wish`), without the words of an earlier request."""
     verb, _, name = wish.partition(" ")
     changed = [*words]
     for added in ("--unloaded", "--model"):
@@ -255,7 +273,7 @@ def supervise(models: dict[str, Settings], manner: Manner) -> None:
 
 
 def _restart(app: App | Unloaded, manner: Manner, wish: str) -> None:
-    """Stop, so that the command begins again."""
+    """Stop the worker, so that the command restarts as the console asks (`wish`)."""
     log.info("beginning again", wish=wish)
     manner.wishes.append(wish)
     app.stop()
@@ -268,14 +286,14 @@ async def _run(
     manner: Manner,
     grant: Callable[[str], None],
 ) -> None:
-    """Run until a signal; `grant` gets what the console wishes."""
+    """Run `app` until a signal; call `grant` with each request of the console."""
     starting = anyio.CancelScope()
     with anyio.open_signal_receiver(*_SIGNALS) as received:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         async with task_group() as obeying:
             obeying.start_soon(_obey, received, app, starting, reload, manner)
             await _run_all(app, settings, manner, grant, starting)
-            if manner.wishes:  # signals from now on are for the command that begins again
+            if manner.wishes:  # later signals are for the restarted command
                 signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
                 await anyio.sleep(_SIGNAL_S)
             obeying.cancel_scope.cancel()
@@ -288,7 +306,7 @@ async def _run_all(
     grant: Callable[[str], None],
     starting: anyio.CancelScope,
 ) -> None:
-    """Run a worker and what runs beside it."""
+    """Run `app`, and the gateway and the console beside it."""
     async with task_group() as tasks:
         if manner.of is not None or manner.until_eof:
             tasks.start_soon(_serve_a_parent, app, starting)
@@ -302,7 +320,7 @@ async def _run_all(
 
 
 def _for_people(settings: Settings) -> bool:
-    """Whether the log goes to a terminal, for a person to read."""
+    """Return whether the log is text on a terminal, for a person to read."""
     return settings.log_format != "json" and sys.stderr.isatty()
 
 
@@ -324,7 +342,7 @@ async def _run_beside(
     manner: Manner,
     grant: Callable[[str], None],
 ) -> None:
-    """Run a gateway or a console once the worker serves."""
+    """Run a gateway or a console once the worker serves; exchange requests and log lines with the console."""
 
     async def obey(console: Process) -> None:
         with contextlib.suppress(anyio.EndOfStream):
@@ -353,7 +371,7 @@ async def _run_beside(
 
 
 async def _serve_a_parent(app: App | Supervisor | Unloaded, starting: anyio.CancelScope) -> None:
-    """Tell the process at the other end of standard input when the worker serves; stop when it has ended."""
+    """Print `ready` for the parent process once the worker serves; stop when standard input ends."""
     async with task_group() as tasks:
         tasks.start_soon(_say_when_ready, app)
         await anyio.wait_readable(sys.stdin)
@@ -373,12 +391,12 @@ async def _obey(
     reload: Callable[[], None],
     manner: Manner,
 ) -> None:
-    """Handle signals: cancel a worker that is still starting, stop one that serves."""
+    """Handle signals: stop the worker, or cancel its start; reload on SIGHUP if there is no terminal."""
     told = False
     async for number in received:
         if number == signal.SIGHUP and not os.isatty(0):
             reload()
-        elif told:  # threads cannot be interrupted: a download, say
+        elif told:  # threads, such as a download, cannot be interrupted
             os._exit(128 + number)
         else:
             told = True
@@ -397,4 +415,4 @@ def _reload(app: App, read_again: Callable[[], Settings]) -> None:
     try:
         app.reload(read_again())
     except SettingsError as error:
-        log.error("the settings stay as they are", reason=str(error))  # noqa: TRY400  # a user's fault
+        log.error("the settings stay as they are", reason=str(error))  # noqa: TRY400  # the user's mistake

@@ -1,4 +1,4 @@
-"""The commands `service` and `completion`: a worker that the system starts, and completion in a shell."""
+"""The commands `service` and `completion`: a worker that the system starts; completion in a shell."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ops import units
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import shown
 from worker.process.datadir import DataDir
-from worker.process.settings import CONFIG_NAME, load
+from worker.process.setting_sources import CONFIG_NAME, load
 
 from .printing import table
 from .talking import talk, url_of
@@ -37,12 +37,12 @@ _PROGRAM: Final = "turnkeep"
 
 
 class ServiceError(TurnkeepError):
-    """The service cannot be installed or asked for. The message is one line."""
+    """The service cannot be installed, started or queried. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Systemd:
-    """The user's systemd."""
+    """Installs and controls the service with the user's systemd, on Linux."""
 
     @property
     def file(self) -> Path:
@@ -95,7 +95,7 @@ class _Systemd:
 
 @dataclass(frozen=True, slots=True)
 class _Launchd:
-    """The user's launchd."""
+    """Installs and controls the service with the user's launchd, on macOS."""
 
     @property
     def file(self) -> Path:
@@ -120,7 +120,7 @@ class _Launchd:
             raise ServiceError("launchd has no session of this user: log in on the screen of this Mac once")
 
     def start(self) -> None:
-        _run("launchctl", "bootout", f"{self._domain}/{units.NAME}")  # an earlier one, if there is one
+        _run("launchctl", "bootout", f"{self._domain}/{units.NAME}")  # of an earlier installation
         _ask("launchctl", "bootstrap", self._domain, str(self.file))
 
     def stop(self) -> None:
@@ -216,7 +216,7 @@ def install(config: Path | None, gateway: int | None, only_print: bool) -> None:
 
 
 def _settings_file(config: Path | None) -> Path:
-    """Return the absolute path of the settings file, which must exist if it was named."""
+    """Return the absolute path of the settings file. Raises `ServiceError` if a named file does not exist."""
     if config is not None and not config.is_file():
         raise ServiceError(f"there is no settings file {config}; --config must name a TOML file")
     here = Path(CONFIG_NAME)
@@ -226,16 +226,16 @@ def _settings_file(config: Path | None) -> Path:
 
 
 def _program() -> list[str]:
-    """Return the command of this installation, by absolute paths."""
+    """Return the command that runs this installation, with absolute paths."""
     called = Path(sys.argv[0]).absolute()
     return [str(called)] if called.name == _PROGRAM else [sys.executable, "-P", "-m", "commands"]
 
 
 def _check_free(settings: Settings, gateway: int | None) -> None:
-    """Raise `TurnkeepError` if another worker or program has what the service will need."""
+    """Raise `TurnkeepError` if another program holds the data directory or a port that the service needs."""
     from worker.wire.broker import HOST, EmbeddedServer
 
-    with DataDir.open(settings.data_dir, settings.worker) as directory:  # else: in use by worker NAME
+    with DataDir.open(settings.data_dir, settings.worker) as directory:  # raises if a worker has it
         if settings.nats is None:
             EmbeddedServer(directory, settings).check()
     if gateway is not None:
@@ -274,7 +274,7 @@ def status() -> None:
 
 
 def _worker(settings: Settings) -> tuple[Metrics | None, str]:
-    """Ask the worker for its metrics; return the reason if there are none."""
+    """Ask the worker for its metrics; return them, or None and the reason."""
 
     async def ask(client: Client) -> Metrics:
         return await client.worker_metrics()
@@ -317,7 +317,7 @@ def uninstall() -> None:
 
 
 def _installed(system: _Systemd | _Launchd) -> list[str]:
-    """Return the command of the installed service. Raises `ServiceError` if there is none."""
+    """Return the command line of the installed service. Raises `ServiceError` if none is installed."""
     try:
         command = system.command()
     except FileNotFoundError:
@@ -327,13 +327,13 @@ def _installed(system: _Systemd | _Launchd) -> list[str]:
     return command
 
 
-#: Where shells look for completions; zsh also has to be told.
+#: Where each shell looks for completion scripts; zsh needs a setting for it, too.
 _PLACES: Final[Mapping[str, str]] = {
     "bash": "~/.local/share/bash-completion/completions/turnkeep",
     "zsh": "~/.zfunc/_turnkeep",
     "fish": "~/.config/fish/completions/turnkeep.fish",
 }
-#: What a shell may lack to look there.
+#: The setting that a shell may need to look there, as a part of a message.
 _NEEDS: Final[Mapping[str, str]] = {
     "bash": f"; without the package bash-completion, ~/.bashrc needs: . {_PLACES['bash']}",
     "zsh": "; ~/.zshrc needs: fpath+=~/.zfunc; autoload -Uz compinit; compinit",

@@ -1,4 +1,4 @@
-"""The commands `sessions`, `show` and `dead`: `ops/log` reads the log, and this module prints."""
+"""The commands `sessions`, `show` and `dead`: print what `ops/log` reads from the log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from turnkeep_client.history import History
     from turnkeep_client.messages import Called, Request, ToolCall
 
-#: Sessions of which the first words are read, one after another: a list of 100,000 must take seconds.
+#: How many sessions' first words are read, one by one: listing 100,000 sessions must take only seconds.
 _WITH_WORDS = 1000
 
 
@@ -84,14 +84,9 @@ async def sessions(
     from ops.log.sessions import begun, list_sessions, measured, order, running
 
     def wanted(row: SessionRow) -> bool:
-        return (
-            (
-                (row.state in states if states else row.state != "forgotten")
-                or ("dead" in states and row.dead > 0)
-            )
-            and (since is None or row.last >= since)
-            and (until is None or row.last < until)
-        )
+        is_in_state = row.state in states if states else row.state != "forgotten"
+        is_in_time = (since is None or row.last >= since) and (until is None or row.last < until)
+        return is_in_time and (is_in_state or ("dead" in states and row.dead > 0))
 
     found = await running(client, await list_sessions(client, tenants, match))
     rows = [row for row in found if wanted(row)]
@@ -99,8 +94,7 @@ async def sessions(
         rows = [row for row in await begun(client, rows) if set(tags) <= set(row.tags)]
     if with_bytes or by == "bytes":
         rows = await measured(client, rows, tenants)
-    rows = order(rows, by)
-    rows = (rows[::-1] if reverse else rows)[:limit]
+    rows = order(rows, by)[:: -1 if reverse else 1][:limit]
     rows = [*await begun(client, rows[:_WITH_WORDS]), *rows[_WITH_WORDS:]]
     if as_json:
         click.echo(encode({"sessions": rows}))
@@ -136,12 +130,12 @@ def _print_sessions(rows: list[SessionRow]) -> None:
 
 
 def telling_tags(tags: tuple[str, ...]) -> tuple[str, ...]:
-    """Leave out the gateway's other tag: a digest, which tells nobody anything."""
+    """Return tags to show; of a gateway's session only `gateway`, since its other tag is a digest."""
     return tags[:1] if tags[:1] == ("gateway",) else tags
 
 
 def _begins(row: SessionRow) -> str:
-    """Say what a session begins with: a part of another one, or the user's first words."""
+    """Describe how a session begins: its tags, its parent if it is a fork, and the user's first words."""
     forked = f"fork of {row.parent.session} at {row.parent.position}" if row.parent else ""
     tags = "".join(f"[{tag}] " for tag in telling_tags(row.tags))
     return tags + ": ".join(filter(None, (forked, row.begins))) or "-"
@@ -163,7 +157,7 @@ def _state(row: SessionRow) -> str:
 async def show(client: Client, session: str, last: int | None, as_json: bool) -> None:
     """Print a session's conversation from the log, with the cost of each request.
 
-    A fork begins with what it has of its parent's conversation.
+    A fork begins with the part of its parent's conversation that it inherits.
     """
     from ops.log.conversation import conversation
     from ops.log.record import pair_up
@@ -301,7 +295,7 @@ def _lines(turn: Turn, inherited: History | None = None) -> Iterator[str]:
 
 
 def _asked(request: Request | None) -> Iterator[str]:
-    """Yield lines that say what a request adds to its session, or removes from it."""
+    """Yield lines with the messages or tokens that a request adds to its session, or removes from it."""
     if isinstance(request, Append | Generate):
         for message in request.messages or ():
             text = _with_calls(str(message.content or ""), message.tool_calls or ())
@@ -317,7 +311,7 @@ def _asked(request: Request | None) -> Iterator[str]:
 
 
 def _inherited(history: History) -> Iterator[str]:
-    """Yield lines with what a fork has of its parent's conversation."""
+    """Yield lines with the part of its parent's conversation that a fork inherits."""
     if not history.is_whole:
         yield "  its beginning is no longer in the log"
     for message in history.messages:
@@ -338,7 +332,7 @@ def _said(role: str, text: str) -> Iterator[str]:
 
 
 def _taken_over(result: Appended | Generated) -> str:
-    """Say which models a turn has changed between, if it has."""
+    """Describe a change of the session's model at this turn; empty if the model is the same."""
     if result.model is None or result.previous_model is None:
         return ""
     return f"; by {printable(result.model.name)}, after {printable(result.previous_model.name)}"

@@ -1,6 +1,6 @@
-"""The models of this machine for the console: lists and downloads them, and has others served. Any thread.
+"""The models of this machine, for the console: lists, downloads, serves and unloads them. Any thread.
 
-What the worker shall do is said on standard output, where the `serve` that runs the console reads it.
+Prints requests to the worker on standard output, where the `serve` that runs the console reads them.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class Shelf:
         models: Mapping[str, Settings] | None = None,
         unloaded: str | None = None,
     ) -> None:
-        """`worker` has the options of the `turnkeep serve` that runs this console, if one does.
+        """Take the options of the `turnkeep serve` that runs this console (`worker`), if one does.
 
-        `models` are those of turnkeep.toml. One worker alone may have `unloaded` its model of this name.
+        `models` are those of turnkeep.toml. `unloaded` names the model that a single worker has unloaded.
         """
         self.unloaded = unloaded
         self._settings = settings
         self._worker = worker
         self._models = models or {}
-        #: What is downloaded, with bytes that are there, and bytes in all; an `error` if it has failed.
+        #: Downloads by model name: bytes `done`, bytes in `total`, and the `error` of a failed one.
         self._pulls: dict[str, dict[str, Any]] = {}
 
     def listed(self) -> dict[str, Any]:
-        """Return the models that are here, those that are known to be good, and the downloads."""
+        """Return the models on this machine, recommended models, the running downloads, and the memory."""
         serve = command_line(self._settings, "serve")
         here = []
         for entry in list_models(self._settings.data_dir):
@@ -90,7 +90,7 @@ class Shelf:
         return machine | {"served": self._served(), "here": here, "good": good, "pulls": pulls}
 
     def _served(self) -> list[dict[str, Any]]:
-        """Return the models that this console can unload, but not one that only its worker can name."""
+        """Return the models that this console can load and unload, except a single worker's loaded model."""
         if self._worker is None:
             return []
         if self.unloaded is not None:
@@ -107,7 +107,7 @@ class Shelf:
         return False
 
     def serve(self, name: str) -> str:
-        """Let the worker that runs this console restart with a model. Blocks; raises `ModelError`."""
+        """Restart this console's worker with a model; return a message. Blocks; raises `ModelError`."""
         self._check()
         if self._models:
             raise ModelError("the models of turnkeep.toml are loaded by their requests; add this one there")
@@ -128,7 +128,7 @@ class Shelf:
         return f"the worker restarts with {name}; conversations go on with it"
 
     def unload(self, name: str) -> str:
-        """Let the `turnkeep serve` that runs this console unload a model. Raises `ModelError`."""
+        """Make the `turnkeep serve` that runs this console unload a model. Raises `ModelError`."""
         self._check()
         if self._models and name not in self._models:
             raise ModelError(f"{name} is none of the models of turnkeep.toml: {', '.join(self._models)}")
@@ -143,13 +143,13 @@ class Shelf:
             raise ModelError("only a console of turnkeep serve --console can do this; restart the worker")
 
     def pull(self, name: str) -> str:
-        """Begin to download a model, on a thread of its own. Raises `ModelError`."""
+        """Start the download of a model, on a thread of its own. Raises `ModelError`."""
         if not hub.is_id(name):
             raise ModelError(f"{name} is no id of the hub; give org/name, or org/name:Q4_K_M for a GGUF file")
         if (pull := self._pulls.get(name)) and not pull.get("error"):
             return f"{name} is being downloaded already"
         self._pulls[name] = {"done": 0, "total": 0}
-        # A daemon: the console's end must not wait for it. The next download goes on where it was.
+        # A daemon thread: the console must not wait for it at its end. The next download continues this one.
         threading.Thread(target=self._fetch, args=(name,), daemon=True).start()
         return f"downloading {name}"
 

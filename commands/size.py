@@ -10,7 +10,8 @@ import click
 import msgspec
 
 from worker.process.formatting import size as in_units
-from worker.process.settings import SettingsError, parse_size, policy_text
+from worker.process.setting_kinds import parse_size, policy_text
+from worker.process.settings import SettingsError
 
 from .flags import Number, as_json, with_settings
 from .printing import table
@@ -29,7 +30,7 @@ _SETTINGS: Final = (
     *("data_dir", "model", "draft_model", "dtype", "kv_bits", "cache_policy", "device_memory", "max_memory"),
     *("snapshots", "max_disk", "block_tokens", "max_batch", "max_context"),
 )
-#: A supervisor gives a model memory for a session of this length.
+#: The length of the session for which a supervisor reserves memory in each model.
 _USUAL_TOKENS: Final = 32_768
 _UNKNOWN: Final = "not known before it is measured; turnkeep bench load measures it on this machine"
 
@@ -44,9 +45,9 @@ def _size(_: click.Context, __: click.Parameter, value: str | None) -> int | Non
     return found
 
 
-def _tokens(flag: str, default: int, purpose: str, least: int = 0) -> Callable[[Any], Any]:
+def _tokens(flag: str, name: str, default: int, purpose: str, least: int = 0) -> Callable[[Any], Any]:
     kind = click.IntRange(least, 2**31)
-    return click.option(flag, metavar="N", type=kind, default=default, show_default=True, help=purpose)
+    return click.option(flag, name, metavar="N", type=kind, default=default, show_default=True, help=purpose)
 
 
 @click.command()
@@ -60,24 +61,19 @@ def _tokens(flag: str, default: int, purpose: str, least: int = 0) -> Callable[[
     required=True,
     help="Turns of one session in an hour, all day long.",
 )
-@_tokens("--prompt-tokens", 200, "Tokens that a turn adds before its answer, the template's too.")
-@_tokens("--answer-tokens", 300, "Tokens of an answer.", least=1)
-@_tokens("--context", 4096, "Tokens at which a session ends, and another one begins.", least=1)
+@_tokens(
+    "--prompt-tokens", "prompt_tokens", 200, "Tokens that a turn adds before its answer, the template's too."
+)
+@_tokens("--answer-tokens", "answer_tokens", 300, "Tokens of an answer.", least=1)
+@_tokens(
+    "--context", "context_tokens", 4096, "Tokens at which a session ends, and another one begins.", least=1
+)
 @click.option(
     "--drive", metavar="SIZE", callback=_size, help="Size of the SSD, to count its drive writes per day."
 )
 @as_json
 @with_settings(*_SETTINGS)
-def size(
-    given: Given,
-    sessions: int,
-    turns_per_hour: float,
-    prompt_tokens: int,
-    answer_tokens: int,
-    context: int,
-    drive: int | None,
-    as_json: bool,
-) -> None:
+def size(given: Given, drive: int | None, as_json: bool, **asked: Any) -> None:
     """Estimate memory, disk and SSD writes for a number of sessions.
 
     Uses the worker's own estimator, for this machine or, with --device-memory and --dtype, for another one.
@@ -85,38 +81,20 @@ def size(
     """
     from worker.sizing import Load, measure, plan
 
-    settings = given.load()
+    settings, load = given.load(), Load(**asked)
     loaded, draft, dtype = _loaded(settings)
     max_context = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
-    if settings.cache_policy.window is None and context > max_context:
+    if settings.cache_policy.window is None and (context := load.context_tokens) > max_context:
         raise SettingsError(f"--context is {context}; under the policy full it must be {max_context} or less")
+    block, limit_bytes = settings.block_tokens, settings.device_memory
+    sizes = {"block": block, "max_context": max_context}
     try:
-        sized = measure(
-            loaded,
-            settings.cache_policy,
-            draft=draft,
-            block=settings.block_tokens,
-            max_context=max_context,
-            limit_bytes=settings.device_memory,
-        )
+        sized = measure(loaded, settings.cache_policy, draft=draft, limit_bytes=limit_bytes, **sizes)
     except ValueError as error:
         raise SettingsError(f"--cache-policy: {error}") from None
-    load = Load(
-        sessions=sessions,
-        turns_per_hour=turns_per_hour,
-        prompt_tokens=prompt_tokens,
-        answer_tokens=answer_tokens,
-        context_tokens=context,
-    )
-    found = plan(
-        sized,
-        load,
-        block=settings.block_tokens,
-        max_batch=settings.max_batch,
-        max_context=max_context,
-        max_memory=settings.max_memory,
-        max_disk=0 if settings.snapshots == "off" else settings.max_disk,
-    )
+    max_disk = 0 if settings.snapshots == "off" else settings.max_disk
+    max_batch, max_memory = settings.max_batch, settings.max_memory
+    found = plan(sized, load, max_batch=max_batch, max_memory=max_memory, max_disk=max_disk, **sizes)
     per_day = found.written_bytes_per_day
     drive_writes = None if drive is None or per_day is None else per_day / drive
     if as_json:
@@ -124,13 +102,12 @@ def size(
         kv = {"kv_bytes_per_token": sized.kv.bytes_per_token}
         click.echo(json.dumps({"model": loaded.name, **asdict(load), **asdict(found), **kv, **more}))
         return
-    policy = policy_text(settings.cache_policy)
-    named = f"{loaded.name}, {dtype}, KV {settings.kv_bits or 'full'}, policy {policy}"
-    table(("model", named), _rows(settings, sized, load, found, drive_writes))
+    form = f"KV {settings.kv_bits or 'full'}, policy {policy_text(settings.cache_policy)}"
+    table(("model", f"{loaded.name}, {dtype}, {form}"), _rows(settings, sized, load, found, drive_writes))
 
 
 def weigh(settings: Settings) -> None:
-    """Print what a model needs, for a supervisor."""
+    """Print, as JSON for a supervisor, the memory that a model needs (`Needs`)."""
     from worker.sizing import device_bytes, measure
     from worker.supervisor import Needs
 
@@ -158,7 +135,7 @@ def weigh(settings: Settings) -> None:
 
 
 def _loaded(settings: Settings) -> tuple[LoadedModel, LoadedModel | None, str]:
-    """Load the model and the draft model, without their weights; the last one is the type of these."""
+    """Load the model and the draft model, without their weights; also return the dtype of the weights."""
     from worker.models import model as models
 
     dtype = settings.dtype if settings.dtype != "auto" else models.default_dtype()

@@ -1,4 +1,4 @@
-"""Streams an answer to the terminal: prints its text, shows what it waits for, and handles Ctrl-C."""
+"""Streams an answer to the terminal: prints its text, shows why it is waiting, and handles Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from turnkeep_client.session import Session
 
 _POLL_S: Final = 0.3
-#: Silence in an answer after which its state is asked for; before it, a worker counts as missing.
+#: A pause in an answer after which its state is queried; before an answer, the worker counts as missing then.
 _SILENCE_S: Final = 1.5
-#: How long a worker may take to say what it does; then it counts as missing.
+#: How long a worker may take to reply with its state; then it counts as missing.
 _PATIENCE_S: Final = 5.0
 
 
@@ -33,7 +33,7 @@ async def stream(
     reasoning: str | None = None,
     screen: Screen | None = None,
 ) -> bool:
-    """Print an answer as it arrives; False if Ctrl-C ended the answer or the wait for it.
+    """Print an answer as it arrives; return False if Ctrl-C ended the answer or the wait for it.
 
     `reasoning` is `show` or `hide`; None shows it on a terminal only, dimmed. Tool calls come last, one a
     line.
@@ -98,7 +98,7 @@ class _Stream:
         return self._stopping is None
 
     def _what_becomes_of_it(self) -> str:
-        """Say what becomes of a question in the log that is not waited for any longer."""
+        """Return, as a phrase, what happens to a question in the log after the user stops waiting."""
         if self._kept:
             return "is in the log and will be answered"
         if self._session.connected:
@@ -108,7 +108,7 @@ class _Stream:
 
     async def _read(self) -> None:
         in_reasoning = False
-        async with self._generation:  # cancels the answer if its reader, or this process, is told to end
+        async with self._generation:  # cancels the answer if this task is cancelled
             async for chunk in self._generation:
                 self._heard_at, self._has_begun = self._loop.time(), True
                 if self._shown and chunk.reasoning and self._shows_reasoning:
@@ -151,7 +151,7 @@ class _Stream:
                 return
 
     async def _show_state(self) -> None:
-        """Show what the answer waits for, while no text has arrived for some time."""
+        """Show, while no text arrives, why the answer is waiting: for a worker, its turn or its prefill."""
         warned = False
         while True:
             await asyncio.sleep(_POLL_S)
@@ -171,7 +171,7 @@ class _Stream:
             warned = state is None
 
     async def _ask_state(self) -> str | None:
-        """Ask for the request's state; None if no worker answers."""
+        """Return the request's state, to be shown; empty if it is answering, None if no worker replies."""
         try:
             async with asyncio.timeout(_PATIENCE_S if self._session.connected else 0):
                 info = await self._session.info()

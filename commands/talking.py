@@ -1,4 +1,4 @@
-"""Connects a command to NATS: runs a client with the settings' credentials while the command runs."""
+"""Connects a command to NATS: keeps a client with the settings' credentials while the command runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ from worker.process.datadir import (
     starting_pid,
 )
 from worker.process.installed import program
-from worker.process.settings import SettingsError, load_models
+from worker.process.setting_sources import load_models
+from worker.process.settings import SettingsError
 from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tls
 
 from .flags import with_settings
@@ -57,9 +58,9 @@ if TYPE_CHECKING:
 #: The settings of a command that talks to NATS.
 CLIENT_SETTINGS: Final = ("data_dir", "nats", "nats_port", "prefix", *CREDENTIAL_SETTINGS)
 _SECRETS: Final = frozenset({"nats_password", "nats_token"})
-#: How long a worker may take to answer, which may have to load its model first.
+#: How long a worker may take to reply; it may have to load its model first.
 _CONTROL_S: Final = 60.0
-#: Between two looks for the server of a worker that starts.
+#: The pause between two attempts to connect to the server of a starting worker.
 _STARTING_S: Final = 0.2
 #: How long a `serve` may take until it locks its data directory.
 _IMPORTS_S: Final = 10.0
@@ -71,8 +72,8 @@ _T = TypeVar("_T")
 async def connected(settings: Settings, tenant: str, prefix: str | None = None) -> Client:
     """Connect a client with these settings; `prefix`, if given, replaces the prefix of the settings.
 
-    Waits for the server of a worker that has just been started. Requests wait without limit: who is tired of
-    it presses Ctrl-C, or ends the HTTP request.
+    Waits for the server of a worker that has just been started. Requests wait without limit: a user
+    ends the wait by Ctrl-C, or by ending the HTTP request.
     """
     import asyncio
 
@@ -106,28 +107,33 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
     except NotPermittedError as error:
         if "refuses the credentials" not in str(error):
             raise
-        from worker.wire.broker import served_by
+        raise _refused(here) or error from None
 
-        if here.nats is not None:
-            port = _port_here(here.nats)
-            root = served_by(port) if port is not None else None
-            if root is None:
-                raise
-            more = "" if root == settings.data_dir.absolute() else f", and give --data-dir {root}"
-            raise NotPermittedError(
-                f"the NATS server at {shown(here.nats)} wants its token; it is that of this machine's own"
-                f" worker: leave out --nats or NATS_URL{more}"
-            ) from None
-        path, root = settings.data_dir / TOKEN_NAME, served_by(here.own_port)
-        why = f"refuses the token in {path}" if path.exists() else f"wants a token, and there is no {path}"
-        helps = "name its worker's data directory by --data-dir"
-        if root is not None and root != settings.data_dir.absolute():
-            helps = f"its worker has --data-dir {root}"
-        raise NotPermittedError(f"the NATS server at {url_of(here)} {why}; {helps}") from None
+
+def _refused(here: Settings) -> NotPermittedError | None:
+    """Return an error that names the token of the server that refused; None if it is on another machine."""
+    from worker.wire.broker import served_by
+
+    if here.nats is not None:
+        port = _port_here(here.nats)
+        root = served_by(port) if port is not None else None
+        if root is None:
+            return None
+        more = "" if root == here.data_dir.absolute() else f", and give --data-dir {root}"
+        return NotPermittedError(
+            f"the NATS server at {shown(here.nats)} wants its token; it is that of this machine's own"
+            f" worker: leave out --nats or NATS_URL{more}"
+        )
+    path, root = here.data_dir / TOKEN_NAME, served_by(here.own_port)
+    why = f"refuses the token in {path}" if path.exists() else f"wants a token, and there is no {path}"
+    helps = "name its worker's data directory by --data-dir"
+    if root is not None and root != here.data_dir.absolute():
+        helps = f"its worker has --data-dir {root}"
+    return NotPermittedError(f"the NATS server at {url_of(here)} {why}; {helps}")
 
 
 def _port_here(url: str) -> int | None:
-    """Return the port of one NATS server on this machine; None if the URL is another one."""
+    """Return the port in the URL of a NATS server on this machine; None for any other URL."""
     with contextlib.suppress(ValueError):
         parts = urlsplit(url if "://" in url else f"nats://{url}")
         if parts.hostname in {"127.0.0.1", "localhost"}:
@@ -136,7 +142,7 @@ def _port_here(url: str) -> int | None:
 
 
 def _just_begun(data_dir: Path) -> int | None:
-    """Return a `serve` on a data directory that began a moment ago, and may not have locked it yet."""
+    """Return the pid of a `serve` that has just started and may not have locked its data directory yet."""
     import psutil
 
     variable = "TURNKEEP_DATA_DIR"
@@ -157,7 +163,7 @@ def _just_begun(data_dir: Path) -> int | None:
 
 
 def located(settings: Settings) -> Settings:
-    """Fill in where the worker of the data directory has its NATS server, if the settings leave it open."""
+    """Add the NATS server that the data directory's worker uses, if the settings name no server."""
     if settings.nats is not None or settings.nats_port is not None:
         return settings
     nats = noted_nats(settings.data_dir)
@@ -170,12 +176,12 @@ def url_of(settings: Settings) -> str:
     return over_tls(here, here.nats or f"nats://127.0.0.1:{here.own_port}")
 
 
-#: The settings that the running command talks by.
+#: The settings with which the running command has connected.
 _settings: ContextVar[Settings] = ContextVar("settings")
 
 
 def why_no_worker() -> str:
-    """Say why no worker answers the running command, as far as the data directory tells; or nothing."""
+    """Return why no worker answers, if the data directory shows it; otherwise an empty text."""
     settings = _settings.get()
     if is_unloaded(settings.data_dir) and not _is_elsewhere(settings):
         return "the worker's model was unloaded: Serve in its console loads one"
@@ -183,13 +189,13 @@ def why_no_worker() -> str:
 
 
 def _is_elsewhere(settings: Settings) -> bool:
-    """Whether the worker that runs on the data directory uses another server than the settings say."""
+    """Return whether the data directory's running worker uses another NATS server than the settings name."""
     used = noted_nats(settings.data_dir) if holder_pid(settings.data_dir) else None
     return used not in {None, located(settings).nats_place}
 
 
 def _instead(settings: Settings) -> str:
-    """Say what to do if no server answers where the settings say."""
+    """Return advice for the user when no server answers at the address in the settings."""
     if settings.nats is not None:
         return "start it, or name another one with --nats or NATS_URL"
     if _is_elsewhere(settings):
@@ -203,15 +209,15 @@ def _instead(settings: Settings) -> str:
 
 
 def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:
-    """Connect a client and run `say` with it, until it ends, or SIGTERM or SIGHUP arrives."""
-    import asyncio  # here, as `--help` needs none
+    """Connect a client and run `say` with it, until `say` ends or SIGTERM or SIGHUP arrives."""
+    import asyncio  # imported here, since `--help` needs no asyncio
 
     async def run() -> _T:
         # A signal cancels the task, so that an answer ends, and changed terminal settings are restored.
         task = asyncio.current_task()
-        if task and threading.current_thread() is threading.main_thread():  # others cannot
+        if task and threading.current_thread() is threading.main_thread():  # signals need it
             for ends in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(ends) != signal.SIG_IGN:  # as nohup has it for SIGHUP
+                if signal.getsignal(ends) != signal.SIG_IGN:  # nohup ignores SIGHUP
                     asyncio.get_running_loop().add_signal_handler(ends, task.cancel)
         async with await connected(settings, tenant) as client:
             return await say(client)
@@ -227,16 +233,16 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
     except asyncio.CancelledError:
         _end_terminated()
     except OSError as error:
-        if error.errno != errno.EIO:  # printed to a closed terminal, before SIGHUP came
+        if error.errno != errno.EIO:  # EIO: output to a closed terminal, before SIGHUP came
             raise
         _end_terminated()
 
 
 def with_client(command: Callable[..., Coroutine[Any, Any, int | None]]) -> Callable[..., None]:
-    """Add the options of the connection, and run a command with a client, which is its first argument.
+    """Add the options of the connection, and call the command with a connected client as its first argument.
 
-    The client is of the tenant that `tenant_option` names, if the command has it. What the command returns
-    is its exit code.
+    `tenant_option`, if the command has it, names the client's tenant. The command's return value is the exit
+    code.
     """
 
     @with_settings(*CLIENT_SETTINGS)
@@ -249,7 +255,7 @@ def with_client(command: Callable[..., Coroutine[Any, Any, int | None]]) -> Call
 
 
 def _end_terminated() -> NoReturn:
-    """End with the exit code of SIGTERM; what a closed terminal did not take would change it to 120."""
+    """Exit with the code of SIGTERM; discard output for a closed terminal, which would make the code 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -260,7 +266,7 @@ def _end_terminated() -> NoReturn:
 
 @contextlib.asynccontextmanager
 async def named(client: Client, name: str) -> AsyncIterator[Session]:
-    """Enter with the session of this name; if there is none, the error suggests the names nearest to it."""
+    """Yield the session of this name; if the block finds it unknown, raise an error with similar names."""
     try:
         yield client.session(name)
     except RequestFailedError as error:
@@ -270,8 +276,8 @@ async def named(client: Client, name: str) -> AsyncIterator[Session]:
 
 
 async def no_session(client: Client, name: str) -> TurnkeepError:
-    """Return the error for a name that no open session has."""
-    with contextlib.suppress(TurnkeepError):  # of a user who may not read the log
+    """Return the error for a name that no open session has; it suggests similar names."""
+    with contextlib.suppress(TurnkeepError):  # the user may not be permitted to read the log
         there = {one.name: one.is_closed for one in await client.sessions()}
         if there.get(name):
             return TurnkeepError(f"session {name} was closed or removed; turnkeep open {name} starts it anew")
@@ -283,7 +289,7 @@ async def no_session(client: Client, name: str) -> TurnkeepError:
 
 
 def _own_prefixes() -> list[str]:
-    """List the prefixes of the models that a `turnkeep.toml` in this folder has, if it has several."""
+    """List the prefixes of the models in this folder's `turnkeep.toml`; empty without tables of models."""
     with contextlib.suppress(SettingsError):
         return [one.prefix for one in load_models({}, os.environ).values()]
     return []
@@ -292,7 +298,7 @@ def _own_prefixes() -> list[str]:
 def command_line(settings: Settings, command: str, names: Sequence[str] = CLIENT_SETTINGS) -> str:
     """Return the shell command that runs `command` with the settings of these names, without secrets."""
     standard, words = type(settings)(), [program(), command]
-    # A supervisor knows the prefixes of its models itself, and takes any other for that of a single one.
+    # A supervisor derives its models' prefixes itself; with --prefix, `serve` would serve a single model.
     is_named = command == "serve" and settings.prefix in _own_prefixes()
     for name in names:
         if name == "prefix" and is_named:

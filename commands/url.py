@@ -1,4 +1,4 @@
-"""The command `url`: where the NATS server of a data directory's worker is, for other programs."""
+"""The command `url`: prints the URL of the NATS server of a data directory's worker, for other programs."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from worker.batch.forward import Forward  # noqa: E402
 from worker.batch.parts import OwnPart  # noqa: E402
 from worker.device import machine  # noqa: E402
 from worker.models import model as models  # noqa: E402
-from worker.process import settings  # noqa: E402
+from worker.process import setting_sources  # noqa: E402
 
 TOKENS: Final = 50_000
 PIECE, POINT = 128, 1024  # tokens of a pass, and of a point of the picture
@@ -52,7 +52,7 @@ LINES: Final[dict[str, tuple[Policy, int]]] = {
 
 def measure(text: str, record: Path) -> None:
     """Run the text under each policy; record sums of -log p as JSON lines."""
-    chosen, dtype = settings.load({}, os.environ), models.default_dtype()
+    chosen, dtype = setting_sources.load({}, os.environ), models.default_dtype()
     machine.prepare()
     loaded = models.load(models.resolve(chosen.model, chosen.data_dir, dtype=dtype), dtype=dtype)
     paragraphs = (" ".join(found.split()) for found in re.split(r"\n\s*\n", text))

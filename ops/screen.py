@@ -182,15 +182,6 @@ def draw(
     rows = state.rows(sightings)
     shown = names(rows)
     place = shown.index(state.selected) if state.selected in shown else 0
-    num_silent = sum(not one.up for one in sightings)
-    heading = f"{title}  {len(sightings)} worker" + ("s" if len(sightings) != 1 else "")
-    heading += f", {num_silent} silent" if num_silent else ""
-    up = [one.metrics for one in sightings if one.up]
-    if len(up) > 1:  # no session or returned request is counted at two of them
-        heading += f", {sum(one.running for one in up)} run, {sum(one.waiting for one in up)} wait"
-        heading += f", {sum(one.returned for one in up)} returned"
-    if len(shown) < len(sightings):
-        heading += f", {len(shown)} shown"
     if state.session:
         details = session_lines(session) if not isinstance(session, str) else [("session", session)]
     elif rows:
@@ -208,13 +199,24 @@ def draw(
     first = min(max(place - num_rows // 2, 0), max(len(rows) - num_rows, 0))
     rows = rows[first : first + num_rows]
     return Group(
-        Text(_clean(heading), style="bold", no_wrap=True, overflow="ellipsis"),
+        Text(_clean(_heading(title, sightings, len(shown))), style="bold", no_wrap=True, overflow="ellipsis"),
         _table(state, rows, place - first, columns),
         Text(""),
         *told,
         *[Text("")] * (most - len(rows) - len(told) - len(keys)),
         *keys,
     )
+
+
+def _heading(title: str, sightings: Sequence[Sighting], num_shown: int) -> str:
+    num_silent = sum(not one.up for one in sightings)
+    heading = f"{title}  {len(sightings)} worker" + ("s" if len(sightings) != 1 else "")
+    heading += f", {num_silent} silent" if num_silent else ""
+    up = [one.metrics for one in sightings if one.up]
+    if len(up) > 1:  # no session or returned request is counted at two of them
+        heading += f", {sum(one.running for one in up)} run, {sum(one.waiting for one in up)} wait"
+        heading += f", {sum(one.returned for one in up)} returned"
+    return heading + (f", {num_shown} shown" if num_shown < len(sightings) else "")
 
 
 def _fitting(

@@ -22,20 +22,15 @@ from anyio import Event, Semaphore, current_time, sleep, sleep_forever, to_threa
 from msgspec import structs
 
 from cache.names.errors import CacheError
-from cache.names.identity import folder_identity, hash_weights, model_digest
 from cache.store import Store, may_hold
-from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.messages import FEATURES, Model
+from turnkeep_client.messages import FEATURES
 from turnkeep_client.messages import VERSION as PROTOCOL
 from turnkeep_client.redact import shown
 from turnkeep_client.subjects import Subjects
 from worker.device.admission import Ledger
 from worker.device.engine import Engine
 from worker.models import model
-from worker.models.blas import preload
-from worker.models.code import code_digest
 from worker.models.model_files import text_config
-from worker.models.partial_import import import_mlx_lm
 from worker.models.pooling import NO_ANSWERS, is_encoder, judging, no_embeddings
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
@@ -44,7 +39,6 @@ from worker.sessions.execution import Execution
 from worker.sessions.fold import Fold
 from worker.sessions.history import digests_of
 from worker.sessions.limits import Limits
-from worker.sessions.policies import misfit
 from worker.sessions.services import Services
 from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
@@ -61,12 +55,12 @@ from worker.wire.owners import Owners
 from worker.wire.retention import Retention
 
 from .metrics import collect
+from .model_start import ModelStart, WorkerError
 from .observe.health import HealthServer
 from .observe.telemetry import Telemetry
 from .observe.tracing import start_traces
-from .process.concurrency import in_thread, shielded, task_group
+from .process.concurrency import in_thread, shielded, step_in_thread, task_group
 from .process.datadir import DataDir, DataDirInUseError
-from .process.formatting import size
 from .process.keys import cache_access, remote_tier
 from .sessions.attachments import Attachments
 from .wire.endpoints import Endpoints
@@ -79,7 +73,6 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.js import JetStreamContext
 
-    from cache.names.identity import Identity
     from cache.store import Access, Tier
     from turnkeep_client.messages import Metrics
     from turnkeep_client.subjects import SessionKey
@@ -100,25 +93,30 @@ VERSION = importlib.metadata.version("turnkeep")
 #: The settings that a reload may change.
 _RELOADED = frozenset({"max_disk", "min_free_disk"})
 
-#: Limit of logs that are read at once: each takes memory for a page or two of the log.
+#: Limit of session logs that are read at the same time: each takes memory for a page or two of its log.
 _MAX_READINGS = 4
 
 #: Limit of threads for work that would block the event loop, tokenising above all.
 _MAX_THREADS = 6
 
-#: A step of the device that takes longer hangs: it is planned to take `max_stall_s`, and a lone prompt's is
-#: seconds on the slowest machine.
+#: A device step that takes longer than this hangs: steps are planned to take `max_stall_s`, and the step of a
+#: lone prompt takes seconds on the slowest machine.
 _STUCK_S = 120.0
 
-#: Time for sessions to end; then a commit that waits for an unreachable log is cancelled.
+#: Time for sessions to end; after it, commits that wait for an unreachable log are cancelled.
 _STOP_S = 10.0
 
-#: Time after that for snapshots that were dropped, before the store writes its queue.
+#: Time after that to store KV whose snapshots were dropped, before the store writes its queue.
 _STORE_S = 5.0
 
 
-class WorkerError(TurnkeepError):
-    """The worker cannot continue; the message is one line."""
+def _data_dir(settings: Settings) -> DataDir:
+    try:
+        return DataDir.open(settings.data_dir, settings.worker, settings.nats_place)
+    except DataDirInUseError:
+        for name in (settings.model, settings.draft_model):  # otherwise the user stops a worker in vain
+            model.check_name(name, settings.data_dir)
+        raise
 
 
 class App:
@@ -131,9 +129,9 @@ class App:
         progress: Progress | None = None,
         loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """`progress(done, total, what)` reports long steps of the start, on any thread.
+        """Take two callbacks: `progress(done, total, what)` reports long steps of the start, on any thread.
 
-        `loaded()` is called when the weights are in memory.
+        `loaded()` is called once the weights are in memory.
         """
         self._settings = settings
         self._progress = progress
@@ -142,18 +140,18 @@ class App:
         self._telemetry = Telemetry(settings.metrics_tenants)
         self._stop = Event()
         self._starting: TaskGroup
+        self._model: ModelStart
         self._store: Store | None = None
         self._traces: Traces | None = None
         self._has_unopened = False
         self._intake: Intake | None = None
         self._fatal = ""
-        self._is_loaded = False
         self._nc: Client | None = None
         self._members: Members
         self.ready = Event()
 
     def stop(self) -> None:
-        """Ask the worker to stop. Event loop only."""
+        """Make `run` stop the worker and return. Event loop only."""
         self._stop.set()
 
     def reload(self, settings: Settings) -> None:
@@ -176,42 +174,42 @@ class App:
         settings = self._settings
         to_thread.current_default_thread_limiter().total_tokens = _MAX_THREADS
         async with task_group() as self._starting, contextlib.AsyncExitStack() as stack:
-            if settings.health is not None:  # first, and last to end: it says what is still missing
+            self._loop = asyncio.get_running_loop()
+            self._model = ModelStart(
+                settings, self._starting, progress=self._progress, weights_loaded=self._weights_loaded
+            )
+            if settings.health is not None:  # first to start and last to stop: it reports what is missing
                 health = HealthServer(settings.health, {"/livez": self._hangs, "/readyz": self._unready})
                 await health.open()
                 await stack.enter_async_context(self._background("health", health.serve))
             await self._start_traces(stack)
             access = cache_access(settings)
-            tier = await self._in_thread(remote_tier, settings, access)
-            try:
-                directory = stack.enter_context(
-                    DataDir.open(settings.data_dir, settings.worker, settings.nats_place)
-                )
-            except DataDirInUseError:
-                for name in (settings.model, settings.draft_model):  # else a worker is stopped for it
-                    model.check_name(name, settings.data_dir)
-                raise
-            # A user's mistakes show first: no server is started and no stream made for a model that cannot be
-            # loaded, and no model is fetched for a server that does not answer.
+            tier = await step_in_thread(self._starting, remote_tier, settings, access)
+            directory = stack.enter_context(_data_dir(settings))
+            # Report a user's mistakes first: start no server and create no stream for a model that cannot be
+            # loaded, and download no model for a server that does not answer.
             join, is_running = self._join(directory, stack)
-            loaded = None if is_running else await self._load_model(directory, stack)
+            load = partial(self._model.load, directory, stack, self._device_died)
+            if not is_running:
+                await load()
             nc = await join()
             js = nc.jetstream()
             taken_back = self._starting.start_soon(self._take_back, js)
-            loaded = loaded or await self._load_model(directory, stack)
+            if not self._model.is_loaded:
+                await load()
             await taken_back
             names = await streams.ensure(js, self._subjects, settings)
-            self._maker = await self._name_model(directory, loaded)
+            self._maker = await self._model.name()
             await self._members.name_model(digests_of(self._maker))
-            await self._open_store(directory, loaded, access, tier, stack)
+            await self._open_store(directory, access, tier, stack)
             if self._store is None:
                 self._has_unopened = await in_thread(may_hold, directory.snapshots)
-            await self._serve(nc, js, names, loaded)
+            await self._serve(nc, js, names)
 
     def _join(
         self, directory: DataDir, stack: contextlib.AsyncExitStack
     ) -> tuple[Callable[[], Awaitable[Client]], bool]:
-        """Return a function that connects to NATS, and whether the server runs already."""
+        """Return a function that connects to NATS, starting its server if needed, and whether that runs."""
         settings, options = self._settings, worker_options(self._settings)
         if settings.nats is not None:
             url = over_tls(settings, settings.nats)
@@ -225,25 +223,17 @@ class App:
             return await self._connect(server.url, directory, stack, token=server.token)
 
         async def stop() -> None:
-            if self._is_loaded:  # else a running server stays what it was, for a start that can succeed
+            if self._model.is_loaded:  # after a failed start, leave a running server to the next
                 await server.stop()
 
         return start, server.check()
 
     async def _start_traces(self, stack: contextlib.AsyncExitStack) -> None:
         named = {"service.version": VERSION, "service.instance.id": self._settings.worker}
-        self._traces = await self._in_thread(
-            partial(start_traces, self._settings.otlp_endpoint, os.environ, **named)
-        )
+        start = partial(start_traces, self._settings.otlp_endpoint, os.environ, **named)
+        self._traces = await step_in_thread(self._starting, start)
         if self._traces is not None:
             stack.push_async_callback(shielded, partial(in_thread, self._traces.stop))
-
-    async def _in_thread(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """Run one step of the start (for example a download) on a thread.
-
-        If the start is cancelled, wait for the step.
-        """
-        return await self._starting.start_soon(partial(in_thread, work, *args, **named))
 
     async def _connect(
         self, url: str, directory: DataDir, stack: contextlib.AsyncExitStack, **options: Any
@@ -278,111 +268,35 @@ class App:
         if not self._members.others:
             await streams.take_back(js, self._subjects)
 
-    async def _load_model(self, directory: DataDir, stack: contextlib.AsyncExitStack) -> LoadedModel:
-        settings = self._settings
-        blas = preload()
-        if blas.advice:
-            log.warning(blas.advice)
-        auto = settings.dtype == "auto"
-        self._dtype = dtype = await self._in_thread(model.default_dtype) if auto else settings.dtype
-        folder = await self._in_thread(
-            model.resolve, settings.model, directory.path, dtype=dtype, progress=self._progress
-        )
-        load_draft = await self._draft_loader(directory, dtype)
-        # For the names of snapshots. Only a first start hashes, while the model is loaded and tried.
-        memo = directory.models / "digests.json"
-        self._hashed = self._starting.start_soon(partial(in_thread, hash_weights, folder, memo))
-        self._loop = asyncio.get_running_loop()
-        # Not before: it imports mlx-lm, for which a user's mistakes need not wait.
-        import_mlx_lm()
-        from worker.device.device import Device
-
-        self._device = Device(
-            partial(
-                model.load,
-                folder,
-                dtype=dtype,
-                kv_bits=settings.kv_bits,
-                progress=self._progress,
-                store=directory.models,
-            ),
-            self._device_died,
-            block_tokens=settings.block_tokens,
-            max_batch=settings.max_batch,
-            max_tenant_rows=settings.max_rows_per_tenant,
-            stall_s=settings.max_stall_s,
-            limit_bytes=settings.device_memory,
-            max_draft=settings.max_draft,
-            load_draft=load_draft,
-            wired_bytes=settings.wired_memory,
-            trials=directory.models / "trials.json",
-        )
-        loaded = await self._in_thread(self._device.start)
-        stack.push_async_callback(shielded, partial(in_thread, self._device.stop))
-        self._weights_loaded()
-        self._log_model(loaded)
-        self._context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
-        self._kv_bytes = self._kv_limit(self._context_tokens)
-        self._check_policy()
-        self._is_loaded = True
-        return loaded
-
-    async def _draft_loader(self, directory: DataDir, dtype: str) -> Callable[[], LoadedModel] | None:
-        """Return what loads the draft model on the device thread; None if there is none."""
-        name, path = self._settings.draft_model, directory.path
-        if name is None:
-            return None
-        resolve = partial(model.resolve, name, path, dtype=dtype, progress=self._progress)
-        folder = await self._in_thread(resolve)
-        return partial(model.load, folder, dtype=dtype, progress=self._progress, store=directory.models)
-
-    def _log_model(self, loaded: LoadedModel) -> None:
-        settings, kv = self._settings, self._device.estimator.kv
-        log.info(
-            "loaded the model",
-            model=loaded.name,
-            folder=str(loaded.folder),
-            context=loaded.context_tokens,
-            kv_bits=settings.kv_bits or "full",
-            cache_policy=str(settings.cache_policy),
-            kv_bytes_per_token=kv.bytes_per_token,
-            kv_bounded_bytes=kv.bounded_bytes,
-            caches=self._device.caches,
-            **({"draft_model": settings.draft_model} if settings.draft_model else {}),
-        )
-        if settings.kv_bits is not None and len(self._device.kv_layers) > 1:
-            log.warning("kv_bits holds in some layers only", kv_layers=self._device.kv_layers)
-
     async def _open_store(
         self,
         directory: DataDir,
-        loaded: LoadedModel,
         access: Access,
         tier: Tier | None,
         stack: contextlib.AsyncExitStack,
     ) -> None:
         """Open the snapshots; on a failure the worker serves without them."""
-        settings = self._settings
+        settings, device = self._settings, self._model.device
         if settings.snapshots == "off":
             log.info("snapshots are off")
             return
-        if self._device.unsupported_cache is not None:
+        if device.unsupported_cache is not None:
             log.warning(
                 "serving without snapshots: this model has a kind of cache that cannot be kept on SSD",
-                cache_class=self._device.unsupported_cache,
+                cache_class=device.unsupported_cache,
             )
             return
-        identity = await self._identity(directory, loaded)
+        identity = await self._model.identity()
         try:
             self._store = await Store.open(
                 directory.snapshots,
                 identity=identity,
-                layout=self._device.layout,
+                layout=device.layout,
                 max_bytes=settings.max_disk,
                 queue_bytes=settings.writer_queue,
                 min_free_bytes=settings.min_free_disk,
                 keep_behind=settings.keep_behind,
-                model=loaded.name,
+                model=self._model.loaded.name,
                 access=access,
                 tier=tier,
             )
@@ -393,41 +307,20 @@ class App:
         if discard and not await self._store.clear():
             log.warning("snapshots of an earlier run are still being removed")
         stack.push_async_callback(shielded, self._store.close, discard=discard)
-        self._device.cut_snapshots(self._store.room)
+        device.cut_snapshots(self._store.room)
 
-    async def _name_model(self, directory: DataDir, loaded: LoadedModel) -> Model:
-        """Name the model for the results."""
-        await self._hashed
-        digest = partial(model_digest, loaded.folder, directory.models / "digests.json")
-        tokenizer = await self._in_thread(getattr, loaded.tokenizer, "fingerprint")
-        return Model(name=loaded.name, weights=await self._in_thread(digest), tokenizer=tokenizer.hex())
+    async def _serve(self, nc: Client, js: JetStreamContext, names: Streams) -> None:
+        """Serve requests until `stop`. Raises `WorkerError` if a part of the worker ends earlier.
 
-    async def _identity(self, directory: DataDir, loaded: LoadedModel) -> Identity:
-        """Name the model for its snapshots."""
-        await self._hashed
-        return await self._in_thread(
-            folder_identity,
-            loaded.folder,
-            kv_dtype=self._dtype,
-            block_tokens=self._settings.block_tokens,
-            code=await self._in_thread(code_digest, loaded.model),
-            caches=self._device.caches,
-            memo=directory.models / "digests.json",
-        )
-
-    async def _serve(self, nc: Client, js: JetStreamContext, names: Streams, loaded: LoadedModel) -> None:
-        """Serve requests until told to stop. Raises `WorkerError` if a part of the worker ends earlier.
-
-        The task groups end from the inside out, which is the order in which the parts must stop.
+        The task groups end from the innermost to the outermost, which is the order to stop the parts in.
         """
-        self._loaded = loaded
         async with task_group() as parts:
             async with task_group() as asides:
                 async with task_group() as work:
                     endpoints, intake, sessions = self._build(nc, js, names, work=work, asides=asides)
                     await endpoints.open()
                     await self._owners.open(sessions.ring, endpoints.control)
-                    discovery = self._make_discovery(nc, loaded)
+                    discovery = self._make_discovery(nc)
                     self._start_parts(parts, nc, js, intake, sessions)
                     async with self._background("intake", partial(intake.pull, sessions.ring)):
                         await discovery.open()
@@ -436,7 +329,7 @@ class App:
                             "ready",
                             worker=self._settings.worker,
                             nats=shown(url.geturl()) if url else None,
-                            kv_layers=self._device.kv_layers,
+                            kv_layers=self._model.device.kv_layers,
                             protocol=PROTOCOL,
                             features=" ".join(FEATURES),
                         )
@@ -453,12 +346,16 @@ class App:
             await self._members.leave()
             await intake.return_anchors()
             await self._engine.store_missing(_STORE_S)
-            parts.cancel_scope.cancel()  # last, as until here the keep-alive protects the anchors
+            parts.cancel_scope.cancel()  # last, as the keep-alive protects the anchors until here
         if self._fatal:
             raise WorkerError(self._fatal)
 
-    def _make_discovery(self, nc: Client, loaded: LoadedModel) -> Discovery:
-        names = {"worker": self._settings.worker, "prefix": self._subjects.prefix, "model": loaded.name}
+    def _make_discovery(self, nc: Client) -> Discovery:
+        names = {
+            "worker": self._settings.worker,
+            "prefix": self._subjects.prefix,
+            "model": self._model.loaded.name,
+        }
         names |= {"protocol": str(PROTOCOL), "features": " ".join(FEATURES)}
         outbox = Outbox(nc, self._subjects)
         return Discovery(nc, self._subjects, outbox, self._telemetry, version=VERSION, metadata=names)
@@ -492,10 +389,10 @@ class App:
     ) -> tuple[Endpoints, Intake, Sessions]:
         """Build the parts that serve requests.
 
-        `work` gets the tasks of sessions; `asides` gets tasks that are cancelled after the sessions have
+        `work` runs the tasks of sessions; `asides` runs tasks that are cancelled once the sessions have
         ended.
         """
-        settings, loaded, subjects = self._settings, self._loaded, self._subjects
+        settings, loaded, subjects = self._settings, self._model.loaded, self._subjects
         self._engine = self._make_engine()
         members, outbox = self._members, Outbox(nc, subjects)
         journal = Journal(nc, js, subjects, is_alone=lambda: members.is_alone, model=digests_of(self._maker))
@@ -507,22 +404,8 @@ class App:
             is_first=lambda: members.is_first,
         )
         self._erasures = Erasures(journal, members.me.directory, self._copies)
-        intake = self._intake = owners.intake = Intake(
-            nc,
-            names,
-            self._telemetry,
-            journal,
-            holds=owners.holds,
-            route=owners.route,
-            ack_wait_s=settings.ack_wait_s,
-            max_sessions=settings.max_waiting,
-            max_sessions_per_tenant=settings.max_waiting_per_tenant,
-            max_message_bytes=settings.max_message_bytes,
-        )
-        attachments = Attachments(
-            journal, loaded.tokenizer, asides, max_message_bytes=settings.max_message_bytes
-        )
-        services = self._services(journal, outbox, attachments, intake)
+        intake = self._intake = owners.intake = self._make_intake(nc, names, journal)
+        services = self._services(journal, outbox, intake, asides)
         self._sessions = Sessions(services, work, idle_timeout_s=settings.idle_timeout_s)
         self._undelivered = Undelivered(journal, intake, members, owners, ack_wait_s=settings.ack_wait_s)
         control = Control(
@@ -541,6 +424,21 @@ class App:
         )
         return endpoints, intake, self._sessions
 
+    def _make_intake(self, nc: Client, names: Streams, journal: Journal) -> Intake:
+        settings = self._settings
+        return Intake(
+            nc,
+            names,
+            self._telemetry,
+            journal,
+            holds=self._owners.holds,
+            route=self._owners.route,
+            ack_wait_s=settings.ack_wait_s,
+            max_sessions=settings.max_waiting,
+            max_sessions_per_tenant=settings.max_waiting_per_tenant,
+            max_message_bytes=settings.max_message_bytes,
+        )
+
     @property
     def _copies(self) -> Copies | None:
         return self._store
@@ -549,7 +447,7 @@ class App:
         return await self._sessions.erase(key)
 
     def _embedder(self, shares: Shares) -> Embedder:
-        loaded = self._loaded
+        loaded = self._model.loaded
         told = loaded.config, loaded.folder, self._settings.pooling
         return Embedder(
             self._engine,
@@ -559,68 +457,42 @@ class App:
             judging=judging(loaded.tokenizer, *told),
             model=loaded.name,
             size=text_config(loaded.config).get("hidden_size") or 0,
-            context_tokens=self._context_tokens,
+            context_tokens=self._model.context_tokens,
             vocab_size=loaded.vocab_size,
             max_bytes=self._settings.max_message_bytes,
         )
 
     def _make_engine(self) -> Engine:
         return Engine(
-            self._device,
-            Ledger(self._kv_bytes),
+            self._model.device,
+            Ledger(self._model.kv_bytes),
             self._store,
             self._telemetry,
-            kv=self._device.estimator.kv,
+            kv=self._model.device.estimator.kv,
             piece_tokens=self._settings.block_tokens,
             max_tenant_bytes=self._settings.max_memory_per_tenant,
             has_unopened=self._has_unopened,
         )
 
-    def _services(
-        self, journal: Journal, outbox: Outbox, attachments: Attachments, intake: Intake
-    ) -> Services:
+    def _services(self, journal: Journal, outbox: Outbox, intake: Intake, asides: TaskGroup) -> Services:
         """Collect the services that all sessions share."""
 
         async def ack(key: SessionKey) -> None:
             await intake.ack(key)
             await self._owners.settle(key)
 
-        settings, loaded = self._settings, self._loaded
+        settings, loaded = self._settings, self._model.loaded
         goes_on = settings.other_model == "continue"
         fold = Fold(loaded.tokenizer, settings.cache_policy, self._maker, takes_over=goes_on)
-        limits = Limits(
-            self._engine,
-            fold.policy,
-            context_tokens=self._context_tokens,
-            block_tokens=settings.block_tokens,
-            vocab_size=loaded.vocab_size,
-            kv_bits=settings.kv_bits,
-            refusal=NO_ANSWERS if is_encoder(loaded.config) else None,
-        )
-        execution = Execution(
-            journal=journal,
-            engine=self._engine,
-            fold=fold,
-            tokenizer=loaded.tokenizer,
-            telemetry=self._telemetry,
-            retention=self._retention,
-            limits=limits,
-            max_result_bytes=settings.max_message_bytes,
-            own_sampling=loaded.sampling,
-            placeholders=settings.placeholders == "on",
-            token_ttl_s=settings.token_ttl_s,
-            directory=self._members.me.directory,
-            erasures=self._erasures,
-            erase_elsewhere=self._owners.erase,
-        )
+        max_bytes = settings.max_message_bytes
         return Services(
             journal=journal,
             outbox=outbox,
             engine=self._engine,
-            execution=execution,
+            execution=self._execution(journal, fold),
             fold=fold,
             telemetry=self._telemetry,
-            attachments=attachments,
+            attachments=Attachments(journal, loaded.tokenizer, asides, max_message_bytes=max_bytes),
             ack=ack,
             disown=self._owners.disown,
             reading=Semaphore(_MAX_READINGS),
@@ -636,13 +508,41 @@ class App:
             build=self._describe(loaded),
         )
 
+    def _execution(self, journal: Journal, fold: Fold) -> Execution:
+        settings, loaded = self._settings, self._model.loaded
+        limits = Limits(
+            self._engine,
+            fold.policy,
+            context_tokens=self._model.context_tokens,
+            block_tokens=settings.block_tokens,
+            vocab_size=loaded.vocab_size,
+            kv_bits=settings.kv_bits,
+            refusal=NO_ANSWERS if is_encoder(loaded.config) else None,
+        )
+        return Execution(
+            journal=journal,
+            engine=self._engine,
+            fold=fold,
+            tokenizer=loaded.tokenizer,
+            telemetry=self._telemetry,
+            retention=self._retention,
+            limits=limits,
+            max_result_bytes=settings.max_message_bytes,
+            own_sampling=loaded.sampling,
+            placeholders=settings.placeholders == "on",
+            token_ttl_s=settings.token_ttl_s,
+            directory=self._members.me.directory,
+            erasures=self._erasures,
+            erase_elsewhere=self._owners.erase,
+        )
+
     def _describe(self, loaded: LoadedModel) -> str:
         """Describe everything that can change an answer's tokens, for a header of each result."""
         build = {
             "worker": self._settings.worker,
             "version": VERSION,
-            "dtype": model.dtype_name(loaded.config) if self._dtype == "keep" else self._dtype,
-            "device": self._device.name,
+            "dtype": model.dtype_name(loaded.config) if self._model.dtype == "keep" else self._model.dtype,
+            "device": self._model.device.name,
             "kv": f"{self._settings.kv_bits}-bit" if self._settings.kv_bits else "full",
         }
         return " ".join(f"{name}={value}" for name, value in build.items())
@@ -665,38 +565,12 @@ class App:
             why = error
         self._fail(f"the {name} task ended: {why!r}")
 
-    def _kv_limit(self, context_tokens: int) -> int:
-        """Return the limit of device memory for KV, in bytes.
-
-        Raises `WorkerError` if not even one block of KV fits.
-        """
-        settings, estimator = self._settings, self._device.estimator
-        sizes = (settings.max_batch, settings.block_tokens, context_tokens)
-        room = estimator.kv_limit(*sizes, settings.cache_policy)
-        if room < estimator.kv.held(settings.block_tokens, ahead=settings.block_tokens):
-            raise WorkerError(
-                f"the weights take {size(estimator.weight_bytes)}, which leaves no room for KV in"
-                f" {size(estimator.limit_bytes)}: raise device_memory, or take a smaller model"
-            )
-        if settings.max_memory is not None and settings.max_memory > room:
-            log.warning(
-                "max_memory is more than the device has room for", wanted=settings.max_memory, room=room
-            )
-        return min(settings.max_memory or room, room)
-
-    def _check_policy(self) -> None:
-        """Raise `WorkerError` if the worker cannot serve sessions under its default cache policy."""
-        policy, blocks = self._settings.cache_policy, self._settings.block_tokens
-        why = misfit(policy, block_tokens=blocks, context_tokens=self._context_tokens)
-        if why := why or self._device.refusal(policy, has_disk=self._settings.snapshots != "off"):
-            raise WorkerError(f"cache_policy cannot be the default here: {why}")
-
     def _device_died(self, error: BaseException) -> None:
-        """Stop the worker, as no turn can run any more. Called on the device thread."""
+        """Stop the worker because the device thread ended. Called on the device thread."""
         self._loop.call_soon_threadsafe(self._fail, f"the device thread ended: {error!r}")
 
     async def _reconnected(self) -> None:
-        """Go on with a server that has returned, or stop if it takes smaller messages than before."""
+        """Pull requests again after a reconnect; stop the worker if the server now limits messages more."""
         if self._nc is not None and (url := self._nc.connected_url) is not None:
             why = small_payload(self._nc, self._settings.max_message_bytes, shown(url.geturl()))
             if why is not None:
@@ -711,15 +585,15 @@ class App:
     def _hangs(self) -> list[str]:
         """Return the faults that only a restart fixes.
 
-        If the event loop itself hangs, there is no answer at all.
+        If the event loop itself hangs, the health endpoint does not answer at all.
         """
-        busy_s = self._device.busy_s if self._is_loaded else 0.0
+        busy_s = self._model.device.busy_s if self._model.is_loaded else 0.0
         return [f"the device has been at one step for {busy_s:.0f} s"] if busy_s > _STUCK_S else []
 
     def _unready(self) -> list[str]:
         """Return the reasons why requests are not answered now."""
         reasons = self._hangs()
-        if not self._is_loaded:
+        if not self._model.is_loaded:
             reasons.append("loading the model")
         if self._nc is None or not self._nc.is_connected:
             reasons.append("no connection to NATS")
@@ -739,25 +613,20 @@ class App:
     async def _publish_metrics(self, outbox: Outbox, intake: Intake) -> None:
         while True:
             tenants = self._telemetry.tenants.figures(intake.sessions_by_tenant)
-            # Only here: what `info` says of the worker is for its tenants, who are not to hear of each other.
+            # Only here: tenants read the worker's metrics in `info`, and must not learn of each other.
             await outbox.metrics(structs.replace(self._metrics(intake), by_tenant=tenants))
             await sleep(self._settings.metrics_interval_s)
 
     def _metrics(self, intake: Intake) -> Metrics:
         return collect(
             telemetry=self._telemetry,
-            device=self._device,
+            model=self._model,
             engine=self._engine,
             store=self._store,
             sessions=self._sessions,
             intake=intake,
             retention=self._retention,
-            model=self._loaded.name,
-            sampling=self._loaded.sampling,
-            context_tokens=self._context_tokens,
-            worker=self._settings.worker,
             members=self._members,
+            settings=self._settings,
             version=VERSION,
-            interval_s=self._settings.metrics_interval_s,
-            max_message_bytes=self._settings.max_message_bytes,
         )

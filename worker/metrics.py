@@ -18,40 +18,37 @@ if TYPE_CHECKING:
     from typing import Any
 
     from cache.store import Store
-    from worker.device.device import Device
     from worker.device.engine import Engine
     from worker.sessions.sessions import Sessions
     from worker.wire.intake import Intake
     from worker.wire.members import Members
     from worker.wire.retention import Retention
 
+    from .model_start import ModelStart
+    from .process.settings import Settings
+
 
 def collect(
     *,
     telemetry: Telemetry,
-    device: Device,
+    model: ModelStart,
     engine: Engine,
     store: Store | None,
     sessions: Sessions,
     intake: Intake,
     retention: Retention,
-    model: str,
-    sampling: dict[str, float],
-    context_tokens: int,
-    worker: str,
     members: Members,
+    settings: Settings,
     version: str,
-    interval_s: float,
-    max_message_bytes: int,
 ) -> Metrics:
     """Build the message from the parts' current counters. Event loop only."""
     return Metrics(
-        worker=worker,
+        worker=settings.worker,
         version=version,
-        model=model,
-        sampling=sampling,
-        context_tokens=context_tokens,
-        device=device.name,
+        model=model.loaded.name,
+        sampling=model.loaded.sampling,
+        context_tokens=model.context_tokens,
+        device=model.device.name,
         others=tuple(sorted(members.others)),
         drains=members.me.drains,
         uptime_s=telemetry.uptime_s,
@@ -61,7 +58,7 @@ def collect(
         returned=intake.num_returned,
         log_bytes=retention.num_bytes,
         log_max_bytes=retention.max_bytes,
-        max_message_bytes=max_message_bytes,
+        max_message_bytes=settings.max_message_bytes,
         ignored=dict(telemetry.ignored),
         running=engine.num_running,
         sessions=len(sessions),
@@ -80,13 +77,13 @@ def collect(
         time_per_output_token=telemetry.time_per_output_token.histogram(),
         batch_size=telemetry.batch_size.histogram(),
         event_loop_lag=telemetry.event_loop_lag.histogram(),
-        interval_s=interval_s,
+        interval_s=settings.metrics_interval_s,
         queue_time=telemetry.queue_time.histogram(),
         request_duration=telemetry.request_duration.histogram(),
-        kv_layers=device.kv_layers,
+        kv_layers=model.device.kv_layers,
         resident_kv_bytes=engine.ledger.used_bytes,
         max_memory_bytes=engine.ledger.max_bytes,
-        device_memory_bytes=device.estimator.limit_bytes,
+        device_memory_bytes=model.device.estimator.limit_bytes,
         mlx_active_bytes=engine.steps.active_bytes,
         mlx_peak_bytes=engine.steps.peak_bytes,
         estimated_scratch_bytes=engine.steps.estimated_bytes,
@@ -97,7 +94,7 @@ def collect(
 
 
 def unloaded(**known: Any) -> Metrics:
-    """Build the message about a model that has no worker now; `known` are fields of it."""
+    """Build the message for a model that has no worker now, from its fields `known`; counters are empty."""
     empty = Telemetry(0)
     return Metrics(
         **known,

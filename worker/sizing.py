@@ -1,4 +1,4 @@
-"""Estimates the needs of a number of sessions: device memory, disk, and bytes written to the disk.
+"""Estimates what a number of sessions needs: device memory, disk, and bytes written to the disk.
 
 Reads a model's shapes, mostly without its weights. Uses the same estimator as admission control, and the
 exact sizes of snapshot files. Uses MLX; for commands, not for a running worker.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 _DAY_H: Final = 24
-#: More than any device has.
+#: More memory than any device has.
 _ENDLESS_BYTES: Final = 2**50
 
 
@@ -65,7 +65,7 @@ class Sized:
     identity: Identity
 
     def file_bytes(self, num_new: int, at: int) -> int:
-        """Return the size of a snapshot file with the last `num_new` of a session's first `at` tokens."""
+        """Return the bytes of a snapshot file for the last `num_new` tokens before position `at`."""
         layout = self.layout or ModelLayout(())
         seen = min(at, max((window.num_tokens for window in self.kv.windows), default=at))
         kv = (
@@ -87,9 +87,9 @@ class Sized:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The needs of a load, with all sessions at their full context.
+    """The estimated needs of a load, with all sessions at their full context.
 
-    Fields about the disk are None if there are no snapshots.
+    Fields about the disk are None without snapshots.
     """
 
     weight_bytes: int
@@ -117,9 +117,9 @@ def measure(
     max_context: int,
     limit_bytes: int | None,
 ) -> Sized:
-    """Measure a model that was loaded lazily; evaluates a pass only if the model has windows of its own.
+    """Measure a lazily loaded model; evaluates a pass only if the model itself has sliding windows.
 
-    The model `draft` drafts for it. Raises `ValueError` with the reason if sessions cannot have this policy.
+    `draft` is its draft model. Raises `ValueError` with the reason if sessions cannot have this policy.
     """
     model = loaded.model
     if (why := misfit(policy, block_tokens=block, context_tokens=max_context)) is not None:
@@ -133,23 +133,17 @@ def measure(
     else:
         caches = layers.make(model)
         model(mx.array([[0]]), cache=caches)
-        sketched = range(num_sketched(len(caches)))  # which layers it will be, a trial says
+        sketched = range(num_sketched(len(caches)))  # their number; a trial chooses the layers
     layout = layers.layout(caches, list, sketched) if layers.unsupported(caches) is None else None
     if policy.recall and not (layout and layout.sketches):
         raise ValueError("this model's keys cannot be sketched; use another policy than paged")
     reserved_bytes = drafting.checked_bytes(loaded, draft)
     weight_bytes = loaded.weight_bytes + (draft.weight_bytes if draft else 0)
     limit = limit_bytes or machine.default_limit_bytes(weight_bytes)
-    described = layers.describe(caches)
-    digest = "0" * 64  # as long as a real one: only sizes are wanted
-    identity = Identity(
-        weights=digest,
-        config=digest,
-        tokenizer=digest,
+    identity = Identity.of_no_model(
         kv_dtype="float32",
         block_tokens=block,
-        code=digest,
-        caches=described,
+        caches=layers.describe(caches),
         policy=layout.name(policy) if layout else str(policy),
     )
     whole = estimator(loaded, caches, limit, sketched, reserved_bytes)
@@ -157,7 +151,7 @@ def measure(
 
 
 def device_bytes(sized: Sized, kv_bytes: int, *, block: int, max_batch: int, max_context: int) -> int:
-    """Return the device memory with which a worker has `kv_bytes` for KV."""
+    """Return the least device memory, in bytes, that leaves a worker `kv_bytes` for KV."""
 
     def room(limit_bytes: int) -> int:
         estimated = replace(sized.estimator, limit_bytes=limit_bytes)
@@ -206,20 +200,20 @@ def plan(
 
 
 def _life(sized: Sized, load: Load, block: int) -> tuple[float, int]:
-    """Return the bytes that a session writes per turn on average, and the size of its files at its end.
+    """Return the bytes that a session writes per turn on average, and the bytes of its files at its end.
 
-    Files are written as the device cuts them: each block when it is full, and at the end of a turn the tail,
-    in pieces (`tail_start`).
+    Assumes the device's snapshot files: each block once it is full, and at the end of a turn the tail, in
+    pieces (`tail_start`).
     """
     at = written = kept = num_turns = 0
-    edges, sizes = [0], [0]  # of the tail's pieces, and what each of them takes
+    edges, sizes = [0], [0]  # the positions of the tail's pieces, and the bytes of each
     while at < load.context_tokens:
         num_turns += 1
         start, at = at, min(at + load.prompt_tokens + load.answer_tokens, load.context_tokens)
         for end in range(start - start % block + block, at + 1, block):
             size = sized.file_bytes(block, end)
             written, kept = written + size, kept + size
-            edges, sizes = [end], [0]  # a block takes the place of its pieces
+            edges, sizes = [end], [0]  # a full block replaces its pieces
         begin = tail_start(edges, at)
         if begin < at:
             size = sized.file_bytes(at - begin, at)

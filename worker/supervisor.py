@@ -1,8 +1,8 @@
-"""Serves several models, each by a worker process of its own, within one budget of memory.
+"""Serves several models, each in a worker process of its own, within one budget of memory.
 
-A worker is started by the first request for its model, and ended when nobody has asked for a while, or when
-another model needs its memory: then all of it comes back, and its sessions stay in the log and on SSD. Runs
-the NATS server for all of them, and never imports MLX.
+The first request for a model starts its worker. The worker ends when it was idle for a while, or when another
+model needs its memory: this frees all of its memory, and its sessions stay in the log and on SSD. Runs the
+NATS server for all workers, and never imports MLX.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 VERSION: Final = importlib.metadata.version("turnkeep")
-#: Models that are measured at the same time.
+#: How many models are measured at the same time.
 _AT_ONCE: Final = 2
-#: Between two looks at whether a model is still in use.
+#: The pause between two checks of whether a model is still in use.
 _LOOK_S: Final = 0.5
-#: How long a model keeps its memory from one that waits: after its last request, and while it is in use. In
-#: the second case its answers go on later.
+#: How long a model keeps memory that another one waits for: after its last request, and while it is in use.
+#: In the second case its unfinished answers continue later.
 _GRACE_S: Final = 1.0
 _TURN_S: Final = 60.0
 #: How long a worker may take to end.
 _STOP_S: Final = 30.0
-#: Pauses before a worker that has crashed is started again: the first, the longest; after a run of this long
-#: the first again.
+#: The first and the longest pause before a crashed worker is restarted; after a run of `_STABLE_S` the pause
+#: is the first one again.
 _PAUSES_S: Final = (0.5, 30.0)
 _STABLE_S: Final = 30.0
 
@@ -69,10 +69,10 @@ class SupervisorError(TurnkeepError):
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """What a model needs, as `turnkeep serve --weigh` prints it before the model is ever loaded.
+    """The needs of a model, as `turnkeep serve --weigh` prints them before the model is first loaded.
 
-    With `least_bytes` of device memory it can be loaded, with `usual_bytes` it has room for a long session.
-    `memory_bytes` is what this machine has for models.
+    `least_bytes` of device memory suffice to load it; `usual_bytes` also hold the KV of a long session.
+    `memory_bytes` is the memory that this machine has for models.
     """
 
     folder: str
@@ -85,7 +85,7 @@ class Needs(msgspec.Struct, frozen=True):
 
 
 class InMemory(NamedTuple):
-    """A model in memory that may leave: when it was used last, and what it takes."""
+    """A loaded model that may be unloaded: the time of its last use, and its memory."""
 
     used_s: float
     size_bytes: int
@@ -93,7 +93,7 @@ class InMemory(NamedTuple):
 
 
 def leaving(lacking_bytes: int, idle: Iterable[InMemory]) -> list[str]:
-    """Choose models that make room, the longest unused first; none if all together do not."""
+    """Choose models to unload for the lacking bytes, least recently used first; none if all are too small."""
     chosen: list[str] = []
     for one in sorted(idle):
         if lacking_bytes <= 0:
@@ -104,7 +104,7 @@ def leaving(lacking_bytes: int, idle: Iterable[InMemory]) -> list[str]:
 
 
 class _Model:
-    """One model: its worker, if there is one, and what loads it when it is asked for."""
+    """One model: its worker process, if one runs, and the activator that notices requests for it."""
 
     activator: Activator
     needs: Needs
@@ -117,7 +117,7 @@ class _Model:
         self.process: Process | None = None
         self.began_s = 0.0
         self.loaded_s = math.inf
-        #: There are requests for it; it has to leave.
+        #: `wanted`: the model has requests. `leave`: it must be unloaded.
         self.wanted = Event()
         self.leave = Event()
 
@@ -126,11 +126,11 @@ class _Model:
 
     @property
     def unused_s(self) -> float:
-        """How long the model has been loaded without a new request."""
+        """The seconds since the model's last request, or since it was loaded, if that is later."""
         return current_time() - max(self.activator.used_s, self.loaded_s)
 
     def metrics(self) -> Metrics:
-        """Say what is known of the model while it has no worker."""
+        """Return the metrics message of the model while it has no worker."""
         return unloaded(
             worker=self.worker,
             version=VERSION,
@@ -146,9 +146,9 @@ class Supervisor:
     """Serves several models. `run` serves until `stop` is called."""
 
     def __init__(self, models: Mapping[str, Settings], options: Sequence[str]) -> None:
-        """`options` of `turnkeep serve` say where these settings come from."""
+        """Take the settings by model, and the `options` by which `turnkeep serve` loads the same ones."""
         self._models = [_Model(name, settings) for name, settings in models.items()]
-        #: What is common to all.
+        #: The first model's settings, for those that all models share.
         self._settings = self._models[0].settings
         self._options = options
         self._environment = dict(os.environ)
@@ -162,18 +162,18 @@ class Supervisor:
         self.ready = Event()
 
     def stop(self) -> None:
-        """Ask to stop. Event loop only."""
+        """Make `run` end. Event loop only."""
         self._stop.set()
 
     def reload(self) -> None:
-        """Let the workers read their settings again."""
+        """Make the running workers reload their settings."""
         for model in self._models:
             if model.process is not None:
                 with contextlib.suppress(ProcessLookupError):
                     model.process.send_signal(signal.SIGHUP)
 
     def unload(self, name: str) -> None:
-        """Have a model leave memory, until a request has no answer. Event loop only."""
+        """Unload a model until its next request, or an unanswered one, loads it again. Event loop only."""
         for model in self._models:
             if model.name == name:
                 model.leave.set()
@@ -182,7 +182,7 @@ class Supervisor:
         """Serve until `stop`. Raises `TurnkeepError`, with one line, for errors that a user can fix."""
         settings = self._settings
         async with AsyncExitStack() as stack:
-            if settings.health is not None:  # first, as models may take long to be measured, or to be fetched
+            if settings.health is not None:  # first, as measuring or downloading models may take long
                 health = HealthServer(settings.health, {"/livez": list, "/readyz": self._unready})
                 await health.open()
                 await stack.enter_async_context(background(health.serve))
@@ -232,13 +232,13 @@ class Supervisor:
             tasks.cancel_scope.cancel()
 
     async def _weigh(self) -> None:
-        """Measure all models, and divide the memory. Raises `SupervisorError`."""
+        """Measure all models, and compute the memory of each. Raises `SupervisorError`."""
         log.info("measuring the models", models=[model.name for model in self._models])
         limit = anyio.CapacityLimiter(_AT_ONCE)
 
         async def weigh(model: _Model) -> None:
             arguments = ["serve", *self._options, "--of", model.name, "--weigh"]
-            async with limit:  # its errors and progress are for the user
+            async with limit:  # its errors and progress go to this process's standard error
                 done = await anyio.run_process(
                     [*PROGRAM, *arguments], stderr=None, check=False, start_new_session=True
                 )
@@ -255,7 +255,7 @@ class Supervisor:
         self._memory_bytes = memory
 
     async def _keep(self, model: _Model) -> None:
-        """Run a worker while there are requests for its model."""
+        """Run the model's worker whenever the model has requests, forever; restart it after a crash."""
         pause_s = _PAUSES_S[0]
         while True:
             await model.wanted.wait()
@@ -274,7 +274,7 @@ class Supervisor:
 
     @asynccontextmanager
     async def _room(self, model: _Model) -> AsyncIterator[None]:
-        """Wait until there is memory for a model, and hold it. First come, first served."""
+        """Wait until memory for a model is free, and reserve it for the block. First come, first served."""
         async with self._turn:
             since_s = current_time()
             while (lacking := model.size_bytes - self._free_bytes) > 0:
@@ -294,7 +294,7 @@ class Supervisor:
         return self._memory_bytes - sum(one.size_bytes for one in self._running)
 
     async def _make_room(self, lacking_bytes: int, since_s: float) -> None:
-        """Tell models to leave that are not in use, or that were while another one waited for its turn."""
+        """Unload models that are idle, or that were in use for `_TURN_S` while another one waited."""
         idle: list[InMemory] = []
         for one in [*self._running]:
             had_turn = current_time() - max(since_s, one.loaded_s) > _TURN_S
@@ -308,7 +308,7 @@ class Supervisor:
                 one.leave.set()
 
     async def _run_worker(self, model: _Model) -> int | None:
-        """Run a model's worker until it ends; return its exit code, None if it was told to end."""
+        """Run a model's worker until it ends; return its exit code, None if the supervisor ended it."""
         model.began_s, model.loaded_s, model.leave = current_time(), math.inf, Event()
         own = (
             *("--of", model.name, "--model", model.needs.folder, "--worker", model.worker),
@@ -328,7 +328,7 @@ class Supervisor:
         return None if model.leave.is_set() else code
 
     async def _watch(self, model: _Model, worker: Process) -> None:
-        """Hand the questions over to a worker that is ready, and end it when nobody needs it any more."""
+        """Let a worker answer questions once it is ready; end it when its model is idle or must leave."""
         try:
             await worker.stdout.receive()  # type: ignore[union-attr]  # a pipe
         except EndOfStream:
@@ -341,7 +341,7 @@ class Supervisor:
                 await model.leave.wait()
         model.leave.set()
         await model.activator.begin()
-        await worker.stdin.aclose()  # type: ignore[union-attr]  # as after this process's death
+        await worker.stdin.aclose()  # type: ignore[union-attr]  # which ends the worker
         await sleep(_STOP_S)
         worker.kill()
 
@@ -361,7 +361,7 @@ class Supervisor:
             await sleep(model.settings.metrics_interval_s)
 
     async def _look_again(self) -> None:
-        """Look for requests in the log that nobody has noticed."""
+        """Look in the log for requests that were not noticed, and load their models."""
         for model in self._models:
             if self.ready.is_set() and await model.activator.has_work():
                 model.wake()
@@ -376,7 +376,7 @@ class Supervisor:
 
 
 def _share(name: str, wanted_bytes: int | None, needs: Needs, memory_bytes: int) -> int:
-    """Return the memory of a model. Raises `SupervisorError` if it can never be loaded."""
+    """Return the bytes of memory to give a model. Raises `SupervisorError` if it can never be loaded."""
     least = size(needs.least_bytes)
     if wanted_bytes is not None and wanted_bytes < needs.least_bytes:
         raise SupervisorError(

@@ -1,6 +1,6 @@
-"""Keeps the place of a worker whose model was unloaded: its data directory, and its NATS server.
+"""Stands in for a worker whose model was unloaded: holds its data directory and runs its NATS server.
 
-No worker is there meanwhile: requests wait in the log, and questions are refused at once. Never imports MLX.
+No worker runs meanwhile: requests wait in the log, and questions are refused at once. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 
 class Unloaded:
-    """Keeps the place of one worker. `run` does until `stop` is called."""
+    """Stands in for one worker: `run` runs its NATS server until `stop` is called."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -32,11 +32,11 @@ class Unloaded:
         self.ready = Event()
 
     def stop(self) -> None:
-        """Ask to stop. Event loop only."""
+        """Make `run` end. Event loop only."""
         self._stop.set()
 
     async def run(self) -> None:
-        """Serve NATS until `stop`. Raises `TurnkeepError`, with one line, for errors that a user can fix."""
+        """Run the NATS server until `stop`. Raises `TurnkeepError` for errors that a user can fix."""
         settings = self._settings
         async with AsyncExitStack() as stack:
             if settings.health is not None:

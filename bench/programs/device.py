@@ -21,7 +21,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from worker.models import blas
-from worker.process import settings
+from worker.process import setting_sources
 
 blas.preload()  # before anything imports MLX
 
@@ -68,20 +68,15 @@ class Measuring:
     def __init__(self, loaded: LoadedModel, directory: DataDir, chosen: Settings) -> None:
         """Choose the model's batch as a worker does, once for rows together and once for rows apart."""
         self._directory, self._settings, self._block = directory, chosen, chosen.block_tokens
+        model, block = loaded.model, chosen.block_tokens
         trials = Trials(directory.path / "trials", loaded.name)
         self._batches = {
-            together: batch_for(
-                loaded.model, pooled_rows=least, merged_rows=least, runs_ahead=True, trials=trials
-            )
+            together: batch_for(model, pooled_rows=least, merged_rows=least, runs_ahead=True, trials=trials)
             for together, least in ((True, 1), (False, sys.maxsize))
         }
         batch = self._batches[False]
         self._new = partial(
-            layers.make,
-            loaded.model,
-            rings=batch.windows_are_rings,
-            sketched=batch.sketched,
-            block_tokens=self._block,
+            layers.make, model, rings=batch.windows_are_rings, sketched=batch.sketched, block_tokens=block
         )
         self._held: dict[tuple[int, ...], list[Any]] = {}
         caches = self._prefilled((0,))
@@ -92,14 +87,8 @@ class Measuring:
         self._is_stored = layers.unsupported(caches) is None
         if self._is_stored:
             self._layout = layers.layout(caches, self._new, batch.sketched)
-            zeros, described = "0" * 64, layers.describe(caches)
-            self._identity = Identity(
-                weights=zeros,
-                config=zeros,
-                tokenizer=zeros,
-                kv_dtype=chosen.dtype,
-                block_tokens=self._block,
-                caches=described,
+            self._identity = Identity.of_no_model(
+                kv_dtype=chosen.dtype, block_tokens=block, caches=layers.describe(caches)
             )
         #: What the bench must know before it asks.
         self.description = {
@@ -289,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model")
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # log lines must not come between the replies
-    chosen = settings.load(vars(parser.parse_args(arguments)), os.environ)
+    chosen = setting_sources.load(vars(parser.parse_args(arguments)), os.environ)
     dtype = chosen.dtype if chosen.dtype != "auto" else models.default_dtype()
     machine.prepare()
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from worker.models import blas
-from worker.process import settings
+from worker.process import setting_sources
 
 blas.preload()  # before anything imports MLX
 
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in ("--window", "--windows", "--answer", "--answers"):
         parser.add_argument(name, type=int, required=True)
     given = parser.parse_args(arguments)
-    chosen = settings.load({"model": given.model, "data_dir": given.data_dir}, os.environ)
+    chosen = setting_sources.load({"model": given.model, "data_dir": given.data_dir}, os.environ)
     dtype = chosen.dtype if chosen.dtype != "auto" else models.default_dtype()
     machine.prepare()
     block = min(chosen.block_tokens, given.window)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from worker.models import blas
-from worker.process import settings
+from worker.process import setting_sources
 
 blas.preload()  # before anything imports MLX
 
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--draft-model")
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # log lines must not come between the replies
-    chosen = settings.load(vars(parser.parse_args(arguments)), os.environ)
+    chosen = setting_sources.load(vars(parser.parse_args(arguments)), os.environ)
     dtype = chosen.dtype if chosen.dtype != "auto" else models.default_dtype()
     machine.prepare()
 

@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from cache.names.snapshot import Name
 
 _COPY_BYTES: Final = 4 << 20
-#: An archive with more members that are no snapshots is rejected.
+#: An archive with more members than this that are not snapshots is rejected.
 _MOST_OTHERS: Final = 1000
-#: Members that describe the next one.
+#: Types of members that only describe the next member.
 _EXTENDED: Final = {tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK}
-#: Members without content, whatever their size field says.
+#: Types of members without content, whatever their size field says.
 _EMPTY: Final = {
     tarfile.LNKTYPE,
     tarfile.SYMTYPE,
@@ -68,8 +68,8 @@ def export(
     """Write chains of snapshots to a tar file: the chains that end in `digests`, or all if it is None.
 
     A chain is a sequence of snapshots, each continuing the one before. `digests` are hex names of snapshots,
-    or prefixes of such names. Needs no lock, and verifies every file. Raises
-    `CacheError`, and leaves no archive, if a snapshot is unknown, doubtful, or was evicted meanwhile.
+    or prefixes of such names. Takes no lock, and verifies every file. Raises `CacheError`, and leaves no
+    archive, if a snapshot is unknown, doubtful, or was evicted meanwhile.
     """
     check(directory, access)
     paths = _chains(directory, digests, access)
@@ -185,7 +185,7 @@ def _members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
 
 
 class _Importer:
-    """Adds members one by one to an open cache."""
+    """Adds the members of an archive one by one to an open cache, within its limits."""
 
     def __init__(
         self, folder: Folder, catalog: Catalog, index: Index, max_bytes: int, min_free_bytes: int
@@ -199,7 +199,7 @@ class _Importer:
         self._min_free_bytes = min_free_bytes
 
     def add(self, member: tarfile.TarInfo, content: IO[bytes]) -> None:
-        """Add a member. Raises `DoubtfulSnapshotError` with the reason if it is skipped."""
+        """Verify and add a member. Raises `DoubtfulSnapshotError` with the reason if it is skipped."""
         digest = PLAIN.digest_of(member.name)
         if digest is None or not _is_snapshot(member):
             raise DoubtfulSnapshotError("not a file with the name of a snapshot")
@@ -240,7 +240,7 @@ class _Importer:
 
 
 def _chains(directory: Path, digests: Sequence[str] | None, access: Access) -> list[Path]:
-    """Return the files of the chains, parents before children."""
+    """Return the files of the chains that end in `digests`, or of all chains, parents before children."""
     snapshots = directory / "snapshots"
     there = {digest.hex() for digest in scan(snapshots, access)}
     ends = there if digests is None else {_only(there, digest) for digest in digests}
@@ -259,7 +259,7 @@ def _chains(directory: Path, digests: Sequence[str] | None, access: Access) -> l
                 digest = name.parent.hex()
         except (DoubtfulSnapshotError, OSError) as error:
             if digests is None and not is_lack(error):
-                continue  # all chains means all intact ones
+                continue  # without `digests`, damaged chains are left out
             raise CacheError(f"{path.name} cannot be exported: {error}") from None
         starts |= links
     return [
@@ -280,7 +280,7 @@ def _add_file(tar: tarfile.TarFile, path: Path, access: Access) -> int:
     """Add a file to an archive under its file name, without its owner's name and ids; return its size."""
     with open(path, "rb", opener=private.opener) as file:
         status = os.fstat(file.fileno())
-        reader: Any = access.reader(file.fileno(), path)  # reads, as far as tarfile asks
+        reader: Any = access.reader(file.fileno(), path)  # has `read`, all that tarfile uses
         member = tarfile.TarInfo(PLAIN.file_name(access.digest_of(path.name) or b""))
         member.size, member.mtime, member.mode = reader.size_bytes, int(status.st_mtime), private.FILE_MODE
         tar.addfile(member, reader)
@@ -288,7 +288,7 @@ def _add_file(tar: tarfile.TarFile, path: Path, access: Access) -> int:
 
 
 def _is_snapshot(member: tarfile.TarInfo) -> bool:
-    """Whether a member is a plain file, not a sparse one, and its name is that of a snapshot."""
+    """Whether a member is a plain file (not a sparse one) with the name of a snapshot."""
     return member.type in {tarfile.REGTYPE, tarfile.AREGTYPE} and PLAIN.digest_of(member.name) is not None
 
 

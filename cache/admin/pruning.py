@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was removed and what is left. `num_pinned` snapshots met the conditions but are pinned."""
+    """The result of pruning. `num_pinned` snapshots met the conditions, but stay because they are pinned."""
 
     num_files: int
     size_bytes: int
@@ -70,8 +70,8 @@ def prune(
     """Remove the snapshots that meet all given conditions, the least recently used first.
 
     The conditions: unused for `older_than_s` seconds; of one `model`; and more than `to_bytes` are left. None
-    means no condition. `model` is the hex digest of a model's identity, or a prefix of
-    it. A snapshot that others continue is removed after those; pinned prefixes stay.
+    means no condition. `model` is the hex digest of a model's identity, or a prefix of the digest. A snapshot
+    that others continue is removed after those; pinned prefixes stay.
     """
     with opened(directory, access) as (folder, catalog, index):
         Pins(index, catalog.pins())
@@ -113,7 +113,7 @@ def prune_all(directory: Path) -> Pruned:
         if left := folder.clear():
             raise CacheError(f"{len(left)} files could not be removed, {left[0]} among them")
         for path in (*directory.glob(f"{folder.catalog.name}*"), directory / SEAL):
-            path.unlink(missing_ok=True)  # the mark last
+            path.unlink(missing_ok=True)  # the mark of the key last
     return Pruned(len(files), size_bytes, 0, 0)
 
 
@@ -140,7 +140,7 @@ def unpin(directory: Path, names: list[str], access: Access = PLAIN) -> list[Pin
 def _of_model(folder: Folder, model: str | None) -> Callable[[Node], bool]:
     def is_of_model(node: Node) -> bool:
         try:
-            # A gap is left alone with what continues it: only then it comes here.
+            # A gap comes here only if all nodes that continue it are to be removed.
             return (
                 model is None
                 or node.is_gap

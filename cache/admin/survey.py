@@ -1,6 +1,6 @@
 """Inspect a cache directory without its lock, beside a worker that may be using it.
 
-Reads files and changes nothing. Changes during the inspection may be missed. Blocking: for the command line.
+Only reads (except `verify` with `quarantine`); may miss changes meanwhile. Blocking: for the command line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COPY_TRIES: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model; `identity` is the hex digest of its identity, `name` is empty if no worker has stored it."""
+    """A model; `identity` is the hex digest of its identity, `name` is empty if the catalog has no name."""
 
     identity: str
     name: str
@@ -72,7 +72,7 @@ class ModelUsage:
 
 @dataclass(slots=True)
 class Survey:
-    """The result of an inspection.
+    """The result of `inspect` or `verify`.
 
     `doubtful` has the name of each file that failed verification, and the reason. `quarantined` names the
     doubtful files that were moved to quarantine.
@@ -108,7 +108,7 @@ def check(directory: Path, access: Access | None) -> None:
 
 
 def inspect(directory: Path, access: Access = PLAIN) -> Survey:
-    """List chains, usage and pins. Reads one header per chain. Raises `CacheError`, `OSError`."""
+    """List chains, disk usage and pins. Reads one header per chain. Raises `CacheError`, `OSError`."""
     check(directory, access)
     rows, survey, names = _read(directory, access)
     index = Index(lambda: 0.0, rows)
@@ -192,7 +192,7 @@ def _proved(directory: Path, progress: Callable[[int, int], None], access: Acces
 
 
 def _read(directory: Path, access: Access) -> tuple[list[Row], Survey, dict[str, str]]:
-    """Read rows, pins and model names: from the index if it agrees with the files, else from headers."""
+    """Read pins, model names and rows from the index; where it differs from the files, rows from headers."""
     survey = Survey()
     known, names = {}, {}
     with suppress(sqlite3.Error, OSError), _copied(directory / "index.sqlite") as db:

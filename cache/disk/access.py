@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .rows import Pin, Row
 
 SUFFIX: Final = ".safetensors"
-#: The file of a directory that says which key its contents are sealed with.
+#: The file that identifies the key with which a directory's contents are encrypted.
 SEAL: Final = "sealed"
 
 _IS_DIGEST: Final = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}").fullmatch
@@ -74,7 +74,7 @@ class Writer:
 class Access:
     """Reads and writes the files, names and catalog rows of a directory without encryption."""
 
-    #: What the file `SEAL` says: which key; empty without one.
+    #: The contents of the file `SEAL`, which identify the key; empty without encryption.
     mark = ""
 
     def file_name(self, digest: bytes) -> str:
@@ -94,7 +94,7 @@ class Access:
         """Return the size of a file, given the size of its contents."""
         return num_bytes
 
-    def reader(self, file: int, path: Path) -> Reader:  # noqa: ARG002  # for those with a key
+    def reader(self, file: int, path: Path) -> Reader:  # noqa: ARG002  # subclasses use it
         """Return a reader of an open file. Raises `DoubtfulSnapshotError`, `OSError`."""
         return Reader(file)
 
@@ -111,7 +111,7 @@ class Access:
         return (*row[:-1], proof)
 
     def rows(self, stored: list[Row]) -> Iterable[Row]:
-        """Return the catalog's rows, except those that this key cannot decrypt."""
+        """Return the catalog's rows in plain form, except those that do not decrypt with this key."""
         return stored
 
     def hidden_pin(self, pin: Pin) -> tuple[bytes, bytes, bytes]:
@@ -119,7 +119,7 @@ class Access:
         return pin.name, *pin
 
     def pins(self, stored: list[Pin]) -> Iterable[Pin]:
-        """Return the catalog's pinned prefixes, except those that this key cannot decrypt."""
+        """Return the catalog's pins in plain form, except those that do not decrypt with this key."""
         return stored
 
     def check(self, directory: Path) -> None:

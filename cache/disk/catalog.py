@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
-#: Version 2 added pins and states, version 3 the rows' proofs; version 4 overwrites what is deleted,
-#: version 5 added up to where erasures are done. Older versions are migrated.
+#: Version 2 added pins and states, version 3 the rows' proofs; version 4 overwrites deleted rows,
+#: version 5 added the table `erased`. Older versions are migrated.
 _SCHEMA_VERSION: Final = 5
 #: Errors of the disk, not of the file's contents: the file is kept.
 _DISKS_FAULTS: Final = frozenset(
@@ -62,7 +62,7 @@ _PUT: Final = "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class Catalog:
-    """The SQLite file. Callers log its errors and continue: errors lose times of use, never snapshots."""
+    """The SQLite file. Callers log its errors and continue: an error loses times of use, never snapshots."""
 
     def __init__(self, folder: Folder) -> None:
         self._path = folder.catalog
@@ -72,7 +72,7 @@ class Catalog:
         self._db = self._open()
 
     def _open(self) -> sqlite3.Connection:
-        """Open the file; replace it if it is damaged or of an unknown version."""
+        """Open the SQLite file; replace it if it is damaged or of an unknown version."""
         existed = self._path.exists()
         db = self._connect()
         try:
@@ -120,18 +120,18 @@ class Catalog:
             os.close(private.opener(str(self._path), os.O_RDWR | os.O_CREAT))
         # Opened on one thread, then used by the writer alone.
         db = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
-        # Otherwise SQLite maps the log's index, and on a full copy-on-write disk (btrfs) a write to the map
-        # is a SIGBUS, which ends the process. Other processes read a copy: see `survey`.
+        # Otherwise SQLite maps its log's index into memory, and on a full copy-on-write disk (btrfs) a write
+        # to that memory raises SIGBUS, which ends the process. Other processes read a copy: see `survey`.
         db.execute("PRAGMA locking_mode=EXCLUSIVE")
         return db
 
     def _prepare(self, db: sqlite3.Connection, version: int) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode=WAL")
-        # On macOS only: there a plain fsync leaves what it wrote in the disk's own cache.
+        # For macOS: there a plain fsync leaves the written bytes in the disk's own cache.
         db.execute("PRAGMA fullfsync=ON")
-        # The default of 1000 pages would let the log grow to 4 MiB, which no limit counts.
+        # The default of 1000 pages would let the log grow to 4 MiB, which counts against no limit.
         db.execute("PRAGMA wal_autocheckpoint=100")
-        # The default of 2 MiB of pages is not worth its memory: the system caches the file too.
+        # SQLite's default page cache of 2 MiB is not worth its memory: the system caches the file too.
         db.execute("PRAGMA cache_size=-256")
         # Rows contain tokens, which `forget` must erase.
         db.execute("PRAGMA secure_delete=ON")
@@ -187,11 +187,11 @@ class Catalog:
             db.executemany("INSERT OR IGNORE INTO model VALUES (?, ?)", rows)
 
     def erased(self) -> list[Erased]:
-        """Read up to where each log's erasures are done."""
+        """Read, for each log, how far its erasures are done."""
         return [Erased(*row) for row in self._db.execute("SELECT * FROM erased")]
 
     def note_erased(self, erased: Iterable[Erased]) -> None:
-        """Store up to where a log's erasures are done."""
+        """Store, for these logs, how far their erasures are done."""
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO erased VALUES (?, ?, ?)", erased)
 
@@ -201,7 +201,7 @@ class Catalog:
         if not self.is_lasting or self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
             return False
         with suppress(FileNotFoundError):  # the directory was removed
-            # SQLite syncs what it writes, not that it has made a file shorter.
+            # SQLite syncs the bytes that it writes, but not the truncation of the log.
             sync(self._path.with_name(f"{self._path.name}-wal"), through=True)
         return True
 
@@ -212,7 +212,7 @@ class Catalog:
             db.execute("DELETE FROM pin")
 
     def put(self, rows: Iterable[Row], *, durable: bool = False) -> None:
-        """Add or replace rows."""
+        """Add or replace the rows of snapshots; with `durable` they are on disk when this returns."""
         rows = list(rows)
         with self._transaction(durable=durable) as db:
             db.executemany(_PUT, map(self._access.hidden_row, rows, proofs(columns(rows))))
@@ -226,7 +226,7 @@ class Catalog:
                 db.execute("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", (row.used, parent))
 
     def use(self, uses: Iterable[tuple[int, bytes]]) -> None:
-        """Store times of last use: (used, digest). A use counts for all snapshots before this one, too."""
+        """Store times of last use: (used, digest). A use also counts for all snapshots before this one."""
         with self._transaction() as db:
             hidden = ((used, self._access.hidden(digest)) for used, digest in uses)
             db.executemany("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", hidden)
@@ -240,7 +240,7 @@ class Catalog:
 
 
 class _Transaction:
-    """BEGIN, then COMMIT, or ROLLBACK after an exception.
+    """An SQLite transaction: BEGIN, then COMMIT, or ROLLBACK after an exception.
 
     With SQLite's `synchronous` NORMAL a power failure may lose a commit; with FULL the commit is on disk.
     """

@@ -63,7 +63,7 @@ def may_hold(directory: Path) -> bool:
 
 
 class Folder:
-    """One directory, locked from construction to `close`. Raises `DirectoryLockedError`, `OSError`."""
+    """A cache directory, locked from construction to `close`. Raises `DirectoryLockedError`, `OSError`."""
 
     def __init__(self, directory: Path, access: Access = PLAIN) -> None:
         self.directory = directory
@@ -90,7 +90,7 @@ class Folder:
         self._tighten()
 
     def _tighten(self) -> None:
-        """Make files private that an older version left readable to others. Done once: files may be many."""
+        """Make files of an older version private, if the directory is still readable to other users."""
         subfolders = (self.snapshots, self.tmp, self.quarantined)
         files = [self.directory.glob(name) for name in ("lock", f"{self.catalog.name}*")]
         files += [
@@ -120,11 +120,11 @@ class Folder:
             sync(self.directory, through=True)
 
     def path(self, digest: bytes) -> Path:
-        """Return the path of a snapshot."""
+        """Return the path of a snapshot's file."""
         return self.snapshots / self.access.file_name(digest)
 
     def names(self) -> set[str]:
-        """List the file names in `snapshots/`. A `stat` of each would double the time of a start."""
+        """List the file names in `snapshots/`, but call no `stat`: that would double a start's time."""
         return set(os.listdir(self.snapshots))  # noqa: PTH208  # there may be a hundred thousand of them
 
     def clear_tmp(self) -> int:
@@ -145,11 +145,11 @@ class Folder:
                 path.unlink(missing_ok=True)
 
     def fetched(self, digest: bytes, number: int) -> Path:
-        """Return a path for a file that comes from the remote tier, until it is placed."""
+        """Return the temporary path for a snapshot that is being fetched from the remote tier."""
         return (self.tmp / self.access.file_name(digest)).with_suffix(f".fetched{number}")
 
     def discard_fetched(self, digest: bytes) -> None:
-        """Remove what came from the remote tier for nothing."""
+        """Remove the temporary files of a snapshot whose fetch from the remote tier was cancelled."""
         stem = self.access.file_name(digest).partition(".")[0]
         for path in self.tmp.glob(f"{stem}.fetched*"):
             path.unlink(missing_ok=True)
@@ -220,7 +220,7 @@ class Folder:
         """Return the bytes in quarantine, which count against the disk limit."""
         try:
             return sum(path.stat().st_size for path in self.quarantined.iterdir())
-        except OSError:  # gone, or going
+        except OSError:  # the folder was removed, or is being removed
             return 0
 
     def clear(self) -> list[str]:
@@ -245,7 +245,7 @@ class Folder:
 
 
 def _within(directory: Path) -> list[Path]:
-    """List a directory; a missing one is empty."""
+    """List the paths in a directory; a missing directory counts as empty."""
     try:
         return list(directory.iterdir())
     except FileNotFoundError:

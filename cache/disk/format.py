@@ -6,7 +6,7 @@ index, or of sessions.
 
 The tensors follow the header without gaps, in sections: one for all layers of the same reach (the tokens that
 a layer sees). Some files, the carriers, then have the sketches (2-bit copies of keys) of the blocks before
-them. Last comes the state of layers whose KV is not cut by tokens. The header and each section have their own
+them. Last comes the state of layers that are not stored per token. The header and each section have their own
 checksum, because a restore reads only the sections that a layer still sees, and the state only from a chain's
 last file.
 """
@@ -66,7 +66,7 @@ class EncodedSnapshot:
 
 
 def encode(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> EncodedSnapshot:
-    """Encode a snapshot. Raises `ValueError` if the tensors do not fit the name: the caller's error."""
+    """Encode a snapshot. Raises `ValueError` if the tensors do not fit the name, a fault of the caller."""
     return EncodedSnapshot(headers.write(name, identity, tensors), tensors)
 
 
@@ -137,10 +137,9 @@ def read(
 
     `layout` is the model's; `places`, the buffers to write to, are in the layout's order. If the file is a
     carrier, `carried` has the earlier tokens whose sketches the file contains, and their places, which come
-    last in the layout. A
-    section is skipped if none of its tokens has a place. Each byte is read once, to its final place, and
-    hashed there. The header is verified before the first write, a section after its last one: after a
-    `DoubtfulSnapshotError` the places of this span must not be used.
+    last in the layout. A section is skipped if none of its tokens has a place. Each byte is read once, to its
+    final place, and hashed there. The header is verified before the first write, a section after its last
+    one: after a `DoubtfulSnapshotError` the places of this span must not be used.
 
     `state` are the buffers for the state's tensors, in the order in which `peek` returns them. It is given
     for the last snapshot of a chain; None skips the state.
@@ -152,18 +151,7 @@ def read(
         found.check(digest, start, identity)
         if state is not None and not (found.header.name.resumable and len(state) == len(found.header.states)):
             raise DoubtfulSnapshotError("no state to resume from")
-        span = found.header.name.span
-        together = [(span, list(run)) for _, run in groupby(places, key=attrgetter("section"))]
-        if carried is not None:
-            together.append((carried[0], list(carried[1])))
-        if found.header.layout != layout:
-            together = _there(together, layout, found.header.layout)
-        wanted = [
-            of.num_tokens * sum(len(place.rows) * place.token_bytes for place in run) for of, run in together
-        ]
-        sizes = [section.size_bytes for section in found.header.sections]
-        if sizes[: len(sizes) - bool(found.header.states)] != wanted:
-            raise DoubtfulSnapshotError("layers unlike the model's")
+        together = _together(found.header, layout, places, carried)
         for i, (of, run) in enumerate(together):
             segments = list(run[0].segments(of))
             if any(at is not None for at, _ in segments):
@@ -173,10 +161,34 @@ def read(
         return found.num_read
 
 
+def _together(
+    header: headers.Header,
+    layout: Layout,
+    places: Sequence[Place],
+    carried: tuple[Span, Sequence[Place]] | None,
+) -> list[tuple[Span, list[Place]]]:
+    """Return the places of each section of a file, in order, with the tokens that are in the section.
+
+    Raises `DoubtfulSnapshotError` if the file has other sections than this layout.
+    """
+    together = [(header.name.span, list(run)) for _, run in groupby(places, key=attrgetter("section"))]
+    if carried is not None:
+        together.append((carried[0], list(carried[1])))
+    if header.layout != layout:
+        together = _there(together, layout, header.layout)
+    wanted = [
+        of.num_tokens * sum(len(place.rows) * place.token_bytes for place in run) for of, run in together
+    ]
+    sizes = [section.size_bytes for section in header.sections]
+    if sizes[: len(sizes) - bool(header.states)] != wanted:
+        raise DoubtfulSnapshotError("layers unlike the model's")
+    return together
+
+
 def _there(
     together: Sequence[tuple[Span, list[Place]]], layout: Layout, found: Layout
 ) -> list[tuple[Span, list[Place]]]:
-    """Return those of the sections `together` that a shortened file, whose layout is `found`, still has.
+    """Return the sections of `together` that a shortened file still has; `found` is the file's layout.
 
     Raises `DoubtfulSnapshotError` if it is not a shortened file, and `PartialSnapshotError` if it lacks a
     section with tokens that have a place.

@@ -48,7 +48,7 @@ BLANK: Final = b"0" * CHECKSUM_CHARS
 
 #: Enough for thousands of tensors and the largest block; parsing takes up to twenty times that memory.
 _MAX_BYTES: Final = 1 << 20
-#: MLX counts in 32 bits along an axis.
+#: MLX stores an axis's length in 32 bits.
 _MAX_DIM: Final = (1 << 31) - 1
 _MAX_AXES: Final = 8
 
@@ -68,14 +68,14 @@ _REST: Final = re.compile(
 )
 
 _SIZE: Final = "(?:0|[1-9][0-9]{0,18})"
-#: One tensor; the object ends behind the last one.
+#: One tensor; the JSON object ends after the last one.
 _TENSOR: Final = re.compile(
     rf',"([a-z0-9.]+)":{{"dtype":"([A-Z0-9]+)","shape":\[((?:{_SIZE}(?:,{_SIZE})*)?)\],'
     rf'"data_offsets":\[({_SIZE}),({_SIZE})\]}}'.encode()
 )
 
 _PATH: Final = r"[0-9]+(?:\.[0-9]+)*"
-#: All tensor names of a file, each with a space behind it: each layer's keys and values, sketches, states.
+#: All tensor names of a file, each followed by a space: each layer's keys and values, sketches, states.
 _NAMES: Final = re.compile(
     rf"(?:({_PATH})\.keys \1\.values |"
     rf"({_PATH})(?:\.keys\.codes \2\.keys\.scales \2\.keys\.biases"
@@ -85,7 +85,7 @@ _NAMES: Final = re.compile(
     rf" {re.escape(CARRIED)}\4\.sketch\.biases )*"
     rf"(?:{re.escape(STATE)}{_PATH}\.[a-z]+[0-9]* )*"
 )
-#: The name of nothing: no chain contains it.
+#: Stands for the unknown name of a file of another format version; no chain contains it.
 NO_NAME: Final = Name(bytes(DIGEST_BYTES), 0, b"")
 
 
@@ -251,18 +251,9 @@ def _tensors(
     """
     layout: list[tuple[str, str, tuple[int, ...]]] = []
     states: list[tuple[str, str, tuple[int, ...]]] = []
-    place = at = kv_bytes = 0
+    at = kv_bytes = 0
     ends = {0}
-    while (found := _TENSOR.match(text, place)) is not None:
-        place = found.end()
-        key, dtype, dims, *offsets = (part.decode() for part in found.groups())
-        shape = tuple(map(int, dims.split(","))) if dims else ()
-        if dtype not in ITEM_BYTES or len(shape) > _MAX_AXES or max(shape, default=0) > _MAX_DIM:
-            raise DoubtfulSnapshotError(f"{key} is of a type or a shape that no tensor has")
-        end = at + math.prod(shape) * ITEM_BYTES[dtype]
-        if offsets != [str(at), str(end)]:
-            raise DoubtfulSnapshotError(f"{key} has the wrong place or length")
-        at = end
+    for key, dtype, shape, at in _listed(text):
         ends.add(at)
         if key.startswith(STATE):
             states.append((key, dtype, shape))
@@ -271,9 +262,7 @@ def _tensors(
         if len(shape) != 4 or shape[0] != 1 or (shape[2] != num_tokens and not is_carried):
             raise DoubtfulSnapshotError(f"{key} has the wrong shape")
         layout.append((key, dtype, (shape[1], shape[3])))
-        kv_bytes = end
-    if text[place:].rstrip(b" ") != b"}":
-        raise DoubtfulSnapshotError("unreadable header: tensors that are said in another way")
+        kv_bytes = at
     names = [name for name, _, _ in (*layout, *states)]
     if not _NAMES.fullmatch("".join(f"{name} " for name in names)) or len(set(names)) < len(names):
         raise DoubtfulSnapshotError("not the tensors of a KV snapshot")
@@ -285,3 +274,20 @@ def _tensors(
     if not ends.issuperset(edges) or (states and edges[-2:-1] != [kv_bytes]):
         raise DoubtfulSnapshotError("sections that are none of these tensors")
     return tuple(layout), tuple(states)
+
+
+def _listed(text: bytes) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+    """Yield each tensor's name, type, shape and end in the payload, from the text of a header."""
+    place = at = 0
+    while (found := _TENSOR.match(text, place)) is not None:
+        place = found.end()
+        key, dtype, dims, *offsets = (part.decode() for part in found.groups())
+        shape = tuple(map(int, dims.split(","))) if dims else ()
+        if dtype not in ITEM_BYTES or len(shape) > _MAX_AXES or max(shape, default=0) > _MAX_DIM:
+            raise DoubtfulSnapshotError(f"{key} is of a type or a shape that no tensor has")
+        start, at = at, at + math.prod(shape) * ITEM_BYTES[dtype]
+        if offsets != [str(start), str(at)]:
+            raise DoubtfulSnapshotError(f"{key} has the wrong place or length")
+        yield key, dtype, shape, at
+    if text[place:].rstrip(b" ") != b"}":
+        raise DoubtfulSnapshotError("unreadable header: tensors that are said in another way")

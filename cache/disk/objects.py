@@ -1,7 +1,7 @@
-"""A remote tier in an object store: S3, Google Cloud Storage, Azure, or what speaks S3 as MinIO does.
+"""A remote tier in an object store: S3, Google Cloud Storage, Azure, or a server with S3's API (MinIO).
 
-The only module that imports obstore, the extra `objects`. Credentials and endpoint come from the environment,
-as its library reads them (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT`, ...). The store's own rules limit its size.
+The only module that imports obstore (the extra `objects`), which reads credentials and endpoint from the
+environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT`, ...). Only the object store's own rules limit its size.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class ObjectStore:
     """A `Tier` at a URL, such as s3://bucket/prefix. Safe on any thread."""
 
     def __init__(self, url: str) -> None:
-        """Raises `OSError` if the URL is none of an object store, or its listing is refused."""
+        """Open the store. Raises `OSError` if the URL names no object store, or listing it is refused."""
         with _as_os_error():
             self._store = from_url(url)
             next(iter(obstore.list(self._store, chunk_size=1)), None)
 
     def put(self, key: Key, path: Path) -> None:
-        """See `Tier`."""
+        """Upload the file at `path`, unless the store has this key: see `Tier`."""
         with _as_os_error():
             if not self.contains(key.parent, [key.file]):
                 obstore.put(self._store, _path(key), path)
 
     def contains(self, parent: str, files: Collection[str] | None = None) -> dict[str, int]:
-        """See `Tier`."""
+        """List the stored files that continue `parent`, with their sizes: see `Tier`."""
         with _as_os_error():
             if files is not None and len(files) == 1:
                 (file,) = files
@@ -53,7 +53,7 @@ class ObjectStore:
         return {file: size for file, size in there.items() if files is None or file in files}
 
     def get(self, key: Key, path: Path) -> bool:
-        """See `Tier`."""
+        """Download a file to `path`; False if the store does not have the file."""
         with _as_os_error():
             try:
                 stream = obstore.get(self._store, _path(key)).stream()
@@ -64,7 +64,7 @@ class ObjectStore:
         return True
 
     def remove(self, keys: Iterable[Key]) -> None:
-        """See `Tier`."""
+        """Delete files; missing ones are no error."""
         with _as_os_error():
             for key in keys:
                 try:
@@ -73,7 +73,7 @@ class ObjectStore:
                     continue
 
     def sync(self) -> None:
-        """See `Tier`: a store has done what it has answered."""
+        """Do nothing: an object store answers a removal only once it is durable."""
 
 
 def _path(key: Key) -> str:
@@ -82,7 +82,7 @@ def _path(key: Key) -> str:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Raise the library's errors as `OSError`, with their first line."""
+    """Convert errors of obstore to `OSError`, with the first line of their message."""
     try:
         yield
     except BaseError as error:

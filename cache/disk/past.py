@@ -15,7 +15,7 @@ from cache.names.errors import LostPastError
 from cache.names.policy import PART
 from cache.names.snapshot import Only, layer_path
 
-from .restore import restore
+from .restore import Wanted, restore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     _Part: TypeAlias = tuple[Sequence[ChainFile], Future[ReadOutcome]]
 
-#: The time limit of a part.
+#: The time limit for reading one part.
 _READ_S: Final = 5.0
 
 
@@ -58,7 +58,7 @@ class StoredPast:
     ahead: tuple[tuple[str, int], _Part] | None = None
 
     def parts(self, layer: str, then: str | None = None) -> Iterator[tuple[list[mx.array], list[mx.array]]]:
-        """Yield keys and values of all tokens in order: (1, KV heads, tokens, size), or codes and scales.
+        """Yield a layer's keys and values, part by part: (1, KV heads, tokens, size), or codes and scales.
 
         `layer` is the layer's path in snapshots, and `then` the layer to read next. Raises `LostPastError` if
         a file is missing or damaged, or the disk does not answer.
@@ -81,11 +81,8 @@ class StoredPast:
         ]
         helpers = (partial(self.readers.submit, limit_s=_READ_S), self.readers.num_threads - 1)
         only = Only(self.policy, (span,), layer)
-
-        def read() -> ReadOutcome:
-            layout = self.layout
-            return restore(self.folder, files, self.end, self.identity, layout, 0, _READ_S, *helpers, only)
-
+        wanted = Wanted(self.end, self.identity, self.layout, only=only)
+        read = partial(restore, self.folder, files, wanted, _READ_S, helpers)
         return files, self.readers.submit(read, _READ_S)
 
     def _taken(self, files: Sequence[ChainFile], future: Future[ReadOutcome]) -> Arrays:

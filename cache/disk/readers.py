@@ -37,7 +37,7 @@ class Readers:
     def __init__(self, num_threads: int, on_exit: Callable[[], None]) -> None:
         self._on_exit = on_exit
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        #: For each thread, when its job must be done (`monotonic`).
+        #: For each thread, the time (`monotonic`) by which its job must be done.
         self._until = [math.inf] * num_threads
         self._threads = [
             threading.Thread(
@@ -50,7 +50,7 @@ class Readers:
 
     @property
     def num_threads(self) -> int:
-        """Number of I/O threads."""
+        """The number of I/O threads."""
         return len(self._threads)
 
     def are_stuck(self) -> bool:
@@ -58,7 +58,7 @@ class Readers:
         return min(self._until) < monotonic()
 
     async def run(self, work: Callable[[], T], limit_s: float) -> T:
-        """Run `work` on a thread; return its result or raise its exception. Waits for a thread without limit.
+        """Run `work` on a thread; return its result or raise its exception. Waits for a free thread.
 
         Raises `TimeoutError` if any thread's job has exceeded its limit; that thread cannot be used until its
         job returns.
@@ -72,7 +72,7 @@ class Readers:
         raise TimeoutError("the disk does not answer")
 
     def submit(self, work: Callable[[], T], limit_s: float) -> Future[T]:
-        """Queue `work`, which may run for `limit_s`. Safe on any thread."""
+        """Queue `work`, with a time limit of `limit_s`, and return its future. Safe on any thread."""
         job = _Job(work, limit_s)
         self._jobs.put(job)
         return job.future
@@ -85,7 +85,7 @@ class Readers:
         await asyncio.gather(*ended)
         return not any(thread.is_alive() for thread in self._threads)
 
-    # From here on: the threads.
+    # The methods below run on the threads.
 
     def _live(self, number: int) -> None:
         has_worked = False
@@ -95,9 +95,9 @@ class Readers:
             self._on_exit()
 
     def _run_next(self, number: int) -> bool:
-        """Run the next job; False at the end.
+        """Run the next job; False once the thread should end.
 
-        A separate function: its return frees the job and its result.
+        This is a separate function because its return frees the job and its result.
         """
         job = self._jobs.get()
         if job is None:
@@ -106,7 +106,7 @@ class Readers:
             self._until[number] = monotonic() + job.limit_s
             try:
                 found = job.work()
-            except BaseException as error:  # noqa: BLE001  # it goes to the waiting caller
+            except BaseException as error:  # noqa: BLE001  # passed on to the waiting caller
                 job.future.set_exception(error)
             else:
                 job.future.set_result(found)

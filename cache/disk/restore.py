@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
     from .folder import Folder
 
-#: Bytes to fill for each file, on average, from which on a second thread helps. With less the GIL's hand-over
-#: costs more: 63 files of 125 KB took 16 ms by two threads, 10 by one.
+#: The average number of bytes per file from which on a second thread helps. With fewer, passing the GIL
+#: between threads costs more: reading 63 files of 125 KB took 16 ms on two threads, 10 on one.
 LEAST_HELPED_BYTES: Final = 512 << 10
 
-#: Queues work for another I/O thread; returns a future, to cancel work that has not begun.
-Help: TypeAlias = "Callable[[Callable[[], None]], Future[None]]"
+#: A function that queues work for another I/O thread and returns its future (work that has not begun can be
+#: cancelled), and the number of these threads.
+Helpers: TypeAlias = "tuple[Callable[[Callable[[], None]], Future[None]], int]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,51 @@ class ChainFile:
     """One file of a chain, and the position of its first token.
 
     `state` says whether to read the file's state: only of a chain's last file, and only if the model's layers
-    have states. If the file also has sketches (2-bit copies of keys) of earlier tokens, `carried`
-    are these tokens.
+    have states. If the file also has sketches (2-bit copies of keys) of earlier tokens, `carried` are these
+    tokens.
     """
 
     digest: bytes
     start: int
     state: bool = False
     carried: Span | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to read: the KV of the first `num_tokens` tokens, of a model with this identity.
+
+    The arrays get room for at least `room_tokens`: without room the next append would copy all of the KV.
+    With `only` just a part of the layers is read. The sketches of the first `num_carried` tokens are read
+    from carriers, files that contain the sketches of earlier blocks too.
+    """
+
+    num_tokens: int
+    identity: bytes
+    model: ModelLayout
+    room_tokens: int = 0
+    only: Only | None = None
+    num_carried: int = 0
+
+    def blank(self, folder: Folder, last: ChainFile) -> Blank:
+        """Allocate the arrays, also for the state in the `last` file. Raises `DoubtfulSnapshotError`."""
+        from cache.kv import arrays  # imports MLX, which a process may have to prepare first
+
+        states: States = ()
+        if last.state:
+            path = folder.path(last.digest)
+            states = snapshot_format.peek(path, last.digest, last.start, self.identity, folder.access)[1]
+            self.model.check_states(states, self.num_tokens)
+        return arrays.Blank(
+            self.model.kv,
+            self.num_tokens,
+            states,
+            room_tokens=self.room_tokens,
+            reaches=self.model.reaches,
+            only=self.only,
+            num_carriable=len(self.model.carried),
+            num_carried=self.num_carried,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,58 +124,25 @@ def release_thread() -> None:
 
 
 def restore(
-    folder: Folder,
-    files: Sequence[ChainFile],
-    num_tokens: int,
-    identity: bytes,
-    model: ModelLayout,
-    room_tokens: int,
-    limit_s: float,
-    help_out: Help,
-    num_helpers: int,
-    only: Only | None = None,
-    num_carried: int = 0,
+    folder: Folder, files: Sequence[ChainFile], wanted: Wanted, limit_s: float, helpers: Helpers
 ) -> ReadOutcome:
-    """Read the first `num_tokens` tokens from files in order, with the help of the other I/O threads.
-
-    With `only` just a part of the layers is read. The sketches of the first `num_carried` tokens are read
-    from carriers, files that contain the sketches of earlier blocks too.
+    """Read what is `wanted` from files in order, with the help of the other I/O threads.
 
     If a file is doubtful, the tokens before it are restored, unless some layer has a state or sees only some
     tokens: a shorter session would then need another state and other files.
 
-    The arrays get room for at least `room_tokens`: without room the next append would copy all of the KV.
-
-    Page faults of fresh memory take most of the time, and two threads handle them twice as fast; `help_out`
-    queues work for each of `num_helpers` more threads. Raises `TimeoutError` after `limit_s`, and then
-    quarantines nothing.
+    Page faults of fresh memory take most of the time, and two threads handle them twice as fast. Raises
+    `TimeoutError` after `limit_s`, and then quarantines nothing.
     """
-    from cache.kv import arrays  # imports MLX, which a process may have to prepare first
-
     started = time.perf_counter()
     until = started + limit_s
-    last = files[-1]
-    reading, restored, doubt = None, None, None
-    is_partial = False
-    num_read = len(files) - 1  # a doubtful state is that of the last file
+    last, model = files[-1], wanted.model
+    reading, restored, doubt, is_partial = None, None, None, False
+    num_read = len(files) - 1  # only the last file's state is read, so a doubtful state is in that file
     try:
-        states: States = ()
-        if last.state:
-            path = folder.path(last.digest)
-            states = snapshot_format.peek(path, last.digest, last.start, identity, folder.access)[1]
-            model.check_states(states, num_tokens)
-        blank = arrays.Blank(
-            model.kv,
-            num_tokens,
-            states,
-            room_tokens=room_tokens,
-            reaches=model.reaches,
-            only=only,
-            num_carriable=len(model.carried),
-            num_carried=num_carried,
-        )
-        reading = _Reading(folder, files, identity, model, blank, until)
-        num_read, error = reading.run(help_out, num_helpers)
+        blank = wanted.blank(folder, last)
+        reading = _Reading(folder, files, wanted, blank, until)
+        num_read, error = reading.run(helpers)
         doubt, is_partial = error.reason if error else None, isinstance(error, PartialSnapshotError)
     except DoubtfulSnapshotError as error:
         doubt = str(error)
@@ -145,14 +150,13 @@ def restore(
         raise TimeoutError
     # If a file is doubtful, there is no state at the end of the files before it, and no window.
     if reading is not None and num_read and not ((last.state or model.is_limited) and doubt):
-        if doubt is not None:
-            num_tokens = files[num_read].start
-        size_bytes = sum(reading.sizes[:num_read])
+        num_tokens = wanted.num_tokens if doubt is None else files[num_read].start
         tensors = blank.arrays()
         try:
             if last.state and model.prove is not None:
                 model.prove(tensors, num_tokens)
-            restored = Restored(num_tokens, tensors, time.perf_counter() - started, size_bytes)
+            seconds, size_bytes = time.perf_counter() - started, sum(reading.sizes[:num_read])
+            restored = Restored(num_tokens, tensors, seconds, size_bytes)
         except ValueError as error:
             num_read, doubt = len(files) - 1, str(error)
     if doubt is not None and not is_partial:
@@ -161,24 +165,18 @@ def restore(
 
 
 class _Reading:
-    """The files of a restore; each reading thread takes the next one."""
+    """The files of a restore; each reading thread takes the next unread file."""
 
     def __init__(
-        self,
-        folder: Folder,
-        files: Sequence[ChainFile],
-        identity: bytes,
-        model: ModelLayout,
-        blank: Blank,
-        until: float,
+        self, folder: Folder, files: Sequence[ChainFile], wanted: Wanted, blank: Blank, until: float
     ) -> None:
         #: Bytes read, by file.
         self.sizes = [0] * len(files)
         self._folder = folder
         self._files = files
-        self._identity = identity
-        self._layout = model.kv
-        self._carrier_layout = model.kv + model.carried
+        self._identity = wanted.identity
+        self._layout = wanted.model.kv
+        self._carrier_layout = self._layout + wanted.model.carried
         self._places = blank.places
         self._carried = blank.carried
         self._state = blank.state
@@ -186,26 +184,27 @@ class _Reading:
         self._doubts: dict[int, DoubtfulSnapshotError] = {}
         self._todo = deque(range(len(files)))
 
-    def run(self, help_out: Help, num_helpers: int) -> tuple[int, DoubtfulSnapshotError | None]:
-        """Read all files; return how many are good, from the first on, and what is wrong with the next one.
+    def run(self, helpers: Helpers) -> tuple[int, DoubtfulSnapshotError | None]:
+        """Read all files; return how many are valid, from the first on, and the error of the next one.
 
         Raises `TimeoutError` if another thread does not return in time.
         """
-        helpers: list[Future[None]] = []
+        help_out, num_helpers = helpers
+        helping: list[Future[None]] = []
         size_bytes = sum(len(row) for place in (*self._places, *self._carried) for row in place.rows)
         num = min(num_helpers, len(self._files) - 1)
         if size_bytes >= len(self._files) * LEAST_HELPED_BYTES:
             with suppress(RuntimeError):  # no other thread is left: read alone
-                helpers += (help_out(partial(self._work_on_share, i, num + 1)) for i in range(1, num + 1))
+                helping += (help_out(partial(self._work_on_share, i, num + 1)) for i in range(1, num + 1))
         try:
-            if helpers:
+            if helping:
                 self._work_on_share(0, num + 1)
             else:
                 self._work()
         finally:
             # A helper may be reading its last file, or not have begun: then it is cancelled.
             self._todo.clear()
-            for helper in helpers:
+            for helper in helping:
                 if not helper.cancel():
                     helper.result(max(0.0, self._until - time.perf_counter()))
             self._places, self._carried, self._state = [], [], []

@@ -61,7 +61,7 @@ class Pin(NamedTuple):
 
     @property
     def name(self) -> bytes:
-        """The name of the prefix."""
+        """The digest that names the pinned prefix."""
         return link(self.root, self.tokens)
 
 

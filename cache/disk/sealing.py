@@ -35,7 +35,7 @@ _MOST_KEY_FILE: Final = 1024
 _MAGIC: Final = b"turnkeep sealed\1"
 _SALT_BYTES: Final = 32
 _BEFORE: Final = len(_MAGIC) + _SALT_BYTES
-#: Contents of a chunk. Its cipher holds the GIL, for about 10 µs.
+#: Bytes of contents in a chunk. Encrypting a chunk holds the GIL for about 10 µs.
 _CHUNK: Final = 1 << 16
 _TAG: Final = 16
 #: Chunks that are written by one system call.
@@ -51,7 +51,7 @@ def read_key(path: Path) -> bytes:
             found = file.read(_MOST_KEY_FILE)
     except OSError as error:
         raise KeyFileError(f"{path} cannot be read: {error.strerror}; name a file of yours") from None
-    # As PostgreSQL has it: where secrets are mounted for a group, they are another user's.
+    # The same rule as PostgreSQL's: a mounted secret may belong to another user and be readable to the group.
     if stat.S_IMODE(status.st_mode) & (0o077 if status.st_uid == os.geteuid() else 0o027):
         raise KeyFileError(f"{path} can be read by others; chmod 600 {path}")
     if len(found) == _KEY_BYTES:
@@ -84,11 +84,11 @@ class Sealed(Access):
         return AESGCM(self._derived(b"file" + digest, 32, salt))
 
     def file_name(self, digest: bytes) -> str:
-        """Return a name of 96 hex digits."""
+        """Return the file name of a snapshot: its encrypted digest, as 96 hex digits."""
         return self.hidden(digest).hex() + SUFFIX
 
     def digest_of(self, name: str) -> bytes | None:
-        """Return the digest in a file name that was made with this key."""
+        """Return the digest in a file name; None if the name was not made with this key."""
         with suppress(ValueError, InvalidTag):
             digest = self._siv.decrypt(bytes.fromhex(name.removesuffix(SUFFIX)), _NAME)
             return digest if name == self.file_name(digest) and len(digest) == DIGEST_BYTES else None
@@ -111,26 +111,26 @@ class Sealed(Access):
         return self._siv.encrypt(digest, _NAME)
 
     def hidden_row(self, row: Row, proof: bytes) -> tuple[Any, ...]:
-        """Encrypt a row. `proof` is encrypted with the tokens: it is a checksum of them that needs no key."""
+        """Encrypt a row. `proof` is encrypted too, since it is a checksum of the tokens that needs no key."""
         digest = self.hidden(row.digest)
         tokens = self._siv.encrypt(proof + row.tokens, [b"row", digest])
         return (digest, self.hidden(row.parent), row.start, tokens, *row[4:-1], None)
 
     def rows(self, stored: list[Row]) -> Iterator[Row]:
-        """Decrypt rows."""
+        """Decrypt rows, and skip those that do not decrypt."""
         for row in stored:
-            with suppress(InvalidTag, TypeError, ValueError):  # damaged: its file is adopted again
+            with suppress(InvalidTag, TypeError, ValueError):  # a damaged row: its file is adopted again
                 tokens = self._siv.decrypt(row.tokens, [b"row", row.digest])
                 digest, parent = (self._siv.decrypt(one, _NAME) for one in (row.digest, row.parent))
                 yield row._replace(digest=digest, parent=parent, tokens=tokens[8:], proof=tokens[:8])
 
     def hidden_pin(self, pin: Pin) -> tuple[bytes, bytes, bytes]:
-        """Encrypt a pin."""
+        """Encrypt a pinned prefix: its name, root and tokens."""
         root = self.hidden(pin.root)
         return self.hidden(pin.name), root, self._siv.encrypt(pin.tokens, [b"pin", root])
 
     def pins(self, stored: list[Pin]) -> Iterator[Pin]:
-        """Decrypt pins."""
+        """Decrypt pins, and skip those that do not decrypt."""
         for pin in stored:
             with suppress(InvalidTag, TypeError, ValueError):
                 tokens = self._siv.decrypt(pin.tokens, [b"pin", pin.root])
@@ -138,7 +138,7 @@ class Sealed(Access):
 
 
 def _nonce(number: int, *, last: bool) -> bytes:
-    """Return the nonce of a chunk. The last one is marked, so a file that lost its last chunks is noticed."""
+    """Return the nonce of a chunk. It marks the last chunk, so a truncated file does not decrypt."""
     return number.to_bytes(11, "big") + bytes([last])
 
 

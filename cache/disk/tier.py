@@ -1,11 +1,11 @@
 """The remote tier: snapshot files that several workers share, in a directory or an object store.
 
-A worker puts every complete snapshot there, and gets from there what another worker has put. A file in the
-tier is the same as in a worker's own directory, encrypted if that is, and never changes: its name is the
-digest of its tokens, model and tenant. So workers need not agree on anything. Nothing in the tier is trusted:
-what is fetched is verified when it is read, as every snapshot.
+Each worker puts its complete snapshots there, and fetches the snapshots of other workers. A file in the tier
+is the same as in a worker's own directory (encrypted if that directory is), and never changes: its name is
+the digest of its tokens, model and tenant. So workers need no coordination. The tier is not trusted: a
+fetched file is verified when it is read, like every snapshot.
 
-Belongs to the threads of `index.remote`. Knows names and files; nothing of tokens or the index.
+Used on the threads of `index.remote`. Knows names and files; nothing of tokens or the index.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
-#: Errors of a hard link between two file systems, or in one that has none.
+#: Errors of a hard link between two file systems, or on one without hard links.
 _UNLINKABLE: Final = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP})
 #: A sweep evicts until this share of the limit is used, so that not every put needs a sweep.
 _SWEPT_SHARE: Final = 0.9
@@ -44,7 +44,7 @@ _FILES: Final = "snapshots"
 _TMP: Final = "tmp"
 
 
-#: The parent of the files that only say by their names which identities have snapshots here. They stay.
+#: The parent of empty files whose names are the identities with snapshots here. They are never evicted.
 IDENTITIES: Final = "identities"
 
 
@@ -64,29 +64,29 @@ class Tier(Protocol):
     def contains(self, parent: str, files: Collection[str] | None = None) -> dict[str, int]:
         """Return the stored files that continue `parent`, by file name, with their sizes in bytes.
 
-        With `files` only these are looked for.
+        With `files`, only files of these names.
         """
 
     def get(self, key: Key, path: Path) -> bool:
-        """Copy a file to `path`; False if the tier does not have it. It counts as used now."""
+        """Copy a file to `path`, and record its use; False if the tier does not have the file."""
 
     def remove(self, keys: Iterable[Key]) -> None:
-        """Remove files; missing ones are no error. After `sync` a power failure brings none of them back."""
+        """Remove files; missing ones are no error. A power failure may bring them back until `sync`."""
 
     def sync(self) -> None:
         """Make earlier removals durable."""
 
 
 class SharedDirectory:
-    """A tier in a directory that the workers share: on one machine, or over NFS and the like.
+    """A tier in a directory that the workers share: on one machine, or on a network file system.
 
-    On the file system of a worker's own directory its files are hard links, which take no space of their own.
-    Least recently used files beyond `max_bytes` are removed, each chain from its end; so are files while the
-    file system has less than `min_free_bytes` left.
+    If a worker's own directory is on the same file system, files are hard links, which take no extra space.
+    While the files exceed `max_bytes`, or the file system has less than `min_free_bytes` left, the least
+    recently used files are removed, each chain from its end.
     """
 
     def __init__(self, directory: Path, access: Access, *, max_bytes: int, min_free_bytes: int) -> None:
-        """Raises `OSError`, and `SealedError` if the directory has files of another key."""
+        """Open or create it. Raises `OSError`, and `SealedError` if its files need another key."""
         self._files, self._tmp = directory / _FILES, directory / _TMP
         self._max_bytes, self._min_free_bytes = max_bytes, min_free_bytes
         self._used_bytes = 0
@@ -104,7 +104,7 @@ class SharedDirectory:
         probe.unlink()
 
     def put(self, key: Key, path: Path) -> None:
-        """See `Tier`."""
+        """Link or copy the file at `path` into the directory, after eviction if it is full: see `Tier`."""
         target = self._path(key)
         if target.exists():
             os.utime(target)
@@ -117,7 +117,7 @@ class SharedDirectory:
             self._used_bytes += size_bytes
 
     def contains(self, parent: str, files: Collection[str] | None = None) -> dict[str, int]:
-        """See `Tier`."""
+        """List the stored files that continue `parent`, with their sizes: see `Tier`."""
         found: dict[str, int] = {}
         if files is not None and len(files) == 1:
             for file in files:
@@ -133,7 +133,7 @@ class SharedDirectory:
         return found
 
     def get(self, key: Key, path: Path) -> bool:
-        """See `Tier`."""
+        """Link or copy a file to `path`; False if the directory does not have the file."""
         source = self._path(key)
         try:
             path.unlink(missing_ok=True)
@@ -144,16 +144,16 @@ class SharedDirectory:
         return True
 
     def remove(self, keys: Iterable[Key]) -> None:
-        """See `Tier`."""
+        """Remove files; `sync` makes this durable."""
         for key in keys:
             path = self._path(key)
             path.unlink(missing_ok=True)
             self._unsynced.add(path.parent)
 
     def sync(self) -> None:
-        """See `Tier`."""
+        """Sync the folders from which files were removed."""
         for folder in [*self._unsynced]:
-            with suppress(FileNotFoundError):  # nothing was ever there
+            with suppress(FileNotFoundError):  # nothing was ever stored there
                 sync(folder, through=True)
             self._unsynced.discard(folder)
 
@@ -175,9 +175,9 @@ class SharedDirectory:
         return stat.f_bavail * stat.f_frsize
 
     def _swept(self, size_bytes: int, missing_bytes: int) -> int:
-        """Evict until `size_bytes` fit the limits; return the bytes that are used then.
+        """Evict until `size_bytes` more fit the limits; return the bytes that are then used.
 
-        The file system lacks `missing_bytes`. A file that a worker has too frees nothing by itself.
+        The file system lacks `missing_bytes`. Removing a file that a worker also links frees none of them.
         """
         entries = {entry.file: entry for entry in self._entries()}
         used_bytes = sum(entry.size_bytes for entry in entries.values())
@@ -214,9 +214,9 @@ class _Entry(NamedTuple):
 
 
 def _in_order_of_eviction(entries: dict[str, _Entry]) -> Iterator[_Entry]:
-    """Yield files, least recently used first, and after all that continue them: a chain needs its beginning.
+    """Yield files, least recently used first, but each after all files that continue it.
 
-    A file is used whenever one that continues it is.
+    A use of a file also counts for the files that it continues.
     """
     stems = {entry.file.partition(".")[0]: entry for entry in entries.values()}
     used: dict[str, float] = {}
@@ -243,7 +243,7 @@ def _in_order_of_eviction(entries: dict[str, _Entry]) -> Iterator[_Entry]:
 def _link_or_copy(source: Path, target: Path, fresh: Path) -> None:
     """Make `target` a hard link of `source`, or a copy, which is written to `fresh` first.
 
-    Raises `FileExistsError` if there is a target.
+    Raises `FileExistsError` if `target` exists.
     """
     try:
         target.hardlink_to(source)

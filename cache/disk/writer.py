@@ -1,7 +1,7 @@
 """The writer: one thread that writes to the disk, a queue limited in bytes, and the count of snapshots.
 
 A snapshot is QUEUED, then WRITING, and ends DURABLE, FAILED, CANCELLED or DROPPED. The thread runs only its
-own loop. Everything else runs on the event loop, which is told of each finished job and alone changes the
+own loop. Everything else runs on the event loop, which gets a callback after each job and alone changes the
 counts. So
 
     accepted = durable + sum(dropped) + failed + cancelled + in_flight
@@ -49,7 +49,7 @@ _log = structlog.get_logger("turnkeep.cache")
 #: no_parent: the prefix before it was lost. memory: the device needs the memory. closing: the store closes.
 DropReason = Literal["queue_full", "too_large", "disk_limit", "disk_error", "no_parent", "memory", "closing"]
 
-#: Errors of a write when a folder was removed, or something else is in the place of a file.
+#: Errors of a write when a folder was removed, or when something blocks a file's path.
 _IN_THE_WAY: Final = frozenset({errno.ENOENT, errno.EISDIR, errno.ELOOP})
 
 FIRST_PAUSE_S: Final = 1.0
@@ -68,15 +68,15 @@ class WriteState(enum.Enum):
 
 
 class _Node(Protocol):
-    """What a snapshot is in the index, of which the writer knows no more."""
+    """A snapshot in the index, as far as the writer needs to know it."""
 
     @property
     def row(self) -> Row:
-        """Its row in the catalog."""
+        """The snapshot's row in the catalog."""
 
     @property
     def size_bytes(self) -> int:
-        """The size of its file."""
+        """The size of the snapshot's file."""
 
 
 NodeT = TypeVar("NodeT", bound=_Node)
@@ -91,9 +91,9 @@ class Write(Generic[NodeT]):
     removes the file, so that no abandoned snapshot comes back.
     """
 
-    node: NodeT  # the event loop's
+    node: NodeT  # used on the event loop only
     row: Row
-    encoded: EncodedSnapshot | None  # None once it is abandoned, and for a file that was fetched
+    encoded: EncodedSnapshot | None  # None once abandoned, and for a fetched file
     size_bytes: int
     fetched: Path | None = None  # a whole file from the remote tier
     state: WriteState = WriteState.QUEUED
@@ -154,7 +154,7 @@ class Counts:
 
 
 class Writer(Generic[NodeT]):
-    """The event loop's side of the thread. Calls `on_end` on the event loop once for each write."""
+    """The event loop's interface to the writer thread. Calls `on_end` on the event loop once per write."""
 
     def __init__(
         self,
@@ -170,10 +170,10 @@ class Writer(Generic[NodeT]):
     ) -> None:
         self.counts = Counts()
         self.queue_bytes = queue_bytes
-        #: Bytes of files that left the index, but not yet the disk.
+        #: Bytes of files that are no longer in the index, but still on disk.
         self.unlinking_bytes = 0
         #: Free bytes of the file system and bytes in quarantine, measured after each job, so that the event
-        #: loop need not ask the disk.
+        #: loop need not query the disk.
         self.free_bytes = free_bytes
         self.quarantined_bytes = quarantined_bytes
         self._folder = folder
@@ -188,11 +188,11 @@ class Writer(Generic[NodeT]):
         self._catalog_failed = False
         #: Whether a job ended with a fault of the program: then the thread writes no further snapshots.
         self._failed = False
-        #: What could not be removed from the disk or the catalog. Belongs to the thread.
+        #: Snapshots that could not be removed from the disk or the catalog. Belongs to the thread.
         self._left: dict[bytes, Row] = {}
         #: Identities in the catalog. Only the thread adds to them.
         self._noted = set(noted)
-        #: False after an erasure of everything that left something. Belongs to the thread.
+        #: False if the last erasure of everything failed in part. Belongs to the thread.
         self._cleared = True
         self._thread = threading.Thread(target=self._run, name="turnkeep-writer", daemon=True)
         self._thread.start()
@@ -213,7 +213,7 @@ class Writer(Generic[NodeT]):
         self.counts.dropped[reason] += num_snapshots
 
     def write(self, node: NodeT, encoded: EncodedSnapshot | None, fetched: Path | None = None) -> None:
-        """Queue a snapshot, or a file that was fetched; the caller must have checked `room_bytes`."""
+        """Queue the write of a snapshot or of a fetched file; the caller must have checked `room_bytes`."""
         write = Write(node, node.row, encoded, node.size_bytes, fetched)
         self.counts.accepted += 1
         self.counts.in_flight += 1
@@ -262,7 +262,7 @@ class Writer(Generic[NodeT]):
     ) -> None:
         """Queue the eviction of the KV of layers with windows from a file. Never waits.
 
-        `done` is called with the file's new size, or None if nothing has changed. If the process dies before
+        `done` is called with the file's new size, or None after a failure. If the process dies before
         the row is written, the row wrongly says that the file is whole; shortening the file again corrects
         the row.
         """
@@ -275,7 +275,7 @@ class Writer(Generic[NodeT]):
         self._jobs.put(_Job(partial(self._shorten, row, layout, identity, sizes), ended))
 
     def use(self, used: int, digest: bytes) -> None:
-        """Queue a change of the catalog: this snapshot was last used at `used`."""
+        """Queue a change of the catalog that stores a snapshot's time of last use."""
         self._jobs.put(_Job(partial(self._in_catalog, self._catalog.use, [(used, digest)])))
 
     def pin(self, pins: list[Pin], *, on: bool) -> PinNote:
@@ -285,12 +285,12 @@ class Writer(Generic[NodeT]):
         return note
 
     def note_identity(self, identity: bytes, model: str) -> None:
-        """Queue a change of the catalog, unless already stored: this model identity has snapshots."""
+        """Queue the addition of a model identity, if new, to the catalog's list of those with snapshots."""
         if identity not in self._noted:
             self._jobs.put(_Job(partial(self._note_identity, identity, model)))
 
     def note_erased(self, erased: Erased) -> None:
-        """Queue a change of the catalog: up to where a log's erasures are done."""
+        """Queue a change of the catalog that stores how far a log's erasures are done."""
         self._jobs.put(_Job(partial(self._in_catalog, self._catalog.note_erased, [erased])))
 
     def erase(self, packed: bytes) -> Erasure:
@@ -358,7 +358,7 @@ class Writer(Generic[NodeT]):
     def _pause(self, write: Write[NodeT]) -> None:
         """Pause writing, twice as long each time, and abandon the queued writes."""
         if self.paused:
-            return  # it failed in the same burst: it had begun before it was abandoned
+            return  # this write had begun before the pause, and failed for the same reason
         if not self._pause_s:
             code = errno.errorcode.get(getattr(write.error, "errno", None) or 0, "")
             _log.error("snapshot_writes_failing", error=str(write.error), code=code)
@@ -372,14 +372,14 @@ class Writer(Generic[NodeT]):
             _log.info("snapshot_writes_recovered")
         self._pause_s = self._paused_until = 0.0
 
-    # From here on: the thread.
+    # The methods below run on the thread.
 
     def _run(self) -> None:
         while self._run_next():
             pass
 
     def _run_next(self) -> bool:
-        """Run one job; False at the end. A separate function: its return frees the job's tensors."""
+        """Run one job; False at the end. A separate function, since its return frees the job's tensors."""
         job = self._jobs.get()
         if job is None:
             return False
@@ -418,7 +418,7 @@ class Writer(Generic[NodeT]):
                 self._place(write, encoded)
         except Exception as error:  # noqa: BLE001  # the thread must go on
             write.state, write.error = WriteState.FAILED, error
-            if write.fetched is not None:  # an erasure removed it: no fault of the disk
+            if write.fetched is not None:  # an erasure removed the fetched file: no fault of the disk
                 write.state, write.abandoned = WriteState.CANCELLED, "cancelled"
             return
         if write.state is WriteState.DURABLE:
@@ -427,7 +427,7 @@ class Writer(Generic[NodeT]):
 
     def _place(self, write: Write[NodeT], encoded: EncodedSnapshot | None) -> None:
         with self._folder.placing(write.row.digest) as path:
-            if write.fetched is not None:  # not synced: a load finds what a power failure took
+            if write.fetched is not None:  # not synced: a load detects damage by a power failure
                 write.fetched.rename(path)
             elif encoded is not None:
                 snapshot_format.write(encoded, path, self._folder.access)
@@ -460,7 +460,7 @@ class Writer(Generic[NodeT]):
             _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))
 
     def _make_gaps(self, rows: list[Row], *, needed: bool) -> None:
-        # A start takes up a file whose row has no size; a row without its file would break the chain.
+        # A start adopts a file whose row has the size 0; a row whose file is missing would break the chain.
         put = partial(self._catalog.put, durable=True)
         if self._in_catalog(put, [row._replace(size_bytes=0) for row in rows]) or needed:
             self._remove_files(rows)
@@ -474,14 +474,14 @@ class Writer(Generic[NodeT]):
                     snapshot_format.write(encoded, fresh, self._folder.access)
                     self._folder.place(fresh, row.digest)
             sizes.append(path.stat().st_size)
-        except Exception as error:  # noqa: BLE001  # the thread must go on; the file is whole
+        except Exception as error:  # noqa: BLE001  # the thread must go on; the file stays valid
             _log.warning("snapshot_not_shortened", digest=row.digest.hex(), error=str(error) or repr(error))
             return
         changed = row._replace(size_bytes=sizes[0], resumable=row.resumable | PARTIAL)
         self._in_catalog(self._catalog.put, [changed])
 
     def _remove(self, rows: list[Row]) -> None:
-        """Remove files and rows. The next erasure, or the next start, tries again what failed."""
+        """Remove files and rows. If that fails, the next erasure or the next start tries again."""
         self._remove_files(rows)
         if not self._in_catalog(self._catalog.remove, rows):
             self._left.update((row.digest, row) for row in rows)
@@ -523,7 +523,7 @@ class Writer(Generic[NodeT]):
             return None
 
     def _in_catalog(self, change: Callable[[list[T]], None], rows: list[T]) -> bool:
-        """Change the catalog; False after a failure, logged once per episode. The next start repairs it."""
+        """Change the catalog; False if that fails (logged once per episode). The next start repairs it."""
         try:
             change(rows)
         except Exception as error:  # noqa: BLE001  # the thread must go on, whatever SQLite raises

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from .nodes import Node
     from .removal import Removal
 
-#: The most nodes that are looked at in one step.
+#: The most nodes that are checked in one step.
 _MOST_NODES: Final = 256
-#: The most files that are shortened at a time: new snapshots wait for them.
+#: The most files that are shortened at a time, since new snapshots wait for them.
 _MOST_SHORTENED: Final = 4
 
 
 class _Followed(NamedTuple):
-    """A root's snapshots: their layout and identity, and the most tokens that layers with windows see."""
+    """The layout and the identity of a root's snapshots, and the largest window of their layers."""
 
     windows: Policy
     layout: ModelLayout
@@ -37,7 +37,7 @@ class _Followed(NamedTuple):
 
 
 class Behind:
-    """Finds nodes that all sessions have passed by more than `keep_tokens` tokens; None finds no node.
+    """Finds nodes that all sessions have passed by more than `keep_tokens` tokens; with None it finds none.
 
     A node is behind if its chain continues for `keep_tokens` more tokens, and for at least a window, without
     a branch, and if no load or turn uses a node in this range. Nodes with sinks and pinned nodes are never
@@ -48,9 +48,9 @@ class Behind:
         self._index = index
         self._removal = removal
         self._keep_tokens = keep_tokens
-        #: By root.
+        #: The followed roots.
         self._followed: dict[bytes, _Followed] = {}
-        #: Nodes that may be behind, to be looked at.
+        #: Nodes that may be behind, to be checked.
         self._due: dict[Node, None] = {}
         if keep_tokens is not None:
             index.settled = self._settled
@@ -59,7 +59,7 @@ class Behind:
         return len(self._due)
 
     def follow(self, root: bytes, layout: ModelLayout, identity: Identity) -> None:
-        """From now on look for nodes that are behind among all nodes under a root.
+        """Follow a root: from now on `evict` covers those of its nodes that are behind.
 
         If some layers have windows and others have states, no node counts as behind.
         """
@@ -103,7 +103,7 @@ class Behind:
         return False
 
     def _settled(self, node: Node) -> None:
-        """Note which nodes may be behind now, after this node was stored or released, or lost a child."""
+        """Queue the nodes that may be behind, now that this node was stored or released, or lost a child."""
         followed = self._followed.get(node.first.parent) if self._followed else None
         if followed is None:
             return
@@ -116,7 +116,7 @@ class Behind:
             if other.end + keep <= last.start and not other.is_hollow:
                 self._due[other] = None
             if other.end + keep <= node.start:
-                return  # what is before it does not depend on this node
+                return  # nodes before `other` do not depend on this node
 
     def _kept(self, windows: Policy) -> int:
         return max(self._keep_tokens or 0, windows.window or 0)

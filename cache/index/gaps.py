@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from .nodes import Node
 
-#: A search gives up after so many nodes, and takes the node for needed.
+#: A search stops after this many nodes, and assumes that the node is needed.
 _MOST_NODES: Final = 1000
 
 

@@ -36,16 +36,16 @@ class Index:
     def __init__(self, clock: Callable[[], float], stored: Sequence[Row] = ()) -> None:
         self._clock = clock
         self._now = 0
-        #: By root: the most that a layer of the sessions behind it sees.
+        #: By root: the largest reach of any layer of its sessions.
         self._reaches: dict[bytes, Policy] = {}
         #: Called with every node that was added or removed.
         self.changed: Callable[[Node], None] = lambda _: None
-        #: Called with every node that was stored or released, or has lost a child, if nothing holds it.
+        #: Called with every node that was stored or released, or lost a child, unless it is held.
         self.settled: Callable[[Node], None] = lambda _: None
         self._fill(stored)
 
     def _fill(self, stored: Sequence[Row]) -> None:
-        """Build the tree of the stored snapshots."""
+        """Build the tree from the catalog's rows."""
         nowhere = Parent(b"")
         self._nodes = nodes = {row.digest: Node(row, nowhere, durable=True) for row in stored}
         #: The roots that have chains.
@@ -60,14 +60,14 @@ class Index:
                 up.children = [node]
         for siblings in families.values():
             siblings.sort(key=BY_TOKENS)
-        #: Nodes that a load or a turn holds, or that are on their way to the disk; their chains are held too.
+        #: Nodes that a load or a turn holds, or that are queued for the disk; their chains are held too.
         self._held: set[Node] = set()
         self._now = max(self._now, max((row.used for row in stored), default=0))
         self.stored = sum(row.size_bytes > 0 for row in stored)
         self.stored_bytes = sum(row.size_bytes for row in stored)
-        #: Of nodes that are not stored yet.
+        #: Bytes of nodes that are not stored yet.
         self.on_its_way_bytes = 0
-        #: Of nodes that belong to pinned prefixes.
+        #: Bytes of nodes that belong to pinned prefixes.
         self.kept_bytes = 0
         #: A heap of (used, digest): at least one item for each evictable node, and some stale ones.
         self._eviction_heap: list[tuple[int, bytes]] = []
@@ -205,7 +205,7 @@ class Index:
         self.kept_bytes -= node.size_bytes * (node.kept > 0)
 
     def remove(self, node: Node) -> None:
-        """Remove a leaf."""
+        """Remove a leaf; its parent takes over its last use and its holds."""
         del self._nodes[node.digest]
         self._held.discard(node)
         if node.durable:
@@ -230,7 +230,7 @@ class Index:
     def clear(self) -> None:
         """Remove all nodes. A running load is not stopped."""
         for node in (*self._nodes.values(), *self._roots.values()):
-            node.children = ()  # breaks the cycles: a start froze them out of garbage collection
+            node.children = ()  # breaks reference cycles: a start may have frozen them (gc.freeze)
         self._fill(())
 
     def use(self, node: Node) -> None:
@@ -270,7 +270,7 @@ class Index:
             for node in held.chain() if held.reach is None else gaps.needed_by(held):
                 if node.kept or node in seen:
                     if held.reach is None:
-                        break  # and so is all before it
+                        break  # and so are all nodes before it
                     continue
                 seen.add(node)
                 size_bytes += node.size_bytes
@@ -301,11 +301,11 @@ class Index:
             self.settled(node)
 
     def _push(self, nodes: Iterable[Node]) -> None:
-        """Push those nodes on the heap that may be evicted, or may become gaps since no session sees them."""
+        """Push nodes on the eviction heap; `oldest` skips those that may not be evicted after all."""
         for node in nodes:
             heapq.heappush(self._eviction_heap, (node.used, node.digest))
         if len(self._eviction_heap) > 1.5 * len(self._nodes) + 64:
-            self._rebuild_heap()  # at least a third of it is stale
+            self._rebuild_heap()  # at least a third of the items are stale
 
     def _rebuild_heap(self) -> None:
         """Rebuild the heap from all nodes that may be evicted."""

@@ -16,7 +16,7 @@ import structlog
 
 from cache.disk.past import StoredPast
 from cache.disk.readers import Readers
-from cache.disk.restore import ChainFile, release_thread, restore
+from cache.disk.restore import ChainFile, Wanted, release_thread, restore
 from cache.names.blocks import Span
 from cache.names.policy import FULL
 from cache.names.snapshot import CARRIER, Only, carried
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
-#: Threads that read. Two read faster than one even on two processors; on sixteen one, two and four of them
-#: read 2.1, 5.6 and 8.3 GB/s from the page cache into fresh memory.
+#: Reading threads. Two read faster than one even on two processors; on sixteen processors one, two and four
+#: threads read 2.1, 5.6 and 8.3 GB/s from the page cache into fresh memory.
 _IO_THREADS: Final = min(max((os.cpu_count() or 1) // 2, 2), 4)
 #: The time limit of a load, plus the time for its bytes at this rate; a slower load is a miss.
 LOAD_S: Final = 5.0
@@ -89,7 +89,7 @@ class Form:
         self, match: Match, seen: Sequence[Span], carriers: Mapping[Node, Span], *, state: bool
     ) -> list[tuple[Node, ChainFile]]:
         """Return the files to read, in order: carriers, files with `seen` tokens, with `state` the last."""
-        # Positions are summed up here, not taken from files: the arrays must be filled without a gap.
+        # Positions are sums of lengths, not read from files: the arrays must be filled without a gap.
         ends = list(accumulate(node.num_tokens for node in match.nodes))
         last = len(ends) - 1
         wanted = {last} if state else set()
@@ -148,13 +148,13 @@ class Loading:
         only: Only | None = None,
         num_carried: int = 0,
     ) -> Restored | None:
-        """Read these files of the match's nodes, and release the match."""
+        """Read the `wanted` files of the match's nodes, and release the match."""
         nodes, files = [node for node, _ in wanted], [file for _, file in wanted]
         limit_s = LOAD_S + sum(node.size_bytes for node in nodes) / _LOAD_BYTES_PER_S
         help_out = partial(self._readers.submit, limit_s=limit_s)
-        name = (match.num_tokens, form.digest, form.layout)
+        kv = Wanted(match.num_tokens, form.digest, form.layout, room_tokens, only, num_carried)
         helpers = (help_out, self._readers.num_threads - 1)
-        read = partial(restore, self._folder, files, *name, room_tokens, limit_s, *helpers, only, num_carried)
+        read = partial(restore, self._folder, files, kv, limit_s, helpers)
         try:
             outcome = await self._readers.run(read, limit_s)
             if outcome.doubt is not None:
@@ -165,7 +165,7 @@ class Loading:
                 _log.error("restores_hang", limit_s=round(limit_s, 1))
             self._hangs = True
             return None
-        except (RuntimeError, MemoryError, OSError) as error:  # a lack of resources: the files are good
+        except (RuntimeError, MemoryError, OSError) as error:  # a lack of resources: files may be valid
             _log.error("restore_failed", error=str(error))
             return None
         finally:
@@ -173,14 +173,14 @@ class Loading:
         self._hangs = False
         if outcome.doubt is not None and not outcome.is_partial:
             self.rejected += self._removal.reject(nodes[outcome.num_read], outcome.doubt)
-        elif outcome.doubt is not None and nodes[outcome.num_read].usable:  # a kill came before its row
+        elif outcome.doubt is not None and nodes[outcome.num_read].usable:  # a kill came before its new row
             self._removal.make_partial(nodes[outcome.num_read], form.layout, form.identity)
         if outcome.restored is not None:
             self.restored_bytes += outcome.restored.size_bytes
         return outcome.restored
 
     def past(self, form: Form, match: Match, end: int) -> StoredPast:
-        """Return the KV of the first `end` tokens of a match, to be read layer by layer."""
+        """Return a `StoredPast`, which reads the KV of a match's first `end` tokens layer by layer."""
         ends = accumulate(node.num_tokens for node in match.nodes)
         files = [form.file(node, at) for node, at in zip(match.nodes, ends, strict=True)]
         return StoredPast(self._folder, files, end, form.digest, form.layout, match.policy, self._readers)
@@ -202,6 +202,6 @@ class Loading:
         return await self._readers.close(timeout_s)
 
     def _keep_no_copy(self, doubtful: Node) -> None:
-        """Remove a file from quarantine if it was forgotten meanwhile."""
+        """Remove a doubtful file from quarantine if its snapshot was forgotten during the read."""
         if doubtful.doomed:
             self._writer.unlink([doubtful.row], quarantined=True)

@@ -28,9 +28,9 @@ class Parent:
 
     def __init__(self, digest: bytes, reach: Policy | None = None) -> None:
         self.digest = digest
-        #: The most that a layer of the sessions behind it sees; None: unknown, or all tokens.
+        #: The largest reach of any layer of the sessions under this parent; None: unknown, or all tokens.
         self.reach = reach
-        #: In the order of `BY_TOKENS`; a tuple while empty, since most nodes are leaves.
+        #: Children in the order of `BY_TOKENS`; a tuple while empty, since most nodes are leaves.
         self.children: list[Node] | tuple[()] = ()
 
 
@@ -57,25 +57,25 @@ class Node(Parent):
 
     def __init__(self, row: Row, up: Parent, *, durable: bool) -> None:
         self.children = ()
-        #: The root or node that this one continues.
+        #: The root or node that this node continues.
         self.up = up
         self.reach = up.reach
-        #: Its own last use, in microseconds since 1970; its descendants have theirs.
+        #: The node's own last use, in microseconds since 1970, without the uses of its descendants.
         self.used: int
         self.digest, _, self.start, self.tokens, self.size_bytes, self.used, resumable, _ = row
-        #: Whether a session can resume at its end.
+        #: Whether a session can resume at the node's end.
         self.resumable = bool(resumable & 1)
-        #: The size of its partial file, also while a whole one is on its way; 0 if there is none.
+        #: The size of the node's partial file, also while a whole file is queued; 0 if there is none.
         self.rest_bytes = self.size_bytes if resumable & PARTIAL else 0
-        #: Whether its file is complete on disk.
+        #: Whether the node's file is complete on disk.
         self.durable = durable
         #: Whether to remove the node once nothing holds it.
         self.doomed = False
-        #: How many loads and turns hold the node, and with it its chain.
+        #: How many loads and turns hold the node, and so its chain.
         self.holds = 0
-        #: How many pinned prefixes contain it.
+        #: How many pinned prefixes contain the node.
         self.kept = 0
-        #: The first node of its chain, once `first` was asked for.
+        #: The first node of the chain, once the property `first` was used.
         self.beginning: Node | None = None
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -14,6 +14,7 @@ import structlog
 from cache.disk.access import PLAIN
 from cache.disk.catalog import Catalog
 from cache.disk.folder import Folder
+from cache.disk.writer import Writer
 
 from .reconciling import reconcile
 
@@ -23,13 +24,15 @@ if TYPE_CHECKING:
 
     from cache.disk.access import Access
     from cache.disk.rows import Pin
+    from cache.disk.writer import Write
     from cache.names.marks import Erased
 
     from .index import Index
+    from .nodes import Node
 
 _log = structlog.get_logger("turnkeep.cache")
 
-#: An index of more snapshots is frozen out of garbage collection.
+#: An index with more snapshots than this is excluded from garbage collection (`gc.freeze`).
 _MANY_ROWS: Final = 10_000
 
 
@@ -52,34 +55,49 @@ class Opened:
     quarantined_bytes: int
     free_bytes: int
 
+    def writer(
+        self, on_end: Callable[[Write[Node]], None], *, queue_bytes: int, monotonic: Callable[[], float]
+    ) -> Writer[Node]:
+        """Start the writer thread for this directory, and return its interface."""
+        return Writer(
+            self.folder,
+            self.catalog,
+            queue_bytes=queue_bytes,
+            free_bytes=self.free_bytes,
+            quarantined_bytes=self.quarantined_bytes,
+            noted=self.noted,
+            on_end=on_end,
+            monotonic=monotonic,
+        )
+
 
 def open_directory(
     directory: Path, identity: bytes, model: str, clock: Callable[[], float], access: Access = PLAIN
 ) -> Opened:
-    """Lock a directory and read its contents. Blocking.
+    """Lock a directory, build its index, and repair the catalog if it differs from the files. Blocking.
 
     Raises `DirectoryLockedError`, `SealedError`, `OSError`.
     """
     folder = Folder(directory, access)
-    catalog = None
-    try:
+    with ExitStack() as stack:
+        stack.callback(folder.close)
         folder.claim()
-        leftovers = folder.clear_tmp()
-        if leftovers:
+        if leftovers := folder.clear_tmp():
             _log.info("unfinished_snapshots_removed", files=leftovers)
         with _rarely_collecting():
             with ThreadPoolExecutor(1) as beside:  # SQLite checks its file without the GIL
                 names = beside.submit(folder.names)
                 catalog = Catalog(folder)
+                stack.callback(catalog.close)
             index, rejected, adopted = reconcile(folder, catalog, names.result(), clock)
             if index.stored > _MANY_ROWS:
-                gc.freeze()  # a collection of it would stop every thread for 0.2 s
+                gc.freeze()  # a collection of the index would stop every thread for 0.2 s
         with suppress(sqlite3.Error):  # a full disk
             catalog.note_identities([identity])
             if model:
                 catalog.name_model(identity, model)
         noted = set(catalog.identities())
-        return Opened(
+        opened = Opened(
             folder,
             catalog,
             index,
@@ -91,16 +109,13 @@ def open_directory(
             folder.quarantined_bytes(),
             folder.free_bytes(),
         )
-    except BaseException:
-        if catalog is not None:
-            catalog.close()
-        folder.close()
-        raise
+        stack.pop_all()  # both stay open
+        return opened
 
 
 @contextmanager
 def _rarely_collecting() -> Iterator[None]:
-    """Disable the garbage collector, which would scan the growing index again and again."""
+    """Disable the garbage collector in the block: it would scan the growing index again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

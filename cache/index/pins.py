@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """A pinned prefix of `num_tokens` tokens; snapshots of `size_bytes` have `num_stored` of them.
+    """A pinned prefix of `num_tokens` tokens; `num_stored` of them are in snapshots of `size_bytes` in total.
 
     `pinned_bytes` is the size of all pins together. `noted` says whether the pin itself is recorded on disk.
     """
@@ -36,7 +36,7 @@ class Pinned:
 
 
 class _Path(NamedTuple):
-    """A position in a pin's packed tokens, and the nodes from there, each with the tokens that it shares."""
+    """A byte position in a pin's tokens, and the nodes from there with the number of tokens in common."""
 
     at: int
     found: dict[Node, int]
@@ -46,8 +46,8 @@ class _Path(NamedTuple):
 class TrackedPin:
     """A pin, and the nodes, stored or queued, that have its tokens now.
 
-    `paths` has one entry for each prefix of the pin from which the search continued. When a child is added
-    behind such a prefix, or removed, only this entry and those below it can change.
+    `paths` has one entry for each prefix of the pin from which the search continued. When a child
+    of such a prefix is added or removed, only this entry and those below it can change.
     """
 
     pin: Pin
@@ -55,7 +55,7 @@ class TrackedPin:
 
     @property
     def num_tokens(self) -> int:
-        """How many of the pin's tokens are in nodes."""
+        """How many of the pin's tokens are stored or queued."""
         ends = (path.at // TOKEN_BYTES + num for path in self.paths.values() for num in path.found.values())
         return max(ends, default=0)
 
@@ -80,11 +80,11 @@ class Pins:
         return len(self._pins)
 
     def get(self, pin: Pin) -> TrackedPin | None:
-        """Return a pin; None if it is unknown."""
+        """Return the tracked state of a pin; None if the prefix is not pinned."""
         return self._pins.get(pin.name)
 
     def add(self, pin: Pin) -> TrackedPin:
-        """Pin a prefix, if it is not pinned yet."""
+        """Pin a prefix, if it is not pinned yet, and return its tracked state."""
         tracked = self._pins.get(pin.name)
         if tracked is None:
             tracked = self._pins[pin.name] = TrackedPin(pin)
@@ -105,7 +105,7 @@ class Pins:
         ]
 
     def clear(self) -> None:
-        """Drop all pins, after the index was cleared."""
+        """Drop all pins; to be called after `Index.clear`."""
         self._pins, self._watching = {}, {}
 
     def _changed(self, node: Node) -> None:
@@ -128,7 +128,7 @@ class Pins:
                 names.append(node.digest)
 
     def _follow(self, tracked: TrackedPin, name: bytes, at: int) -> None:
-        """Find and pin the nodes that continue the prefix `name` and hold the pin's tokens."""
+        """Find and pin the nodes that continue the prefix `name` with the pin's tokens from byte `at` on."""
         tokens = tracked.pin.tokens
         open_ends = [(name, at)]
         while open_ends:
@@ -148,7 +148,7 @@ class Pins:
                     open_ends.append((node.digest, end))
 
     def _found(self, parent: bytes, packed: bytes) -> dict[Node, int]:
-        """Return the child that holds the most of `packed`, and how many tokens of it.
+        """Return the child with the longest prefix of `packed`, and that prefix's number of tokens.
 
         If that child is not stored yet, return the best stored child too, since the write may fail.
         """

@@ -38,7 +38,7 @@ class Prefixes:
         self._stateful = bool(layout.states)
 
     def longest(self, chain: Chain, tokens: Tokens) -> tuple[int, list[Node]]:
-        """Return the longest stored prefix: its length in tokens, and its nodes in order."""
+        """Return the longest stored prefix of `tokens`: its length in tokens, and its nodes in order."""
         nodes = self._index.follow(chain.names(tokens)[1:], usable=True)
         while True:
             num_tokens, found = self._end(chain, tokens, nodes)
@@ -50,9 +50,9 @@ class Prefixes:
                 nodes.pop()
 
     def _end(self, chain: Chain, tokens: Tokens, nodes: list[Node]) -> tuple[int, list[Node]]:
-        """Extend a chain of blocks by pieces of the tail.
+        """Extend a chain of blocks by pieces of the tail; return its length in tokens, and its nodes.
 
-        If layers have states, end where a session can resume.
+        If layers have states, the result ends where a session can resume.
         """
         if self._stateful:
             nodes = [*nodes]
@@ -92,7 +92,7 @@ class Prefixes:
         return node is not None and node.is_hollow
 
     def known(self, chain: Chain, tokens: Tokens) -> tuple[tuple[int, ...], Node | None]:
-        """Return the edges of the tail's pieces that are stored or queued, and the last node.
+        """Return how far `tokens` are stored or queued: the edges of the tail's pieces, and the last node.
 
         Stops before the first block that lacks KV which a session of these tokens needs.
         """
@@ -141,19 +141,19 @@ class Prefixes:
     def _covered(self, parent: bytes, packed: bytes) -> bool:
         """Whether nodes, stored or queued, hold all of `packed` after the block `parent`.
 
-        If layers have states, the last node must also end where `packed` ends: a state cannot be cut.
+        If layers have states, the last node must also end where `packed` ends: a state is not divisible.
         """
         min_share = 1.0 if self._stateful else 0.0
         return self._index.longest_path(parent, packed, min_share=min_share)[1] * TOKEN_BYTES == len(packed)
 
     def _is_unseen(self, parent: bytes, piece: bytes, span: Span, seen: Sequence[Span]) -> bool:
-        """Whether a block's missing KV was evicted, and no token of the block is in `seen`."""
+        """Whether a block need not be saved: its KV was evicted, and none of its tokens is in `seen`."""
         if self._layout.windows == FULL or _overlaps(span, seen):
             return False
         return self._is_hollow(blocks.link(parent, piece))
 
     def _pieces(self, parent: bytes, packed: bytes) -> tuple[Node, ...]:
-        """Return the pieces after a block that hold the longest beginning of `packed` and no other token."""
+        """Return the pieces after a block that hold the longest prefix of `packed`, and no other tokens."""
         return self._index.longest_path(parent, packed[: self._width], min_share=1.0)[0]
 
     def _end_resumable(self, root: bytes, tokens: Tokens, nodes: list[Node]) -> None:

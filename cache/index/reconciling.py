@@ -36,10 +36,10 @@ _log = structlog.get_logger("turnkeep.cache")
 def reconcile(
     folder: Folder, catalog: Catalog, files: set[str], clock: Callable[[], float]
 ) -> tuple[Index, int, set[bytes]]:
-    """Return the index, the number of doubtful files, and the model identities of adopted files.
+    """Compare the catalog with the folder's `files`, repair the catalog, and build the index.
 
-    `files` are the names of the folder's files. If the catalog cannot be written, the index is right
-    nevertheless, and the next start repairs the catalog.
+    Returns the index, the number of doubtful files, and the model identities of adopted files. If the
+    catalog cannot be written, the index is right nevertheless, and the next start repairs the catalog.
 
     A file without a row is adopted from its header, with its mtime as last use; files of another format
     version stay, unused, until they are evicted. A row without a file is dropped. A file that is not a
@@ -80,22 +80,8 @@ def _mended(
     }
     wrong = [row for row in rows if row.digest not in known]
     strays = {digest for file in files if (digest := access.digest_of(file)) is not None} - known.keys()
-    adopted: dict[bytes, Row] = {}
-    identities: set[bytes] = set()
-    doubtful = 0
-    for digest in strays:
-        try:
-            path = folder.path(digest)
-            header, stat = read_header(path, access), path.stat()
-        except (DoubtfulSnapshotError, OSError) as error:
-            if is_lack(error):
-                raise
-            folder.quarantine(digest)
-            doubtful += 1
-            _log.warning("snapshot_quarantined", digest=digest.hex(), reason=str(error))
-            continue
-        identities.add(bytes.fromhex(header.identity))
-        adopted[digest] = Row.of(digest, header.name, stat.st_size, stat.st_mtime_ns // 1000)
+    adopted, identities = _adopted(folder, strays)
+    doubtful = len(strays) - len(adopted)
     kept: dict[bytes, Row] = {}
     orphans = []
     for row in sorted((known | adopted).values(), key=attrgetter("start")):
@@ -107,17 +93,36 @@ def _mended(
     _repair(catalog, [*wrong, *orphans], identities, [row for row in kept.values() if row.proof is None])
     lost = sum(row.digest not in strays for row in wrong)
     if adopted or doubtful or orphans or lost:
-        # A kill between a file and its row causes an adopted or lost one: normal, so only information.
+        # A kill between the writes of a file and its row leads to adopted files and lost rows: no warning.
         say = _log.warning if doubtful or orphans else _log.info
         say("index_reconciled", adopted=len(adopted), lost=lost, doubtful=doubtful, orphans=len(orphans))
     return list(kept.values()), doubtful, identities
+
+
+def _adopted(folder: Folder, strays: set[bytes]) -> tuple[dict[bytes, Row], set[bytes]]:
+    """Make rows for files without one, and quarantine doubtful files; return rows and model identities."""
+    adopted: dict[bytes, Row] = {}
+    identities: set[bytes] = set()
+    for digest in strays:
+        try:
+            path = folder.path(digest)
+            header, stat = read_header(path, folder.access), path.stat()
+        except (DoubtfulSnapshotError, OSError) as error:
+            if is_lack(error):
+                raise
+            folder.quarantine(digest)
+            _log.warning("snapshot_quarantined", digest=digest.hex(), reason=str(error))
+            continue
+        identities.add(bytes.fromhex(header.identity))
+        adopted[digest] = Row.of(digest, header.name, stat.st_size, stat.st_mtime_ns // 1000)
+    return adopted, identities
 
 
 def _repair(catalog: Catalog, wrong: list[Row], identities: set[bytes], lacking: list[Row]) -> None:
     try:
         catalog.remove(wrong)
         if identities:
-            catalog.note_identities(identities)  # before the rows: a file with a row is not adopted again
+            catalog.note_identities(identities)  # before the rows, since a file with a row is not read again
         catalog.put(lacking)
     except sqlite3.Error as error:  # a full disk
         _log.error("index_not_written", error=str(error))
@@ -140,7 +145,7 @@ def _is_right(row: Row) -> bool:
 
 
 def _fits(fields: Columns) -> bool:
-    """Whether names have the right length, tokens are complete and not too many, numbers integers >= 0."""
+    """Whether digests have the right length, tokens are complete and not too many, numbers are integers."""
     digests, parents, starts, tokens, sizes, used, *_ = fields
     return (
         {*map(len, digests), *map(len, parents)} <= {DIGEST_BYTES}

@@ -1,8 +1,8 @@
-"""The remote tier as a store uses it: puts what is stored, fetches what another worker has, and forgets.
+"""A store's interface to the remote tier: uploads its snapshots, fetches those of other workers, erases.
 
-Belongs to the event loop, except for the methods that run on threads. One thread puts and removes, in the
+Belongs to the event loop, except for the methods that run on threads. One thread uploads and removes, in the
 order of the calls, so a snapshot that was put and then forgotten is not left in the tier. Other threads
-fetch. A tier that fails costs only time: KV that it does not give is prefilled.
+fetch. If the tier fails, only time is lost: the missing KV is prefilled.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ _T = TypeVar("_T")
 _log = structlog.get_logger("turnkeep.cache")
 
 _THREADS: Final = 8
-#: Files that are asked for at a time. What follows a missing one cannot be used.
+#: Files that are fetched at a time. Files that continue a missing one cannot be used.
 _BATCH: Final = 16
-#: The time limit of a call, also of one that gets a large file.
+#: The time limit of one call of the tier, even for a large file.
 _LIMIT_S: Final = 10.0
-#: Snapshots that wait to be put; more are dropped.
+#: The most jobs that may wait for the uploading thread; further snapshots are dropped.
 _MAX_WAITING: Final = 10_000
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 60.0
-#: How long an adopted file may take to be placed, and how often that is looked at.
+#: How long `fetch` waits for adopted files to be in place, and how often it checks.
 _PLACED_S: Final = 5.0
 _POLL_S: Final = 0.002
 
@@ -72,10 +72,10 @@ class RemoteCounts:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Snapshots of the tier that continue what is stored here: (parent, digest) in order.
+    """Snapshots of the tier that continue the prefix stored here: (parent, digest) in order.
 
-    With them `num_tokens` tokens would be stored; `num_stored` are. Of `unseen` ones, which lie between them,
-    a session of so many tokens needs only the names.
+    The stored prefix has `num_stored` tokens; with these snapshots it would have `num_tokens`. A session needs
+    only the names of the `unseen` blocks between them.
     """
 
     num_stored: int
@@ -85,9 +85,9 @@ class Found:
 
 
 class Remote:
-    """One worker's side of the tier.
+    """One worker's access to the tier.
 
-    `adopt` takes over a fetched file; None if it is refused. `pass_over` adds snapshots without a file.
+    `adopt` adds a fetched file to the index; None if it is refused. `pass_over` adds snapshots without files.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Remote:
         self._index = index
         self._adopt = adopt
         self._pass_over = pass_over
-        #: Raised by each `forget`: files that are on their way then are not adopted.
+        #: Incremented by each `forget`: files whose fetch began before it are not adopted.
         self._num_forgotten = 0
         self._paused_until = self._pause_s = 0.0
         self._numbers = count()
@@ -117,16 +117,16 @@ class Remote:
         self._thread.start()
 
     def note(self, identity: bytes, block_tokens: int) -> None:
-        """Let all workers know that an identity has snapshots in the tier, so that they can be forgotten.
+        """List an identity in the tier, so that every worker's `erase` covers its snapshots.
 
-        The next snapshot is put after that.
+        The entry is written before the next snapshot is put.
         """
         self._unnoted.append(Key(IDENTITIES, f"{identity.hex()}-{block_tokens}"))
 
     def offer(self, node: Node) -> None:
-        """Put a snapshot that is complete on disk, and those before it that the tier has not got from here.
+        """Upload a durable snapshot, after the snapshots before it that this process has not put or fetched.
 
-        Unless the tier is too slow or fails: then one that continues it brings it along.
+        If the tier is too slow or fails, skip it: the offer of a snapshot that continues it will include it.
         """
         if self._jobs.qsize() >= _MAX_WAITING or monotonic() < self._paused_until:
             self.counts.dropped += 1
@@ -137,14 +137,14 @@ class Remote:
             self._jobs.put(partial(self._trying, partial(self._put, one.parent, one.digest)))
 
     def remove(self, node: Node) -> None:
-        """Remove a snapshot that is doubtful, or that a larger one contains."""
+        """Remove from the tier a snapshot that is doubtful, or whose tokens a larger one contains."""
         self._there.discard(node.digest)
         self._jobs.put(partial(self._trying, partial(self._remove, self._key(node.parent, node.digest))))
 
     async def find(
         self, chain: Chain, tokens: Tokens, num_stored: int, needed: Callable[[int, int, int], Sequence[int]]
     ) -> Found | None:
-        """Look for snapshots with which more than `num_stored` of the tokens would be stored.
+        """Find snapshots that extend the stored prefix of `num_stored` tokens; None if there are none.
 
         `needed` is `Prefixes.needed`.
         """
@@ -173,9 +173,9 @@ class Remote:
         return node is not None and not node.is_hollow
 
     async def fetch(self, found: Found) -> tuple[int, float]:
-        """Fetch snapshots and store them here; return the number of bytes, and seconds.
+        """Fetch snapshots into this worker's directory; return the bytes and the seconds that it took.
 
-        The first one that is missing, doubtful or refused ends the fetch, as what continues it is no use.
+        The first snapshot that is missing, doubtful or refused ends the fetch: later ones need it.
         """
         began, before, forgotten = monotonic(), self.counts.fetched_bytes, self._num_forgotten
         last = node = None
@@ -201,7 +201,7 @@ class Remote:
         return self.counts.fetched_bytes - before, monotonic() - began
 
     async def _got(self, links: Sequence[tuple[bytes, bytes]]) -> list[tuple[Name, Path, int] | None]:
-        """Get files; if that is cancelled, remove what has come, and what comes later."""
+        """Get files; if this is cancelled, remove the files that have arrived or arrive later."""
         wanted = Event()
         wanted.set()
         gets = (self._asked(partial(self._get, *link, wanted)) for link in links)
@@ -230,33 +230,33 @@ class Remote:
         return node
 
     def forget(self) -> None:
-        """Adopt nothing that is being fetched now."""
+        """Refuse to adopt the files that are being fetched now."""
         self._num_forgotten += 1
 
     def erase(self, tenant: str, packed: bytes, shared: int) -> asyncio.Future[bool]:
-        """Remove the snapshots of these tokens, but not those of the first `shared`, nor shared ones.
+        """Queue the removal of these tokens' snapshots from the tier, but not of the first `shared` tokens.
 
-        Returns at once; whoever waits for the result shields it. It says whether none is left.
+        Snapshots that others continue stay. Returns a future (shield it from cancellation): false on failure.
         """
         done: Future[bool] = Future()
         self._jobs.put(partial(self._erase, tenant, packed, shared, done))
         return asyncio.wrap_future(done)
 
     async def barrier(self) -> None:
-        """Wait until all that was to be put and removed before this call is."""
+        """Wait until all uploads and removals that were queued before this call are done."""
         done: Future[None] = Future()
         self._jobs.put(partial(done.set_result, None))
         await asyncio.wrap_future(done)
 
     async def close(self, timeout_s: float) -> bool:
-        """Put what waits, and end the threads; False if that took too long."""
+        """Finish the queued uploads and removals, and end the threads; False after `timeout_s`."""
         self._jobs.put(None)
         readers = self._readers.close(timeout_s)
         _, ended = await asyncio.gather(asyncio.to_thread(self._thread.join, timeout_s), readers)
         return ended and not self._thread.is_alive()
 
     async def _asked(self, work: Callable[[], _T | None]) -> _T | None:
-        """Run `work` on a thread; None if the tier fails or does not answer in time."""
+        """Run `work`, a call of the tier, on a thread; None if the tier fails or does not answer in time."""
         try:
             return await self._readers.run(work, _LIMIT_S)
         except (OSError, TimeoutError) as error:
@@ -270,7 +270,7 @@ class Remote:
                 self._jobs.put(partial(one[1].unlink, missing_ok=True))
 
     def _failed(self, error: Exception) -> None:
-        """Ask and put nothing for a while, twice as long each time. Any thread."""
+        """Pause finds and uploads, twice as long after each failure in a row. Any thread."""
         self.counts.failed += 1
         self._there.clear()  # some of them may not have been put
         if not self._pause_s:
@@ -278,11 +278,11 @@ class Remote:
         self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
         self._paused_until = monotonic() + self._pause_s
 
-    # From here on: the threads.
+    # The methods below run on the threads.
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            with suppress(OSError):  # of this worker's directory; those of the tier are counted
+            with suppress(OSError):  # from this worker's directory; the tier's errors are counted
                 job()
 
     def _trying(self, work: Callable[[], None]) -> None:
@@ -329,7 +329,7 @@ class Remote:
     def _find(
         self, names: Sequence[bytes], first: int, tokens: Tokens, block: int
     ) -> tuple[int, int, tuple[tuple[bytes, bytes], ...]]:
-        """Find by bisection how far full blocks reach (a tier loses a chain from its end); then pieces.
+        """Find the last stored block by bisection (a tier evicts chains from their ends), then pieces.
 
         Returns the position after them, the number of blocks, and the pieces.
         """
@@ -345,14 +345,14 @@ class Remote:
             num = first + bisect_left(range(first, last), True, key=is_missing)
         pieces: list[tuple[bytes, bytes]] = []
         end = num * block
-        if num:  # else every session of the tenant would be looked at
+        if num:  # at the root, all sessions of the tenant would be listed
             for parent, digest, num_tokens in self._pieces(names[num], tokens.packed(end, end + block)):
                 pieces.append((parent, digest))
                 end += num_tokens
         return end, num, tuple(pieces)
 
     def _pieces(self, parent: bytes, rest: bytes) -> Iterator[tuple[bytes, bytes, int]]:
-        """Yield the longest pieces of a tail, one behind the other: parent, digest, number of tokens."""
+        """Yield the longest stored pieces of a tail, in order: parent, digest, number of tokens."""
         while rest:
             named = self._named(parent, rest)
             there = self._tier.contains(self._stem(parent), named)
@@ -363,7 +363,7 @@ class Remote:
             parent, rest = digest, rest[num_tokens * TOKEN_BYTES :]
 
     def _named(self, parent: bytes, rest: bytes) -> dict[str, tuple[bytes, int]]:
-        """Map the file names of all snapshots that continue `parent` with a beginning of `rest`."""
+        """Map the file names that prefixes of `rest` have after `parent` to their digests and lengths."""
         ends = range(TOKEN_BYTES, len(rest) + 1, TOKEN_BYTES)
         digests = ((blocks.link(parent, rest[:end]), end // TOKEN_BYTES) for end in ends)
         return {self._folder.access.file_name(digest): (digest, num) for digest, num in digests}
@@ -389,7 +389,7 @@ class Remote:
         try:
             for identity in self._tier.contains(IDENTITIES):
                 digest, _, block = identity.partition("-")
-                with suppress(ValueError):  # not of Turnkeep
+                with suppress(ValueError):  # not a file of Turnkeep
                     self._erase_of(blocks.root(bytes.fromhex(digest), tenant), int(block), packed, shared)
             self._tier.sync()
         except Exception as error:  # noqa: BLE001  # the thread must go on
@@ -412,9 +412,9 @@ class Remote:
             self._remove(self._key(names[number - 1], names[number]))
 
     def _erase_pieces(self, parent: bytes, rest: bytes, least: int) -> bool:
-        """Remove snapshots behind `parent` that hold a beginning of `rest`, if longer than `least` tokens.
+        """Remove snapshots after `parent` whose tokens are a prefix of `rest` with more than `least` tokens.
 
-        Returns whether a snapshot is left there.
+        Returns whether any snapshot that continues `parent` is left.
         """
         there = self._tier.contains(self._stem(parent))
         named = self._named(parent, rest) if there else {}

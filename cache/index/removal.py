@@ -37,7 +37,7 @@ class Removal:
         self._left: set[bytes] = set()
         #: How many files are being shortened by `make_partial`.
         self.num_shortened = 0
-        #: Called with each node that no worker needs: a larger one has its tokens, or it is doubtful.
+        #: Called with each node that no worker needs, since it is doubtful or a larger node has its tokens.
         self.useless: Callable[[Node], None] = lambda _: None
 
     def evict(self, need_bytes: int, limit: int) -> list[Row]:
@@ -56,11 +56,11 @@ class Removal:
             else:
                 self._index.remove(victim)
                 removed.append(row)
-            if row.size_bytes:  # a gap that nothing continues any more frees nothing
+            if row.size_bytes:  # a gap without children is removed too, but frees nothing
                 need_bytes -= row.size_bytes
                 victims.append(row)
         if gaps:
-            self._writer.make_gaps(gaps, needed=True)  # before the removals, which may be of the same nodes
+            self._writer.make_gaps(gaps, needed=True)  # before `unlink`, which may have the same nodes
         if removed:
             self._writer.unlink(removed)
         return victims
@@ -76,7 +76,7 @@ class Removal:
     def make_partial(self, node: Node, layout: ModelLayout, identity: Identity) -> None:
         """Evict the KV of layers with windows from a node's file."""
         row = node.row
-        node.rest_bytes = node.size_bytes  # from now on no match counts on these sections
+        node.rest_bytes = node.size_bytes  # from now on no match relies on these sections
         self.num_shortened += 1
         self._writer.shorten(row, layout, identity, partial(self._shortened, node))
 
@@ -91,7 +91,7 @@ class Removal:
             self._index.resize(node, size_bytes)
 
     def discard(self, nodes: Iterable[Node]) -> int:
-        """Remove these nodes, children first, except nodes with remaining children; return how many.
+        """Remove these nodes, children first, except nodes that another node continues; return how many.
 
         A node that a load or a turn holds stays until its release.
         """
@@ -128,7 +128,7 @@ class Removal:
         return True
 
     def note_end(self, write: Write[Node]) -> None:
-        """Bring the index up to date after a write has ended."""
+        """Update the index after a write has ended."""
         node = write.node
         # The partial file that an abandoned write was to replace is gone once its own file is in place.
         in_place = bool(node.rest_bytes) and self._index.has(node)

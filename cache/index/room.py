@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
-#: The most snapshots that are evicted at a time; the rest waits for the next save or the next tick.
+#: The most snapshots that are evicted at a time; the others wait for the next save or step.
 EVICT_LIMIT: Final = 32
 
 #: The pause between two evictions after a limit was lowered.
@@ -102,7 +102,7 @@ class Room:
         if need <= 0:
             return True
         if need > self.usage().evictable:
-            return False  # evict nothing if that is not enough
+            return False  # evicting everything would not be enough
         return self._evict(need, EVICT_LIMIT) >= need
 
     def set_limits(self, max_bytes: int, min_free_bytes: int) -> None:
@@ -114,7 +114,7 @@ class Room:
         self.check()
 
     def check(self) -> None:
-        """Schedule evictions if limits are exceeded, or if sessions may have left snapshots far behind."""
+        """Schedule evictions if limits are exceeded, or if snapshots may be far before all windows."""
         if self._step is None and (self._behind or self._excess() > 0):
             self._step = self._loop.call_later(STEP_PAUSE_S, self._shrink)
 

@@ -18,10 +18,10 @@ class SnapshotStats:
     """The counts: `accepted = durable + sum(dropped) + failed + cancelled + in_flight`.
 
     `stored` and `stored_bytes` count the present snapshots, `evicted` the evicted ones, `rejected` the
-    doubtful files, `timed_out` the loads that the disk did not answer in time; for those that begin with
-    `remote_` see `RemoteCounts`. For bytes, `free + pinned +
-    evictable = capacity` holds (see `room.DiskUsage`); `kept_bytes` is the size of pinned prefixes. All other
-    byte counts are totals since the start.
+    doubtful files, `timed_out` the loads that the disk did not answer in time; for counts that begin with
+    `remote_` see `RemoteCounts`. For bytes, `free + pinned + evictable = capacity` holds (see
+    `room.DiskUsage`); `kept_bytes` is the size of pinned prefixes. All other byte counts are totals since
+    the start.
     """
 
     accepted: int = 0

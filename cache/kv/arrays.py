@@ -19,7 +19,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from cache.names.policy import FULL
-from cache.names.snapshot import Place, layer_path, section, seen
+from cache.names.snapshot import ITEM_BYTES, Place, layer_path, section, seen
 
 from . import cuda
 
@@ -85,7 +85,7 @@ class Blank:
         num_carried: int = 0,
     ) -> None:
         reaches = reaches or (FULL,) * len(layout)
-        # As mlx-lm's plain caches grow: the first append after a restore copies nothing.
+        # Rounded up as in mlx-lm's plain caches, so that the first append after a restore copies nothing.
         capacity = math.ceil(max(num_tokens, room_tokens) / KVCache.step) * KVCache.step
         spans = _held(layout, reaches, num_tokens, only)
         sizes = [
@@ -99,23 +99,18 @@ class Blank:
         ]
         self._specs: list[Spec] = [*kv, *states]
         # MLX documents writing to a view of an evaluated array, and with unified memory the GPU sees the same
-        # buffer. To write to CUDA's managed memory is slow, so there numpy owns the memory until `arrays`.
+        # buffer. Writes to CUDA's managed memory are slow, so there numpy owns the memory until `arrays`.
         self._in_place = not mx.cuda.is_available()
         self._owners: dict[str, Any] = _blank(self._specs) if self._in_place else self._plain()
         self.places: list[Place] = [
-            Place(
-                _rows(_memory(self._owners.get(name)), heads),
-                dim * np.dtype(_TYPES[dtype][1]).itemsize,
-                section(name, reach),
-                held,
-            )
+            Place(_rows(self._owners.get(name), heads), dim * ITEM_BYTES[dtype], section(name, reach), held)
             for (name, dtype, (heads, dim)), reach, held in zip(layout, reaches, spans, strict=True)
         ]
         self.carried = self._take_carried(len(layout) - num_carriable, num_carried)
         self.state: list[memoryview] = [_memory(self._owners[name]) for name, _, _ in states]
 
     def _take_carried(self, start: int, num_tokens: int) -> list[Place]:
-        """Move the first `num_tokens` tokens of the tensors from index `start` on to places of their own."""
+        """Split off places for the first `num_tokens` tokens of the tensors from index `start` on."""
         split = [place.split(num_tokens) for place in self.places[start:]]
         self.places[start:] = [place for _, place in split]
         return [place for place, _ in split]
@@ -125,7 +120,7 @@ class Blank:
 
         The buffers cannot be written to afterwards.
         """
-        self.places, self.carried, self.state = [], [], []  # nobody may write to the arrays any more
+        self.places, self.carried, self.state = [], [], []  # from now on nothing may write to the arrays
         owners, self._owners = self._owners, {}
         if not self._in_place:
             return {name: cuda.copied(owners.pop(name), _TYPES[dtype][0]) for name, dtype, _ in self._specs}
@@ -136,7 +131,7 @@ class Blank:
 
 
 def _blank(specs: Sequence[Spec]) -> Arrays:
-    """Return evaluated arrays with undefined contents, made in the cheapest way."""
+    """Return evaluated arrays with undefined contents, allocated in the fastest way."""
     if sys.platform == "linux":
         with suppress(OSError, RuntimeError):  # no /proc, or a limit on files' sizes
             return _read_from_nothing(specs)
@@ -146,14 +141,14 @@ def _blank(specs: Sequence[Spec]) -> Arrays:
 
 
 def _read_from_nothing(specs: Sequence[Spec]) -> Arrays:
-    """Let MLX read a file in memory that consists of a header and a hole.
+    """Allocate the arrays by letting MLX load a file in memory that has a header and then only a hole.
 
     MLX reads on several threads, so page faults are handled in parallel; `mx.zeros` writes on one thread.
     """
     header = {}
     at = 0
     for name, dtype, shape in specs:
-        size_bytes = math.prod(shape) * np.dtype(_TYPES[dtype][1]).itemsize
+        size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, at + size_bytes)}
         at += size_bytes
     text = json.dumps(header).encode()
@@ -173,13 +168,14 @@ def _memory(owner: Any) -> memoryview:
     return memoryview(owner).cast("B") if owner is not None and owner.size else memoryview(bytearray())
 
 
-def _rows(memory: memoryview, heads: int) -> tuple[memoryview, ...]:
+def _rows(owner: Any, heads: int) -> tuple[memoryview, ...]:
+    memory = _memory(owner)
     row_bytes = len(memory) // heads if heads else 0
     return tuple(memory[head * row_bytes : (head + 1) * row_bytes] for head in range(heads))
 
 
 def release_thread() -> None:
-    """Release the calling thread's MLX streams before the thread ends; it must not load afterwards.
+    """Release the calling thread's MLX streams before the thread ends; the thread must not use MLX again.
 
     A stream that outlives its thread sometimes aborts the process at exit.
     """

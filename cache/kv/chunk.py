@@ -1,4 +1,4 @@
-"""`ChunkCache`: KV of a layer with chunked attention, which can be cut into blocks.
+"""`ChunkCache`: KV of a layer with chunked attention, which snapshots can store by block.
 
 The class extends mlx-lm's `ChunkedKVCache`, which the model's own code uses, with methods for snapshots,
 rewinds and forks. Device thread only.
@@ -27,7 +27,7 @@ class ChunkCache(ChunkedKVCache):
         return -(-self.start_position // size) * size
 
     def trim(self, num_tokens: int) -> None:
-        """Drop the last `num_tokens` tokens. Raises `ValueError` if the next token's chunk is not held."""
+        """Drop the last `num_tokens` tokens. Raises `ValueError` if the next token's chunk is lost."""
         left = self.offset - num_tokens
         if not self.earliest <= left <= self.offset:
             raise ValueError(f"a chunk of {self.offset} tokens cannot go back to {left}")

@@ -2,7 +2,7 @@
 
 MLX brings host data to CUDA through managed memory: page faults of the host when it writes there (1.5 GB/s on
 an H200), then page faults of the device. The driver copies to the same array at 7 GB/s, and its pages stay on
-the device (ADR 0061). MLX needs the driver's library too, so it is always there.
+the device (ADR 0061). MLX needs the driver's library too, so the library is always installed.
 """
 
 from __future__ import annotations

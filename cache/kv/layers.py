@@ -1,8 +1,8 @@
 """Copy a model's caches into plain bytes, and rebuild them.
 
-Runs on the device thread, which owns every live cache. If a layer
-keeps each token's KV apart, plain or in a ring, ranges of tokens are copied (the layer "is cut by tokens").
-Other layers are copied as one state, valid at the current position. `states` knows each cache class.
+Runs on the device thread, which owns every live cache. If a layer keeps each token's KV apart, plain or in a
+ring, it is stored per token: ranges of tokens are copied. Other layers are copied as one state, which is
+valid only at the current position. `states` knows each cache class.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from itertools import accumulate, chain, groupby, pairwise, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -65,9 +64,9 @@ def make(
 
     `rings` makes the model's own sliding windows rings too, if the runner can attend to rings. `sketched` are
     the layers whose keys a paged session keeps in sketches, by default all layers. With `block_tokens`,
-    layers with chunks of two blocks or more are cut by tokens; a shorter chunk could be dropped before its
-    block is cut, since a block may wait for one more piece of the prompt. Raises `ValueError` with the class
-    of a layer that does not support the policy.
+    layers with chunks of two blocks or more are stored per token; a shorter chunk could be dropped before its
+    block is copied, since a block may wait for one more piece of the prompt. Raises `ValueError` with the
+    class of a layer that does not support the policy.
     """
     pages = Pages(policy) if policy.recall else None
     own = (
@@ -104,7 +103,7 @@ def _under(policy: Policy, pages: Pages | None, cache: Any, *, rings: bool, is_s
 def unsupported(caches: Sequence[Any]) -> str | None:
     """Return the first cache class that snapshots do not support; None if all are supported.
 
-    `caches` must have run some tokens. A cache that is empty even so is unsupported. A subclass is
+    `caches` must have run some tokens. A cache that is still empty then is unsupported. A subclass is
     unsupported, since it may hold more than its base.
     """
     for _, cache in leaves(caches):
@@ -171,30 +170,16 @@ def _is_sketched(path: str, cache: Any, sketched: Collection[int] | None) -> boo
 
 
 def kinds(caches: Sequence[Any]) -> dict[str, str]:
-    """Map each form of KV to its layers: `{"8 bits": "5, 11", "full precision": "0-4, 6-10"}`."""
+    """Map each description of a cache to its layers: `{"8 bits": "5, 11", "full precision": "0-4, 6-10"}`."""
     found: dict[str, list[int]] = {}
     for i, cache in enumerate(caches):
         members = cache.caches if type(cache) is CacheList else (cache,)
-        found.setdefault(", ".join(map(_kind, members)), []).append(i)
+        found.setdefault(", ".join(map(states.in_words, members)), []).append(i)
     return {kind: _ranges(numbers) for kind, numbers in found.items()}
 
 
-def _kind(cache: Any) -> str:
-    if not hasattr(cache, "keys"):
-        return "a state of fixed size"
-    bits = getattr(cache, "bits", 0)
-    kept = f"{bits} bits" if bits else "full precision"
-    if isinstance(cache, PagedCache):
-        return f"{kept}, {cache.pages.policy.most_tokens} tokens on the device"
-    if isinstance(cache, RingCache):
-        sinks = f"the first {cache.sink} and " if cache.sink else ""
-        return f"{kept}, {sinks}the last {cache.window} tokens"
-    most = states.most_tokens(cache)
-    return kept if most is None else f"{kept}, the last {most} tokens"
-
-
 def _ranges(numbers: Sequence[int]) -> str:
-    """Write ascending numbers as `0-4, 6`."""
+    """Format ascending numbers as ranges, such as `0-4, 6`."""
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
@@ -212,8 +197,8 @@ def cut(
     """Copy the KV of the tokens `[start, end)`; None if the copy takes more than `room_bytes`.
 
     `at_end` says that the caches are at position `end`. Only then the copy includes the state of layers that
-    are not cut by tokens, since a cache has only the state after its last token; and only if this state and
-    `spare_states` more states fit into `room_bytes`. A snapshot without its state can be the middle of a
+    are not stored per token, since a cache has only the state after its last token; and only if this state
+    and `spare_states` more states fit into `room_bytes`. A snapshot without its state can be the middle of a
     chain, but no session can resume at its end. With `carried`, the copy includes the sketches of these
     earlier tokens.
 
@@ -240,7 +225,7 @@ def cut(
 
 
 def _pieces(caches: Sequence[Any], start: int, end: int) -> tuple[dict[str, mx.array], dict[str, Policy]]:
-    """Return views of the tokens `[start, end)` in layers cut by tokens, and each layer's reach, by name."""
+    """Return views of the tokens `[start, end)` in layers stored per token, and their reaches, by name."""
     pieces: dict[str, mx.array] = {}
     reaches: dict[str, Policy] = {}
     for path, cache in leaves(caches):
@@ -248,7 +233,7 @@ def _pieces(caches: Sequence[Any], start: int, end: int) -> tuple[dict[str, mx.a
             held = {f"{path}.{part}": array for part, array in states.tokens(cache, start, end).items()}
             pieces |= held
             reaches |= dict.fromkeys(held, states.reach(cache))
-            reaches |= {name: FULL for name in held if "sketch" in name}  # kept of every token
+            reaches |= {name: FULL for name in held if "sketch" in name}  # every token has a sketch
     return pieces, reaches
 
 
@@ -263,7 +248,7 @@ def _carried(caches: Sequence[Any], span: Span) -> dict[str, mx.array]:
 
 
 def _states(caches: Sequence[Any], end: int) -> dict[str, mx.array]:
-    """Return the states of layers that are not cut by tokens. Raises `ValueError` if one is not at `end`."""
+    """Return the states of layers not stored per token. Raises `ValueError` if one is not at `end`."""
     found = {
         f"{STATE}{path}.{part}": array
         for path, cache in leaves(caches)
@@ -278,7 +263,7 @@ def _states(caches: Sequence[Any], end: int) -> dict[str, mx.array]:
 def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int) -> list[Any]:
     """Fill a model's new caches with the evaluated arrays of a session's first `num_tokens` tokens.
 
-    Arrays that are cut by tokens may be longer; the unused room is written before it is read. A ring's arrays
+    Arrays with a token axis may be longer; the unused room is written before it is read. A ring's arrays
     contain exactly its sinks and its window. Raises `ValueError` if the arrays do not fit such caches at that
     position.
     """
@@ -293,7 +278,7 @@ def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int)
 
 
 def holds(caches: Sequence[Any], start: int, end: int) -> bool:
-    """Whether all layers that are cut by tokens still hold all of `[start, end)`."""
+    """Whether all layers that are stored per token still hold the tokens `[start, end)`."""
     return all(
         cache.holds(start, end) if isinstance(cache, PASSING) else end <= cache.offset
         for _, cache in leaves(caches)
@@ -312,7 +297,7 @@ def num_passed(caches: Sequence[Any]) -> int:
 
 
 def most_run(caches: Sequence[Any], block: int) -> int:
-    """Return the most tokens for one pass, such that their block can still be cut from the caches afterwards.
+    """Return the most tokens for one pass after which their block can still be copied from the caches.
 
     Rings must hold these tokens and the unfinished block before them. With layers of chunks or with states, a
     pass runs one block: chunks hold no more, and a state exists only at the end of a pass.
@@ -349,7 +334,7 @@ def recall(caches: Sequence[Any], tensors: Mapping[str, mx.array], spans: Sequen
 
 
 def trimmable(caches: Sequence[Any]) -> bool:
-    """Whether every layer is cut by tokens, so that `trim` can shorten the caches, down to `earliest`.
+    """Whether every layer is stored per token, so that `trim` can shorten the caches, down to `earliest`.
 
     This is not mlx-lm's `is_trimmable`: there a rotating cache is trimmable until its window wraps, and a
     chunked cache always.
@@ -376,7 +361,7 @@ def trim(caches: Sequence[Any], num_tokens: int) -> None:
     """
     for _, cache in leaves(caches):
         if type(cache) is ConcatenateKVCache and num_tokens < cache.offset:
-            # `trim` of mlx-lm only lowers the offset: the next tokens would come behind the dropped ones.
+            # `trim` of mlx-lm only lowers the offset: the next tokens would come after the dropped ones.
             parts = states.parts(cache)
             cache.state = tuple(part[..., :num_tokens, :] for part in parts.values())
         else:
@@ -404,7 +389,7 @@ def fork(caches: Sequence[Any], new: list[Any], num_tokens: int) -> list[Any]:
 def shrink(caches: Sequence[Any]) -> None:
     """Free memory that an idle session does not need: tokens before its windows and chunks, unused room.
 
-    A window holds the last piece of a prompt until the next token. A plain cache grows by 256 tokens at a
+    A window keeps a prompt's last piece until the next token. A plain cache grows by 256 tokens at a
     time and never shrinks, so a short or rewound session would hold many times the memory that it needs.
     Unused room is freed if it is larger than the used part, so that the copy is smaller than the memory that
     it frees.
@@ -421,7 +406,7 @@ def shrink(caches: Sequence[Any]) -> None:
 def grows(caches: Sequence[Any], num_tokens: int) -> bool | None:
     """Whether caches must allocate memory before they can hold `num_tokens` more tokens; None if unknown.
 
-    Plain layers grow together, and not later than rings, so only the first plain layer is asked.
+    Plain layers grow together, and not later than rings, so only the first plain layer is checked.
     """
     cache = next((cache for cache in caches if not isinstance(cache, RingCache)), caches[0])
     room = states.room(cache)
@@ -467,28 +452,7 @@ def live_bytes(caches: Sequence[Any]) -> int:
     This is the sum over layers of cached positions x KV heads x head_dim x itemsize, for keys and for values.
     A recurrent layer adds its state's fixed size.
     """
-    return sum(_live_bytes(cache) for _, cache in leaves(caches))
-
-
-def _live_bytes(cache: Any) -> int:
-    if not hasattr(cache, "keys"):
-        return int(cache.nbytes)
-    # A quantised cache keeps three arrays for its keys, and three for its values.
-    parts = dict(tree_flatten([cache.keys, cache.values])).values()
-    # A chunked cache counts from where its chunk starts; a rotating one has come further than it holds; a
-    # ring holds more than is seen.
-    num_tokens: int = cache.offset - getattr(cache, "start_position", 0)
-    sketch = 0
-    if isinstance(cache, PagedCache):
-        num_tokens = cache.pages.policy.num_visible(num_tokens)
-        sketch = sum(part.nbytes // part.shape[2] for part in cache.sketch) * cache.offset
-    elif isinstance(cache, RingCache):
-        num_tokens = min(num_tokens, cache.sink + cache.window)
-    return sketch + sum(
-        part.nbytes // part.shape[2] * min(num_tokens, part.shape[2])
-        for part in parts
-        if isinstance(part, mx.array)
-    )
+    return sum(states.live_bytes(cache) for _, cache in leaves(caches))
 
 
 def _nbytes(arrays: Mapping[str, mx.array]) -> int:
@@ -496,7 +460,7 @@ def _nbytes(arrays: Mapping[str, mx.array]) -> int:
 
 
 def _by_path(tensors: Mapping[str, mx.array]) -> dict[str, dict[str, mx.array]]:
-    """Group tensors by their layer's path: the arrays of each by their parts."""
+    """Group tensors by their layer's path, then by their part: see `_split`."""
     groups: dict[str, dict[str, mx.array]] = {}
     for name, array in tensors.items():
         path, part = _split(name)
@@ -505,7 +469,7 @@ def _by_path(tensors: Mapping[str, mx.array]) -> dict[str, dict[str, mx.array]]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Split a tensor's name into its layer's path and its part: `state.3.0`, `keys`."""
+    """Split a tensor's name into its layer's path and its part: `state.3.0` and `keys`, for example."""
     prefix = STATE if name.startswith(STATE) else ""
     words = name.removeprefix(prefix).split(".")
     path = list(takewhile(str.isdigit, words))
@@ -516,7 +480,7 @@ def _memory(copies: list[mx.array]) -> list[memoryview]:
     """Evaluate contiguous arrays; return their bytes.
 
     On CUDA each array whose bytes the host reads is moved to managed memory: 72 arrays of 256 KiB took 6.6
-    ms, one array with all of them 1.4 ms. So there all are joined first.
+    ms, one array with all of them 1.4 ms. So on CUDA the arrays are joined first.
     """
     if not mx.cuda.is_available():
         mx.eval(copies)

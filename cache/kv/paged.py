@@ -2,7 +2,7 @@
 
 All of the session's KV is on SSD. A `PagedCache` has the slots of one layer, which keep tokens at their true
 positions. `Pages` chooses the chunks for all layers together: it compares queries with sketches, copies of
-every key in two bits a channel. Device thread only.
+all keys with two bits per channel. Device thread only.
 
 Only a few attention heads find a fact, and only at one of the question's tokens. So a chunk's score is the
 largest share of attention that any head gives it. Two alternatives do not find facts (ADR 0041): the mean
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from typing import TypeAlias
 
-    #: As `compared`.
+    #: A function with the parameters and result of `compared`.
     Compare: TypeAlias = Callable[[mx.array, tuple[mx.array, ...], int], mx.array]
 
-#: Bits of a channel in a key's sketch.
+#: Bits per channel in a key's sketch.
 _SKETCH_BITS: Final = 2
-#: How many of the last queries of a pass are asked what matters to them.
+#: How many of the last queries of a pass are compared with the sketches.
 ASKED: Final = 16
-#: An answer's queries are asked once in so many tokens, and those of a long prompt's middle.
+#: Queries are compared once in this many tokens: of an answer, and of a long prompt's middle.
 _EVERY: Final = 4
 _SELDOM: Final = 512
-#: For more rows than this it pays to dequantise all sketches first: 3 ms against 19 on a CPU, for 48 rows and
-#: 3,000 tokens of 3 heads; for 3 rows 5 ms against 1.
+#: With more queries than this it is faster to dequantise all sketches first: 3 ms instead of 19 on a CPU, for
+#: 48 queries and 3,000 tokens of 3 heads; for 3 queries it is slower, 5 ms instead of 1.
 _FEW_ROWS: Final = 8
-#: Tokens that matter are looked for page by page; a chunk matters as much as its pages, and the page before
-#: it: what follows a match is read next. The page behind it counts less: of a sentence that is cut in two,
-#: the part with the match comes first.
+#: Scores are computed per page of tokens. A chunk's score is the highest of its pages and of the page before,
+#: since the text after a match is needed next. The page after the chunk counts less (`_BEHIND`): if two
+#: chunks share a sentence, the chunk with the match ranks first.
 PAGE: Final = 16
 _BEHIND: Final = 0.7
-#: How much of what a chunk mattered before is kept.
+#: The share of a chunk's previous score that is kept.
 _MEMORY: Final = 0.5
-#: How much of what a chunk usually matters is taken off, and how slowly that changes.
+#: The share of a chunk's usual score that is subtracted, and how slowly the usual score changes.
 _EXPECTED: Final = 0.5
 _INERTIA: Final = 0.8
-#: A chunk on SSD must matter so many times as much as the one whose slot it takes.
+#: A chunk on SSD takes another chunk's slot only if its score is this many times as high.
 _GAIN: Final = 1.05
 
 
@@ -76,10 +76,10 @@ class Past(Protocol):
 
     @property
     def end(self) -> int:
-        """The number of the session's first tokens that this covers."""
+        """The number of the session's first tokens whose KV can be read."""
 
     def parts(self, layer: str, then: str | None) -> Iterator[tuple[list[mx.array], list[mx.array]]]:
-        """Yield a layer's keys and values as the cache stores them. `then` is the layer to read next."""
+        """Yield a layer's keys and values, part by part, in the cache's form. `then` is the next layer."""
 
 
 class Pages:
@@ -96,10 +96,10 @@ class Pages:
         #: By slot: the chunk's number, -1 for none. Pinned chunks have the first slots, for ever.
         self.slots: list[int] = [-1] * (policy.recall // CHUNK)
         self._pinned = policy.pinned
-        self._noted: list[mx.array] = []  # by layer: how much each page mattered to some queries
+        self._noted: list[mx.array] = []  # each page's score, by layer and pass
         self._mattered = np.zeros(0)
-        self._usual = np.zeros(0)  # how much each chunk matters to most queries
-        #: Tokens from here on are asked, as is done at a prompt's end; others only now and then.
+        self._usual = np.zeros(0)  # a running average of each chunk's score
+        #: Passes that reach this position, near a prompt's end, compare their queries; earlier ones rarely.
         self.asks_from = 0
 
     def assign(self, chunk: int) -> int | None:
@@ -142,14 +142,14 @@ class Pages:
         before, usual = np.zeros(len(now)), now.copy()
         before[: len(self._mattered)] = self._mattered[: len(now)]
         usual[: len(self._usual)] = self._usual[: len(now)]
-        # Some chunks, and all that were said lately, attract some head whatever is asked.
+        # Some chunks, and all recent ones, attract some head whatever the query is.
         self._mattered = np.maximum(_MEMORY * before, now - _EXPECTED * usual)
         self._usual = _INERTIA * usual + (1 - _INERTIA) * now
 
     def choose(self, position: int) -> list[int]:
         """Return the chunks that should be in slots but are not, highest score first."""
         self.settle()
-        last = -(-self.policy.visible_from(position) // CHUNK)  # chunks behind it are in the window
+        last = -(-self.policy.visible_from(position) // CHUNK)  # later chunks are in the window
         numbers = [chunk for chunk in range(min(last, len(self._mattered))) if chunk not in self._pinned]
         here = [chunk for chunk in self.slots if chunk in numbers]
         free = len(self.slots) - len(self._pinned) - len(here)
@@ -186,7 +186,7 @@ class Pages:
         self._noted = []
 
     def copy_from(self, other: Pages) -> None:
-        """Replace this object's contents by a copy of `other`."""
+        """Copy the slots and the scores of `other`."""
         self.slots, self._mattered, self._usual = [*other.slots], other._mattered.copy(), other._usual.copy()
 
 
@@ -309,7 +309,7 @@ class PagedCache(RingCache):
             RingCache.write(self, *part(0, self.sink))
             at = 0
             for start, stop in spans[:-1]:
-                # A pinned chunk may end within the window, whose tokens follow then.
+                # A pinned chunk may end within the window: then the window's tokens follow.
                 for chunk in range(start // CHUNK, -(-stop // CHUNK)):
                     if chunk in self.pages.policy.pinned and (slot := self.pages.assign(chunk)) is not None:
                         self.put(slot, *part(at + chunk * CHUNK - start, CHUNK))
@@ -342,7 +342,7 @@ class PagedCache(RingCache):
             yield keys, values
 
     def weigh(self, queries: mx.array, scale: float, compare: Compare) -> None:
-        """Score the pages of whole chunks for the last of `queries`, (tokens, heads, 1, head_dim).
+        """Score the pages of whole chunks for the last `ASKED` of `queries`, (tokens, heads, 1, head_dim).
 
         A page's score is the largest share of its attention that any query and head gives to a token of the
         page. `compare` is `compared`, or a faster function with the same result.

@@ -39,7 +39,7 @@ class RingCache:
         self.keys: tuple[mx.array, ...] | None = None
         self.values: tuple[mx.array, ...] | None = None
         self.offset = 0
-        #: The first position behind the sinks whose token has not been overwritten.
+        #: The first position after the sinks whose token has not been overwritten.
         self.first_held = sink
 
     @property
@@ -161,7 +161,7 @@ class RingCache:
     def fill(self, keys: Sequence[mx.array], values: Sequence[mx.array], num_tokens: int) -> None:
         """Fill an empty cache with the sinks, then the window, of a session of `num_tokens` tokens.
 
-        `keys` and `values` have `policy.num_visible(num_tokens)` tokens; another number raises `ValueError`.
+        Raises `ValueError` unless `keys` and `values` have exactly these tokens.
         """
         num_sinks = min(self.sink, num_tokens)
         num_held = min(num_tokens, self.sink + self.window)

@@ -66,7 +66,7 @@ class KvSize:
         return KvSize(self.sketch_bytes if policy.recall else 0, (*self.windows, ring), self.fixed_bytes)
 
     def held(self, num_tokens: int, *, ahead: int = 0) -> int:
-        """Return the bytes that a session of `num_tokens` tokens takes; `ahead`: more tokens in windows."""
+        """Return the bytes of a session of `num_tokens` tokens, with `ahead` extra tokens in windows."""
         if not num_tokens:
             return 0
         windows = (

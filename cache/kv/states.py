@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 PLAIN: Final = (KVCache, ConcatenateKVCache, QuantizedKVCache)
 #: Plain classes that allocate many tokens at a time.
 _AHEAD: Final = (KVCache, QuantizedKVCache)
-#: Classes that are cut by tokens while they hold these: a part of a session, the last ones among them.
+#: Classes that hold only some tokens, including the last ones, and store them per token.
 PASSING: Final = (RingCache, ChunkCache)
 #: Classes whose state must be saved as a whole: it changes with every token.
 _WHOLE: Final = (RotatingKVCache, ChunkedKVCache, ArraysCache)
@@ -41,7 +42,7 @@ _WHOLE: Final = (RotatingKVCache, ChunkedKVCache, ArraysCache)
 _QUANTIZED: Final = ("codes", "scales", "biases")
 #: The tensors of the sketch of a paged cache's keys.
 SKETCH: Final = tuple(f"sketch.{kind}" for kind in _QUANTIZED)
-#: A tensor of every state: its position, then what its class counts besides.
+#: A tensor in every state: the position, then the other counters of the cache's class.
 _NUMBERS: Final = "numbers"
 
 
@@ -55,7 +56,7 @@ def leaves(caches: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def is_cut(cache: Any) -> bool:
-    """Whether a cache is cut by tokens: it keeps each token's KV apart, so that ranges can be copied."""
+    """Whether a cache is stored per token: it keeps each token's KV apart, so that ranges can be copied."""
     return type(cache) in PLAIN or isinstance(cache, PASSING)
 
 
@@ -87,7 +88,7 @@ def describe(cache: Any) -> str:
 
 
 def reach(cache: Any) -> Policy:
-    """Return which tokens are visible in this cache's layer; only for caches cut by tokens."""
+    """Return which tokens are visible in this cache's layer; only for caches stored per token."""
     if isinstance(cache, PagedCache):
         return cache.pages.policy
     if isinstance(cache, ChunkCache):
@@ -130,6 +131,43 @@ def most_tokens(cache: Any) -> int | None:
     if type(cache) is RotatingKVCache:
         return int(cache.max_size)
     return int(cache.chunk_size) if isinstance(cache, ChunkedKVCache) else None
+
+
+def in_words(cache: Any) -> str:
+    """Describe in words which tokens a cache keeps, and with what precision."""
+    if not hasattr(cache, "keys"):
+        return "a state of fixed size"
+    bits = getattr(cache, "bits", 0)
+    kept = f"{bits} bits" if bits else "full precision"
+    if isinstance(cache, PagedCache):
+        return f"{kept}, {cache.pages.policy.most_tokens} tokens on the device"
+    if isinstance(cache, RingCache):
+        sinks = f"the first {cache.sink} and " if cache.sink else ""
+        return f"{kept}, {sinks}the last {cache.window} tokens"
+    most = most_tokens(cache)
+    return kept if most is None else f"{kept}, the last {most} tokens"
+
+
+def live_bytes(cache: Any) -> int:
+    """Return the bytes that a cache's KV uses, without unused room."""
+    if not hasattr(cache, "keys"):
+        return int(cache.nbytes)
+    # A quantised cache keeps three arrays for its keys, and three for its values.
+    arrays = dict(tree_flatten([cache.keys, cache.values])).values()
+    # A chunked cache holds the tokens from its start position on; a rotating one holds fewer tokens than it
+    # has run; a ring holds more than are visible.
+    num: int = cache.offset - getattr(cache, "start_position", 0)
+    sketch = 0
+    if isinstance(cache, PagedCache):
+        num = cache.pages.policy.num_visible(num)
+        sketch = sum(part.nbytes // part.shape[2] for part in cache.sketch) * cache.offset
+    elif isinstance(cache, RingCache):
+        num = min(num, cache.sink + cache.window)
+    return sketch + sum(
+        part.nbytes // part.shape[2] * min(num, part.shape[2])
+        for part in arrays
+        if isinstance(part, mx.array)
+    )
 
 
 def drop_passed(cache: Any) -> list[mx.array]:
@@ -184,7 +222,7 @@ def _named(name: str, part: Any) -> dict[str, mx.array]:
 def tokens(cache: Any, start: int, end: int) -> dict[str, mx.array]:
     """Return the named arrays of the tokens `[start, end)`, as `parts` names them; some may be views.
 
-    Only for caches that are cut by tokens. Raises `ValueError` if the cache does not hold all the tokens.
+    Only for caches that are stored per token. Raises `ValueError` if the cache does not hold all the tokens.
     """
     if isinstance(cache, PASSING):
         keys, values = cache.tokens(start, end)
@@ -203,7 +241,7 @@ def sketched(cache: PagedCache, start: int, end: int) -> dict[str, mx.array]:
 
 
 def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> None:
-    """Fill a new cache that is cut by tokens. Raises `ValueError` if the arrays do not fit.
+    """Fill a new cache that is stored per token. Raises `ValueError` if the arrays do not fit.
 
     The arrays of a plain cache may have unused room. A ring's arrays have its sinks, then its window; a
     chunk's arrays have its last tokens.
@@ -223,7 +261,7 @@ def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> No
     if is_passing:
         cache.fill(filled[: len(names) // 2], filled[len(names) // 2 :], num_tokens, **more)
         return
-    if type(cache) is ConcatenateKVCache:  # appends behind the whole array: no unused room
+    if type(cache) is ConcatenateKVCache:  # appends after the whole array: no unused room
         filled = [array[..., :num_tokens, :] for array in filled]
     quantized = type(cache) is QuantizedKVCache
     cache.keys, cache.values = (filled[:3], filled[3:]) if quantized else filled
@@ -233,8 +271,8 @@ def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> No
 def state(cache: Any, position: int) -> dict[str, mx.array]:
     """Return the named arrays of the whole state of a cache at `position`; some may be views of the cache.
 
-    A ring buffer is copied as it is, not in the order of tokens: attention would then sum in another order
-    and round differently. Raises `ValueError` if the cache has no state at that position.
+    A ring buffer is copied without sorting its tokens: otherwise attention would sum in another order and
+    round differently. Raises `ValueError` if the cache has no state at that position.
     """
     if type(cache) is ArraysCache:
         if cache.lengths is not None or cache.left_padding is not None:

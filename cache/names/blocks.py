@@ -29,7 +29,7 @@ class Span:
 
     @property
     def num_tokens(self) -> int:
-        """Count the tokens."""
+        """The number of tokens in the span."""
         return self.end - self.start
 
 
@@ -41,7 +41,7 @@ def root(identity: bytes, tenant: str) -> bytes:
 
 
 def link(parent: bytes, packed: bytes) -> bytes:
-    """Return the name of a block, or of a piece of a tail, of `packed` tokens after the prefix `parent`."""
+    """Return the digest that names a block, or a piece of a tail, of `packed` tokens after `parent`."""
     digest = _LINK.copy()  # twice as fast as a new one with parameters
     digest.update(parent)
     digest.update(packed)

@@ -21,7 +21,7 @@ class DoubtfulSnapshotError(CacheError):
 
 
 class PartialSnapshotError(DoubtfulSnapshotError):
-    """A file is undamaged, but lacks sections that were requested: they were evicted."""
+    """A file is undamaged, but lacks requested sections, which were evicted."""
 
 
 class DirectoryLockedError(CacheError):

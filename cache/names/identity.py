@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+    from typing import Self
 
 #: Increase when the meaning of a snapshot's tensors or header changes: older files then never match.
 FORMAT_VERSION: Final = 3
@@ -51,6 +52,21 @@ class Identity:
     caches: str = ""
     policy: str = "full"
     format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def of_no_model(cls, *, kv_dtype: str, block_tokens: int, caches: str, policy: str = "full") -> Self:
+        """Return a made-up identity as long as a real one, to compute sizes and to measure."""
+        zeros = "0" * 64
+        return cls(
+            weights=zeros,
+            config=zeros,
+            tokenizer=zeros,
+            kv_dtype=kv_dtype,
+            block_tokens=block_tokens,
+            code=zeros,
+            caches=caches,
+            policy=policy,
+        )
 
     def digest(self) -> bytes:
         """Return the identity's digest, 32 bytes."""
@@ -97,7 +113,7 @@ def folder_identity(
 ) -> Identity:
     """Compute the identity of a model folder in the MLX layout.
 
-    Reads every weight file that `memo` has no digest of (see `files_digest`), so call off the event loop.
+    Reads every weight file whose digest is not in `memo` (see `files_digest`): do not call on the event loop.
     Raises `FileNotFoundError` if weights or config.json are missing.
     """
     weights = sorted(folder.glob("*.safetensors"))
@@ -116,15 +132,15 @@ def folder_identity(
 
 
 def hash_weights(folder: Path, memo: Path) -> None:
-    """Hash a folder's weights into `memo`, for a later `folder_identity`, which says what is wrong."""
+    """Hash a folder's weights into `memo` in advance; `folder_identity` later reports any error."""
     with suppress(OSError):
         files_digest(sorted(folder.glob("*.safetensors")), memo=memo)
 
 
 def model_digest(folder: Path, memo: Path) -> str:
-    """Name what a folder's model computes by its weights and configuration, 16 bytes as hex.
+    """Return a digest of the weights and the configuration of a folder's model: 16 bytes as hex.
 
-    Reads the weights that `memo` has no digest of. Raises `OSError`.
+    Reads the weights whose digest is not in `memo`. Raises `OSError`.
     """
     weights = files_digest(sorted(folder.glob("*.safetensors")), memo=memo)
     config = config_digest(json.loads((folder / "config.json").read_bytes()))
@@ -138,11 +154,11 @@ def config_digest(config: dict[str, Any]) -> str:
 
 
 def _tokenizer_digest(folder: Path, memo: Path | None) -> str:
-    """Hash the tokenizer's files. The chat template only chooses the text, so it is left out."""
+    """Hash the tokenizer's files. The chat template is left out: it does not change a text's tokens."""
     files = files_digest([path for name in _TOKENIZER_FILES if (path := folder / name).is_file()], memo=memo)
     path = folder / _TOKENIZER_CONFIG
     said = path.read_bytes() if path.is_file() else b""
-    with suppress(ValueError, TypeError):  # a file that is not JSON is hashed as it is
+    with suppress(ValueError, TypeError):  # a file that is not JSON is hashed unchanged
         config = json.loads(said)
         said = json.dumps({**config, "chat_template": None}, sort_keys=True).encode()
     return hashlib.sha256(files.encode() + said).hexdigest()

@@ -1,7 +1,7 @@
-"""Marks of a sequence of tokens, by which a worker recognises its own copies of what was forgotten. Pure.
+"""Marks of a sequence of tokens, by which a worker finds its own copies of forgotten tokens. Pure.
 
 A mark is a digest of a tenant's name and the tokens up to a multiple of `STRIDE`. Unlike the names of blocks
-it is the same for all models and policies, and it tells nothing to who does not know the tokens.
+it is the same for all models and policies. It reveals nothing to a reader who does not know the tokens.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Self
 
-#: Copies of two sequences that differ only behind the last multiple of it are not told apart.
+#: Tokens between two marks. Sequences that differ only after the last mark have the same marks.
 STRIDE: Final = 128
 _BYTES: Final = 8
 
 
 class Erased(NamedTuple):
-    """Up to which entry of a log all that it says was forgotten is gone, and when that was (since 1970)."""
+    """How far a log's erasures are done: up to the entry `seq`, as of `time_s` (seconds since 1970)."""
 
     log: str
     seq: int
@@ -31,9 +31,9 @@ class Erased(NamedTuple):
 
 
 class Marks(msgspec.Struct, frozen=True):
-    """The marks of a sequence from the last multiple of `STRIDE` before its first `shared` tokens on.
+    """The marks of a sequence, from the last multiple of `STRIDE` up to position `shared` on.
 
-    These first tokens are not meant: another sequence has them too.
+    The first `shared` tokens are not to be erased, since another sequence has them too.
     """
 
     shared: int
@@ -41,13 +41,13 @@ class Marks(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, tenant: str, packed: bytes, shared: int = 0) -> Self:
-        """Mark a sequence of packed tokens."""
+        """Compute the marks of a tenant's packed tokens."""
         first = shared // STRIDE
         marks = [digest for number, digest in _digests(tenant, packed) if number >= first]
         return cls(shared, b"".join(marks))
 
     def begin(self, tenant: str) -> Trail:
-        """Return the trail of no tokens."""
+        """Return an empty trail, to which `Trail.then` adds tokens."""
         return Trail(self, _start(tenant), 0)
 
 
@@ -60,7 +60,7 @@ class Trail:
         self._num = num_tokens
 
     def then(self, packed: bytes) -> Trail | None:
-        """Add packed tokens; None if the marks are of another sequence, or of a shorter one."""
+        """Return the trail with these tokens added; None if a mark differs or is missing."""
         hasher, marks = self._hasher.copy(), self._marks.digests
         for num in _steps(self._num, packed, hasher):
             at = (num // STRIDE - self._marks.shared // STRIDE) * _BYTES
@@ -81,7 +81,7 @@ def _digests(tenant: str, packed: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _steps(num: int, packed: bytes, hasher: hashlib.blake2b) -> Iterator[int]:
-    """Hash packed tokens behind `num` others; yield the number of tokens at each multiple of `STRIDE`."""
+    """Hash packed tokens after `num` others; yield the number of tokens at each multiple of `STRIDE`."""
     width = STRIDE * TOKEN_BYTES
     end = width - num * TOKEN_BYTES % width
     start = 0

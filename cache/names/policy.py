@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 #: Tokens held beyond a window: up to this many are written before the first of them attends to the window,
 #: and a session can be rewound by as many without prefilling again.
 SLACK: Final = 256
-#: Tokens that are recalled together; a chunk begins at a multiple of it.
+#: Tokens per chunk, which is recalled as a whole; a chunk begins at a multiple of this number.
 CHUNK: Final = 64
 #: Tokens on SSD that a prompt attends to at a time.
 PART: Final = 1024
@@ -26,14 +26,14 @@ RECALLED: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Which tokens a token sees: all tokens up to itself, or, with a `window`, a part of them.
+    """A cache policy: each token sees all tokens up to itself, or, with a `window`, a part of them.
 
     The visible part is the first `sink` and the last `window` tokens, including the token itself, as in
     "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453). With `recall`, rotary
     positions equal session positions, and up to `recall` other tokens are visible too, in whole chunks: the
     chunks that contain `pins`, (start, end), and the chunks with the highest scores. All tokens are on SSD,
-    the visible ones also on the device. Only an answer's tokens see this part: a prompt's tokens see all
-    earlier tokens, read from SSD layer by layer.
+    the visible ones also on the device. Only the tokens of answers are limited to this part: a
+    prompt's tokens see all earlier tokens, read from SSD layer by layer.
     """
 
     sink: int = 0
@@ -43,9 +43,9 @@ class Policy:
 
     @classmethod
     def paged(cls, resident: int, pins: Iterable[tuple[int, int]] = (), *, sink: int) -> Policy:
-        """Divide `resident` tokens into sinks, pinned chunks, other chunks, and a window.
+        """Return the policy of a paged session with `resident` tokens on the device, and pinned spans `pins`.
 
-        Other chunks and the window get half of the remaining tokens each.
+        After sinks and pinned chunks, other chunks and the window get half of the remaining tokens each.
 
         Raises `ValueError` for pins that overlap, or that leave less than four chunks.
         """
@@ -80,7 +80,7 @@ class Policy:
 
     @property
     def spare(self) -> int:
-        """The most tokens that the device holds beside the visible ones."""
+        """The most tokens that the device holds in addition to the visible ones."""
         return SLACK + (RECALLED if self.recall else 0)
 
     @property
@@ -89,9 +89,9 @@ class Policy:
         return None if self.window is None else self.sink + self.recall + self.window
 
     def __str__(self) -> str:
-        """Return the policy as a part of an identity.
+        """Return the policy as a text that is part of an identity.
 
-        Paged sessions say `exact`: their prompts see all tokens, also those whose KV is on SSD.
+        For paged sessions it contains `exact`: their prompts see all tokens, also those with KV on SSD only.
         """
         if self.window is None:
             return "full"

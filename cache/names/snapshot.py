@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 #: Bytes per element of the types that KV and states come in, by their names in safetensors.
 ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I32": 4, "U32": 4, "I64": 8}
 
-#: The most tokens of a snapshot, in bytes; a block has 8,192 at the most. Searches behind a name look at as
-#: many, so what had more would never be found, and not be removed.
+#: The most bytes of packed tokens in a snapshot (a block has at most 8,192 tokens). Searches for children
+#: compare this many bytes, so a larger snapshot would never be found, nor removed.
 MOST_TOKEN_BYTES: Final = TOKEN_BYTES << 14
-#: Prefix of the names of a state's tensors. All other tensors are cut by tokens, along axis 2.
+#: Prefix of the names of a state's tensors. All other tensors have a token axis, axis 2.
 STATE: Final = "state."
-#: Prefix of the names of a carrier's tensors, which are of more tokens than the carrier's own: see `carried`.
+#: Prefix of the names of a carrier's tensors for sketches, which cover earlier tokens too: see `carried`.
 CARRIED: Final = "carried."
-#: One block in so many is a carrier.
+#: One block in this many is a carrier.
 CARRIER: Final = 16
 
 
@@ -81,7 +81,7 @@ def sections(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(run)
 
 
-#: Name, type and shape (the token axis left out) of every tensor that is cut by tokens: equal in all
+#: Name, type and shape (without the token axis) of every tensor that has a token axis: equal in all
 #: snapshots of a chain.
 Layout = tuple[tuple[str, str, tuple[int, ...]], ...]
 
@@ -110,11 +110,11 @@ GROWING: Final = 2
 class ModelLayout:
     """The tensors that every snapshot of a model has; a file with other tensors is not used.
 
-    `kv` are the tensors that are cut by tokens, grouped by reach; `reaches` has the reach of each, by default
+    `kv` are the tensors that have a token axis, grouped by reach; `reaches` has the reach of each, by default
     all tokens. `states` are the tensors of a state; -1 along `GROWING` means any length. `prove(tensors,
-    num_tokens)` raises `ValueError` if no cache can be filled with the tensors of a state, for example if it
-    has impossible numbers; it is safe on any thread. Under a policy with `recall`, `sketches` are additional
-    tensors for all tokens, and `carried` additional tensors of a carrier for the sketches of earlier blocks.
+    num_tokens)` raises `ValueError` if no cache can be filled with the tensors of a state, for example if its
+    numbers are impossible. `prove` is safe on any thread. Under a policy with `recall`, `sketches` are more
+    tensors for all tokens, and `carried` more tensors of a carrier, for the sketches of earlier blocks.
     """
 
     kv: Layout
@@ -137,7 +137,7 @@ class ModelLayout:
 
     @property
     def reach(self) -> Policy:
-        """The reach that covers those of all layers: the most sinks and the longest window."""
+        """A reach that covers every layer's: the most sinks and the longest window."""
         if not self._distinct or FULL in self._distinct:
             return FULL
         return Policy(
@@ -182,7 +182,7 @@ class ModelLayout:
         return tuple(found)
 
     def seen_by_windows(self, num_tokens: int) -> tuple[Span, ...]:
-        """List the spans of `num_tokens` tokens that the layers of `windows` see; they may overlap."""
+        """List the spans of a session of `num_tokens` tokens that window layers see; they may overlap."""
         return tuple(
             dict.fromkeys(
                 span for reach in self._distinct if reach.is_endless for span in seen(reach, num_tokens)
@@ -236,18 +236,18 @@ class Name(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Count the tokens."""
+        """The number of the snapshot's tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
     def span(self) -> Span:
-        """The positions of the tokens."""
+        """The positions of the snapshot's tokens in the session."""
         return Span(self.start, self.start + self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor is in memory: `rows` has one buffer for each head, with `token_bytes` bytes a token.
+    """The memory for a tensor: `rows` has one buffer for each head, with `token_bytes` bytes a token.
 
     Each buffer has the tokens of `spans`, in order. `section` names the tensor's section in a file, as the
     function `section` returns it.
@@ -268,7 +268,7 @@ class Place:
         )
 
     def segments(self, span: Span) -> Iterator[tuple[int | None, int]]:
-        """Split a span into runs: (index in the buffer, or None for tokens without a place; tokens)."""
+        """Split a span into runs: (index in the buffer, None if without a place; number of tokens)."""
         done, at = span.start, 0
         for own in self.spans:
             start, end = max(own.start, span.start), min(own.end, span.end)

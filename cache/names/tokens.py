@@ -1,6 +1,6 @@
 """A session's token ids, and the chain of their names. Pure.
 
-When tokens are appended, the earlier ids are shared, not copied. Long sessions leave out ids in their middle.
+Appending tokens shares the earlier ids and does not copy them. Long sessions omit the ids in the middle.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES: Final = 4
 
-#: Tokens of a part of `Tokens`: to append copies one part at the most, and a reference to each other one.
+#: Tokens per part of `Tokens`: appending copies at most one part, and references to the other parts.
 _PART: Final = 4096
 
-#: Where a number in LEB128 takes a further byte.
+#: The smallest numbers that take 2, 3, 4 and 5 bytes in LEB128.
 _LEB_LIMITS: Final = np.array([1 << bits for bits in (7, 14, 21, 28)], np.uint32)
-#: Up to so many bytes a loop is faster than numpy.
+#: Up to this many bytes a loop is faster than numpy.
 _FEW: Final = 512
 _DIGESTED: Final = 16
 _PLAIN: Final = hashlib.blake2b(digest_size=_DIGESTED)
@@ -61,10 +61,10 @@ class Tokens(Sequence[int]):
 
     So the cost of a turn does not depend on its session's length: earlier ids are not copied, compared or
     hashed again. `chains` has the names of these tokens' blocks, by root; tokens share it with the tokens
-    that they extend. It belongs to the event loop.
+    that they extend. `chains` belongs to the event loop.
 
     A long session's tokens may be `shortened`: the ids of a middle part are left out. A method that needs
-    such an id raises `CutOffError`. `boundaries` are the known names of prefixes of these tokens.
+    such an id raises `CutOffError`. `boundaries` are known names of prefixes of these tokens.
     """
 
     __slots__ = ("_parts", "_rest", "boundaries", "chains")
@@ -76,7 +76,7 @@ class Tokens(Sequence[int]):
         chains: dict[bytes, Chain] | None = None,
         boundaries: Sequence[Boundary] = (),
     ) -> None:
-        """Make tokens of whole parts and the rest."""
+        """Make tokens from whole parts and the ids after the last part."""
         self._parts = parts
         self._rest = array("I") if rest is None else rest
         self.chains: dict[bytes, Chain] = {} if chains is None else chains
@@ -100,7 +100,7 @@ class Tokens(Sequence[int]):
             if end == len(self):
                 return self
             num = end // _PART
-            # What is appended to the beginning may differ from what such a name is of.
+            # Longer prefixes are left out: other tokens may be appended than their names stand for.
             named = tuple(one for one in self.boundaries if one.end <= end)
             return Tokens(self._parts[:num], self.ids(num * _PART, end), self.chains, named)
         at = range(len(self))[at]
@@ -182,7 +182,7 @@ class Tokens(Sequence[int]):
         return Tokens(self._parts, self._rest)
 
     def apart(self) -> Tokens:
-        """Return a copy with `chains` of its own, for a session that continues apart from this one's."""
+        """Return a copy with `chains` of its own, for a fork of the session."""
         chains = {root: chain.copy() for root, chain in self.chains.items()}
         return Tokens(self._parts, self._rest, chains, self.boundaries)
 
@@ -231,7 +231,7 @@ class Chain:
         self._named = tokens[: (len(self._names) - 1) * self.block].alone()
 
     def copy(self) -> Chain:
-        """Return a chain with the same names, which grows apart from this one."""
+        """Return an independent copy of the chain."""
         chain = Chain(self.root, self.block, self.policy)
         chain._named, chain._names = self._named, [*self._names]  # of this class
         return chain
@@ -295,7 +295,7 @@ def unpack(packed: bytes) -> Tokens:
 
 
 def to_compact(tokens: Sequence[int]) -> str:
-    """Encode token ids for a result: base64 of LEB128 numbers, some two to three characters each.
+    """Encode token ids for a result: base64 of LEB128 numbers, about two to three characters per token.
 
     LEB128 writes a number in groups of seven bits, the lowest first; the high bit of a byte says that more
     follow.

@@ -171,6 +171,12 @@ class Console:
         self._about = {"prefix": prefix, "tenant": client.tenant, "read_only": read_only, "models": models}
         self._costs = Costs(client)
         self._num_streams = 0
+        self.app = Starlette(
+            routes=self._routes(read_only=read_only),
+            exception_handlers={TurnkeepError: _on_error, HTTPException: _on_http},
+        )
+
+    def _routes(self, *, read_only: bool) -> list[Route | Mount]:
         one = "/api/sessions/{name}"
         acting = [
             Route(f"{one}/ask", self._ask, methods=["POST"]),
@@ -181,29 +187,23 @@ class Console:
             Route("/api/models/serve", self._serve, methods=["POST"]),
             Route("/api/models/unload", self._unload, methods=["POST"]),
         ]
-        self.app = Starlette(
-            routes=[
-                Route("/api/workers", self._workers),
-                Route("/api/place", self._where),
-                Route("/api/log", self._last_lines),
-                Route("/api/models", self._models),
-                *([] if read_only else of_models),
-                *map(
-                    self._connected,
-                    (
-                        Route("/api/sessions", self._sessions),
-                        Route(one, self._session),
-                        Route(f"{one}/tree", self._tree),
-                        Route(f"{one}/pins", self._pins),
-                        Route(f"{one}/export", self._export),
-                        Route(f"{one}/answers/{{seq:int}}", self._answer),
-                        *([] if read_only else acting),
-                    ),
-                ),
-                Mount("/", StaticFiles(directory=PAGE, html=True)),
-            ],
-            exception_handlers={TurnkeepError: _on_error, HTTPException: _on_http},
-        )
+        of_sessions = [
+            Route("/api/sessions", self._sessions),
+            Route(one, self._session),
+            Route(f"{one}/tree", self._tree),
+            Route(f"{one}/pins", self._pins),
+            Route(f"{one}/export", self._export),
+            Route(f"{one}/answers/{{seq:int}}", self._answer),
+        ]
+        return [
+            Route("/api/workers", self._workers),
+            Route("/api/place", self._where),
+            Route("/api/log", self._last_lines),
+            Route("/api/models", self._models),
+            *([] if read_only else of_models),
+            *map(self._connected, of_sessions if read_only else of_sessions + acting),
+            Mount("/", StaticFiles(directory=PAGE, html=True)),
+        ]
 
     def _connected(self, route: Route) -> Route:
         """Wrap a route so that it refuses requests while NATS is away; otherwise they would wait long."""

@@ -62,17 +62,11 @@ async def run(
         )
         for live, ((prefix, _), client) in zip(lives, clients.items(), strict=True)
     }
-    first, *_ = consoles.values()
     with contextlib.closing(listening(host, port)) as listener:
-        address, at = listener.getsockname()[:2]
-        shown = f"[{address}]" if ":" in address else address
-        url = f"http://{shown}:{at}/?token={token}"
-        click.echo(f"the console is at {url}", err=True)
         running = server(consoles, token)
         if until_eof:
-            asyncio.get_running_loop().add_reader(sys.stdin, lambda: _hear(first, running))
-        if opens and not await asyncio.to_thread(webbrowser.open, url):
-            click.echo("turnkeep: no browser was found; open this address in one", err=True)
+            asyncio.get_running_loop().add_reader(sys.stdin, _hear, next(iter(consoles.values())), running)
+        await _announce(listener, token, opens=opens)
         serving = asyncio.create_task(running.serve(sockets=[listener]))
         try:
             parts = [part for live in lives for part in (live.listen(), live.keep())]
@@ -82,6 +76,15 @@ async def run(
             await serving
     if not all(client.connected for client in clients.values()):
         raise ConsoleError("the NATS server has closed the connection; its log says why")
+
+
+async def _announce(listener: socket.socket, token: str, *, opens: bool) -> None:
+    address, at = listener.getsockname()[:2]
+    shown = f"[{address}]" if ":" in address else address
+    url = f"http://{shown}:{at}/?token={token}"
+    click.echo(f"the console is at {url}", err=True)
+    if opens and not await asyncio.to_thread(webbrowser.open, url):
+        click.echo("turnkeep: no browser was found; open this address in one", err=True)
 
 
 def _hear(console: Console, running: uvicorn.Server) -> None:

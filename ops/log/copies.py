@@ -140,17 +140,7 @@ def export(
     with contextlib.ExitStack() as stack:
         snapshots = stack.enter_context(tarfile.open(kv, "r:")) if kv else None
         members = snapshots.getmembers() if snapshots else []
-        manifest = Manifest(
-            format=FORMAT,
-            version=__version__,
-            tenant=key.tenant,
-            session=key.session,
-            model=exchanges[-1].answered.model,
-            began=exchanges[0].asked.stored,
-            exchanges=len(exchanges),
-            digest=_digest(log),
-            kv=tuple((member.name, member.size) for member in members),
-        )
+        manifest = _manifest_of(key, exchanges, log, members)
         made, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")  # with mode 0600
         stack.callback(Path(name).unlink, missing_ok=True)
         with (
@@ -165,6 +155,22 @@ def export(
                 tar.addfile(member, snapshots.extractfile(member) if snapshots else None)
         Path(name).replace(target)
     return manifest
+
+
+def _manifest_of(
+    key: SessionKey, exchanges: Sequence[Exchange], log: bytes, members: Sequence[tarfile.TarInfo]
+) -> Manifest:
+    return Manifest(
+        format=FORMAT,
+        version=__version__,
+        tenant=key.tenant,
+        session=key.session,
+        model=exchanges[-1].answered.model,
+        began=exchanges[0].asked.stored,
+        exchanges=len(exchanges),
+        digest=_digest(log),
+        kv=tuple((member.name, member.size) for member in members),
+    )
 
 
 def _lines(exchanges: Sequence[Exchange], parts: Mapping[int, bytes]) -> bytes:

@@ -17,6 +17,7 @@ from cache.disk.folder import Folder
 from cache.disk.header import read_name
 from cache.names.blocks import Span
 from cache.names.identity import FORMAT_VERSION
+from cache.names.marks import Marks
 from cache.names.tokens import Chain, as_tokens, pack
 from cache.store import Forgotten
 
@@ -231,6 +232,15 @@ async def test_an_erase_leaves_the_copies_of_another_tenant(open_store) -> None:
     assert await store.barrier(10)
     assert (await store.erase("a", TOKENS, 10)).settled
     assert store.match("b", TOKENS).num_tokens == 10
+
+
+def test_marks_are_of_one_tenant_and_of_all_tokens_before_them() -> None:
+    """Those of what is shared too, up to which they begin."""
+    packed, other = pack(range(300)), pack([9, *range(1, 200)])
+    marks = Marks.of("a", packed, shared=140)
+    assert marks.digests != Marks.of("b", packed, shared=140).digests
+    assert marks.begin("a").then(packed) is not None
+    assert marks.begin("a").then(other) is None
 
 
 async def test_an_erase_is_not_confirmed_while_files_of_an_unknown_format_version_exist(

@@ -77,8 +77,9 @@ def test_code_dtype_block_size_and_policy_each_change_the_identity(folder) -> No
         take(folder, kv_dtype="bfloat16"),
         take(folder, block_tokens=128),
         take(folder, policy="sink_window"),
+        take(folder, caches="2*QuantizedKVCache(64,8)"),
     ]
-    assert len({identity.digest() for identity in variants}) == 5
+    assert len({identity.digest() for identity in variants}) == 6
 
 
 def test_weight_files_that_swap_their_contents_give_another_identity(folder) -> None:

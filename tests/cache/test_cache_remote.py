@@ -434,6 +434,23 @@ async def test_a_cancelled_fetch_leaves_no_temporary_file(open_two: Any, tmp_pat
     assert await fetched(two, TOKENS) == 10
 
 
+async def test_a_fetch_adopts_nothing_of_what_is_forgotten_meanwhile(open_two: Any) -> None:
+    one, two = await open_two()
+    await put(one, TOKENS)
+    found = await two.find_remote(two.chain("a"), TOKENS)
+    remote = two._remote
+    got = remote._got
+
+    async def forget_then(*links: Any) -> Any:
+        arrived = await got(*links)
+        two.forget("a", TOKENS)
+        return arrived
+
+    remote._got = forget_then
+    await two.fetch(found)
+    assert two.match("a", TOKENS).num_tokens == 0
+
+
 async def test_an_erase_that_times_out_is_still_completed_in_the_tier(open_two: Any, tmp_path: Path) -> None:
     one, _ = await open_two()
     await put(one, TOKENS)

@@ -151,6 +151,7 @@ async def test_saves_are_dropped_and_counted_when_pins_fill_the_disk_limit(open_
     with capture_logs() as logs:
         store.set_limits(max_bytes=int(1.5 * size))
     assert [log["event"] for log in logs] == ["cache_limits_changed", "pins_exceed_the_limit"]
+    assert (await store.pin("a", TOKENS[:8])).noted, "it is pinned already"
     assert save_all(store, "b", TOKENS[:4]) == [False]
     stats = store.stats()
     assert stats.dropped == {"disk_limit": 1}
@@ -270,6 +271,15 @@ async def test_the_required_free_space_can_be_changed_while_the_store_runs(open_
     assert save_all(store, "a", [1, 1]) == [False]
     store.set_limits(min_free_bytes=0)
     assert save_all(store, "a", [1, 1]) == [True]
+
+
+async def test_space_for_what_waits_for_the_disk_is_not_free(open_store, gate) -> None:
+    store = await open_store()
+    assert save_all(store, "a", TOKENS[:4]) == [True]
+    size = store.stats().in_flight_bytes
+    store.set_limits(min_free_bytes=store._writer.free_bytes - int(1.5 * size))
+    assert save_all(store, "b", TOKENS[:4]) == [False]
+    gate.set()
 
 
 async def test_snapshots_over_a_lowered_limit_are_evicted_once_nothing_holds_them(open_store, gate) -> None:

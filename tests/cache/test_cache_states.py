@@ -63,6 +63,8 @@ async def test_a_match_for_a_stateful_model_ends_at_the_end_of_a_snapshot(open_s
     assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
     other = [*TOKENS[:10], 99, *TOKENS[11:]]
     assert await restored(store, other) == 8, "a tail that goes on differently"
+    assert store.wanted("a", TOKENS, 0, 10) == [Span(8, 10)], "its state is worth a file"
+    assert store.wanted("a", TOKENS, 0, 11) == []
 
 
 async def test_a_match_for_a_stateful_model_picks_the_longest_of_several_tails(open_store) -> None:

@@ -25,7 +25,7 @@ from tests.parts import (
     make_tiny_model,
 )
 from turnkeep_client.messages import Metrics
-from worker.process.settings import load
+from worker.process.setting_sources import load
 
 TURN, ANSWER, TURNS = 150, 9, 7
 MEMORY = 64 * 2**20

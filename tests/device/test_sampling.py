@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import hypothesis.strategies as st
 import mlx.core as mx
 import numpy as np
@@ -172,8 +174,10 @@ def test_the_repetition_penalty_does_not_change_the_models_own_logits() -> None:
     assert np.array_equal(np.array(values), before)
 
 
-def test_half_precision_logits_are_filtered_in_float32() -> None:
-    """A cumulative sum over a large vocabulary in bfloat16 stalls long before top_p."""
-    values = mx.zeros((4096,)).astype(mx.bfloat16)
+def test_half_precision_logits_are_changed_and_filtered_in_float32() -> None:
+    """In bfloat16 a cumulative sum over a large vocabulary stalls long before top_p, and 20 - 0.01 is 20."""
+    values = mx.full((4096,), 20.0, mx.bfloat16)
     drawn = draws(values, Sampling(1.0, top_p=0.5), 400)
     assert len(set(drawn.tolist())) > 300
+    penalised = Draw(Sampling(presence_penalty=0.01), 0, counts=Counter([0]))
+    assert draw_all(values[None], [penalised]).tokens.item() == 1

@@ -71,14 +71,16 @@ def test_penalties_and_biases_change_logits_as_their_definitions_say(seed) -> No
 def test_draws_after_drafted_tokens_count_these_for_penalties_and_min_tokens() -> None:
     sampling = Sampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=12)
     sampler = RowSampler(sampling, answered=[7] * 10, prompt=[3], end_tokens=frozenset((1,)))
-    drafted = sampler.draws([8, 9, 8])
-    for known, (draw_ahead, token) in enumerate(zip(drafted, [8, 9, 8, None], strict=True)):
+
+    def known(draw: Draw) -> tuple[object, ...]:
+        return draw.index, sorted(draw.seen), dict(draw.counts), draw.banned
+
+    drafted = [known(draw) for draw in sampler.draws([8, 9, 8])]  # copied before the tokens are the answer's
+    for draft_known, token in zip(drafted, [8, 9, 8, 8], strict=True):
         (plain,) = sampler.draws()
-        assert (draw_ahead.index, sorted(draw_ahead.seen)) == (plain.index, sorted(plain.seen)), known
-        assert (draw_ahead.counts, draw_ahead.banned) == (plain.counts, plain.banned)
-        if token is not None:
-            sampler.push([token])
-    assert [draw_ahead.banned for draw_ahead in drafted] == [[1], [1], (), ()]
+        assert draft_known == known(plain)
+        sampler.push([token])
+    assert [banned for *_, banned in drafted] == [[1], [1], (), ()]
 
 
 @pytest.mark.parametrize("kind", [mx.float32, mx.bfloat16])

@@ -127,6 +127,18 @@ def test_windowed_rows_join_a_pool_once_and_are_never_moved(make_model, make_rig
     assert all(rig.end(turn).num_cached > SLACK + 23 for turn in turns)
 
 
+def test_rows_of_several_windows_get_in_one_batch_what_they_get_alone(make_model, make_rig) -> None:
+    model, policies = make_model("llama"), [POLICY, Policy(3, 28)]
+
+    def answers(*numbers: int) -> list[Sequence[int]]:
+        rig = make_rig(model)
+        turns = [generate(prompt(60, n), 40, name=f"s{n}", policy=policies[n % 2]) for n in numbers]
+        rig.run(*turns)
+        return [rig.tokens(turn) for turn in turns]
+
+    assert answers(*range(8)) == [answers(n)[0] for n in range(8)]
+
+
 @pytest.mark.parametrize("kv_bits", [8, 4])
 def test_a_windowed_prompt_with_quantised_kv_gives_the_same_tokens_in_pieces_as_whole(
     make_model, make_rig, kv_bits

@@ -16,7 +16,7 @@ from bench.programs.device import Measuring
 from cache.kv import layers
 from worker.batch.rows import Row
 from worker.models import model
-from worker.process import settings
+from worker.process import setting_sources
 from worker.process.datadir import DataDir
 
 TOKENS = [(7 * i + 3) % 250 for i in range(96)]
@@ -27,7 +27,7 @@ PROMPTS = [TOKENS[:40], TOKENS[20:60], TOKENS[30:70]]
 def measuring(tiny_model: Path, tmp_path: Path) -> Iterator[Measuring]:
     flags = {"data_dir": str(tmp_path), "nats_port": str(free_port()), "block_tokens": "16"}
     directory = DataDir.open(tmp_path)
-    yield Measuring(model.load(tiny_model, dtype="float32"), directory, settings.load(flags, {}))
+    yield Measuring(model.load(tiny_model, dtype="float32"), directory, setting_sources.load(flags, {}))
     directory.close()
 
 

@@ -17,7 +17,9 @@ from worker import app as app_module
 from worker.device.runner import Runner
 from worker.models import model
 from worker.observe import health as health_module
-from worker.process.settings import Endpoint, SettingsError, load
+from worker.process.setting_kinds import Endpoint
+from worker.process.setting_sources import load
+from worker.process.settings import SettingsError
 from worker.wire.broker import find_server
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from commands.cli import main
 from tests.commands.command_runs import turnkeep
 from turnkeep_client.client import connect as client
 from turnkeep_client.errors import NotPermittedError
-from worker.process.settings import Settings, SettingsError, load
+from worker.process.setting_sources import load
+from worker.process.settings import Settings, SettingsError
 from worker.wire.connection import BrokerError, connect
 from worker.wire.credentials import nats_options, over_tls
 

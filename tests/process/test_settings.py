@@ -7,7 +7,8 @@ import pytest
 from cache.names.policy import FULL, Policy
 from turnkeep_client.subjects import check_id
 from worker.process import settings as module
-from worker.process.settings import Settings, SettingsError, describe, load, load_models
+from worker.process.setting_sources import load, load_models
+from worker.process.settings import Settings, SettingsError, describe
 
 
 def write(folder: Path, text: str) -> Path:

@@ -59,28 +59,32 @@ async def test_an_embedding_leaves_neither_log_entries_nor_kv(
     assert not await worker.client.log()
 
 
-async def test_embedding_many_texts_does_not_stop_a_running_answer(
-    local_worker: Start, embedding_model: Path
+@pytest.mark.parametrize("kind", ["vectors", "scores"])
+async def test_a_list_of_many_texts_leaves_nothing_and_does_not_stop_a_running_answer(
+    local_worker: Start, embedding_model: Path, reranker: Path, kind: str
 ) -> None:
-    """Both run side by side: tokens arrive until the last vector is ready."""
-    worker = await local_worker(model=str(embedding_model))
-    generation = worker.client.session("s").generate(text="eee", max_tokens=1900, ignore_eos=True)
+    """The answer and the list go on beside each other: tokens come until the last text is done."""
+    worker = await local_worker(model=str(embedding_model if kind == "vectors" else reranker))
+    client = worker.client
+    generation = client.session("s").generate(text="eee", max_tokens=1900, ignore_eos=True)
     chunks = 0
     async with generation:
-        embedding = asyncio.create_task(worker.client.embed(TEXTS * 30))
+        asked = client.embed(TEXTS * 30) if kind == "vectors" else client.rerank("x", TEXTS * 30)
+        listed = asyncio.create_task(asked)
         async for _ in generation:
             chunks += 1
-            if embedding.done():
+            if listed.done():
                 break
-        assert len((await embedding).vectors) == 90
+        assert len((await listed).tokens) == 90
     assert chunks > 20
+    assert len(await client.log()) == 2, "the answer's request and its result"
 
 
 @pytest.mark.parametrize(
     ("inputs", "more", "why"),
     [
         ([[]], {}, "has 0 tokens"),
-        ([[1, 10**6]], {}, "token id outside"),
+        ([[258], [259]], {}, r"inputs\[1\] has a token id outside of the model's vocabulary of 259"),
         (["a " * 50_000], {}, "it must have 1 to"),
         (["a"], {"dimensions": 10**6}, "dimensions, not 1000000"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -68,23 +67,6 @@ async def test_special_tokens_spelled_out_in_a_document_are_text(local_worker: S
     cut = await worker.client.rerank(QUERY, ["x" + said], document_tokens=1000)
     assert spelled.tokens[0] - short.tokens[0] == len(said) - 2, "a token for each character but of `yes`"
     assert cut == spelled
-
-
-async def test_reranking_many_documents_stops_no_answer_and_leaves_no_log_entries(
-    local_worker: Start, reranker: Path
-) -> None:
-    worker = await local_worker(model=str(reranker))
-    generation = worker.client.session("s").generate(text="eee", max_tokens=1900, ignore_eos=True)
-    chunks = 0
-    async with generation:
-        scoring = asyncio.create_task(worker.client.rerank(QUERY, DOCUMENTS * 30))
-        async for _ in generation:
-            chunks += 1
-            if scoring.done():
-                break
-        assert len((await scoring).scores) == 90
-    assert chunks > 20
-    assert len(await worker.client.log()) == 2, "the answer's request and its result"
 
 
 @pytest.mark.parametrize("documents", [["a " * 50_000], ["a", "b " * 50_000]])

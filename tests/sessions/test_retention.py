@@ -591,3 +591,25 @@ async def test_the_result_of_a_close_is_found_after_the_result_of_a_cancelled_re
     found = await keeper._find_close(SessionKey("t", "s"), 3)
     assert found is not None
     assert (found.entry.seq, found.forgets) == (7, True)
+
+
+async def test_a_nearly_full_log_is_relieved_down_to_the_lower_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it is nearly full again at once. Each closed session is a twentieth of it."""
+    at_once: list[bool] = []
+
+    class Log:
+        server = "s"
+
+        async def log_bytes(self) -> int:
+            return 95 - 5 * len(at_once)
+
+        async def closed(self, _: int) -> tuple[list[Entry], int]:
+            return [Entry(n, "out", datetime.now(UTC), b"", {}) for n in range(1, 7)], 0
+
+    async def follow(_: Retention, __: Entry, **how: bool) -> bool:
+        at_once.append(how["at_once"])
+        return True
+
+    monkeypatch.setattr(Retention, "_follow", follow)
+    await Retention(Log(), closed_ttl_s=None, max_bytes=100).sweep()  # type: ignore[arg-type]
+    assert at_once == [True] * 3 + [False] * 3

@@ -106,12 +106,13 @@ async def test_the_client_refuses_contradictory_options_and_numbers_out_of_range
 
 @pytest.mark.simulated
 async def test_a_bias_on_a_token_beyond_the_vocabulary_is_refused_and_adds_nothing(client: Client) -> None:
+    """The one after the last token would be the first of another answer in the batch."""
     session = client.session("s")
     await session.append(text="before")
     with pytest.raises(
-        RequestFailedError, match="logit_bias names the token 1000000; the model's tokens are"
+        RequestFailedError, match="logit_bias names the token 259; the model's tokens are 0 to 258"
     ):
-        await session.generate(text="x", logit_bias={1_000_000: 1.0})
+        await session.generate(text="x", logit_bias={258: 1.0, 259: 1.0})
     assert (await session.info()).position == len("before")
 
 

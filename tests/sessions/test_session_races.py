@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,13 +23,11 @@ from turnkeep_client.messages import (
     encode,
 )
 from worker.models.tokenizer import Tokenizer
-from worker.observe.telemetry import Telemetry
 from worker.sessions.attempts import AttemptNote, SharedLock
 from worker.sessions.port import DeviceFaultError
 from worker.sessions.record import Pending
 from worker.wire.chunks import Published
 from worker.wire.fence import FencedError
-from worker.wire.intake import Intake
 
 
 @pytest.fixture(scope="module")
@@ -302,40 +299,6 @@ async def test_a_crashing_request_is_given_up_though_a_newer_one_is_delivered_fi
     assert lives == 4
 
 
-class Delivered(SimpleNamespace):
-    """A delivery as nats-py gives it."""
-
-    def __init__(self, session: str, seq: int, num_delivered: int) -> None:
-        metadata = SimpleNamespace(
-            sequence=SimpleNamespace(stream=seq), num_delivered=num_delivered, timestamp=STORED
-        )
-        super().__init__(subject=f"turnkeep.t.{session}.in", data=b"", metadata=metadata)
-
-    async def ack(self) -> None:
-        pass
-
-    async def nak(self, *, delay: float) -> None:
-        pass
-
-
-async def test_a_returned_request_keeps_its_redelivered_flag_and_a_return_does_not_set_it() -> None:
-    rung: list[Any] = []
-    parts: Any = [None, None, Telemetry(), SimpleNamespace(server="s")]
-    limits = {"ack_wait_s": 1.0, "max_sessions": 1, "max_sessions_per_tenant": 1, "max_message_bytes": 2**20}
-    intake = Intake(*parts, holds=lambda _: True, route=lambda *_: None, **limits)
-    for delivered in (Delivered("a", 9, 1), Delivered("b", 5, 2), Delivered("c", 10, 1)):
-        await intake.deliver(delivered, rung.append)  # type: ignore[arg-type]
-    assert (intake.num_sessions, intake.num_returned) == (1, 2)
-    for session, seq, num_delivered in (("b", 5, 3), ("c", 10, 2)):
-        await intake.ack(rung[-1].key)
-        await intake.deliver(Delivered(session, seq, num_delivered), rung.append)  # type: ignore[arg-type]
-    assert [(one.seq, one.again, one.first_seq) for one in rung] == [
-        (9, False, 9),
-        (5, True, 9),
-        (10, False, 9),
-    ]
-
-
 async def test_a_repeat_is_recognised_though_a_forgotten_session_used_its_id_before(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,24 +314,6 @@ async def test_a_repeat_is_recognised_though_a_forgotten_session_used_its_id_bef
     second = await world.ask(again)
     assert (second.seq, second.repeat_of) == (3, None)
     assert (await world.ask(again)).repeat_of == 3
-
-
-async def test_a_returned_request_that_has_left_the_log_is_no_longer_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A close removes requests that wait to be delivered again. Counted for ever, they delay all others."""
-    monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.01)
-    monkeypatch.setattr("worker.wire.intake._GONE_S", 0.02)
-    parts: Any = [None, None, Telemetry(), SimpleNamespace(server="s")]
-    limits = {"ack_wait_s": 0.03, "max_sessions": 0, "max_sessions_per_tenant": 1, "max_message_bytes": 2**20}
-    intake = Intake(*parts, holds=lambda _: True, route=lambda *_: None, **limits)
-    await intake.deliver(Delivered("a", 5, 1), lambda _: None)  # type: ignore[arg-type]
-    assert intake.num_returned == 1
-    keeping = asyncio.create_task(intake.keep_alive())
-    async with asyncio.timeout(5):
-        while intake.num_returned:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    keeping.cancel()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """Holds the running answers (rows) and runs steps: one loop for all models. Device thread only.
 
 A step runs all rows and pieces of prompts, and draws the rows' tokens. Two things differ between models, and
-`batch_kinds` chooses both: how a pass runs (`Pass`: one for all, or the model's own), and where rows keep
-their KV beside their own caches (`Keeping`: in pools, merged, or nowhere). Two things make a step faster
-without changing the tokens: rows speculate where it pays (`speculation`), and the next step may be in flight
-before the last tokens are known.
+`batch_kinds` chooses both: how a pass runs (`Pass`: shared by all rows, or the model's own), and where rows
+can keep KV besides their own caches (`Keeping`: in pools, merged, or nowhere). Two things make a step faster
+without changing the tokens: rows speculate where it pays (`speculation`), and the next step may be launched
+before the last tokens have been read.
 
 A step only appends to plain caches, so setting a cache's offset back undoes the step.
 """
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from .rows import Keeping, Pass, PrefillPiece, Row
     from .speculation import Drafted
 
-    #: A row, and its draft: the tokens speculated after its last one.
+    #: A row and its draft: the tokens that are speculated to follow its last token.
     Draft: TypeAlias = "tuple[Row, list[int]]"
 
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """A step in flight: `choice` has the tokens drawn for `drafts`, then the first ones of `beginning`.
+    """A step in flight: `choice` has the tokens drawn for `drafts`, then the first tokens of `beginning`.
 
-    `ahead` says whether it was launched ahead, and whether it could have been. `drafts` are made of what was
-    `drafted`.
+    `ahead` says whether the step was launched before the previous tokens were read, and whether it could have
+    been. `drafted` is the drafters' output, from which the batch made `drafts`.
     """
 
     drafts: list[Draft]
@@ -58,7 +58,7 @@ class _LaunchedStep:
 
 
 class Batch:
-    """The running answers. Runs one step after another for them and for pieces of prompts."""
+    """The running answers, and the loop that runs one step after another for them and for prompts."""
 
     def __init__(
         self,
@@ -74,16 +74,16 @@ class Batch:
         sketched: tuple[int, ...] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`is_plain` says that a step can be undone by setting the offsets of rows' own caches back.
+        """`is_plain` says that a step can be undone by setting back the offsets of rows' own caches.
 
-        `drafters` draft up to `max_draft` tokens for rows with caches of their own. `has_rings` says that
-        rows may have rings in the place of plain caches, `windows_are_rings` that a model's own windows are
-        rings; `sketched` are the layers whose keys a paged session keeps in sketches.
+        `drafters` draft up to `max_draft` tokens for a row. `has_rings` says that rows may have ring caches
+        instead of plain ones, `windows_are_rings` that the model's own sliding windows are rings; `sketched`
+        are the layers whose keys a paged session also keeps as sketches.
         """
         self.has_rings = has_rings
         self.windows_are_rings = windows_are_rings
         self.sketched = sketched
-        #: Drafts, and how many of their tokens were accepted.
+        #: Makes drafts, and counts how many of their tokens were accepted.
         self.speculation = Speculation(drafters, max_draft, clock)
         self._run = run
         self._keeping = keeping
@@ -99,7 +99,7 @@ class Batch:
 
     @property
     def can_draft(self) -> bool:
-        """Whether rows can have drafts: a step over them can be undone."""
+        """Whether rows can have drafts: there are drafters, and a step can be undone."""
         return self.speculation.has_drafters
 
     @property
@@ -109,24 +109,24 @@ class Batch:
 
     @property
     def num_cached(self) -> int:
-        """Number of tokens with KV, over all rows."""
+        """Number of tokens whose KV is on the device, over all rows."""
         return sum(min(row.num_cached, row.most_held) for row in self._rows)
 
     @property
     def growing(self) -> list[int]:
-        """The lengths in tokens of all rows with full caches, for which the next step allocates memory."""
-        # One step may be in flight and another be launched before the next check: room for two tokens.
+        """The lengths in tokens of the rows whose caches are full, so that the next step allocates memory."""
+        # One step may be in flight and another launched before the next check: check for two tokens.
         full = (row for row in self._rows if row.caches and layers.grows(row.caches, 2))
         return [min(row.num_cached, row.most_held) for row in full] + list(self._keeping.growing)
 
     @property
     def removal_bytes(self) -> int:
-        """The most bytes that are allocated to remove a row."""
+        """The most bytes that `remove` allocates."""
         return self._keeping.removal_bytes
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the next step is in flight already, and cannot take pieces."""
+        """Whether the next step is in flight already, so that it cannot include pieces of prompts."""
         return self._ahead is not None
 
     def caches(self, row: Row) -> list[Any]:
@@ -135,7 +135,7 @@ class Batch:
         return self._keeping.caches(row) if row.caches is None else row.caches
 
     def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
-        """Run every row and piece, and draw each row's next token; a piece's row joins with its first token.
+        """Run all rows and pieces, and draw each row's next token; a piece's `row`, if set, joins the batch.
 
         A row gets one token, or more if its draft is accepted: see `Row.drawn`. Afterwards KV covers all
         tokens that were run. With `run_ahead` the next step may be launched before the caller has read this
@@ -153,9 +153,9 @@ class Batch:
         self._collect(launched, is_last=self._ahead is None)
 
     def score(self, piece: PrefillPiece, most: int) -> None:
-        """Run a piece in passes of its own, and add to its `scores`; logits of `most` tokens exist at once.
+        """Run a piece in separate passes, with logits of `most` tokens at once, and extend its `scores`.
 
-        It does not start a row. No step may be in flight.
+        The piece does not start a row. No step may be in flight.
         """
         if self._ahead is not None or piece.scores is None:
             raise ValueError("no scores are asked for, or a step is in flight")
@@ -170,9 +170,9 @@ class Batch:
             piece.scores.drawn += drawn
 
     def embed(self, pieces: Sequence[PrefillPiece]) -> None:
-        """Run the last pieces of prompts in a pass of their own, and set their embeddings.
+        """Run the last pieces of prompts in a separate pass, and set their embeddings.
 
-        They want the hidden states, or all of them want the logits of the same tokens. No step may be in
+        Either all pieces want hidden states, or all want the logits of the same tokens. No step may be in
         flight.
         """
         wanted = {piece.embedding.tokens for piece in pieces if piece.embedding is not None}
@@ -204,7 +204,7 @@ class Batch:
         return row.caches or []
 
     def roll_back(self) -> bool:
-        """Undo a failed step for every row; False if that is not possible."""
+        """Undo a failed step for every row; return False if that is not possible."""
         self._ahead = None
         self._keeping.roll_back()
         own = [row for row in self._rows if row.caches is not None]
@@ -220,12 +220,12 @@ class Batch:
         self._keeping.clear()
 
     def _drop_ahead_of(self, row: Row) -> None:
-        """Undo the step in flight if a row's KV includes it; it runs again, and draws the same tokens."""
+        """Undo the step in flight if it changed a row's KV; it will run again and draw the same tokens."""
         if self._ahead is not None and row.caches is None and self._keeping.includes_ahead:
             self.roll_back()
 
     def _launch(self, pieces: Sequence[PrefillPiece]) -> _LaunchedStep:
-        """Build a step over every row and these pieces."""
+        """Build a step over all rows and `pieces`: draft, run the pass and draw, all unevaluated."""
         began_s = self._clock()
         self._keeping.place(self._rows)
         could, able = self._could_run_ahead, self._able(self._rows)
@@ -245,7 +245,7 @@ class Batch:
         return _LaunchedStep(drafts, beginning, choice, logprobs, states, began_s, (False, could), drafted)
 
     def _launch_next(self, launched: _LaunchedStep) -> _LaunchedStep | None:
-        """Launch the step after `launched` before its tokens are read; None if that is not possible."""
+        """Launch the step after `launched` before reading `launched.choice`; None if that is not possible."""
         if launched.choice is None or launched.beginning:
             return None
         began_s = self._clock()
@@ -272,7 +272,7 @@ class Batch:
         return _LaunchedStep(drafts, [], choice, logprobs, [], began_s, (True, True))
 
     def _able(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows that can have drafts."""
+        """Return those of `rows` that can have drafts."""
         return [row for row in rows if row.caches is not None or self._keeping.can_draft(row)]
 
     def _may_run_ahead(self, row: Row) -> bool:
@@ -286,9 +286,9 @@ class Batch:
     def _parts(
         self, rows: Sequence[Row], fitted: Mapping[Row, list[int]], num_ahead: int = 0
     ) -> tuple[list[Draft], list[Part]] | None:
-        """Make the parts of a pass over these rows; returns the rows with their drafts in the same order.
+        """Make the parts of a pass over `rows`; also return the rows with their drafts in the same order.
 
-        `num_ahead` is 1 for the step after the one in flight, which has no drafts.
+        `num_ahead` is 1 for the step after the one in flight, which has no drafts. None if not possible.
         """
         kept = self._keeping.parts([row for row in rows if row.caches is None], num_ahead, fitted)
         if kept is None:
@@ -316,7 +316,7 @@ class Batch:
         for row, draft in launched.drafts:
             drawn, found = found[: len(draft) + 1], found[len(draft) + 1 :]
             are_sound, sound = sound[: len(draft) + 1], sound[len(draft) + 1 :]
-            if row not in self._rows:  # its answer ended with the step before
+            if row not in self._rows:  # its answer ended in the previous step
                 continue
             num_right = next((i for i, token in enumerate(draft) if drawn[i].token != token), len(draft))
             num_right = max(min(num_right, row.num_left - 1), 0)
@@ -332,7 +332,7 @@ class Batch:
         self._rows += launched.beginning
 
     def _time(self, launched: _LaunchedStep) -> float | None:
-        """Return the time that a step took; None if it ran prompts too, or nothing but these."""
+        """Return the seconds that a step took; None if it also ran prompts, or only prompts."""
         now_s = self._clock()
         took_s, self._ended_s = now_s - max(launched.began_s, self._ended_s), now_s
         return None if launched.states or not launched.drafts else took_s
@@ -343,6 +343,6 @@ def _listed(array: Any) -> list[Any]:
 
 
 def _count_back(row: Row) -> None:
-    """Set a row's caches back to its known tokens; the next step overwrites everything after them."""
+    """Set a row's own caches back to `num_cached` tokens; the next step overwrites all after them."""
     for cache in row.caches or ():
         cache.offset = row.num_cached

@@ -1,7 +1,7 @@
 """Chooses, once a model is loaded, how its running answers (rows) are batched. Device thread only.
 
-If the model's classes do not determine this, a trial does: it runs a few tokens batched and one by one, and
-compares the logits. `trials` stores which trials have passed.
+If the model's classes do not decide this, trials do: a trial runs a few tokens batched and one by one, and
+compares the logits. `trials` stores the results.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Tolerance, as a share of the largest logit: rounding stays below, a wrong mask or position far above. The
-#: coarse one is for quantised KV, whose codes rounding can change, and for products in less than float32.
+#: Allowed deviation, as a share of the largest logit: rounding stays below it, a wrong mask or position not.
+#: The coarse one is for quantised KV, whose codes rounding can change, and for products below float32.
 _TOLERANCE: Final = 1e-3
 _COARSE: Final = 0.05
 _LOOKUP: Final = Lookup()
@@ -68,12 +68,12 @@ def batch_for(
     trials: Trials | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Batch:
-    """Return an empty batch of the fastest kind that the model supports; log a warning if it is slow.
+    """Return an empty batch of the fastest kind that the model supports; log a warning for the slowest kind.
 
     `room(n)` says whether `n` more bytes may be allocated. The `drafters` draft up to `max_draft` tokens for
-    a row. At
-    least `pooled_rows` rows of similar length attend together, or `merged_rows` are merged. `runs_ahead`
-    launches steps ahead also for models of the slower kinds. `clock` times the steps, in seconds.
+    a row. Rows of similar length are pooled from `pooled_rows` rows on, other models' rows merged from
+    `merged_rows` on. `runs_ahead` also lets models of the slower kinds launch a step before the previous
+    tokens are read. `clock` times the steps, in seconds.
     """
     trials = trials or Trials()
     forward = Forward(model)
@@ -109,11 +109,11 @@ def batch_for(
 def draft_model_for(
     model: Any, pass_share: float, vocabularies: tuple[int, int], trials: Trials
 ) -> DraftModel:
-    """Return what drafts with a model; `pass_share` is its size as a share of the other model's.
+    """Return a drafter that uses a draft model; `pass_share` is its size as a share of the target model's.
 
-    `vocabularies` are the numbers of logits of the other model, and of this one.
+    `vocabularies` are the numbers of logits of the target model and of the draft model.
 
-    Raises `ValueError` with the reason if its rows cannot share a pass, or cannot be undone.
+    Raises `ValueError` with the reason if its rows cannot share a pass or its steps cannot be undone.
     """
     forward = Forward(model)
     shares = _shares(model, forward, trials)
@@ -129,13 +129,13 @@ def draft_model_for(
 
 
 def _shares(model: Any, forward: Forward, trials: Trials) -> bool:
-    """Say whether rows and pieces of prompts can share a pass."""
+    """Say whether a model's rows and pieces of prompts can share a forward pass, by a trial."""
     share = partial(_deviation_shared, model, forward)
     return trials.way("share", lambda: 0 if _fits(model, "share", share) else None, 1) is not None
 
 
 def _has_rings(model: Any, forward: Forward, trials: Trials, *, shares: bool) -> bool:
-    """Say whether sessions of a model can have a window; log it if they cannot."""
+    """Say, by a trial, whether sessions of a model can have ring caches (windows); log it if they cannot."""
     rotates = partial(_deviation_rotated, model, forward, shares=shares)
     has_rings = (
         forward.rotations is not None
@@ -147,9 +147,9 @@ def _has_rings(model: Any, forward: Forward, trials: Trials, *, shares: bool) ->
 
 
 def _sketched(model: Any, forward: Forward, trials: Trials) -> tuple[int, ...]:
-    """Return the layers that `matching` finds; none if the search fails.
+    """Return the layers with induction heads, whose keys are sketched; none if the search fails.
 
-    `trials` stores them as one number, with a bit for each layer.
+    `trials` stores the layers as one number, with a bit for each layer.
     """
     num_layers = len(make_prompt_cache(model))
 
@@ -167,7 +167,7 @@ def _sketched(model: Any, forward: Forward, trials: Trials) -> tuple[int, ...]:
 
 
 def merged_for(model: Any, trials: Trials) -> MergedCaches[Any] | None:
-    """Return empty merged caches that give the model's own logits; None if no kind of merging does."""
+    """Return empty merged caches whose logits equal the model's own; None if no way of merging passes."""
     caches = make_prompt_cache(model)
     missing = next((type(leaf).__name__ for _, leaf in leaves(caches) if not can_merge(leaf)), None)
     if missing is None:
@@ -184,7 +184,7 @@ def merged_for(model: Any, trials: Trials) -> MergedCaches[Any] | None:
 
 
 def _fits(model: Any, trial: str, deviation: Callable[[], float]) -> bool:
-    """Say whether a trial gives the same logits as the model itself, except for rounding."""
+    """Run a trial; say whether its logits equal the model's own, except for rounding."""
     try:
         with _in_float32(model):
             worst = deviation()
@@ -198,7 +198,7 @@ def _fits(model: Any, trial: str, deviation: Callable[[], float]) -> bool:
 
 
 def _deviation_shared(model: Any, forward: Forward) -> float:
-    """Compare the logits of a shared pass with the logits of each row run alone; see `_deviation`.
+    """Return how far logits of a shared pass deviate from logits of rows that run alone.
 
     Runs a prompt of 21 tokens in two pieces, a prompt of 3 tokens, and one token after each.
     """
@@ -211,9 +211,9 @@ def _deviation_shared(model: Any, forward: Forward) -> float:
 
 
 def _deviation_rotated(model: Any, forward: Forward, *, shares: bool) -> float:
-    """Compare the logits with ring caches and with mlx-lm's windows; see `_deviation`.
+    """Return how far logits with ring caches deviate from logits with mlx-lm's windows.
 
-    Runs 45 tokens in four pieces. Layers without a window get one of 16 tokens. The rings restart their
+    Runs 45 tokens in four pieces. Layers without a window get a window of 16 tokens. The rings restart their
     position count every 16 tokens, so most keys were rotated before the last restart. If the model `shares` a
     pass, its own windows become rings too.
     """
@@ -235,10 +235,10 @@ def _ring(size: int) -> RingCache:
 
 
 def _windowed(cache: Any, window: Callable[[int], Any], *, own: bool = False) -> Any:
-    """Return the cache that a trial uses for this one.
+    """Return the cache that a trial uses instead of `cache`.
 
     A plain cache becomes `window(16)`. If `own` is true, a sliding-window cache of the model becomes `window`
-    of the same size. Any other known cache stays.
+    of the same size. Any other known cache is returned unchanged.
     """
     match cache:
         case CacheList():
@@ -255,7 +255,7 @@ def _windowed(cache: Any, window: Callable[[int], Any], *, own: bool = False) ->
 
 
 def _deviation_merged(model: Any, merged: MergedCaches[int]) -> float:
-    """Compare the logits of merged rows with the logits of each row run alone; see `_deviation`.
+    """Return how far logits of merged rows deviate from logits of rows that run alone.
 
     Uses sessions of three lengths. The third session joins after one step. The second one leaves after two
     steps and continues alone. Then one step is rolled back.
@@ -290,10 +290,10 @@ def _deviation_merged(model: Any, merged: MergedCaches[int]) -> float:
 
 @contextmanager
 def _in_float32(model: Any) -> Iterator[None]:
-    """Let a model compute in float32 what it computes in 16 bits, with the weights as they are.
+    """Make a 16-bit model compute in float32 within the context, without changing its weights.
 
-    Embeddings are widened, and what is computed from them has the wider type. In 16 bits rounding alone
-    differs by as much as a wrong mask does: by 0.02 to 0.11 of the largest logit in random models.
+    Embeddings are widened to float32, and all later results then have that type. In 16 bits, rounding alone
+    changes logits as much as a wrong mask: by 0.02 to 0.11 of the largest logit in random models.
     """
     narrow = [module for module in model.modules() if type(module) in _WIDE]
     for module in narrow:
@@ -321,10 +321,10 @@ _WIDE: Final[dict[type, type]] = {Embedding: _WideEmbedding, QuantizedEmbedding:
 
 
 def _tolerance(model: Any) -> float:
-    """Return how far the logits of the same tokens may differ, relative to the largest logit.
+    """Return by how much logits of the same tokens may differ in a trial, relative to the largest logit.
 
-    GPUs multiply float32 with 11 bits unless `MLX_ENABLE_TF32` is 0; `_in_float32` cannot widen a model
-    without an embedding of a known class.
+    It is coarse if rounding is: GPUs multiply float32 with 11 bits unless `MLX_ENABLE_TF32` is 0, and
+    `_in_float32` cannot widen a model without an embedding of a known class.
     """
     rounds = mx.default_device() != mx.cpu and os.environ.get("MLX_ENABLE_TF32") != "0"
     quantised = any(type(cache) is QuantizedKVCache for _, cache in leaves(make_prompt_cache(model)))
@@ -339,7 +339,7 @@ def _deviation(found: mx.array, expected: mx.array) -> float:
 
 
 def _prefilled(model: Any, *lengths: int) -> list[Any]:
-    """Make caches, and prefill pieces with these numbers of tokens."""
+    """Return new caches into which pieces with these numbers of tokens have been prefilled."""
     caches: list[Any] = make_prompt_cache(model)
     for length in lengths:
         model(mx.array([_ids(length)]), cache=caches)
@@ -347,7 +347,7 @@ def _prefilled(model: Any, *lengths: int) -> list[Any]:
 
 
 def _alone(model: Any, caches: list[Any], tokens: Sequence[int]) -> mx.array:
-    """Run tokens one by one; return their logits, (tokens, vocabulary)."""
+    """Run tokens one at a time through the model; return their logits, (tokens, vocabulary)."""
     return mx.concatenate([model(mx.array([[token]]), cache=caches)[:, -1] for token in tokens])
 
 

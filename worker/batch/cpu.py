@@ -1,9 +1,9 @@
-"""Operations that MLX computes slowly on a CPU, computed by numpy in MLX's own memory. Device thread only.
+"""Computes with numpy, in MLX's memory, what MLX computes slowly on a CPU. Device thread only.
 
 MLX's CPU back end takes 11 ns for one `exp`, on one thread; numpy's vector code takes half a nanosecond. For
 a prompt at a long context, softmax (in attention) and SiLU (in the MLPs) would take most of a forward pass.
-Matrix products stay with MLX, which uses BLAS. MLX evaluates lazily, but an operation with numpy is evaluated
-at once. This costs some ten microseconds, so small operations stay with MLX too.
+Matrix products stay with MLX, which uses BLAS. MLX evaluates lazily, but numpy needs evaluated arrays.
+Evaluating at once costs some ten microseconds, so small operations stay with MLX too.
 
 On a CPU MLX's products with quantised matrices are no faster for one token than dequantising and multiplying,
 and 17 times slower for a prompt of 128. So attention to quantised KV dequantises one layer of KV first.
@@ -24,16 +24,16 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Scores, and gates of SiLU, from which on numpy gains more than evaluating at once costs.
+#: Numbers of scores, and of SiLU's inputs, from which on numpy saves more time than evaluating at once costs.
 _LEAST_SCORES: Final = 8192
 _LEAST_GATES: Final = 4096
-#: Tokens of a run of sketches.
+#: Tokens whose sketches are compared in one run.
 _RUN: Final = 4096
-#: The four channels of a byte of a sketch.
+#: For each byte of a sketch, the four 2-bit channels in it.
 _CHANNELS: Final = (np.arange(256, dtype=np.uint8)[:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).astype(
     np.float32
 )
-#: Elements up to which numpy computes all heads at once: they fit in the processor's cache.
+#: Number of scores below which numpy computes all heads at once: they fit into the processor's cache.
 _CACHED: Final = 1 << 17
 
 
@@ -56,7 +56,7 @@ def should_dequantise(keys: Any) -> bool:
 
 
 def dequantised(part: Any, group_size: int, bits: int) -> mx.array:
-    """Dequantise a layer's keys or values to the dtype of their scales. The result is not evaluated yet."""
+    """Dequantise a layer's keys or values to the dtype of their scales; the result is not evaluated."""
     codes, scales, biases = part
     return mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
 
@@ -116,7 +116,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     result = -gate
     mx.eval(gate, x, result)
     held = _view(result)
-    with np.errstate(over="ignore"):  # exp of a large number is infinite, and its quotient 0
+    with np.errstate(over="ignore"):  # exp of a large number is infinite, and the quotient 0
         np.exp(held, out=held)
         held += 1.0
         np.divide(_view(gate), held, out=held)
@@ -130,9 +130,9 @@ def faster_compared(queries: mx.array) -> bool:
 
 
 def compared(asked: mx.array, sketch: tuple[mx.array, ...], page: int) -> mx.array:
-    """Return each page's largest attention share, like `cache.kv.paged.compared`, but already evaluated.
+    """Return each page's largest share of attention, like `cache.kv.paged.compared`, but evaluated.
 
-    For 32 queries it takes a seventh of the time of that function, which uses MLX alone.
+    For 32 queries it takes a seventh of the time of the other function, which uses only MLX.
     """
     mx.eval(asked, sketch)
     heads = zip(*(_view(part)[0] for part in (asked, *sketch)), strict=True)
@@ -147,13 +147,13 @@ def _compared(
     biases: np.ndarray[Any, Any],
     page: int,
 ) -> np.ndarray[Any, Any]:
-    """Return the log of each page's largest attention share over one head's queries, (queries, head_dim)."""
+    """Return the log of each page's largest share of attention for a head's queries, (queries, head_dim)."""
     num = len(asked)
     pages = np.empty((len(codes) // page, num), np.float32)
     largest, sums = np.full(num, -np.inf, np.float32), np.zeros(num, np.float32)
     at = 0
     for scores in _products(asked, codes, scales, biases):
-        # Numpy takes the largest and the sums of long rows faster than of many short ones.
+        # Numpy computes maxima and sums of a few long rows faster than of many short ones.
         within = reduce(np.maximum, scores.reshape(-1, page, num).swapaxes(0, 1))
         pages[at : at + len(within)] = within
         top = np.maximum(largest, within.max(axis=0))
@@ -179,11 +179,11 @@ def _products(
     a second pool of spinning threads.)
     """
     (num, size), groups = asked.shape, scales.shape[1]
-    # A key is its channels times scales, plus a bias for all channels of a group: a column more for each.
+    # A key is its channels times scales, plus one bias per group of channels: one more column per group.
     columns = mx.array(np.concatenate([asked.T, asked.reshape(num, groups, -1).sum(axis=2).T]))
     runs = [mx.zeros((_RUN, size + groups)) for _ in range(2)]
     mx.eval(columns, runs)
-    four = _CHANNELS.view(np.complex128)[:, 0]  # as one item, which `take` copies fastest
+    four = _CHANNELS.view(np.complex128)[:, 0]  # four channels as one item, which `take` copies fastest
     product, num_tokens = mx.zeros(0), 0
     for at, keys in zip(range(0, len(codes), _RUN), cycle(runs), strict=False):
         before, num_before = product, num_tokens
@@ -207,13 +207,13 @@ def _on_cpu() -> bool:
 
 
 def _view(array: mx.array) -> np.ndarray[Any, Any]:
-    """Return an evaluated array's own memory as a numpy array."""
+    """Return a numpy array that shares an evaluated array's memory."""
     shown: Any = array  # arrays have the buffer protocol, but MLX's stubs do not say so
     return np.array(shown, copy=False)
 
 
 def _hide_later(scores: np.ndarray[Any, Any]) -> None:
-    """Hide from each token the tokens after it (causal mask). The queries are the context's last tokens."""
+    """Apply a causal mask to scores in place; the queries belong to the context's last tokens."""
     num_tokens = scores.shape[2]
     if num_tokens > 1:
         later = np.triu(np.full((num_tokens, num_tokens), -np.inf, np.float32), 1)
@@ -222,7 +222,7 @@ def _hide_later(scores: np.ndarray[Any, Any]) -> None:
 
 def _apply(scores: np.ndarray[Any, Any], mask: np.ndarray[Any, Any]) -> None:
     if mask.dtype == np.bool_:
-        # Mostly few places are hidden from anybody, and those stand side by side.
+        # Usually few keys are hidden from any query, and they are contiguous.
         hidden = ~mask
         columns = np.flatnonzero(hidden.any(axis=tuple(range(mask.ndim - 1))))
         for run in np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1) if len(columns) else ():

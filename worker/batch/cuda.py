@@ -1,9 +1,9 @@
-"""Attention on CUDA in few shapes, since cuDNN prepares a plan for each new shape. Device thread only.
+"""Computes attention on CUDA in few shapes, since cuDNN needs a plan for each new shape. Device thread only.
 
 MLX computes attention of several queries in 16 bits with cuDNN (`scaled_dot_product_attention.cpp` in MLX's
-CUDA back end). Plans are kept by exact shape, and a new one takes the host 40 to 70 ms (H200, cuDNN 9). The
-length of a session's KV is another one at each turn, so each turn would wait for a plan. Padded to few
-lengths, plans are found again, and the results have the same bits.
+CUDA back end). Plans are cached by exact shape, and a new one takes the host 40 to 70 ms (H200, cuDNN 9). The
+length of a session's KV differs at each turn, so each turn would wait for a plan. If arrays are padded to few
+lengths, plans are reused, and the results have the same bits.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-#: The least step between lengths of keys, and the largest one between lengths of queries.
+#: The smallest step between padded lengths of keys, and the largest step between padded lengths of queries.
 _GRID: Final = 256
 _MOST_STEP: Final = 1024
-#: The largest head that cuDNN takes.
+#: The largest size of a head for which MLX uses cuDNN.
 _MOST_DIM: Final = 128
 
 
 def pads_attention(queries: Any, keys: Any, mask: Any) -> bool:
-    """Say whether `attention` is to compute this; quantised keys are a tuple."""
+    """Say whether to use `attention` for these arguments; quantised keys are a tuple."""
     return (
         isinstance(keys, mx.array)
         and mask == "causal"
@@ -35,8 +35,8 @@ def pads_attention(queries: Any, keys: Any, mask: Any) -> bool:
 def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
     """Compute causal attention of a session's last tokens to all its tokens, with padded shapes.
 
-    Shapes as for `mx.fast.scaled_dot_product_attention`. Padding at the end is after all tokens, which do not
-    see it; more queries at the start make the number of queries one of few, and their output is dropped.
+    Shapes as for `mx.fast.scaled_dot_product_attention`. The causal mask hides padding at the end from all
+    tokens; padding queries at the start make the number of queries one of few, and their output is dropped.
     """
     num, length = queries.shape[2], keys.shape[2]
     before, after = padding(num, length)
@@ -53,9 +53,9 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float)
 def padding(num_queries: int, num_keys: int) -> tuple[int, int]:
     """Return how many queries to add before the queries, and how many tokens to add after queries and keys.
 
-    The number of keys becomes a multiple of 256, or from 8,192 on of a power of two, a sixteenth of it at
-    most; the number of queries a multiple of twice that, but not more than the number of keys. To compute
-    attention for these takes a few milliseconds at most.
+    The number of keys becomes a multiple of a step: 256, or from 8,192 keys on the largest power of two up to
+    a sixteenth of their number. The number of queries becomes a multiple of twice the step (1,024 at most),
+    but not more than the number of keys. Attention for the padding takes a few milliseconds at most.
     """
     grid = max(_GRID, (1 << num_keys.bit_length()) >> 5)
     after = -num_keys % grid

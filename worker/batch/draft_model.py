@@ -1,10 +1,10 @@
-"""Drafts with a smaller model of the same tokens. Device thread only.
+"""Drafts answers with a smaller model that has the same tokens. Device thread only.
 
-It chooses its tokens as the row does, with the row's noise, penalties and grammar, from its own logits: so a
-sampled draft is right as often as the two models agree, and no draft has a token that the grammar forbids.
+The draft model samples from its own logits with the row's noise, penalties and grammar: so a sampled draft is
+right as often as the two models agree, and no draft has a token that the grammar forbids.
 
-Its KV (a *shadow*) is of a session's last tokens alone, as if the session began there: a long session costs
-no more than a short one. Tokens are what says which of it is still right: those that differ are cut off.
+Its KV (a *shadow*) covers only a session's last tokens, as if the session began there: a long session costs
+no more than a short one. A shadow is trimmed to the tokens that still equal the row's.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
     from .rows import Pass, Row
 
-#: A shadow begins with so many tokens of its session, and begins anew at the most that it may hold.
+#: Tokens with which a new shadow begins, and the most that it may hold before it is built anew.
 BEGUN: Final = 1024
 MOST_HELD: Final = 4096
-#: Sessions with a shadow; the one that was used longest ago loses its own first.
+#: The most sessions with a shadow; the least recently used shadow without a row is dropped first.
 MOST_SHADOWS: Final = 8
-#: A shadow that lacks no more than this runs it with its next draft.
+#: If a shadow lacks at most this many tokens, they run with its next draft.
 _FEW: Final = 8
 
 
 @dataclass(slots=True)
 class _Shadow:
-    """KV of a session's tokens from `start` on, of which the first `num_sure` are known to be the row's."""
+    """KV of a session's `tokens` from position `start` on; the first `num_sure` surely equal the row's."""
 
     caches: list[Any]
     start: int
@@ -51,31 +51,31 @@ class _Shadow:
 
 
 class DraftModel:
-    """A draft model, and its KV of sessions; see `drafter.Drafter`."""
+    """A draft model, and its shadows of sessions; see `drafter.Drafter`."""
 
     hope = 0.7
 
     def __init__(
         self, run: Pass, make: Callable[[], list[Any]], pass_share: float, vocabularies: tuple[int, int]
     ) -> None:
-        """`make` makes empty caches, which must be such that their last tokens can be cut off.
+        """`make` makes empty caches, from which the last tokens can be removed again.
 
-        `vocabularies` are the numbers of logits of the other model and of this one; ids that only one of them
-        has belong to no token.
+        `vocabularies` are the numbers of logits of the target model and of the draft model; ids that only one
+        of the models has are no tokens.
         """
         self.pass_share = pass_share
         self._run = run
         self._make = make
         self._wanted, self._own = vocabularies
-        self._shadows: dict[Hashable, _Shadow] = {}  # the one used last is the last
-        self._rows: set[Hashable] = set()  # of sessions with a row
+        self._shadows: dict[Hashable, _Shadow] = {}  # least recently used first
+        self._rows: set[Hashable] = set()  # the keys of shadows whose session has a row
 
     def may_propose(self, row: Row) -> bool:  # noqa: ARG002
-        """Return True."""
+        """Return True: a draft model can always draft."""
         return True
 
     def num_missing(self, row: Row) -> int | None:
-        """Return how many of a row's tokens must be run; its last one, and a few, run with the draft."""
+        """Return how many tokens `prepare` must run first; a few missing ones run with the draft."""
         shadow = self._aligned(row)
         if shadow is None:
             others = self._shadows.keys() - {_key(row)}
@@ -85,7 +85,7 @@ class DraftModel:
         return missing if missing > _FEW else 0
 
     def prepare(self, row: Row, num_tokens: int) -> None:
-        """Run a row's next tokens."""
+        """Run up to `num_tokens` of a row's tokens that its shadow lacks."""
         shadow = self._shadow(row)
         tokens = _ids(row, shadow.end, min(shadow.end + num_tokens, row.num_cached))
         if tokens:
@@ -96,7 +96,7 @@ class DraftModel:
             shadow.num_sure = len(shadow.tokens)
 
     def propose(self, wanted: Mapping[Row, int]) -> dict[Row, list[int]]:
-        """Draft a token for all rows in each pass, until one has enough or ends its answer."""
+        """Draft one token per pass for each row, until the row has as many as wanted or its answer ends."""
         shadows = {row: self._shadow(row) for row in wanted}
         drafts: dict[Row, list[int]] = {row: [] for row in wanted}
         running = [row for row, most in wanted.items() if most > 0]
@@ -117,7 +117,7 @@ class DraftModel:
         return drafts
 
     def leave(self, row: Row) -> None:
-        """Keep a session's shadow for its next row, if the session is known."""
+        """Keep a row's shadow for its session's next row; drop it if the row has no session."""
         key = _key(row)
         self._rows.discard(key)
         shadow = self._shadows.get(key)
@@ -136,21 +136,21 @@ class DraftModel:
         self._rows.clear()
 
     def _known(self, tokens: list[int]) -> list[int]:
-        """Replace ids that are none of this model's: MLX would read beyond its embedding."""
+        """Replace ids beyond the draft model's vocabulary: MLX would read beyond the embedding table."""
         return [min(token, self._own - 1) for token in tokens]
 
     def _fitted(self, logits: mx.array) -> mx.array:
-        """Give logits the other model's number, on which the noise of a draw depends."""
+        """Cut or pad logits to the target model's vocabulary, on whose size the noise of a draw depends."""
         logits = logits[:, : self._wanted]
         num_more = self._wanted - logits.shape[-1]
         return mx.pad(logits, [(0, 0), (0, num_more)], constant_values=-mx.inf) if num_more else logits
 
     def _start(self, row: Row) -> int:
-        """Return where in its session a row's new shadow begins."""
+        """Return the position in its session at which a row's new shadow begins."""
         return max(row.num_cached - BEGUN, row.num_cached + 1 - len(row.known))
 
     def _shadow(self, row: Row) -> _Shadow:
-        """Return a row's shadow, cut to the row's tokens; a new one if it has none."""
+        """Return a row's shadow, trimmed to the row's tokens, or a new shadow."""
         shadow = self._aligned(row)
         key = _key(row)
         if shadow is None:
@@ -164,7 +164,7 @@ class DraftModel:
         return shadow
 
     def _aligned(self, row: Row) -> _Shadow | None:
-        """Cut a row's shadow to the row's tokens; None if there is none that is worth to go on with."""
+        """Trim a row's shadow to where it equals the row's tokens; None if a new shadow must be built."""
         shadow = self._shadows.get(_key(row))
         if shadow is None or shadow.start > row.num_cached:  # the session was rewound
             return None
@@ -192,7 +192,7 @@ def _key(row: Row) -> Hashable:
 
 
 def _ids(row: Row, start: int, end: int) -> list[int]:
-    """Return a row's tokens in the positions `[start, end)` of its session, its last token included."""
+    """Return a row's tokens at the positions `[start, end)` of its session."""
     first = row.num_cached + 1 - len(row.known)
     return [*row.known[max(start - first, 0) : max(end - first, 0)]]
 

@@ -1,7 +1,7 @@
-"""One forward pass over tokens of many sessions, each at its own length. Device thread only.
+"""Runs one forward pass over tokens of many sessions of different length. Device thread only.
 
 mlx-lm's models take tokens as (rows, length) and pad shorter rows. Here every token is a row of length one:
-what works token by token (embeddings, projections, norms, experts, rotary positions) runs over all tokens at
+operations on single tokens (embeddings, projections, norms, experts, rotary positions) run over all tokens at
 once. Attention, the only operation across tokens, is delegated to the parts of the pass, each with its own
 KV. So decoding answers and prompts in prefill share one pass over the weights, nothing is padded, and no
 cache is merged.
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 class _Masks:
-    """One mask for each part of the pass. The model passes them on to attention without reading them."""
+    """One mask for each part of the pass. The model hands them to attention without reading them."""
 
     def __init__(self, masks: list[Any]) -> None:
         self.of_parts = masks
 
 
 class _LayerView:
-    """Takes the place of a layer's cache during a pass."""
+    """Replaces a layer's cache during a pass; hands keys, values and queries to the parts."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class _LayerView:
         self.offset = offset
 
     def make_mask(self, num_tokens: int, **options: Any) -> _Masks:
-        """Ignore `num_tokens`, which is 1 for each row of the pass: a part knows its number of tokens."""
+        """Make one mask per part. `num_tokens` is ignored: it is 1 here, and parts know their own number."""
         del num_tokens
         return _Masks([part.masks(self._layer, options) for part in self._parts])
 
@@ -94,17 +94,17 @@ class RingView(_LayerView):
         super().__init__(layer, [part], [num_tokens], offset, rotate)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take keys and values of the shape (1, KV heads, tokens, head_dim)."""
+        """Add keys and values of the shape (1, KV heads, tokens, head_dim) to the ring cache; return them."""
         super().update_and_fetch(of_one_session(keys), of_one_session(values))
         return keys, values
 
     def attend(self, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
-        """Attend for queries of the shape (1, heads, tokens, head_dim)."""
+        """Compute attention for queries of the shape (1, heads, tokens, head_dim)."""
         return of_one_session(super().attend(of_one_session(queries), mask, attention))
 
 
 class _Offsets:
-    """The offsets of all tokens of a pass. They differ between layers if some layers count modulo a grid."""
+    """The rotary positions of a pass's tokens; they differ by layer if some layers count modulo a grid."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
@@ -124,12 +124,12 @@ class _Offsets:
 
 
 class Forward:
-    """Runs passes over one model, which it patches; the model can still be called as before."""
+    """Runs passes over one model; it patches the model, which can still be called as before."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._num_layers = len(make_prompt_cache(model))
-        #: How each layer rotates queries; None where that cannot be told, and rings cannot be used.
+        #: How each layer rotates queries; None if that cannot be determined, so that rings cannot be used.
         self.rotations = ring_attention.rotations(model, self._num_layers)
         self._selected = _select_hidden(model)
         _patch_functions(model)
@@ -142,11 +142,11 @@ class Forward:
         *,
         hidden: bool = False,
     ) -> mx.array:
-        """Build a pass over `tokens` and over pieces of prompts. The caches are updated.
+        """Build a pass over `tokens` and over pieces of prompts, and update their caches.
 
-        `tokens` are the tokens of `parts`, in order. Returns logits, (rows, vocabulary): first of all
-        `tokens`, then of the last `num_logits` tokens of each piece. With `hidden`, returns the hidden states
-        before the output head instead.
+        `tokens` are the tokens of `parts`, in order. Returns logits, (rows, vocabulary): for all `tokens`,
+        then for the last `num_logits` tokens of each piece. With `hidden`, returns the hidden states before
+        the output head instead.
         """
         num_parts, wanted = len(parts), list(range(len(tokens)))
         if not isinstance(tokens, mx.array):
@@ -175,9 +175,9 @@ class Forward:
 
 
 def _select_hidden(model: Any) -> list[mx.array] | None:
-    """Patch the model so that its output head runs for chosen positions only.
+    """Patch the model so that its output head runs only for chosen positions.
 
-    For all positions the head takes a tenth of a pass.
+    Run for all positions, the head takes a tenth of a pass.
 
     Returns a list: the caller adds the positions before a pass and clears the list after it. While the list
     is empty, the head runs for all positions. Returns None if the model has another structure.
@@ -201,7 +201,7 @@ def _select_hidden(model: Any) -> list[mx.array] | None:
 
 
 def _patch_functions(model: Any) -> None:
-    """Replace the functions that the model's modules call: see `_PATCHES`."""
+    """Replace functions in the Python modules of the model's layers by Turnkeep's: see `_PATCHES`."""
     for module in {type(part).__module__ for part in model.modules()}:
         names = vars(sys.modules[module])
         for name, (theirs, ours) in _PATCHES.items():
@@ -222,10 +222,10 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return cpu.swiglu(gate, x) if cpu.faster_swiglu(gate) else _THEIR_SWIGLU(gate, x)
 
 
-#: The originals: patching replaces them in the modules that define them, too.
+#: mlx-lm's own function: patching replaces it even in the module that defines it.
 _THEIR_SWIGLU: Final[Any] = activations.swiglu
 
-#: By name: mlx-lm's function, and its replacement, which knows `_LayerView` or is faster on a CPU.
+#: By name: mlx-lm's function, and its replacement, which accepts a `_LayerView` or is faster on a CPU.
 _PATCHES: Final = {
     "scaled_dot_product_attention": (THEIR_ATTENTION, _attention),
     "swiglu": (_THEIR_SWIGLU, _swiglu),

@@ -1,6 +1,6 @@
-"""Says from measured times and accepted drafts how many tokens a step should draft. Pure.
+"""Estimates, from measured times and accepted drafts, how many tokens a step should draft. Pure.
 
-All costs are shares of a plain step's time over as many rows, so they hold while the machine's speed changes.
+Costs are shares of the time of a plain (draftless) step with as many rows: the machine's speed cancels out.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Measurements whose median counts, and how many of them have to be there.
+#: A median is taken over this many last measurements, and only if there are at least `_ENOUGH`.
 _KEPT: Final = 7
 _ENOUGH: Final = 3
-#: Drafted steps until plain ones are measured again.
+#: Number of drafted steps after which a plain step is measured again.
 _FRESH: Final = 64
-#: Plain steps in a row after which the costs of drafts are forgotten, so that they are tried again: the first
-#: time, as other work on the machine may have raised them, and the last, if they never pay. After so many
-#: drafted steps it is the first number again.
+#: After this many plain steps in a row the costs of drafts are forgotten, since other work on the machine may
+#: have raised them. The number doubles each time, from the first to the second; after `_PAYING` drafted steps
+#: it is the first again.
 _FORGOTTEN: Final = (64, 2048)
 _PAYING: Final = 32
-#: What a draft's token costs in the step that checks it, until that is measured.
+#: The cost of verifying one draft token in a step, until it is measured.
 _CHECKED: Final = 0.05
-#: Drafts have to promise this gain.
+#: The least expected gain for which a step drafts.
 LEAST: Final = 1.03
-#: Draft tokens that weigh as much as what is known beforehand.
+#: The prior share of right tokens counts as much as this many measured draft tokens.
 _WEIGHT: Final = 3.0
 
 
 class Acceptance:
-    """The share of draft tokens that are right, among those whose predecessors were."""
+    """The share of draft tokens that are right, of the ones that follow only right tokens of their draft."""
 
     def __init__(self, by_draft: float, by_step: float) -> None:
-        """By so much what was seen weighs less after another draft, and after a step without one."""
+        """Factors by which older results weigh less: after each new draft, and after a step without one."""
         self._by_draft = by_draft
         self._by_step = by_step
         self._num_right = self._num_tested = 0.0
 
     def share(self, before: float) -> float:
-        """Return the share; `before` is what to expect without any draft."""
+        """Return the share; `before` is the prior, the share expected before any draft."""
         return (_WEIGHT * before + self._num_right) / (_WEIGHT + self._num_tested)
 
     def learn(self, num_right: int, num_drafted: int) -> None:
@@ -49,7 +49,7 @@ class Acceptance:
         self._num_tested = self._by_draft * self._num_tested + min(num_right + 1, num_drafted)
 
     def fade(self) -> None:
-        """Forget a little, so that a drafter that was wrong is tried again."""
+        """Weigh past results a little less, so that a drafter that was wrong is tried again."""
         self._num_right *= self._by_step
         self._num_tested *= self._by_step
 
@@ -67,18 +67,18 @@ class _Typical:
 
     @property
     def known(self) -> float | None:
-        """The median; None until there are enough."""
+        """The median; None until there are `_ENOUGH` measurements."""
         return self._median if len(self._some) >= _ENOUGH else None
 
     def or_before(self, before: float) -> float:
-        """Return the median; of too few the least, as any of them may have waited for something else."""
+        """Return the median; the least of `before` and the values if these are few: some may be delayed."""
         return self._median if len(self._some) >= _ENOUGH else min((*self._some, before))
 
 
 class Times:
-    """The times of steps by the number of rows: of plain ones, and what each draft token adds to them.
+    """Measured times of plain steps, and the time added by each draft token, by the number of rows.
 
-    A plain step takes less time if it was launched ahead.
+    A plain step takes less time if it is launched ahead, before the previous tokens are read.
     """
 
     def __init__(self) -> None:
@@ -89,22 +89,22 @@ class Times:
         self._patience = _FORGOTTEN[0]
 
     def plain_s(self, num_rows: int, *, ahead: bool) -> float | None:
-        """Return the time of a plain step; None until enough are measured."""
+        """Return a plain step's time, of the `ahead` kind if measured, else of the other; None if unknown."""
         return self._plain[num_rows, ahead].known or self._plain[num_rows, not ahead].known
 
     def late(self, num_rows: int, *, ahead: bool) -> float:
-        """Return how many times as long a plain step takes that cannot be launched `ahead` as others are."""
+        """Return the factor by which a plain step is slower if not launched ahead; 1 without `ahead`."""
         alone_s, ahead_s = (self.plain_s(num_rows, ahead=kind) for kind in (False, True))
         return max(alone_s / ahead_s, 1.0) if ahead and alone_s and ahead_s else 1.0
 
     def is_due(self, num_rows: int) -> bool:
-        """Whether the next step should be plain, to measure it."""
+        """Say whether the next step should be plain, so that its time is measured again."""
         return self._since[num_rows] >= _FRESH
 
     def note_plain(self, num_rows: int, step_s: float, *, ahead: bool, could: bool) -> bool:
-        """Learn from a plain step; `could` says that one like it may be launched ahead.
+        """Record a plain step's time; `could` says that the step could have been launched ahead.
 
-        Return whether costs of drafts are forgotten now.
+        Returns True if the costs of drafts have now been forgotten.
         """
         self._plain[num_rows, ahead].add(step_s)
         if ahead or not could:
@@ -118,7 +118,7 @@ class Times:
         return True
 
     def note_drafted(self, num_rows: int, num_drafted: int, step_s: float) -> None:
-        """Learn from a step that took `step_s` seconds without what drafting took."""
+        """Record the time of a step with drafts; `step_s` does not include the time for drafting."""
         if alone_s := self.plain_s(num_rows, ahead=False):
             self._each[num_rows].add((step_s / alone_s - 1) / num_drafted)
         self._since[num_rows] += 1
@@ -128,37 +128,37 @@ class Times:
             self._patience = _FORGOTTEN[0]
 
     def checked(self, num_rows: int, num_drafted: float) -> float:
-        """Estimate the time of a step with so many draft tokens, as a share of a plain one's not ahead."""
+        """Estimate the time of a step with draft tokens, as a share of a plain step's not launched ahead."""
         return 1 + num_drafted * max(self._each[num_rows].or_before(_CHECKED), 0.0)
 
 
 class Passes:
-    """What a drafter's passes take, as a share of a plain step, by the number of rows that they draft for."""
+    """The time of a drafter's passes, as a share of a plain step's, by the number of drafted rows."""
 
     def __init__(self, share: float) -> None:
-        """`share` is expected until it is measured."""
+        """`share` is assumed until passes have been measured."""
         self._share = share
         self._measured: defaultdict[int, _Typical] = defaultdict(_Typical)
 
     def learn(self, num_rows: int, share: float) -> None:
-        """Learn from one pass."""
+        """Record the time of one pass."""
         self._measured[num_rows].add(share)
 
     def share(self, num_rows: int) -> float:
-        """Return what a pass takes."""
+        """Return the time of a pass, as a share of a plain step's."""
         return self._measured[num_rows].or_before(self._share)
 
 
 def expected(share: float, num_drafted: int) -> float:
-    """Return how many draft tokens are right, if each one behind right ones is with this probability."""
+    """Return the expected number of right tokens, if each one after right ones is right with `share`."""
     share = min(share, 0.99)
     return share * (1 - share**num_drafted) / (1 - share)
 
 
 class Costs(NamedTuple):
-    """What drafts for some of `num_rows` rows cost: a pass, being late (see `Times`), and being checked.
+    """The costs of drafts for some of `num_rows` rows: drafting, not launching ahead, and verifying.
 
-    Of the rows for which drafts are asked, a share `often` has one.
+    For a share `often` of the rows for which a draft is wanted, the drafter finds one. `late`: see `Times`.
     """
 
     times: Times
@@ -169,15 +169,15 @@ class Costs(NamedTuple):
 
 
 def gain(costs: Costs, shares: Sequence[float], num_drafted: int) -> float:
-    """Return by how much `num_drafted` tokens for each of some of the rows raise the tokens a second.
+    """Return the factor on tokens per second if some rows get drafts of `num_drafted` tokens.
 
-    `shares` are the drafted rows' acceptances.
+    `shares` has, for each of these rows, the expected share of right tokens.
     """
     return _gain(costs, shares, num_drafted, costs.times.checked(costs.num_rows, 1) - 1)
 
 
 def best(costs: Costs, shares: Sequence[float], most: int) -> tuple[float, int]:
-    """Return the largest gain, and how many tokens to draft for it."""
+    """Return the largest gain, and the length of drafts, up to `most` tokens, that gives it."""
     each = costs.times.checked(costs.num_rows, 1) - 1
     lengths = range(1, most + 1) if shares else ()
     return max(((_gain(costs, shares, num, each), num) for num in lengths), default=(1.0, 0))

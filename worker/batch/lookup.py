@@ -16,36 +16,36 @@ if TYPE_CHECKING:
 
     from .rows import Row
 
-#: Number of last tokens that have to match an earlier run of tokens.
+#: Number of last tokens that must equal an earlier run of tokens.
 NGRAM: Final = 3
-#: A session's last tokens, in which drafts are looked for. They are compared for each token of an answer, in
-#: 20 us: a table of them would have to be made when the answer begins.
+#: Drafts come from this many last tokens of a session. Comparing all takes 20 us for each token of an answer;
+#: an index of them would have to be built when the answer begins.
 MOST_SEEN: Final = 65_536
 
 
 class Lookup:
-    """Looks for the latest earlier copy of a row's last tokens; see `drafter.Drafter`."""
+    """Drafts what followed the latest earlier run of a row's last tokens; see `drafter.Drafter`."""
 
     pass_share = 0.0
     hope = 0.5
 
     def may_propose(self, row: Row) -> bool:
-        """Whether an earlier copy of the last tokens but one is there."""
+        """Say whether the last two tokens occurred before: with the next token, they may give a draft."""
         return _place(row.known, NGRAM - 1) is not None
 
     def propose(self, wanted: Mapping[Row, int]) -> dict[Row, list[int]]:
-        """Copy what followed the latest earlier run of the last tokens."""
+        """Copy the tokens that followed the latest earlier run of each row's last tokens."""
         return {row: draft for row, most in wanted.items() if (draft := looked_up(row.known, most))}
 
     def num_missing(self, row: Row) -> int:  # noqa: ARG002
-        """Return 0: nothing has to be run."""
+        """Return 0: no tokens have to be run before a draft."""
         return 0
 
     def prepare(self, row: Row, num_tokens: int) -> None:
         """Do nothing."""
 
     def leave(self, row: Row) -> None:
-        """Do nothing: all that is looked at is the row's own."""
+        """Do nothing: a lookup keeps no state, it reads only the row's tokens."""
 
     def forget(self, session: Hashable) -> None:
         """Do nothing."""
@@ -60,7 +60,7 @@ def looked_up(tokens: array[int], most: int) -> list[int]:
     if place is None:
         return []
     found = [*tokens[place : place + most]]
-    while len(found) < most:  # a repetition continues
+    while len(found) < most:  # the copy reached the last token: continue the repetition
         found.append(found[place - len(tokens)])
     return found
 

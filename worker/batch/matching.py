@@ -2,9 +2,9 @@
 
 Device thread only.
 
-Such a head attends from a token to the token's first occurrence, or to what followed it there. A trial
-measures this on a repeated sequence of random tokens. Only for these layers a paged session keeps sketches
-(2-bit copies) of keys, to choose the chunks that it reads from SSD.
+Such a head attends from a token to the token's earlier occurrence, or to the token that followed it there. A
+trial measures this on a repeated sequence of random tokens. Only for these layers a paged session keeps
+sketches (2-bit copies) of keys, to choose the chunks that it reads from SSD.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from .attention import Attention
     from .forward import Forward
 
-#: Tokens of the text, and the seed that draws them.
+#: Number of random tokens in the repeated sequence, and their seed.
 _NUM_TOKENS: Final = 128
 _SEED: Final = 0
-#: One layer in so many is sketched, and some more in a small model.
+#: One layer in this many is sketched, but at least `_FEWEST` layers.
 _ONE_IN: Final = 5
 _FEWEST: Final = 4
 
 
 def num_sketched(num_layers: int) -> int:
-    """Return in how many layers of a model paged sessions keep sketches (2-bit copies of keys)."""
+    """Return the number of layers, of `num_layers`, in which paged sessions keep sketches of keys."""
     return min(num_layers, max(_FEWEST, -(-num_layers // _ONE_IN)))
 
 
@@ -68,7 +68,7 @@ class _Matching(OwnPart):
         self._seen = at <= at[_NUM_TOKENS:, None]
 
     def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
-        """Attend, and add the layer's result to `matched`."""
+        """Compute attention, and add the layer's result to `matched`."""
         keys = self._fetched[0][0]  # (KV heads, tokens, head_dim)
         again = queries[_NUM_TOKENS:, :, 0].swapaxes(0, 1)  # (heads, tokens, head_dim)
         grouped = again.reshape(keys.shape[0], -1, again.shape[-1])

@@ -3,12 +3,12 @@
 Device thread only.
 
 For models whose rows cannot share a pass (`forward`), or whose caches are not all plain: recurrent states,
-windows, hybrids, custom attention. Rows of different length are padded on the left. A row that joins or
-leaves costs a copy of the whole batch; models of plain KV use `slots` instead.
+windows, hybrids, custom attention. Shorter rows are padded on the left. A row that joins or leaves costs a
+copy of the whole batch; so models with only plain KV use `slots` instead.
 
 Only decoding is merged: a row joins with caches that hold its prompt, so recurrent states never see padding.
-Each step can be rolled back until `commit`: the positions are remembered, and so are the arrays of recurrent
-states, which a step replaces and never changes in place.
+Each step can be rolled back until `commit`: positions are saved before it, and so are the arrays of recurrent
+states, which a step replaces but never changes in place.
 
 Knows nothing of answers: a row can be any value.
 """
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import TypeAlias
 
-    #: For each leaf of the batch caches, the fields that a step changes, with their values before the step.
+    #: For each leaf of the batch caches: the fields that a step changes, with their values before the step.
     Mark: TypeAlias = list[dict[str, Any]]
 
 RowT = TypeVar("RowT")
 
-#: The fields that a step changes, beside keys and values, to which a step only adds.
+#: The fields that a step changes, besides keys and values, to which it only appends.
 _POSITIONS: Final = ("_idx", "_offset", "offset", "rotated")
-#: Tokens by which mlx-lm grows a cache.
+#: Number of tokens by which mlx-lm grows a cache.
 _GROWTH: Final = BatchKVCache.step
 
 
 class _Window(BatchRotatingKVCache):
-    """A merged window with room for one extra step: that step overwrites nothing and can be rolled back."""
+    """A merged window with room for one more token, so that a step overwrites none and can be rolled back."""
 
     def __init__(self, max_size: int, left_padding: list[int]) -> None:
         super().__init__(max_size + 1, left_padding)
@@ -57,7 +57,7 @@ class _Window(BatchRotatingKVCache):
         return super().make_mask(N, window_size or self.window, return_array)
 
     def extract(self, idx: int) -> Any:
-        """Copy a row to a window of the original size, ordered by time."""
+        """Copy a row to a separate window of the original size, oldest token first."""
         cache: Any = super().extract(idx)  # type: ignore[no-untyped-call]  # mlx-lm has no annotations
         cache.max_size = self.window
         cache.keys, cache.values = (
@@ -69,7 +69,7 @@ class _Window(BatchRotatingKVCache):
 
 class _Arrays(ArraysCache):
     def extract(self, idx: int) -> Any:
-        """Copy a row: mlx-lm's views would keep the whole batch's arrays alive."""
+        """Copy a row's arrays; mlx-lm's views would keep the whole batch's arrays in memory."""
         cache: Any = super().extract(idx)  # type: ignore[no-untyped-call]
         cache.cache = [mx.contiguous(part) for part in cache.cache]
         return cache
@@ -78,8 +78,8 @@ class _Arrays(ArraysCache):
 class _Spread(BatchKVCache):
     """Makes masks for attention where the query heads have a separate axis (gemma2).
 
-    There mlx-lm's mask of four axes would fail. If the batch has as many rows as KV heads, it would mask the
-    wrong tokens instead.
+    mlx-lm's mask with four axes would fail there, or, if the batch has as many rows as KV heads, mask the
+    wrong tokens.
     """
 
     def make_mask(self, N: int, return_array: bool = False, **options: Any) -> Any:  # noqa: N803
@@ -96,13 +96,13 @@ WAYS: Final = (_USUAL, {**_USUAL, KVCache: _Spread})
 
 
 class MergedCaches(Generic[RowT]):
-    """Rows that decode together, in the order in which they joined."""
+    """The batch caches of rows that decode together, in the order in which the rows joined."""
 
     def __init__(self, way: dict[type, type]) -> None:
         self._way = way
         self._caches: list[Any] = []
-        self._rows: list[RowT | None] = []  # None: the row has left; `tidy` frees its room
-        self._mark: Mark | None = None  # of the step that is not committed
+        self._rows: list[RowT | None] = []  # None: the row has left; `tidy` frees its memory
+        self._mark: Mark | None = None  # to roll back the step that is not committed
 
     @property
     def rows(self) -> list[RowT]:
@@ -116,12 +116,12 @@ class MergedCaches(Generic[RowT]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the merged caches, including padding and room allocated in advance."""
+        """Bytes of the merged caches, including padding and memory allocated in advance."""
         return sum(int(leaf.nbytes) for leaf in _leaves(self._caches))
 
     @property
     def removal_bytes(self) -> int:
-        """The most bytes that removing one row allocates meanwhile.
+        """The most bytes that are allocated temporarily to remove one row.
 
         First the row is copied, then the other rows, one layer at a time.
         """
@@ -130,9 +130,9 @@ class MergedCaches(Generic[RowT]):
 
     @property
     def growing(self) -> list[int]:
-        """The lengths in tokens for which the next step allocates memory, one per row; empty if it does not.
+        """The lengths in tokens for which the next step allocates memory, one per row; empty if none.
 
-        The first number stands for all rows, since the whole batch is copied; the others are 0.
+        The first number is for all rows together, since the whole batch is copied; the others are 0.
         """
         full = [leaf.keys.shape[2] for leaf in _leaves(self._caches) if _is_full(leaf)]
         return [max(full) * len(self._rows)] + [0] * (len(self._rows) - 1) if full else []
@@ -140,14 +140,14 @@ class MergedCaches(Generic[RowT]):
     def can_join(self, caches: Sequence[Any]) -> bool:
         """Say whether a row with these caches can join.
 
-        The classes of its caches must have passed a trial, and no cache may be empty.
+        Each cache must be of a mergeable class and not empty.
         """
         return all(
             can_merge(leaf) and type(leaf) in self._way and not leaf.empty() for leaf in _leaves(caches)
         )
 
     def joining_bytes(self, newcomers: Sequence[Sequence[Any]]) -> int:
-        """Return the most bytes that joining allocates, besides the KV of the joining rows themselves.
+        """Return the most bytes that a join allocates, besides the joining rows' own caches.
 
         `newcomers` are the caches of the rows that would join.
         """
@@ -155,13 +155,13 @@ class MergedCaches(Generic[RowT]):
         merged = _leaves(self._caches) or [None] * len(_leaves(newcomers[0]))
         theirs = zip(*(_leaves(caches) for caches in newcomers), strict=True)
         after = [_row_bytes(leaf, own) * num_rows for leaf, own in zip(merged, theirs, strict=True)]
-        # One layer at a time: as before, with the newcomers, and later with room to grow.
+        # One layer at a time exists as it was, with the newcomers, and later with room to grow.
         return max(sum(after) - self.nbytes, 0) + 3 * max(after)
 
     def join(self, rows: Sequence[tuple[RowT, list[Any]]]) -> None:
         """Copy rows into the merged caches; the rows' own caches stay unchanged.
 
-        If this fails, all merged rows are lost.
+        If an error occurs, all merged rows are dropped.
         """
         if self._mark is not None:
             raise AssertionError("rows change only after the step is committed")
@@ -174,7 +174,7 @@ class MergedCaches(Generic[RowT]):
         self._rows += [row for row, _ in rows]
 
     def leave(self, row: RowT) -> list[Any]:
-        """Copy a row out into separate caches."""
+        """Copy a row to separate caches, and mark it as left until `tidy` frees its memory."""
         caches = self.show(row)
         mx.eval([cache.state for cache in caches])
         self._rows[self._rows.index(row)] = None
@@ -183,12 +183,12 @@ class MergedCaches(Generic[RowT]):
         return caches
 
     def show(self, row: RowT) -> list[Any]:
-        """Return a row's KV as separate caches, not evaluated."""
+        """Copy a row's KV to separate caches, not evaluated; the row stays."""
         index = self._rows.index(row)
         return [cache.extract(index) for cache in self._caches]
 
     def tidy(self) -> None:
-        """Free the memory of rows that have left. If this fails, all rows are lost."""
+        """Free the memory of rows that have left; if an error occurs, drop all rows."""
         if None not in self._rows:
             return
         if self._mark is not None:
@@ -197,14 +197,14 @@ class MergedCaches(Generic[RowT]):
         try:
             for cache in self._caches:
                 cache.filter(keep)
-                mx.eval(cache.state)  # one by one: the old and the new of a single layer at a time
+                mx.eval(cache.state)  # layer by layer, so that only one layer exists twice
         except BaseException:
             self.clear()
             raise
         self._rows = list(self.rows)
 
     def part(self, lengths: list[int]) -> MergedPart:
-        """Start a step over one token for each of `rows`; `lengths` are their numbers of tokens with KV."""
+        """Return the part for a step over one token of each row; `lengths` are the rows' tokens with KV."""
         self._remember()
         return MergedPart(self._caches, lengths)
 
@@ -213,7 +213,7 @@ class MergedCaches(Generic[RowT]):
         self._mark = None
 
     def roll_back(self) -> None:
-        """Undo the last step unless it was committed."""
+        """Undo the last step, unless it has been committed."""
         if self._mark is not None:
             for leaf, fields in zip(_leaves(self._caches), self._mark, strict=True):
                 vars(leaf).update(fields)
@@ -241,7 +241,7 @@ def _leaves(caches: Sequence[Any]) -> list[Any]:
 
 
 def can_merge(leaf: Any) -> bool:
-    """Say whether a cache can be merged. mlx-lm would lose the first tokens that a window keeps."""
+    """Say whether a cache can be merged; a window that keeps first tokens cannot: mlx-lm would lose them."""
     return type(leaf) in _USUAL and not getattr(leaf, "keep", 0)
 
 
@@ -254,11 +254,11 @@ def _merge(way: dict[type, type], caches: Sequence[Any]) -> Any:
 
 
 def _fields(leaf: Any) -> dict[str, Any]:
-    """Return the fields that the next step replaces. The step never changes these arrays in place."""
+    """Return the fields that the next step replaces, with values that it does not change in place."""
     if isinstance(leaf, ArraysCache):
         return {"cache": list(leaf.cache)}
     fields = {name: value for name, value in vars(leaf).items() if name in _POSITIONS}
-    # `a -= 1` changes the array in place, for all its names: keep a copy.
+    # mlx-lm's `left_padding -= 1` changes the array in place: keep a copy.
     return {**fields, "left_padding": mx.array(leaf.left_padding)}
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MergedRows(Keeping):
-    """Rows are merged once there are enough. A row that does not fit into memory stays on its own caches."""
+    """Merges rows once there are enough. A row that does not fit into memory keeps its own caches."""
 
     includes_ahead = True
 
@@ -31,16 +31,16 @@ class MergedRows(Keeping):
 
     @property
     def growing(self) -> list[int]:  # type: ignore[override]
-        """For each row, the length for which the next step allocates."""
+        """The lengths in tokens for which the next step allocates memory; see `MergedCaches.growing`."""
         return self._merged.growing
 
     @property
     def removal_bytes(self) -> int:  # type: ignore[override]
-        """A copy of a row, and of a layer of the others."""
+        """The bytes of a copy of one row, and of one layer of the other rows."""
         return self._merged.removal_bytes
 
     def place(self, rows: Sequence[Row]) -> None:
-        """Merge the rows that are not merged yet: all at once, or as many as fit into memory."""
+        """Merge the rows that are not merged yet: all at once, or one by one as many as fit into memory."""
         merged = self._merged
         merged.tidy()
         own = [row for row in rows if row.caches is not None and merged.can_join(row.caches)]
@@ -59,22 +59,22 @@ class MergedRows(Keeping):
         num_ahead: int,
         drafts: Mapping[Row, list[int]],  # noqa: ARG002
     ) -> list[tuple[Part, list[Row]]] | None:
-        """Make one part of all merged rows; None if `rows` are not all of them, or one has just left."""
+        """Make one part of all merged rows; None if `rows` are others, or if one has left since `place`."""
         every = self._merged.rows
         if set(every) != set(rows) or not self._merged.is_tidy:
             return None
         return [(self._merged.part([row.num_cached + num_ahead for row in every]), every)] if every else []
 
     def caches(self, row: Row) -> list[Any]:
-        """Copy a row's KV, unevaluated."""
+        """Copy a row's KV to separate caches, not evaluated."""
         return self._merged.show(row)
 
     def leave(self, row: Row) -> None:
-        """Copy a row out; `place` frees its room."""
+        """Move a row to its own caches; the next `place` frees its memory in the batch."""
         row.caches = self._merged.leave(row)
 
     def commit(self) -> None:
-        """Make the last step final."""
+        """Make the last step final: it can no longer be undone."""
         self._merged.commit()
 
     def roll_back(self) -> None:

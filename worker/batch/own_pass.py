@@ -1,6 +1,6 @@
-"""Runs rows and prompts one after the other, each by the model's own code. Device thread only.
+"""Runs rows and prompts one after the other, each by a call of the unchanged model. Device thread only.
 
-For models whose rows cannot share a pass (`forward`). Merged rows (`merged`) are one call of the model.
+For models whose rows cannot share a pass (`forward`). All merged rows (`merged`) run in one call.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class OwnPass:
-    """Passes by the model's own code; see `batch.Pass`."""
+    """Runs passes by calls of the unchanged model; see `rows.Pass`."""
 
     def __init__(self, model: Any, rotations: Sequence[Rotate] | None = None) -> None:
-        """`rotations` says how layers rotate queries, if their caches may be rings."""
+        """`rotations` are the layers' rotations of queries; None if no cache is a ring."""
         self._model = model
         self._rotations = rotations
 
@@ -41,7 +41,7 @@ class OwnPass:
         *,
         hidden: bool = False,
     ) -> mx.array:
-        """Build a pass for each part and piece; `hidden` holds for pieces only."""
+        """Build a pass for each part and piece; see `rows.Pass`. `hidden` applies only to pieces."""
         found: list[mx.array] = []
         tokens = tokens if isinstance(tokens, mx.array) else mx.array([*tokens], mx.int32)
         for part in parts:
@@ -51,7 +51,7 @@ class OwnPass:
             elif isinstance(part, OwnPart):
                 found.append(self._alone(part.caches, some))
         for piece in pieces:
-            # Apart from the others, whose logits would be computed too.
+            # In a separate call, so that no logits are computed for these tokens.
             num_plain = len(piece.tokens) - piece.num_logits
             if num_plain:
                 self._alone(piece.caches, mx.array(piece.tokens[:num_plain]))
@@ -62,7 +62,7 @@ class OwnPass:
         return mx.concatenate(found) if found else mx.array([])
 
     def _alone(self, caches: Sequence[Any], tokens: mx.array) -> mx.array:
-        """Build a pass over one session's next tokens; return their logits, (tokens, vocabulary)."""
+        """Build a pass over the next tokens of one session; return their logits, (tokens, vocabulary)."""
         return run_alone(self._model, caches, tokens, self._rotations)[0]
 
 
@@ -71,7 +71,7 @@ def run_alone(
 ) -> mx.array:
     """Build a pass over one session's next `tokens`; return the model's outputs, (1, tokens, size).
 
-    One call of the model cannot cross a multiple of a ring's grid; tokens on both sides of it take several
+    One call of the model cannot cross a multiple of a ring's grid; tokens on both sides of it run in several
     calls.
     """
     rings = [cache for _, cache in leaves(caches) if type(cache) is RingCache]
@@ -87,7 +87,7 @@ def run_alone(
 
 
 def _shown(caches: Sequence[Any], num_tokens: int, rotations: Sequence[Rotate]) -> list[Any]:
-    """Replace ring caches by views, for a pass over the next tokens."""
+    """Replace ring caches by views (`RingView`) for a pass over the next `num_tokens` tokens."""
     held = [cache for _, cache in leaves(caches)]
     start = next(cache.offset for cache in held if type(cache) is RingCache)
     part, number = OwnPart(held, start, num_tokens), count()

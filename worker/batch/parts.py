@@ -1,6 +1,6 @@
-"""The parts of a pass: consecutive tokens whose attention is computed together, each part with its own KV.
+"""Defines the parts of a pass: tokens whose attention is computed together, each part with its own KV.
 
-Device thread only. `slots.PoolPart` is one more.
+Device thread only. `slots.PoolPart` is a part, too.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class Part(Protocol):
-    """Consecutive tokens of one pass whose attention is computed together."""
+    """Tokens of one pass whose attention is computed together, from the part's own KV."""
 
     @property
     def offsets(self) -> list[int]:
         """The position of each token in its session."""
 
     def grid(self, layer: int) -> int:
-        """Return a layer's grid: offsets are positions modulo the grid; plain positions if it is 0."""
+        """Return a layer's grid: rotary positions count modulo the grid; 0 if they are plain positions."""
 
     def masks(self, layer: int, options: dict[str, Any]) -> Any:
         """Make the mask for `attend`. Called before the tokens are written to the layer's cache."""
@@ -43,13 +43,13 @@ class Part(Protocol):
 
 
 class OwnPart:
-    """Tokens of one session that use the session's own caches, of any class."""
+    """Consecutive tokens of one session that use the session's own caches, of any class."""
 
     def __init__(self, caches: Sequence[Any], start: int, num_tokens: int) -> None:
         self.caches = caches
         self._num_tokens = num_tokens
         self._fetched: tuple[Any, Any] = (None, None)
-        self._sights: dict[tuple[int, ...], Sight] = {}  # of rings, which are mostly of one kind
+        self._sights: dict[tuple[int, ...], Sight] = {}  # by ring kind; most models have one
         self.offsets = list(range(start, start + num_tokens))
 
     def grid(self, layer: int) -> int:
@@ -67,7 +67,7 @@ class OwnPart:
         return cache.make_mask(self._num_tokens, **options)
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        """Add the tokens to the cache, in the cache's shape."""
+        """Add the tokens' keys and values to the layer's cache; for a ring, `attend` does so."""
         if self._num_tokens > 1:
             keys, values = keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3)
         cache = self.caches[layer]
@@ -75,7 +75,7 @@ class OwnPart:
         self._fetched = (keys, values) if is_ring else cache.update_and_fetch(keys, values)
 
     def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
-        """Attend to all keys and values of the cache."""
+        """Compute attention to all keys and values of the layer's cache."""
         if isinstance(self.caches[layer], RingCache):
             return self._attend_ring(layer, queries, attention)
         keys, values = self._fetched
@@ -85,7 +85,7 @@ class OwnPart:
         return attention(turned, keys, values, cache=self.caches[layer], mask=mask).transpose(2, 1, 0, 3)
 
     def _attend_ring(self, layer: int, queries: mx.array, attention: Attention) -> mx.array:
-        """Write tokens and attend in runs: no run overwrites keys that its tokens still need."""
+        """Write tokens to a ring and attend, in runs: no run overwrites keys that its tokens still need."""
         ring, outputs = self.caches[layer], []
         sees_all = isinstance(ring, PagedCache) and ring.pages.sees_all
         if sees_all:
@@ -120,9 +120,9 @@ class OwnPart:
         return self._sights[kind]
 
     def _attend_all(self, layer: int, queries: mx.array, attention: Attention) -> mx.array:
-        """Attend to all earlier tokens of the session and to the new ones: (1, heads, tokens, head_dim).
+        """Attend to all tokens of a paged session; return (1, heads, tokens, head_dim).
 
-        The new tokens are not in the cache yet.
+        The part's own tokens are not in the cache yet.
         """
         cache = self.caches[layer]
         later = (i for i in range(layer + 1, len(self.caches)) if isinstance(self.caches[i], PagedCache))
@@ -142,7 +142,7 @@ def of_one_session(array: mx.array) -> mx.array:
 
 
 class MergedPart(OwnPart):
-    """One token for each of the merged rows: each token is a row of the caches."""
+    """One token for each merged row; each is a row of the batch caches."""
 
     def __init__(self, caches: Sequence[Any], lengths: list[int]) -> None:
         super().__init__(caches, 0, 1)

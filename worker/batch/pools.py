@@ -1,6 +1,6 @@
 """Keeps rows of similar length together in pools (`slots`), so that they attend in one operation.
 
-For models with plain KV. Device thread only.
+For models whose caches are plain or rings. Device thread only.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from .rows import Row
     from .slots import Form
 
-#: A row joins a pool with room for at least this many more tokens, so that it does not move at once.
+#: A row joins a pool with room for at least this many more tokens, so that it need not soon move again.
 _ROOM: Final = 32
 
 
 class Pools(Keeping):
-    """The pools, by form and capacity, and each kept row's slot."""
+    """The pools, by form and capacity, and the slot of each row in a pool."""
 
     def __init__(self, room: Callable[[int], bool], least: int) -> None:
         """`room(n)` says whether `n` more bytes may be allocated; fewer than `least` rows are not moved."""
@@ -34,11 +34,11 @@ class Pools(Keeping):
 
     @property
     def removal_bytes(self) -> int:  # type: ignore[override]
-        """A copy of a slot."""
+        """The bytes of a copy of the largest slot."""
         return max((pool.slot_bytes for pool in self._pools.values()), default=0)
 
     def place(self, rows: Sequence[Row]) -> None:
-        """Move rows of similar length into a pool, once there are enough to pay for the copies."""
+        """Move rows of similar length into a pool, once there are enough; move rows out of full slots."""
         for row in rows:
             if row in self._slots and not self.may_run_ahead(row, 0):
                 self.leave(row)
@@ -54,9 +54,9 @@ class Pools(Keeping):
                 self._slots[row], row.caches = (pool, pool.join(row.caches)), None
 
     def fitted(self, drafts: Mapping[Row, list[int]]) -> dict[Row, list[int]]:
-        """Give all rows of a pool as many tokens as its longest draft, as far as each has room for them.
+        """Pad the drafts of all rows of a pool to its longest draft, as far as each slot has room.
 
-        What is added is checked like a draft; it is hardly ever right.
+        The padding is verified like a draft; it is hardly ever accepted.
         """
         fitted = dict(drafts)
         for pool in self._pools.values():
@@ -69,13 +69,13 @@ class Pools(Keeping):
         return fitted
 
     def can_draft(self, row: Row) -> bool:
-        """Say whether there are no rings in a row's pool: what a draft overwrites there, others see."""
+        """Say whether a row has no rings: a draft would overwrite keys in a ring that other tokens need."""
         return row.form is not None and set(row.form) == {None}
 
     def parts(
         self, rows: Sequence[Row], num_ahead: int, drafts: Mapping[Row, list[int]]
     ) -> list[tuple[Part, list[Row]]]:
-        """Make one part for each pool."""
+        """Make one part for each pool, with its rows in the order of their slots."""
         found: list[tuple[Part, list[Row]]] = []
         for pool in self._pools.values():
             pooled = sorted((row for row in rows if self._slots[row][0] is pool), key=self._slot)
@@ -86,19 +86,19 @@ class Pools(Keeping):
         return found
 
     def caches(self, row: Row) -> list[Any]:
-        """Show a row's slot."""
+        """Return a row's KV as caches that share its slot's memory; valid until the next step."""
         pool, slot = self._slots[row]
         return pool.views(slot, row.num_cached)
 
     def leave(self, row: Row) -> None:
-        """Copy a row out of its slot."""
+        """Move a row to its own caches, and free its slot."""
         pool, slot = self._slots.pop(row)
         row.caches = pool.leave(slot, row.num_cached)
         if not pool.num_rows:
             self._pools = {key: kept for key, kept in self._pools.items() if kept is not pool}
 
     def may_run_ahead(self, row: Row, num_ahead: int = 1) -> bool:
-        """Say whether a row's slot has room for one more token behind `num_ahead` others."""
+        """Say whether a row's slot has room for `num_ahead` tokens and one more."""
         return not self._slots[row][0].is_full(row.num_cached + num_ahead)
 
     def clear(self) -> None:

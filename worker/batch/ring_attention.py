@@ -1,10 +1,10 @@
-"""Computes attention to ring caches, whose keys are rotated by other positions than their session positions.
+"""Computes attention to ring caches, whose keys' rotary positions are not their positions in the session.
 
 An endless session must not give a model large positions: float32 angles are useless beyond some 100,000. So
 layers with a `RingCache` use positions modulo `RingCache.grid`, counted from a base that is a multiple of the
 grid. A key that was counted from the previous base is one grid further away than its rotation says, and a
 sink must appear right before the window. Rotating the query corrects both, since the dot product depends only
-on the distance. So no stored key changes, and results for a token depend only on its position. Device thread
+on the distance. So no stored key is changed, and a token's results depend only on its position. Device thread
 only.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from cache.kv.ring import RingCache
 
-    #: Rotates queries, (tokens, heads, 1, head_dim), by so many positions, (tokens,) or one for all.
+    #: Rotates queries, (tokens, heads, 1, head_dim), by a number of positions, (tokens,) or one for all.
     Rotate: TypeAlias = Callable[[mx.array, mx.array | int], mx.array]
 
 
@@ -63,7 +63,7 @@ def _rotate_by(rope: Any) -> Rotate:
 
     def rotate(queries: mx.array, by: mx.array | int) -> mx.array:
         size = queries.shape[-1]
-        if size not in scales:  # some scale what they rotate (YaRN), and queries are scaled already
+        if size not in scales:  # some embeddings also scale (YaRN), but queries are scaled already
             found = rope(mx.ones((1, 1, 1, size), mx.float32), offset=0)
             scales[size] = None if mx.array_equal(found, mx.ones_like(found)).item() else found
         scale = scales[size]
@@ -75,13 +75,13 @@ def _rotate_by(rope: Any) -> Rotate:
     return rotate
 
 
-#: What the place of a key asks of the query.
+#: How the query is rotated for a place: not at all, by one grid, or to a sink.
 _KINDS: Final = ("here", "before", "sinks")
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Which places of ring caches are visible to some tokens; equal for all layers with rings of this kind.
+    """Which places of ring caches some tokens see, and by which rotations; equal for all layers of this kind.
 
     `seen`, (rows, 1, tokens, places), is None if all places are visible. `before`, (rows, 1, 1, places),
     marks the keys that were counted from the previous base; None if there are none. `to_sinks`, (tokens,), is
@@ -105,9 +105,9 @@ class Sight:
 
 
 def sight(ring: RingCache, ends: Sequence[int], num: int) -> Sight:
-    """Return which places of rings like this one the last `num` tokens of each row see.
+    """Return which places of rings like `ring` are visible to the last `num` tokens of each row.
 
-    `ends` has each row's number of tokens. The last `num` tokens of a row have the same base. Tokens in slots
+    `ends` has each row's number of tokens. A row's last `num` tokens must have the same base. Tokens in slots
     (recalled chunks) are visible if they are before the window; a ring with slots must be the only row.
     """
     end = np.array(ends)[:, None]
@@ -117,11 +117,11 @@ def sight(ring: RingCache, ends: Sequence[int], num: int) -> Sight:
     places = np.arange(num_places)
     last = end - 1
     held = np.where(places < ring.sink, places, last - (last - places) % (ring.capacity - ring.sink))
-    held = np.where((places >= ring.sink) & (held < ring.sink), last + 1, held)  # never filled
+    held = np.where((places >= ring.sink) & (held < ring.sink), last + 1, held)  # places never written
     is_sink = (places < ring.sink) & (held < end)
     held, here = held[:, None, :], at[:, :, None]
     seen = (held <= here) & ((held > here - ring.window) | is_sink[:, None, :])
-    if not ring.grid:  # every key stands where it says
+    if not ring.grid:  # rotary positions are the session's
         recalled = (slots >= ring.sink) & (slots <= here - ring.window)
         seen = np.concatenate([seen, recalled], axis=-1)
         return Sight(num_places + len(slots), None if seen.all() else mx.array(seen[:, None]))
@@ -187,16 +187,16 @@ def _scores(
     rotate: Rotate,
     scored: Callable[[mx.array, mx.array], mx.array],
 ) -> mx.array:
-    """Score all keys, each with the query rotated for the key's place.
+    """Return the scores of all keys, each for the query rotated as the key's place needs it.
 
-    The keys have the shape (rows, KV heads, head_dim, places).
+    `transposed` are the keys, (rows, KV heads, head_dim, places).
     """
     rotated = {"here": queries}
     if sight.before is not None:
         rotated["before"] = rotate(queries, sight.grid)
     if sight.to_sinks is not None:
         rotated["sinks"] = rotate(queries, sight.to_sinks)
-    if sight.runs:  # each place once
+    if sight.runs:  # one row: score each place only once
         starts = [0, *(end for end, _ in sight.runs)]
         parts = [
             scored(rotated[kind], transposed[..., start:end])

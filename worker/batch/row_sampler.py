@@ -1,6 +1,6 @@
-"""Samples one row: which tokens it penalises, forbids and reports. Pure.
+"""Says how one row's next tokens are sampled: which tokens are penalised, forbidden and reported. Pure.
 
-It knows the tokens that its answer has so far. `sampling` computes the choice from the logits.
+It knows the answer's tokens so far. `sampling` draws the tokens from the logits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-#: Divided by less, logits of 1e5 overflow float32: a lower temperature counts as 0.
+#: A lower temperature counts as 0: logits of 1e5, divided by less, overflow float32.
 _LEAST_TEMPERATURE: Final = 1e-20
 
 
@@ -26,9 +26,9 @@ class Matcher(Protocol):
         """Add tokens to the answer."""
 
     def masks(self, draft: Sequence[int]) -> Sequence[np.ndarray[Any, Any] | None]:
-        """Return masks of the tokens that may come next, and after each token of `draft`: a bit for each id.
+        """Return masks of the allowed tokens, for the next token and after each token of `draft`.
 
-        The first id's bit is the lowest of the first byte. A mask allows at least one token; None allows all.
+        A mask has a bit per id, a byte's lowest bit first, and allows at least one token; None allows all.
         """
 
     @property
@@ -37,10 +37,10 @@ class Matcher(Protocol):
 
 
 class Grammar(Protocol):
-    """What an answer must be; implemented by `worker.text.grammar.Grammar`."""
+    """A grammar that an answer must match; implemented by `worker.text.grammar.Grammar`."""
 
     def follow(self, answered: Sequence[int]) -> Matcher:
-        """Follow an answer that has these tokens so far, without its end token."""
+        """Return a matcher for an answer that has the tokens `answered` so far, without its end token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class Sampling:
     """How one request samples tokens. `temperature` 0 is greedy.
 
     `top_k` 0, `top_p` 1.0, `min_p` 0.0, `repetition_penalty` 1.0 and penalties of 0.0 have no effect.
-    `logit_bias` pairs token ids with what is added to their logits. No end token is drawn before the answer
-    has `min_tokens` tokens. Only tokens that the `grammar` allows are drawn. With `top_logprobs`, a number
-    from 0, each token has its logarithmic probability, and those of so many likeliest tokens.
+    `logit_bias` pairs token ids with numbers that are added to their logits. No end token is drawn before the
+    answer has `min_tokens` tokens. Only tokens that the `grammar` allows are drawn. With `top_logprobs` n,
+    each token gets its log probability, and the n likeliest tokens with theirs.
     """
 
     temperature: float = 0.0
@@ -68,17 +68,17 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the token with the highest logit, after the penalty, is chosen."""
+        """Whether the token with the highest logit, after bias and penalties, is chosen."""
         return self.temperature < _LEAST_TEMPERATURE
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether a token's logit depends on how often it occurs in the answer."""
+        """Whether a token's logit depends on the number of its occurrences in the answer."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether the token with the highest logit is chosen, without a penalty or bias."""
+        """Whether the token with the model's highest logit is chosen, without bias or penalties."""
         changes = self.repetition_penalty != 1.0 or self.counts_tokens or self.logit_bias
         return self.is_greedy and not changes
 
@@ -99,8 +99,8 @@ class Draw:
     """How to draw one token: the answer's token number `index`, from 0.
 
     The repetition penalty applies to the distinct tokens `seen`; the presence and frequency penalties to
-    those in `counts`, by how often they occur in the answer. Tokens in `banned` are never drawn, and with a
-    `mask`, only tokens that have their bit in it.
+    those in `counts`, by how often they occur in the answer. Tokens in `banned` are never drawn; with a
+    `mask`, only tokens whose bit is set are drawn.
     """
 
     sampling: Sampling
@@ -112,15 +112,15 @@ class Draw:
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether the token with the highest logit of the model is drawn."""
+        """Whether the model's likeliest token is drawn: greedy, without bias, penalties, bans or mask."""
         return self.sampling.takes_likeliest and not self.banned and self.mask is None
 
 
 class RowSampler:
-    """The state of one row's choice; device thread only.
+    """The state on which the sampling of one row depends; device thread only.
 
     The choice of a token may depend on all tokens before it (`needs_last`): then a step cannot be launched
-    before the last token is known, and a draft's tokens count as the answer's for the draws behind them.
+    before the last token is known, and a draft's tokens count as the answer's for later draws.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class RowSampler:
         self.num_drawn = len(answered)
         self.end_tokens = sorted(end_tokens)
         self._seen: set[int] = set()
-        self._seen_ids = array("I")  # the same, in the order of their first places
+        self._seen_ids = array("I")  # the same ids, in the order of first occurrence
         self._counts = Counter[int](answered) if sampling.counts_tokens else None
         self._see((*prompt, *answered))
         self._matcher = sampling.grammar.follow(answered) if sampling.grammar is not None else None
@@ -148,9 +148,9 @@ class RowSampler:
         return follows or self.sampling.repetition_penalty != 1.0
 
     def draws(self, draft: Sequence[int] = (), *, num_ahead: int = 0) -> list[Draw]:
-        """Return how to draw the next token, and one token after each of `draft`.
+        """Return how to draw the next token, and the token after each token of `draft`.
 
-        `num_ahead` tokens are drawn before, and not known yet.
+        `num_ahead` tokens of the answer, drawn before these, are not known yet.
         """
         masks = self._matcher.masks(draft) if self._matcher is not None else [None] * (len(draft) + 1)
         beginnings = zip(_beginnings(draft), masks, strict=True)
@@ -177,9 +177,9 @@ class RowSampler:
         index = self.num_drawn + num_ahead
         banned = self.end_tokens if index < self.sampling.min_tokens else ()
         if banned and mask is not None and not _has_others(mask, banned):
-            banned = ()  # the answer is complete: it cannot be longer
+            banned = ()  # the grammar allows only the end
         counts = self._counts + Counter(before) if self._counts is not None else None
-        seen = np.array(self._seen_ids)  # a copy: the answer goes on while a step is in flight
+        seen = np.array(self._seen_ids)  # a copy: tokens are added while a step is in flight
         if before and self.sampling.repetition_penalty != 1.0:
             seen = np.append(seen, [token for token in dict.fromkeys(before) if token not in self._seen])
         return Draw(self.sampling, index, seen, counts, banned, mask)

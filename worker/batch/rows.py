@@ -1,4 +1,4 @@
-"""What a step consists of: rows and pieces of prompts; how a pass runs, and where rows keep their KV.
+"""Defines what a step consists of: rows, pieces of prompts, and the ports for passes and for rows' KV.
 
 `batch` runs the steps. Device thread only.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class UnsoundError(Exception):
-    """The model's logits are no numbers: NaN or infinite."""
+    """The model's logits are NaN or infinite."""
 
     def __init__(self) -> None:
         super().__init__("the model's logits are no finite numbers: its weights are broken or overflow")
@@ -33,11 +33,11 @@ class Row:
     """One running answer.
 
     `known` are the session's last tokens, from which drafts are made. The last token has no KV yet. The
-    first `num_cached` tokens of the session have KV: in `caches`, or, if that is None, where the batch keeps
-    it. `drawn` are the tokens of the last step, which mean nothing unless the row `is_sound`: the logits were
-    numbers. `num_left` counts the tokens that the answer may still get.
-    If the session has a window, its caches hold KV of at most `most_held` tokens. What a drafter keeps for
-    the row serves later rows of its `session`, unless that is None.
+    first `num_cached` tokens of the session have KV: in `caches`, or, if `caches` is None, where the batch's
+    `Keeping` has it. `drawn` are the tokens of the last step; they are valid only if `is_sound`, that is, if
+    the logits were finite. `num_left` counts the tokens that the answer may still get.
+    If the session has a window, its caches hold KV of at most `most_held` tokens. A drafter may reuse its
+    state of the row for later rows of the same `session`, unless that is None.
     """
 
     caches: list[Any] | None
@@ -49,10 +49,10 @@ class Row:
     drawn: list[Drawn] = field(default_factory=list)
     is_sound: bool = True
     session: Hashable = None
-    form: Form | None = None  # of its pool
+    form: Form | None = None  # decides which pools can hold it
 
     def append(self, drawn: list[Drawn], *, is_sound: bool = True) -> None:
-        """Add the tokens that a step has drawn to the answer."""
+        """Add the tokens that a step has drawn for the row to its answer."""
         tokens = [one.token for one in drawn]
         self.drawn, self.is_sound = drawn, is_sound
         self.known.extend(tokens)
@@ -62,9 +62,9 @@ class Row:
 
 @dataclass(slots=True)
 class Scores:
-    """What the model says of a prompt's tokens from position `start` on, which is 1 at least.
+    """The log probabilities of a prompt's tokens from position `start` on, which is at least 1.
 
-    `drawn` has the tokens that are known so far, each with the `num_top` likeliest ones in its place.
+    `drawn` has the tokens scored so far, each with the `num_top` likeliest tokens at its position.
     """
 
     start: int
@@ -73,16 +73,16 @@ class Scores:
 
     @property
     def end(self) -> int:
-        """The position of the first token that is not known yet."""
+        """The position of the first token that is not scored yet."""
         return self.start + len(self.drawn)
 
 
 @dataclass(slots=True)
 class Embedding:
-    """The vector of a prompt: the hidden state of its last token after the final norm, of length 1.
+    """The vector of a prompt: its last token's hidden state after the final norm, normalised to length 1.
 
-    If `tokens` are given, it is the logits of these behind that token instead. 32-bit floats, little-endian;
-    empty until the prompt has run.
+    If `tokens` are given, the vector has instead their logits after the last token. 32-bit floats,
+    little-endian; empty until the prompt has run.
     """
 
     tokens: tuple[int, ...] = ()
@@ -94,8 +94,8 @@ class PrefillPiece:
     """Consecutive tokens of a prompt, to be run into a session's caches, which already hold `start` tokens.
 
     If `row` is set, the piece ends the prompt, and the logits of its last token draw the row's first token.
-    `following` are the tokens after the piece's last ones, if their `scores` are asked for. If the
-    `embedding` is set, it is that of the piece's last token.
+    If `scores` is set, `following` are the tokens to score: each follows one of the piece's last tokens. If
+    `embedding` is set, it receives the vector of the piece's last token.
     """
 
     caches: list[Any]
@@ -108,11 +108,11 @@ class PrefillPiece:
 
     @property
     def num_logits(self) -> int:
-        """Of how many of the last tokens a pass computes the logits, or the hidden states."""
+        """The number of last tokens for which a pass returns logits or hidden states."""
         return 1 if self.row is not None or self.embedding is not None else len(self.following)
 
     def parts(self, most: int) -> Iterator[PrefillPiece]:
-        """Divide the piece: first its tokens without logits, then the others, `most` at a time."""
+        """Split the piece: first its tokens without logits, then the others, `most` at a time."""
         num = len(self.tokens)
         num_plain = num - len(self.following)
         for start, end in pairwise([*sorted({0, *range(num_plain, num, most)}), num]):
@@ -126,7 +126,7 @@ class PrefillPiece:
 
 
 class Pass(Protocol):
-    """Runs a model over tokens of many sessions."""
+    """Runs a forward pass of a model over tokens of many sessions."""
 
     def __call__(
         self,
@@ -138,27 +138,27 @@ class Pass(Protocol):
     ) -> mx.array:
         """Build a pass over `tokens`, which are the tokens of `parts` in order, and over pieces of prompts.
 
-        Returns logits, (rows, vocabulary): of all `tokens`, then of the last `num_logits` tokens of each
+        Returns logits, (rows, vocabulary): for all `tokens`, then for the last `num_logits` tokens of each
         piece. With `hidden`, returns the hidden states before the output head instead. The caches are
         updated.
         """
 
 
 class Keeping:
-    """Where rows keep their KV beside their own caches. This one keeps no row."""
+    """Keeps rows' KV in shared memory instead of their own caches; this base class keeps no row's."""
 
     #: For each kept row whose memory the next step enlarges: the number of tokens to allocate for.
     growing: Sequence[int] = ()
-    #: The most bytes that are allocated to remove a row.
+    #: The most bytes that `leave` allocates.
     removal_bytes = 0
-    #: Whether the KV of a kept row includes the step in flight.
+    #: Whether a step in flight has already changed kept rows' KV.
     includes_ahead = False
 
     def place(self, rows: Sequence[Row]) -> None:
-        """Move rows in and out before a step. `caches` of a row is None exactly while it is kept here."""
+        """Move rows in and out before a step. A row's `caches` is None exactly while its KV is kept here."""
 
     def fitted(self, drafts: Mapping[Row, list[int]]) -> dict[Row, list[int]]:
-        """Change drafts so that a pass over the kept rows is possible: each of them may get any tokens."""
+        """Return the drafts, padded or shortened so that one pass can run all kept rows; may add drafts."""
         return dict(drafts)
 
     def can_draft(self, row: Row) -> bool:  # noqa: ARG002
@@ -171,29 +171,29 @@ class Keeping:
         num_ahead: int,  # noqa: ARG002
         drafts: Mapping[Row, list[int]],  # noqa: ARG002
     ) -> list[tuple[Part, list[Row]]] | None:
-        """Make the parts of a pass over the kept ones of `rows`, with the rows of each in order.
+        """Make the parts of a pass over the kept `rows`; return each part with its rows in order.
 
-        `num_ahead` tokens of each row are not known yet. `drafts` are `fitted`. None if a pass over exactly
-        these rows is not possible.
+        `num_ahead` tokens of each row are not known yet. `drafts` come from `fitted`. Returns None if a pass
+        over exactly these rows is not possible.
         """
         return []
 
     def caches(self, row: Row) -> list[Any]:
-        """Return a kept row's KV as caches that share memory; valid until the next step."""
+        """Return a kept row's KV as caches; they may share memory and are valid until the next step."""
         raise AssertionError(f"no row is kept here: {row}")
 
     def leave(self, row: Row) -> None:
         """Move a kept row to caches of its own."""
 
     def may_run_ahead(self, row: Row) -> bool:  # noqa: ARG002
-        """Say whether the step after the next one has room for a row."""
+        """Say whether a kept row has room for the step after the one in flight."""
         return True
 
     def commit(self) -> None:
-        """Make the last step final."""
+        """Make the last step final: it can no longer be undone."""
 
     def roll_back(self) -> None:
         """Undo the last step for the kept rows, unless it is final."""
 
     def clear(self) -> None:
-        """Drop all kept rows."""
+        """Drop all kept rows and their KV."""

@@ -1,7 +1,7 @@
 """Chooses the next token of each row from its logits.
 
-Draws are keyed by (seed, index of the token), never by a running generator: a request draws the same numbers
-in every batch, and an interrupted answer continues with the same numbers.
+The random numbers of a draw depend only on (seed, index of the token): a request draws the same numbers in
+every batch, and an interrupted answer continues with the same numbers.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ if TYPE_CHECKING:
     Ids: TypeAlias = Sequence[int] | np.ndarray[Any, Any]
 
 
-#: Bounds for what float32 can compute: a share of 0 would keep no token.
+#: Lower bounds of the repetition penalty and of top_p, as float32 needs them; top_p 0 would keep no token.
 _LEAST_PENALTY: Final = 1e-10
 _LEAST_SHARE: Final = 1e-37
 
 
-#: Candidates that mostly suffice for top_p, where a sort of the whole vocabulary is slow.
+#: Number of candidates that usually suffice for top_p, where sorting the whole vocabulary is slow.
 _CANDIDATES: Final = 1024
 
 
 class Choice(NamedTuple):
-    """One token for each row of logits, and whether the row's logits are numbers; arrays of (rows,)."""
+    """The drawn token for each row of logits, and whether the row's logits are finite; arrays of (rows,)."""
 
     tokens: mx.array
     are_sound: mx.array
 
 
 def draw_all(logits: mx.array, draws: Sequence[Draw]) -> Choice:
-    """Build the choice of one token for each row of `logits`, (rows, vocabulary); device thread only.
+    """Draw one token for each row of `logits`, (rows, vocabulary), unevaluated; device thread only.
 
     A row's draw does not depend on other rows. Bias, penalties, temperature and filters apply in this order.
-    The result is unevaluated; but the logits of rows for which `waits_for_logits` is true are evaluated here.
+    The logits of rows for which `waits_for_logits` is true are evaluated here.
     """
     likeliest = mx.argmax(logits, axis=-1)
     highest = mx.take_along_axis(logits, likeliest[:, None], axis=-1)[:, 0]
     others = [i for i, draw in enumerate(draws) if not draw.takes_likeliest]
     if not others:
         return Choice(likeliest, mx.isfinite(highest))
-    # On a GPU argmax passes over a NaN, which spoils a draw all the same: max does not.
+    # On a GPU argmax ignores NaN, but max does not; a NaN would make the draw meaningless.
     highest[mx.array(others)] = mx.max(_rows(logits, others), axis=-1)
-    # float32 whatever the model computes in: a cumulative sum over a whole vocabulary loses bf16's few bits.
+    # Always float32: bf16 has too few bits for a cumulative sum over a whole vocabulary.
     some = _changed(_rows(logits, others).astype(mx.float32), [draws[i] for i in others])
     hot = [i for i, at in enumerate(others) if not draws[at].sampling.is_greedy]
     drawn = mx.argmax(some, axis=-1)
@@ -65,7 +65,7 @@ def draw_all(logits: mx.array, draws: Sequence[Draw]) -> Choice:
 
 
 def waits_for_logits(sampling: Sampling) -> bool:
-    """Say whether `draw_all` evaluates the logits of a row with this sampling; it cannot run ahead then.
+    """Say whether `draw_all` evaluates the logits of such a row, so that steps cannot be launched ahead.
 
     On a CPU sorting 49,152 logits takes 4 ms a row; finding the largest 1,024 takes a seventh of that.
     """
@@ -73,18 +73,18 @@ def waits_for_logits(sampling: Sampling) -> bool:
 
 
 def draw(logits: mx.array, sampling: Sampling, index: int, seen: Iterable[int]) -> mx.array:
-    """Build the choice of one token from `logits` of shape (vocabulary,), as `draw_all` does; a scalar."""
+    """Draw one token from `logits`, (vocabulary,), as `draw_all` does; return an unevaluated scalar."""
     return draw_all(logits[None], [Draw(sampling, index, [*dict.fromkeys(seen)])]).tokens[0]
 
 
 class Logprobs:
-    """The logarithmic probabilities of the tokens that some rows draw, to be evaluated with these.
+    """The log probabilities of the tokens that rows draw; evaluate `arrays` together with the tokens.
 
     They are the model's own, at temperature 1, before bias, penalties and filters.
     """
 
     def __init__(self, logits: mx.array, choice: mx.array, draws: Sequence[Draw]) -> None:
-        """`logits` are (rows, vocabulary), `choice` (rows,)."""
+        """`logits` are (rows, vocabulary); `choice` are the drawn tokens, (rows,)."""
         counts = [draw.sampling.top_logprobs for draw in draws]
         self._rows = [i for i, count in enumerate(counts) if count is not None]
         self._counts = [count for count in counts if count is not None]
@@ -102,7 +102,7 @@ class Logprobs:
             self.arrays += [mx.take_along_axis(part, order, axis=-1) for part in (ids, values)]
 
     def drawn(self, tokens: Sequence[int]) -> list[Drawn]:
-        """Return the tokens of all rows, evaluated, with what is known of them."""
+        """Return all rows' drawn `tokens`, with log probabilities if requested; evaluate `arrays` before."""
         found = [Drawn(token) for token in tokens]
         if not self.arrays:
             return found
@@ -119,15 +119,15 @@ def _changed(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
     """Apply bias, repetition penalty, presence and frequency penalties, bans and masks, in this order.
 
     The repetition penalty divides positive logits and multiplies negative ones: CTRL, arXiv 1909.05858,
-    section 4.1. The others are OpenAI's: a token that occurs n times loses `presence_penalty` and n times
-    `frequency_penalty`.
+    section 4.1. The others are OpenAI's: the logit of a token that occurs n times is reduced by
+    `presence_penalty` and n times `frequency_penalty`.
     """
     biases, factors, losses, bans = (
         _changes(logits.shape[-1], [of(draw) for draw in draws]) for of in (_biases, _factors, _losses, _bans)
     )
     if biases is factors is losses is bans is None:
         return _masked(logits, draws)
-    flat = logits.reshape(-1) * 1  # a copy: item assignment writes into the array that it is given
+    flat = logits.reshape(-1) * 1  # a copy: item assignment changes the array in place
     if biases is not None:
         flat[biases[0]] = flat[biases[0]] + biases[1]
     if factors is not None:
@@ -146,15 +146,13 @@ def _masked(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
         return logits
     allowed = np.ones(logits.shape, np.bool_)
     for row, draw in enumerate(draws):
-        if (
-            draw.mask is not None
-        ):  # shorter than the logits if a model has more rows than its tokenizer has ids
+        if draw.mask is not None:  # may have fewer bits than there are logits
             allowed[row] = np.unpackbits(draw.mask, count=logits.shape[-1], bitorder="little")
     return mx.where(mx.array(allowed), logits, -mx.inf)
 
 
 def _changes(vocabulary: int, of_rows: Sequence[tuple[Ids, ArrayLike]]) -> tuple[mx.array, mx.array] | None:
-    """Return places in the flat logits of all rows, and a number for each; None if there are none."""
+    """Join rows' (ids, values) into indices into the flat logits and their values; None if all are empty."""
     some = [(row, *found) for row, found in enumerate(of_rows) if len(found[0])]
     if not some:
         return None
@@ -183,7 +181,7 @@ def _bans(draw: Draw) -> tuple[Ids, ArrayLike]:
 
 
 def _sampled(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
-    """Draw from the tokens that the filters keep, each row with its own noise (Gumbel-max)."""
+    """Draw one of the tokens that the filters keep, for each row with its own noise (Gumbel-max)."""
     samplings = [draw.sampling for draw in draws]
     scaled = logits / mx.array([[sampling.temperature] for sampling in samplings])
     keys = mx.array([_key(draw.sampling.seed, draw.index) for draw in draws], mx.uint32)
@@ -200,7 +198,7 @@ def _key(seed: int, index: int) -> tuple[int, int]:
 def _filtered(scaled: mx.array, samplings: Sequence[Sampling]) -> mx.array:
     """Apply top_k, top_p and min_p in this order.
 
-    Each filter sees only the tokens that the previous one kept. The logits of the others become -inf.
+    Each filter considers only the tokens that the previous one kept. All other logits become -inf.
     """
     vocabulary = scaled.shape[-1]
     few = [i for i, sampling in enumerate(samplings) if 0 < sampling.top_k < vocabulary]
@@ -211,7 +209,7 @@ def _filtered(scaled: mx.array, samplings: Sequence[Sampling]) -> mx.array:
         if rows:
             mine, own = _rows(scaled, rows), [samplings[i] for i in rows]
             groups.append(mine if rank is None else _nucleus(mine, *rank(mine, own), own))
-    # Concatenated and reordered: assigning to rows takes ten times as long on a CPU.
+    # Concatenate and reorder: assigning to rows takes ten times as long on a CPU.
     order = [*few, *any_number, *rest]
     kept = _rows(mx.concatenate(groups), [order.index(i) for i in range(len(order))])
     if any(sampling.min_p > 0.0 for sampling in samplings):
@@ -222,9 +220,9 @@ def _filtered(scaled: mx.array, samplings: Sequence[Sampling]) -> mx.array:
 
 
 def _first(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.array, mx.array]:
-    """Rank as many logits as the largest top_k needs; ranks beyond a row's own top_k become -inf.
+    """Sort as many logits as the largest top_k needs; set those beyond a row's own top_k to -inf.
 
-    Returns the ranked logits, and the logarithm of the sum of their exponentials, (rows, 1).
+    Returns the sorted logits, and the logarithm of the sum of their exponentials, (rows, 1).
     """
     ranked = _ranked(scaled, max(64, 1 << (max(s.top_k for s in samplings) - 1).bit_length()))
     within = mx.arange(ranked.shape[-1]) < mx.array([[s.top_k] for s in samplings])
@@ -233,9 +231,9 @@ def _first(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.array, m
 
 
 def _until_enough(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.array, mx.array]:
-    """Rank as many logits as top_p needs.
+    """Sort as many logits as top_p needs; return them and the logsumexp of all, (rows, 1).
 
-    On a CPU, rank a few first; rank all only if the sum of the few is too small.
+    On a CPU, sort a few first; sort all only if the sum of the few is too small.
     """
     total = mx.logsumexp(scaled, axis=-1, keepdims=True)
     if waits_for_logits(samplings[0]):
@@ -247,13 +245,13 @@ def _until_enough(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.a
 
 
 def _nucleus(scaled: mx.array, ranked: mx.array, total: mx.array, samplings: Sequence[Sampling]) -> mx.array:
-    """Keep the likeliest tokens until top_p is reached, or `ranked` ends.
+    """Keep the likeliest tokens until top_p is reached or `ranked` ends; set other logits to -inf.
 
-    Of equally likely tokens the first is kept.
+    Of equally likely tokens the first ones are kept.
     """
     probabilities = mx.exp(ranked - total)
     before = mx.cumsum(probabilities, axis=-1) - probabilities
-    # With top_p off only the end of `ranked` counts: rounding may bring a sum to 1 earlier.
+    # Without top_p only the end of `ranked` is a limit: a rounded sum may reach 1 earlier.
     top_p = mx.array([[max(s.top_p, _LEAST_SHARE) if s.top_p < 1.0 else mx.inf] for s in samplings])
     num_kept = ((before < top_p) & (ranked > -mx.inf)).sum(axis=-1, keepdims=True)
     last = mx.take_along_axis(ranked, mx.maximum(num_kept, 1) - 1, axis=-1)
@@ -264,7 +262,7 @@ def _nucleus(scaled: mx.array, ranked: mx.array, total: mx.array, samplings: Seq
 
 
 def _ranked(scaled: mx.array, num: int) -> mx.array:
-    """Sort the `num` largest logits of each row, or all if there are fewer, largest first."""
+    """Return the `num` largest logits of each row, or all if there are fewer, largest first."""
     if num < scaled.shape[-1]:
         return -mx.sort(mx.partition(-scaled, num - 1, axis=-1)[:, :num], axis=-1)
     return -mx.sort(-scaled, axis=-1)
@@ -275,5 +273,5 @@ def _rows(array: mx.array, rows: list[int]) -> mx.array:
 
 
 def _needs_every_rank(sampling: Sampling) -> bool:
-    """Say whether top_p may keep any number of tokens, so that all logits may have to be ranked."""
+    """Say whether top_p may keep any number of tokens, so that all logits may have to be sorted."""
     return not sampling.is_greedy and sampling.top_p < 1.0 and not sampling.top_k

@@ -6,7 +6,7 @@ A pool holds rows of similar length: `(slots, KV heads, capacity, head_dim)` for
 its values. A row is copied into a slot when it joins, and out of the slot when it leaves; the other rows stay
 in place, each at its own length. Attention masks the positions beyond a row's length.
 
-A ring's slot has its full size from the start, so a row whose layers are all rings never moves.
+A ring has its full size in a slot from the start, so a row whose layers are all rings never moves.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from .attention import Attention
     from .ring_attention import Sight
 
-#: Rows of equal form share pools: for each layer the sink, window and grid of its ring, None for a plain one.
+#: For each layer its ring's sink, window and grid, or None for a plain cache. Rows of equal form share pools.
 Form: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 
 
-#: Positions of the smallest pool; each next pool has twice as many.
+#: Capacity of the smallest pool, in tokens; each larger pool has twice the capacity.
 SMALLEST: Final = 256
 
 
 def form_of(caches: Sequence[Any]) -> Form | None:
-    """Return, per layer, a ring's (sink, window, grid) or None if plain; one None if no pool can hold it."""
+    """Return the form of a row with these caches; None if no pool can hold the row."""
     if not all(type(cache) is KVCache or (type(cache) is RingCache and not cache.bits) for cache in caches):
         return None
     return tuple(
@@ -46,7 +46,7 @@ def form_of(caches: Sequence[Any]) -> Form | None:
 def capacity_for(form: Form, num_tokens: int) -> int:
     """Return the capacity of the pool for a row of up to `num_tokens`: a power of two.
 
-    The capacity is 0 if all layers are rings.
+    Returns 0 if all layers are rings.
     """
     return max(SMALLEST, 1 << (num_tokens - 1).bit_length()) if None in form else 0
 
@@ -54,8 +54,8 @@ def capacity_for(form: Form, num_tokens: int) -> int:
 class _Buffer:
     """The keys, or the values, of one layer in all slots: `(slots x heads x capacity, head_dim)`.
 
-    The array is flat: writing to a list of its rows takes a quarter of the time of writing by slot, head and
-    position.
+    The array is flat, since writing to a list of its rows takes a quarter of the time of writing by slot,
+    head and position.
     """
 
     def __init__(self, like: mx.array, capacity: int) -> None:
@@ -71,7 +71,7 @@ class _Buffer:
     def grow(self, num_slots: int) -> None:
         more = mx.zeros((num_slots * self.heads * self.capacity, self._dim), self.flat.dtype)
         self.flat = mx.concatenate([self.flat, more])
-        mx.eval(self.flat)  # now, so that only one layer at a time exists twice
+        mx.eval(self.flat)  # at once, so that only one layer at a time exists twice
 
     def put(self, slot: int, row: mx.array, length: int) -> None:
         for head in range(self.heads):
@@ -80,15 +80,15 @@ class _Buffer:
 
 
 class Pool:
-    """Rows of one form, with up to `capacity` tokens in plain layers.
+    """The shared buffers for rows of one form, with up to `capacity` tokens in plain layers.
 
-    A slot is an index; it is in use or free.
+    A slot is an index into the buffers; it is in use or free.
     """
 
     def __init__(self, form: Form, capacity: int) -> None:
         self.capacity = capacity
         self._rings = [None if ring is None else RingCache(ring[0], ring[1], grid=ring[2]) for ring in form]
-        self._first_held: dict[int, list[int]] = {}  # by slot, as the row joined
+        self._first_held: dict[int, list[int]] = {}  # by slot: each layer's `first_held` when the row joined
         self._keys: list[_Buffer] = []
         self._values: list[_Buffer] = []
         self._used: list[bool] = []  # by slot
@@ -109,11 +109,11 @@ class Pool:
         return self.nbytes // len(self._used) if self._used else 0
 
     def is_full(self, num_tokens: int) -> bool:
-        """Whether a row of `num_tokens` has no room for another token."""
+        """Say whether a row of `num_tokens` has no room for another token."""
         return bool(self.capacity) and num_tokens >= self.capacity
 
     def growth_bytes(self, caches: Sequence[Any]) -> int:
-        """Return the most bytes that are allocated if a session with these caches joins and later leaves."""
+        """Return the most bytes that are allocated if a row with these caches joins and later leaves."""
         layers = zip(caches, self._rings, strict=True)
         slot = sum(
             (part.nbytes // part.shape[2]) * (ring.capacity if ring is not None else self.capacity)
@@ -128,9 +128,9 @@ class Pool:
         return num_more * slot + layer + slot
 
     def join(self, caches: Sequence[Any]) -> int:
-        """Copy a session's caches into a slot; return the slot.
+        """Copy a row's caches into a free slot; return the slot.
 
-        The caches must have equal lengths, within the capacity.
+        The caches must have equal lengths, at most the capacity.
         """
         if False not in self._used:
             self._grow(caches)
@@ -151,7 +151,7 @@ class Pool:
         return caches
 
     def views(self, slot: int, length: int) -> list[Any]:
-        """Return a row as caches that share the pool's memory.
+        """Return a row of `length` tokens as caches that share the pool's memory.
 
         Read them before the next step; do not keep them.
         """
@@ -165,7 +165,7 @@ class Pool:
         ]
 
     def _grow(self, like: Sequence[Any]) -> None:
-        """Double the number of slots. If there are none yet, `like` gives their shapes."""
+        """Double the number of slots. The first time, make buffers with the shapes of the caches `like`."""
         if not self._used:
             places = [self.capacity if ring is None else ring.capacity for ring in self._rings]
             made = [
@@ -179,15 +179,15 @@ class Pool:
         self._used += [False] * num_more
 
     def part(self, slots: list[int], lengths: list[int], num_each: int = 1) -> PoolPart:
-        """Start a pass over `num_each` tokens for each of `slots` (ascending), which hold `lengths` tokens.
+        """Return the part for a pass over `num_each` tokens of each slot; the slots hold `lengths` tokens.
 
-        Without rings there may be more than one.
+        `slots` are ascending. With rings, `num_each` must be 1.
         """
         return PoolPart(self._keys, self._values, self._rings, slots, lengths, num_each)
 
 
 class PoolPart:
-    """Equally many tokens for each of several rows of a pool, as part of a pass; see `forward.Part`."""
+    """A part of a pass: equally many tokens for each of several rows of a pool; see `parts.Part`."""
 
     def __init__(
         self,
@@ -202,9 +202,9 @@ class PoolPart:
         self._num_each = num_each
         self._keys, self._values, self._rings = keys, values, rings
         self._slots = mx.array(slots)[:, None]
-        self._ends: dict[tuple[int, int, int], mx.array] = {}  # by heads, and by sink and window of a ring
-        self._sights: dict[tuple[int, int, int], Sight] = {}  # of rings, which are mostly of one form
-        # Attention runs over all slots from the first row's to the last row's, including free ones between.
+        self._ends: dict[tuple[int, int, int], mx.array] = {}  # flat row indices, by heads, sink and window
+        self._sights: dict[tuple[int, int, int], Sight] = {}  # by ring kind; most models have one
+        # Attention runs over all slots from the first row's to the last row's, even the free ones between.
         self._first, self._num = slots[0], slots[-1] + 1 - slots[0]
         self._dense = self._num == len(slots)
         self._span = max(lengths) + num_each
@@ -221,17 +221,17 @@ class PoolPart:
         return ring.grid if ring is not None else 0
 
     def masks(self, layer: int, options: dict[str, Any]) -> Any:
-        """Let each token see its session up to itself, whatever the options say: plain caches ignore them."""
+        """Return a causal mask. `options` are ignored, as mlx-lm's plain caches ignore them."""
         del layer, options
         return self._mask
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        """Write each row's new keys and values at the end of that row."""
+        """Write the new keys and values at the end of each row in its slot."""
         for buffer, new in ((self._keys[layer], keys), (self._values[layer], values)):
             buffer.flat[self._rows_of(buffer, self._rings[layer])] = new.reshape(-1, new.shape[-1])
 
     def _rows_of(self, buffer: _Buffer, ring: RingCache | None) -> mx.array:
-        """Return the rows of a flat buffer for the new tokens: by slot, then by token and head."""
+        """Return the rows of a flat buffer for the new tokens, ordered by slot, token and head."""
         key = (buffer.heads, 0, 0) if ring is None else (buffer.heads, ring.sink, ring.window)
         if key not in self._ends:
             places = self.offsets
@@ -243,7 +243,7 @@ class PoolPart:
         return self._ends[key]
 
     def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
-        """Attend with every row at once."""
+        """Compute the attention of all rows in one operation."""
         ring = self._rings[layer]
         sight = self._sight(ring) if ring is not None else None
         upto = slice(0, self._span if sight is None else sight.num_places)
@@ -285,7 +285,7 @@ def _cache(keys: mx.array, values: mx.array, length: int) -> KVCache:
 
 
 def _copied(view: Any) -> Any:
-    """Copy the content of a view to a separate cache."""
+    """Copy a view of a row's layer to a separate cache."""
     keys, values = (mx.contiguous(part[..., : view.offset, :]) for part in _filled(view))
     if type(view) is RingCache:
         return view.like(keys, values, view.offset, view.first_held)

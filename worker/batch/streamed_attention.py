@@ -2,8 +2,8 @@
 
 Device thread only.
 
-Only one part and its scores are in memory. The result so far is rescaled when a part has larger scores:
-"Online normalizer calculation for softmax" (arXiv 1805.02867).
+Only one part of the keys and its scores are in memory. The result so far is rescaled when a part has larger
+scores: "Online normalizer calculation for softmax" (arXiv 1805.02867).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class StreamedAttention:
     def add(self, keys: mx.array, values: mx.array, seen: mx.array | None = None) -> None:
         """Attend to more keys, (1, KV heads, length, head_dim), and values, evaluated.
 
-        `seen`, (tokens, length), says which token sees which key; each token must see at least one of these
-        keys.
+        `seen`, (tokens, length), says which token sees which key; each token must see at least one key of the
+        part.
         """
         (_, heads, num_tokens, size), (_, kv_heads, length, _) = self._queries.shape, keys.shape
         together = self._queries.reshape(1, kv_heads, -1, size)
@@ -54,5 +54,5 @@ class StreamedAttention:
         mx.eval(self._largest, self._sums, self._values)
 
     def result(self) -> mx.array:
-        """Return attention's output, (1, heads, tokens, size of a value), in the queries' type."""
+        """Return the attention's output, (1, heads, tokens, size of a value), in the queries' dtype."""
         return (self._values / self._sums).astype(self._queries.dtype)

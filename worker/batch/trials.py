@@ -1,6 +1,6 @@
 """Stores on disk which trials a model has passed, so that later starts need not repeat them.
 
-A trial runs dozens of passes, to find out whether rows can share a pass or be merged. With a large vocabulary
+A trial runs dozens of passes to find out whether rows can share a pass or be merged. With a large vocabulary
 on a CPU it takes seconds, or half a minute on busy cores. `batch_kinds` runs the trials; this module must not
 know what they test.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Models that a file remembers; the one tried longest ago is dropped first.
+#: The most models in a file; the one whose trial is oldest is dropped first.
 _MODELS: Final = 16
 
-#: What the packaged model has passed on a CPU, with the locked versions of MLX and mlx-lm, so that its first
-#: start need not try it. A test runs its trials and compares.
+#: Results of the packaged model's trials on a CPU, with the locked versions of MLX and mlx-lm, so that its
+#: first start runs no trials. A test repeats the trials and compares.
 SHIPPED: Final[Mapping[str, Mapping[str, int]]] = {
     "46785392980a9ec4de6fca47a87ade261984afd16f4b8a1dbac4eff0c47d40a3": {
         "share": 0,
@@ -38,8 +38,8 @@ SHIPPED: Final[Mapping[str, Mapping[str, int]]] = {
 class Trials:
     """One model's trials.
 
-    `key` identifies everything that their results depend on. Without `path` no result is stored. `shipped`
-    has results that need not be tried.
+    `key` identifies all that the results depend on. Without `path` no result is stored. `shipped` has known
+    results, whose trials are not run.
     """
 
     def __init__(
@@ -51,10 +51,9 @@ class Trials:
         self._has_begun = False
 
     def way(self, name: str, run: Callable[[], int | None], num_ways: int) -> int | None:
-        """Return the index of the way, of `num_ways`, that passed: a known one, or the result of `run()`.
+        """Return a trial's result, an index below `num_ways`: a stored one, or else that of `run()`.
 
-        If no way passes, the result is None, and is not stored: a trial may have failed because memory was
-        short.
+        A new result is stored, except None (no way passed): the cause may have been a lack of memory.
         """
         known = self._shipped.get(name, self._read().get(self._key, {}).get(name))
         if type(known) is int and 0 <= known < num_ways:
@@ -85,6 +84,6 @@ class Trials:
         known = self._read()
         known[self._key] = {**known.pop(self._key, {}), name: way}
         unfinished = self._path.with_name(self._path.name + ".unfinished")
-        with contextlib.suppress(OSError):  # a full disk costs the next start some seconds
+        with contextlib.suppress(OSError):  # if the disk is full, the next start repeats the trials
             unfinished.write_text(json.dumps(dict(list(known.items())[-_MODELS:])), "utf-8")
             os.replace(unfinished, self._path)  # noqa: PTH105  # atomically

@@ -1,1 +1,1 @@
-"""The device thread: which step runs next, which sessions keep KV on the device, and its memory."""
+"""Runs turns on the device: chooses each step, and which sessions keep KV in the device's memory."""

@@ -40,14 +40,14 @@ class Acquisition:
         *,
         trimmable: bool,
     ) -> None:
-        """`make` makes empty caches for a policy; `trimmable` says that KV can be cut at any token."""
+        """`make` makes empty caches for a policy; `trimmable` says that KV can be truncated at any token."""
         self._make = make
         self._vocab_size = loaded.vocab_size
         self._batch = batch
         self._room = room
         self._trimmable = trimmable
         self._sharing = Sharing()
-        self._short: list[Turn] = []  # whose copy of another session's KV waits for room
+        self._short: list[Turn] = []  # turns that wait for memory to copy another session's KV
 
     @property
     def is_short(self) -> bool:
@@ -55,9 +55,9 @@ class Acquisition:
         return bool(self._short)
 
     def add(self, turn: Turn) -> bool:
-        """Add a turn; False if it must wait for another turn, which prefills the prefix that both share."""
-        # An append leaves its last token to the answer drawn from its logits: run twice, the token could
-        # have other bits in memory than on disk.
+        """Add a turn; return False if it must wait until another turn has prefilled their common prefix."""
+        # An append does not run its last token: the next turn runs it to draw an answer. If it ran twice,
+        # its KV could have other bits in memory than on disk.
         turn.target = max(len(turn.context) - (turn.answer is None), 0)
         turn.asks = bool(turn.draws and turn.policy.recall and turn.policy.visible_from(turn.target))
         turn.resident = self._room.pop(turn.key)
@@ -66,14 +66,14 @@ class Acquisition:
         return not self._sharing.add(turn)
 
     def ready(self) -> list[Turn]:
-        """Remove and return the turns that need not wait for another turn or for memory any more."""
+        """Remove and return the turns that no longer wait for another turn or for memory."""
         short: list[Turn] = []
         if not self._room.awaits_drops:
             short, self._short = self._short, []
         return short + self._sharing.ready()
 
     def stop_waiting(self, turn: Turn) -> bool:
-        """Stop a turn from waiting here; False if it did not wait.
+        """Stop a turn from waiting; return False if it was not waiting.
 
         The turn then uses only KV of its own session.
         """
@@ -84,14 +84,14 @@ class Acquisition:
         return waited
 
     def remove(self, turn: Turn) -> None:
-        """Forget a turn that is over."""
+        """Remove a turn that has ended."""
         self._sharing.remove(turn)
 
     def acquire(self, turn: Turn) -> bool:
         """Give a turn its caches, trimmed to the tokens that it can reuse.
 
-        False, with nothing changed, if a copy of another session's KV must wait until idle sessions are
-        dropped. Raises ValueError for a token id outside of the vocabulary.
+        Returns False and changes nothing if the copy of another session's KV must wait until idle sessions
+        are dropped. Raises ValueError for a token id outside of the vocabulary.
         """
         usable, source = turn.num_kept, self._source(turn)
         kv = self._room.estimator.kv.under(turn.policy)
@@ -117,7 +117,7 @@ class Acquisition:
         return True
 
     def drop_resident(self) -> bool:
-        """Drop the KV of one session whose turn waits here; False if there is none to drop."""
+        """Drop the resident KV of one waiting turn; return False if no waiting turn has any."""
         for turn in (*self._sharing.following, *self._short):
             if turn.resident is not None:
                 turn.resident = None
@@ -162,7 +162,7 @@ class Acquisition:
         return ResidentKv(caches, turn.context[: turn.num_restored])
 
     def _trimmed(self, turn: Turn, kv: ResidentKv | None, num_tokens: int) -> None:
-        """Give a turn caches trimmed to `num_tokens`, or empty caches if they cannot be trimmed to that."""
+        """Give a turn the caches of `kv` trimmed to `num_tokens`, or empty caches if that is not possible."""
         if kv is None or num_tokens == 0 or not _reaches(kv, num_tokens):
             turn.caches, turn.num_cached = self._new(turn), 0
             return
@@ -175,6 +175,6 @@ class Acquisition:
 
 
 def _reaches(kv: ResidentKv, num_tokens: int) -> bool:
-    """Whether KV can be trimmed to `num_tokens`."""
+    """Say whether KV can be trimmed to its first `num_tokens` tokens."""
     earliest = layers.earliest(kv.caches)
     return num_tokens == len(kv.tokens) or (earliest is not None and earliest <= num_tokens)

@@ -1,6 +1,6 @@
 """Decides which turns get device memory, which wait for it, and which are paused.
 
-Pure: sizes in, decisions out.
+Pure: takes sizes, returns decisions.
 
 The ledger counts bytes of KV: bytes that running turns have reserved, and bytes of idle sessions whose KV
 stays on the device. The sum never exceeds the limit. A turn reserves what it is likely to need, and more as
@@ -29,9 +29,9 @@ class Claim:
 
     It exists from the turn's arrival to its end, also while the turn waits.
 
-    `wanted` is the number of bytes asked for, 0 once they are granted. `age` orders the turns that have run
-    or were overtaken by others: a lower age is older. Only younger turns are paused for older ones. A paused
-    turn keeps its age.
+    `wanted` is the number of requested bytes, 0 once they are granted. `age` orders the turns that have run
+    or were overtaken by others: a lower number is older. Only younger turns are paused for older ones. A
+    paused turn keeps its age.
     """
 
     key: SessionKey
@@ -61,7 +61,7 @@ class Ledger:
 
     @property
     def num_resident(self) -> int:
-        """Sessions that hold KV on the device."""
+        """Number of sessions that hold KV on the device."""
         return len(self._reserved) + self.residency.num_idle
 
     @property
@@ -78,14 +78,14 @@ class Ledger:
         return self._reserved.get(claim, 0)
 
     def excess(self, claim: Claim, size_bytes: int) -> int:
-        """Count the bytes that other turns would have to free before this turn could reserve `size_bytes`."""
+        """Count the bytes that other turns must free before `size_bytes` fit for a turn; <= 0 if they fit."""
         return self._reserved_bytes - self.reserved(claim) + size_bytes - self.max_bytes
 
     def reserve(self, claim: Claim, size_bytes: int) -> list[SessionKey] | None:
-        """Reserve `size_bytes` for a turn; the idle bytes of its own session count as free.
+        """Reserve `size_bytes` for a turn; the idle KV of its own session counts as free memory.
 
-        Returns the idle sessions to drop from the device (already forgotten here), or None, with nothing
-        changed, if running turns hold too much.
+        Returns the idle sessions whose KV the caller must drop from the device (the ledger has already
+        removed them). Returns None and changes nothing if running turns hold too much.
         """
         if self.excess(claim, size_bytes) > 0:
             return None
@@ -100,7 +100,7 @@ class Ledger:
     def release(self, claim: Claim) -> None:
         """End a turn's reservation, if it has one.
 
-        From now on its session counts as idle, with the bytes of its resident KV.
+        The turn's session then counts as idle, with the bytes of its resident KV.
         """
         if claim in self._reserved:
             self._reserved_bytes -= self._reserved.pop(claim)
@@ -109,7 +109,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The outcome of one round: claims granted, idle sessions whose KV is dropped, claims paused."""
+    """One decision of `Admission`: granted claims, idle sessions whose KV is dropped, and paused claims."""
 
     granted: list[Claim] = field(default_factory=list)
     dropped: list[SessionKey] = field(default_factory=list)
@@ -117,13 +117,13 @@ class Decision:
 
 
 class Admission:
-    """Decides in which order turns get memory.
+    """Decides in which order waiting turns get memory.
 
     Turns that have run, or were overtaken, come first, oldest first. If pausing younger turns makes enough
     room for such a turn, they are paused, youngest first, and no younger turn gets memory before it.
     Otherwise the turn waits for older turns, and younger turns may use the remaining memory.
 
-    New turns come next, by priority, then in rotation by tenant, and those of a tenant by place. A new turn
+    New turns come next: by priority, then tenants in rotation, then by `place_s` within a tenant. A new turn
     that would bring its tenant above `max_tenant_bytes` waits until it fits, or until it is the tenant's only
     turn. A turn that fits may overtake a turn that does not; from then on the overtaken turn counts as older
     than the turns that overtake it. So no turn waits for ever, and the oldest always continues.
@@ -139,12 +139,12 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Number of turns that wait for memory and have none."""
+        """Number of turns that wait for memory and have reserved none."""
         new = sum(len(queue) for tenants in self._new.values() for queue in tenants.values())
         return new + sum(not self._ledger.reserved(claim) for claim in self._aged)
 
     def begin(self, claim: Claim, size_bytes: int) -> Decision:
-        """Ask for `size_bytes` for a new turn, or for a paused one, whose old reservation ends."""
+        """Request `size_bytes` for a new turn or for a paused one; a paused turn's old reservation ends."""
         self._give_back(claim)
         claim.wanted = size_bytes
         if claim.age is not None:
@@ -154,19 +154,19 @@ class Admission:
         return self.decide()
 
     def grow(self, claim: Claim, size_bytes: int) -> Decision:
-        """Ask for `size_bytes` in total for a running turn."""
+        """Request for a running turn that its reservation grow to `size_bytes`."""
         if not claim.wanted:
             self._aged.append(claim)
         claim.wanted = size_bytes
         return self.decide()
 
     def release(self, claim: Claim) -> Decision:
-        """End a turn's reservation and its waiting: the turn is over, or was withdrawn."""
+        """End the reservation and any request of a turn that has ended or was withdrawn."""
         self._give_back(claim)
         return self.decide()
 
     def decide(self) -> Decision:
-        """Grant the claims that fit now; call it after each change, also after dropping idle sessions."""
+        """Grant the claims that fit now. Call it after each change, also after idle sessions were dropped."""
         decision = Decision()
         for claim in sorted(self._aged, key=_age):
             if not self._grant(claim, decision) and self._pause_younger(claim, decision):
@@ -202,7 +202,7 @@ class Admission:
         return held > 0 and held + claim.wanted > self._max_tenant_bytes
 
     def _grant(self, claim: Claim, decision: Decision) -> bool:
-        """Reserve the bytes that a turn asks for; False if running turns hold too much."""
+        """Reserve the bytes that a turn wants; return False if running turns hold too much."""
         victims = self._ledger.reserve(claim, claim.wanted)
         if victims is None:
             return False
@@ -214,7 +214,7 @@ class Admission:
         return True
 
     def _pause_younger(self, claim: Claim, decision: Decision) -> bool:
-        """Pause younger turns if that frees enough for this turn; False if older turns hold too much."""
+        """Pause younger turns if that frees enough for a turn; return False if older turns hold too much."""
         excess = self._ledger.excess(claim, claim.wanted)
         younger = sorted(
             (other for other in self._ledger.running if _age(other) > _age(claim)), key=_age, reverse=True
@@ -232,7 +232,7 @@ class Admission:
         return True
 
     def _served(self, claim: Claim, *, wanted: int = 0) -> None:
-        """Take a turn out of the queue; if it is new, its tenant goes to the end of the rotation."""
+        """End a claim's waiting; if its turn is new, move its tenant to the end of the rotation."""
         claim.wanted = wanted
         if claim is self._overtaken:
             self._overtaken = None
@@ -248,9 +248,9 @@ class Admission:
             del self._new[claim.priority]
 
     def _rotation(self) -> Iterator[Claim]:
-        """Yield the new turns in the order in which they are granted memory.
+        """Yield the claims of new turns in the order in which they get memory.
 
-        The priority whose first turn has the lowest place comes next. Within a priority, tenants take turns.
+        The priority whose first turn has the lowest `place_s` comes next. Within a priority, tenants rotate.
         """
         levels = [
             deque(claim for claim in chain.from_iterable(zip_longest(*queues)) if claim is not None)

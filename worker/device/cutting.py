@@ -1,8 +1,8 @@
-"""Decides when KV is cut, that is, copied into snapshots for the disk.
+"""Cuts snapshots: copies spans of turns' KV into separate arrays, for the writer to store on disk.
 
-Full blocks are cut. At the end of a turn, the new part of the tail (the last, partial block) is cut too.
+It cuts each block once the block is full, and at a turn's end the new part of the last, partial block (tail).
 
-Device thread only. Knows how far a turn is and how much memory a copy may take; not how snapshots are named.
+Device thread only. Knows a turn's progress and how much memory a copy may take; not how snapshots are named.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: How long a paged prompt, which needs all of its KV there, waits for a disk that takes nothing.
+#: How long a paged prompt, which needs all its KV on disk, waits while the writer's queue has no room.
 PATIENCE_S: Final = 30.0
 
 
 class Cutting:
-    """Cuts snapshots: copies spans of turns' KV for the writer.
+    """Copies spans of turns' KV into snapshots for the writer.
 
-    Cuts nothing until `room` is set, a function that returns how many bytes the writer's queue can take.
+    Does nothing until `room` is set: a function that returns how many bytes the writer's queue can take.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Cutting:
         *,
         trimmable: bool,
     ) -> None:
-        """`done` gets each snapshot; `trimmable` says that no layer's state exists only at the end of KV."""
+        """`done` gets each snapshot; `trimmable` says that no layer has a state only for the last token."""
         self.room: Callable[[], int] | None = None
         self._batch = batch
         self._estimator = estimator
@@ -61,9 +61,9 @@ class Cutting:
         self._due: list[tuple[Turn, Span]] = []
 
     def size_bytes(self, step: Step) -> int:
-        """Count the bytes of the snapshots that are due after a step.
+        """Count the bytes of the snapshots that will be cut after a step.
 
-        These are the snapshots that the step's pieces of prompts complete, and snapshots already noted.
+        These are the spans that the step's prompt pieces complete, and the spans that were noted before.
         """
         if self.room is None:
             return 0
@@ -81,9 +81,9 @@ class Cutting:
         return size_bytes
 
     def is_behind(self, turn: Turn, num_tokens: int) -> bool:
-        """Say whether a paged prompt's next piece should wait for the disk. The wait has a time limit.
+        """Say whether a paged prompt's next piece should wait, up to 30 s, for room in the writer's queue.
 
-        Otherwise KV could leave the device before it is queued for the disk, and later pieces need it.
+        Without the wait, KV that later pieces need could be evicted before it is queued for the disk.
         """
         if self.room is None or not turn.policy.recall:
             return False
@@ -95,32 +95,32 @@ class Cutting:
         return time.monotonic() < turn.behind_since_s + PATIENCE_S
 
     def note_prompt(self, turn: Turn) -> None:
-        """Note for cutting: the prompt's spans without a snapshot that now have all their KV."""
+        """Note for `cut_noted` the spans of a prompt that have no snapshot and now have all their KV."""
         while turn.spans and turn.spans[0].end <= turn.num_cached:
             self._due.append((turn, turn.spans.pop(0)))
 
     def note_block(self, turn: Turn) -> None:
-        """If an answer's last token completes a block, note that block for cutting."""
+        """If an answer's newest token completes a block, note the block for `cut_noted`."""
         if turn.num_cached % self._block == 0:
             self._due.append((turn, Span(turn.num_cached - self._block, turn.num_cached)))
 
     def clear(self) -> None:
-        """Forget the spans that are still to be cut, since the device has lost their KV."""
+        """Forget all noted spans, because the device has lost their KV."""
         self._due.clear()
 
     def cut_tail(self, turn: Turn) -> None:
-        """Cut the tail of an ended answer: its last, partial block."""
+        """Cut a snapshot of an ended answer's tail, the new part of its last, partial block."""
         start = self._tail_start(turn)
         if start < turn.num_cached:
             self._cut(turn, Span(start, turn.num_cached))
 
     def cut_noted(self, only: Turn | None = None) -> None:
-        """Cut the noted spans, of all turns or only of `only`.
+        """Cut snapshots of the noted spans, of all turns or only of the turn `only`.
 
         Call it after the step's report, before KV changes.
 
-        A cut that would delay an answer's first token stays noted until after that token. Nothing is cut for
-        a turn that has failed.
+        A span stays noted while copying it would delay an answer's first token. Spans of failed turns are
+        skipped.
         """
         due, self._due = self._due, []
         for turn, span in due:
@@ -130,18 +130,18 @@ class Cutting:
                 self._cut(turn, span)
 
     def _is_about_to_answer(self, turn: Turn) -> bool:
-        """Say whether a turn's next piece ends its prompt, so that its KV can be cut after that piece."""
+        """Say whether a turn's next piece ends its prompt; cutting can then wait until after that piece."""
         begins = turn.answer is not None and turn.row is None
         return begins and self._trimmable and 0 < turn.target - turn.num_cached <= self._block
 
     def _cut(self, turn: Turn, span: Span) -> None:
-        """Cut a span that has KV; include the layers' states if the span ends where the KV ends."""
+        """Copy a span's KV into a snapshot, with the layers' states if the span ends where the KV ends."""
         if self.room is None:
             return
         row, caches, at_end = turn.row, turn.caches or [], turn.num_cached == span.end
         if row is not None:
             caches = self._batch.caches(row)
-        if not layers.holds(caches, span.start, span.end):  # evicted from disk, and long out of the window
+        if not layers.holds(caches, span.start, span.end):  # evicted from disk, and no longer in the window
             return
         ends_turn = span.end % self._block != 0 or (turn.answer is None and span.end == turn.target)
         if row is not None:
@@ -155,7 +155,7 @@ class Cutting:
                 at_end=at_end,
                 # Snapshots that wait for the disk are in device memory too: they must not displace sessions.
                 room_bytes=min(self.room(), self._estimator.limit_bytes - mx.get_active_memory()),
-                # A state can be many times a block's KV: the one at the turn's end is worth more than others.
+                # A state can be many times a block's KV: keep room for the one at the turn's end.
                 spare_states=0 if ends_turn else 1,
                 carried=self._carried(turn, span),
             )
@@ -167,14 +167,14 @@ class Cutting:
         is_whole = self._trimmable or any(tensor.of_state for tensor in tensors or ())
         state_lost = at_end and not is_whole
         if ends_turn and state_lost:
-            tensors = None  # stored without its state, it would never get one
+            tensors = None  # if it were stored without its state, the state would never be added
         self._done(SnapshotCut(turn, span, tensors, state_lost=state_lost))
 
     def _carried(self, turn: Turn, span: Span) -> Span | None:
         return carried(span, self._block) if turn.policy.recall else None
 
     def _tail_start(self, turn: Turn) -> int:
-        """Return where the new part of the tail starts, which is cut when the answer ends."""
+        """Return the start of the part of a turn's tail that has no snapshot yet."""
         boundary = turn.num_cached - turn.num_cached % self._block
         if not turn.edges or turn.edges[0] != boundary:
             return boundary  # none of this block was stored when the turn began

@@ -1,7 +1,7 @@
-"""The device thread: it alone touches MLX.
+"""Owns the device thread, the only thread that calls MLX.
 
-The event loop sends commands; the thread runs a `runner.Runner` and returns one report per step. Knows
-neither NATS nor the log, and only the keys of sessions.
+The event loop sends commands; the thread runs a `runner.Runner` and returns one report per step. The thread
+knows neither NATS nor the log, and of sessions only their keys.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class RunnerOptions(TypedDict):
     """The arguments of `Runner` besides the model and the report.
 
     `limit_bytes` limits the memory that MLX allocates, `max_draft` the tokens of a draft; None means the
-    device's default. `load_draft` loads the draft model. `trials` is the file that stores how a model's rows
-    can run together.
+    device's default. `load_draft` loads the draft model. `trials` is the file that stores the results of the
+    batching trials.
     """
 
     block_tokens: int
@@ -57,7 +57,7 @@ class RunnerOptions(TypedDict):
 
 
 class Device:
-    """The thread and its command queue. Public methods may be called from any thread."""
+    """The device thread and its command queue. Public methods may be called from any thread."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Device:
     ) -> None:
         """`load` runs on the thread. `died` is called there if the thread ends other than by `stop`.
 
-        The system never pages out `wired_bytes` of MLX's memory.
+        The operating system never pages out `wired_bytes` of MLX's memory.
         """
         self._load = load
         self._died = died
@@ -80,9 +80,9 @@ class Device:
         self._loaded: queue.SimpleQueue[LoadedModel | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._busy_since: float | None = None  # None while the thread loads, or waits for a command
-        #: Set once `start` has returned: what memory is needed for, the cache class that cannot be
-        #: snapshotted, what snapshots hold, the classes of all layers, whether KV can be cut and trimmed at
-        #: any token, and the device's name.
+        #: Set once `start` has returned: the memory estimator, the cache class that has no snapshots (None:
+        #: all have), the layout of snapshots, all layers' cache classes (as text, then by layer), whether KV
+        #: can be truncated at any token, and the device's name.
         self.estimator: Estimator
         self.unsupported_cache: str | None = None
         self.layout: ModelLayout
@@ -92,11 +92,11 @@ class Device:
         self.name = ""
 
     def kv(self, policy: Policy) -> KvSize:
-        """Return the size of a session's KV under a policy."""
+        """Return the formula for the size of a session's KV under a policy."""
         return self.estimator.kv.under(policy)
 
     def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
-        """Return why sessions cannot have a policy; None if they can. `has_disk`: KV is stored on disk."""
+        """Return why sessions cannot use a policy; None if they can. `has_disk`: KV is stored on disk."""
         return self._runner.served.refusal(policy, has_disk=has_disk)
 
     @property
@@ -106,7 +106,7 @@ class Device:
         return 0.0 if since is None else time.monotonic() - since
 
     def start(self) -> LoadedModel:
-        """Start the thread and wait until the model is loaded. Raises the error of a failed load."""
+        """Start the thread and wait until the model is loaded. Raises the load's error if it fails."""
         self._thread.start()
         loaded = self._loaded.get()
         if isinstance(loaded, BaseException):
@@ -115,11 +115,11 @@ class Device:
         return loaded
 
     def listen(self, report: Callable[[StepReport], object]) -> None:
-        """Set the function that the thread calls after each step; it must return at once."""
+        """Set the function that the thread calls after each step with a report; it must return at once."""
         self._report = report
 
     def cut_snapshots(self, room: Callable[[], int]) -> None:
-        """Start cutting snapshots, of at most `room()` bytes each. The device thread calls `room`."""
+        """Start to copy KV into snapshots of at most `room()` bytes each. The device thread calls `room`."""
         self._runner.cutting.room = room
 
     def submit(self, turn: Turn) -> None:
@@ -139,28 +139,28 @@ class Device:
         self._commands.put(lambda runner: runner.drop(key))
 
     def made_room(self) -> None:
-        """Answer a `Short` event; call it after `drop` for each session that could be dropped."""
+        """Answer a `Short` event, after calling `drop` for every session to be dropped."""
         self._commands.put(lambda runner: runner.room.made_room())
 
     def reserve_room(
         self, key: SessionKey, num_tokens: int, reply: Callable[[bool], None], policy: Policy = FULL
     ) -> None:
-        """Reserve room for a restore of `num_tokens` until the session's next `submit`, or `release_room`.
+        """Reserve memory for a restore of `num_tokens` until the session's next `submit` or `release_room`.
 
-        `reply` is called on the device thread: True once there is room, False if there never will be.
+        `reply` is called on the device thread: True once the memory is reserved, False if it never can be.
         """
         self._commands.put(lambda runner: runner.room.request(RoomRequest(key, num_tokens, reply, policy)))
 
     def release_room(self, key: SessionKey) -> None:
-        """Release the room that `reserve_room` has reserved, or withdraw the request for it."""
+        """Release the memory that `reserve_room` has reserved, or withdraw the request for it."""
         self._commands.put(lambda runner: runner.room.release(key))
 
     def give(self, turn: Turn, kv: KvRead) -> None:
-        """Answer a `NeedsKv` event; without the KV of all earlier tokens a prompt fails."""
+        """Answer a `NeedsKv` event with KV from SSD. A prompt fails if any earlier token's KV is missing."""
         self._commands.put(lambda runner: runner.give(turn, kv))
 
     def stop(self, timeout_s: float = 10.0) -> bool:
-        """End the thread after the running step; False if it did not end in time."""
+        """End the thread after the running step; return False if it did not end within `timeout_s`."""
         self._commands.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -174,8 +174,8 @@ class Device:
         try:
             self._live()
         finally:
-            # Streams that outlive their thread now and then abort the process at its exit ("terminate called
-            # without an active exception"): 4 of 60 runs of MLX 0.32.4 that ended right after a thread did.
+            # Streams that outlive their thread sometimes abort the process at its exit ("terminate called
+            # without an active exception"): 4 of 60 runs of MLX 0.32.4 that ended right after the thread.
             mx.clear_streams()
 
     def _live(self) -> None:
@@ -207,7 +207,7 @@ class Device:
         return runner
 
     def _apply_commands(self, runner: Runner, pause_s: float | None) -> bool:
-        """Apply the queued commands; wait for one if there is nothing to run. False when told to stop."""
+        """Apply the queued commands; wait for one if no turn can run. Return False at the stop command."""
         while True:
             runner.serve_waiting()
             self._busy_since = None

@@ -1,4 +1,4 @@
-"""Says whether a model can draft for another one, and what memory that takes. Device thread, and commands."""
+"""Checks whether one model can draft for another, and how much memory it takes. Device thread and CLI."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from worker.batch.trials import Trials
     from worker.models.model import LoadedModel
 
-#: Tokens for which KV is allocated beyond those that it is limited to: a draft, and what caches grow by.
+#: Tokens beyond `MOST_HELD` for which a draft model's KV has memory: a draft, and one growth of its caches.
 _SPARE: Final = 512
 
 
 def draft_model(loaded: LoadedModel, draft: LoadedModel, trials: Trials) -> DraftModel:
-    """Let the model `draft` draft for another one. Raises `ModelError` with the reason if it cannot."""
+    """Return the drafter that lets the model `draft` draft for `loaded`; raise `ModelError` if it cannot."""
     check(loaded, draft)
     share = draft.weight_bytes / max(loaded.weight_bytes, 1)
     try:
@@ -33,7 +33,7 @@ def draft_model(loaded: LoadedModel, draft: LoadedModel, trials: Trials) -> Draf
 
 
 def check(loaded: LoadedModel, draft: LoadedModel) -> None:
-    """Raise `ModelError` if the files of the two models say that one cannot draft for the other."""
+    """Raise `ModelError` if, by the two models' files, `draft` cannot draft for `loaded`."""
     if is_bare(draft.folder):
         raise ModelError(
             f"draft_model {draft.name} has no output head: it is made for embeddings; take another"
@@ -45,7 +45,7 @@ def check(loaded: LoadedModel, draft: LoadedModel) -> None:
 
 
 def checked_bytes(loaded: LoadedModel, draft: LoadedModel | None) -> int:
-    """Return `reserved_bytes`, 0 without a draft model. Raises `ModelError` as `check` does."""
+    """Check the two models, and return `reserved_bytes(draft)`; 0 without a draft model."""
     if draft is None:
         return 0
     check(loaded, draft)
@@ -53,7 +53,7 @@ def checked_bytes(loaded: LoadedModel, draft: LoadedModel | None) -> int:
 
 
 def reserved_bytes(draft: LoadedModel) -> int:
-    """Return the bytes of a draft model: its weights, its KV, and what steps take for drafts meanwhile."""
+    """Return the memory of a draft model: its weights, its KV, and temporary arrays while it drafts."""
     kept = machine.profile().kept_layers
     step = Estimator(shape_of(draft.config), 0, draft.weight_bytes, draft.kv, kept, False, kept_layers=kept)
     scratch_bytes = step.scratch_bytes(MOST_SHADOWS + MOST_TOKENS, [(MOST_PIECE, MOST_HELD)])

@@ -1,8 +1,8 @@
 """Controls the device from the event loop: which turns run, whose KV stays resident, and how turns end.
 
 The engine owns the ledger of device memory, and the record of which sessions have KV there. For each turn,
-`finding` finds the KV, and the engine submits the turn and passes its tokens on. It knows nothing of
-messages, the log or the order of a session's requests; each session runs at most one turn at a time.
+`finding` finds stored or shared KV; the engine then submits the turn and publishes its tokens. It knows
+nothing of messages, the log or the order of a session's requests; a session runs one turn at a time.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: An append leaves its context's last token, without KV, to the next turn.
+#: A placeholder as last token: an append does not compute the KV of its context's last token.
 _UNUSED = as_tokens([0])
-#: A `close` with `forget` is answered within this time.
+#: `erase` returns within this time, so that a `close` with `forget` is answered.
 _ERASE_S = 2.0
 
 
@@ -88,9 +88,9 @@ class Engine(EnginePort):
         max_tenant_bytes: int | None = None,
         has_unopened: bool = False,
     ) -> None:
-        """`kv` gives the size of a session's KV; prompts run in pieces of up to `piece_tokens`.
+        """`kv` computes the size of a session's KV; prompts run in pieces of up to `piece_tokens`.
 
-        No further turn of a tenant begins while its turns hold `max_tenant_bytes`. `has_unopened` says that
+        A tenant's new turns wait while they would bring it above `max_tenant_bytes`. `has_unopened` says that
         there are snapshots on disk although there is no `store`.
         """
         self.ledger = ledger
@@ -102,8 +102,8 @@ class Engine(EnginePort):
         self._residency = ledger.residency
         self._grants = Grants(device, ledger, self._stop_run, kv, piece_tokens, max_tenant_bytes)
         self._runs = self._grants.runs
-        self._turns: dict[Turn, Run] = {}  # those with memory reserved
-        self._submitted: dict[Turn, None] = {}  # those of them that are on the device, in their order
+        self._turns: dict[Turn, Run] = {}  # turns with reserved memory, and their runs
+        self._submitted: dict[Turn, None] = {}  # turns that are on the device, in order of submission
         self._finder = Finder(device, store, ledger)
         self._mending = Mending(store, self._is_at_work, self._mend) if store is not None else None
         loop = asyncio.get_running_loop()
@@ -113,12 +113,12 @@ class Engine(EnginePort):
 
     @property
     def max_bytes(self) -> int:
-        """The device memory that all KV may take."""
+        """The limit of device memory for all KV, in bytes."""
         return self.ledger.max_bytes
 
     @property
     def num_running(self) -> int:
-        """Number of turns on the device."""
+        """Number of turns that have reserved memory."""
         return len(self._turns)
 
     @property
@@ -139,15 +139,15 @@ class Engine(EnginePort):
         return self.ledger.ever_fits(size_bytes)
 
     def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
-        """Count the bytes of resident KV that a session with these tokens can reuse."""
+        """Count the bytes of a session's resident KV that cover a prefix of `tokens`."""
         return self._kv.under(policy).live(self._residency.tokens(key).num_common(tokens))
 
     def progress(self, key: SessionKey) -> Progress | None:
-        """Return the progress of a session's running turn; None if there is none."""
+        """Return the progress of a session's running turn; None if no turn runs."""
         return next((run.progress(turn) for turn, run in self._turns.items() if turn.key == key), None)
 
     def most_tokens(self, most: int, policy: Policy = FULL) -> int:
-        """Return the largest number of tokens, at most `most`, with which a session fits into KV memory."""
+        """Return the largest number of tokens, at most `most`, whose KV fits into the limit of KV memory."""
         return self._kv.under(policy).most_tokens(self.ledger.max_bytes, most)
 
     async def run(
@@ -157,7 +157,7 @@ class Engine(EnginePort):
         publish: Publish | None = None,
         phases: list[Phase] | None = None,
     ) -> TurnResult | None:
-        """Run turns until the answer is complete, or the request is stopped."""
+        """Run a request in one or more turns, until it is complete or cancelled; see `EnginePort.run`."""
         run = Run(
             asked.key,
             asked.priority,
@@ -176,7 +176,7 @@ class Engine(EnginePort):
     async def embed(
         self, key: SessionKey, tokens: Tokens, *, priority: int = 0, logits_of: tuple[int, ...] = ()
     ) -> bytes:
-        """Run a prompt, of which nothing stays on the device."""
+        """Run a prompt, return its embedding or some logits, and drop its KV; see `EnginePort.embed`."""
         embedding = Embedding(logits_of)
         asked = Asked(key, tokens + _UNUSED, priority=priority, embedding=embedding)
         try:
@@ -186,20 +186,20 @@ class Engine(EnginePort):
         return embedding.vector
 
     async def mend(self) -> None:
-        """Cut snapshots again that were dropped, as the writer gets room for them; runs until cancelled."""
+        """Cut dropped snapshots again whenever the writer's queue is empty; run until cancelled."""
         if self._mending is None:
             await asyncio.Event().wait()
         else:
             await self._mending.run()
 
     async def store_missing(self, within_s: float) -> None:
-        """Cut the snapshots that were dropped, after `stop`; log how many sessions still lack some then."""
+        """Cut dropped snapshots again after `stop`; log how many sessions lack some after `within_s`."""
         left = await self._mending.finish(within_s) if self._mending is not None else 0
         if left:
             log.warning("some sessions will be prefilled again: their KV is not on disk", sessions=left)
 
     async def _run_to_end(self, run: Run, publish: Publish | None = None) -> None:
-        """Run turns one after another, until one is not paused or the run is stopped."""
+        """Run turns one after another until one ends without being paused; then release the memory."""
         self._runs[run] = run
         try:
             await self._run_turns(run, publish)
@@ -217,14 +217,14 @@ class Engine(EnginePort):
             run.phases.append(Phase("queue", asked_s, monotonic()))
             turn = Turn.of(run.asked, context, run.place_s)
             is_over = await self._run_turn(run, turn, publish)
-            if turn.answer is not None and not is_over:  # paused: it continues behind the tokens that it has
+            if turn.answer is not None and not is_over:  # paused: the next turn continues from its tokens
                 context = context[: turn.num_prompt] + turn.answer.tokens
 
     def _is_at_work(self, key: SessionKey) -> bool:
         return any(run.key == key for run in self._runs.values())
 
     async def _mend(self, key: SessionKey) -> bool:
-        """Cut an idle session's missing snapshots; return True if some are missing still, and can be cut."""
+        """Cut an idle session's missing snapshots; return True if more are missing and can be cut later."""
         tokens, policy = self._residency.tokens(key), self._residency.policy(key)
         if self._store is None or not tokens or policy.recall:
             return False
@@ -243,13 +243,13 @@ class Engine(EnginePort):
         with contextlib.suppress(DeviceFaultError, NoMemoryError, CutOffError, StoppingError):
             await self._run_to_end(run)
         if run.is_forgotten:
-            self.forget(key)  # at its end the device kept the KV again
+            self.forget(key)  # when the turn ended, the device kept its KV
             return False
         after = len(self._store.wanted(chain, tokens, 0, len(tokens)))
         return run.is_stopped or 0 < after < before
 
     def _cancel_mending(self, key: SessionKey, *, forgotten: bool = False) -> None:
-        """Let nothing more of a session be stored by mending."""
+        """Stop mending a session; with `forgotten`, also drop its KV when the mending turn ends."""
         if self._mending is not None:
             self._mending.discard(key)
         for run in self._runs.values():
@@ -276,9 +276,9 @@ class Engine(EnginePort):
         self._grants.decide()
 
     async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
-        """Drop a session's KV from the device and its snapshots from SSD. Takes 2 s at most.
+        """Drop a session's KV from the device and its snapshots from SSD, within 2 s.
 
-        The snapshots of the first `shared` tokens stay. Drops the rest before the first wait.
+        Keeps the snapshots of the first `shared` tokens. Drops all that is not in use before it first waits.
         """
         self.forget(key)
         if self._store is None:
@@ -288,7 +288,7 @@ class Engine(EnginePort):
         forgotten = await self._store.erase(key.tenant, tokens, _ERASE_S, shared=shared)
         if (
             self._mending is not None and was_at_work and not forgotten.settled
-        ):  # mending may have held snapshots
+        ):  # mending may have kept snapshots in use
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(until_s - monotonic()):
                     await self._mending.ended(key)
@@ -297,7 +297,7 @@ class Engine(EnginePort):
         return forgotten
 
     def stop(self) -> None:
-        """End every turn; each `run` raises `StoppingError` after its last KV has been copied for the SSD."""
+        """End every turn; each unfinished `run` raises `StoppingError` once its KV is copied for the SSD."""
         self._stopping = True
         for run in self._runs.values():
             self._stop_run(run)
@@ -318,9 +318,7 @@ class Engine(EnginePort):
             case Starved():
                 if self._store is not None:
                     self._store.free_memory()
-            case Short(
-                num_bytes, but
-            ):  # sessions go whose turns are not submitted yet, too: they reuse less KV
+            case Short(num_bytes, but):  # also drops KV of turns not submitted yet: they then reuse less
                 self._grants.drop_idle(num_bytes, {but, *(turn.key for turn in self._submitted)})
                 self._device.made_room()
             case KvLost():
@@ -337,7 +335,7 @@ class Engine(EnginePort):
                     run.num_cached = num_cached
                 return
             case NeedsKv():
-                # At once, and not behind the chunks to publish: these wait while NATS is away.
+                # Not in the queue of `events`: publishing their chunks waits while NATS is away.
                 if run is not None and not run.is_abandoned:
                     run.needs.put_nowait(event)
                 return
@@ -360,7 +358,7 @@ class Engine(EnginePort):
         run.events.put_nowait(event)
         if isinstance(event, Finished | Faulted):
             resumes = isinstance(event, Finished) or run.may_start_again(event.error)
-            # Its memory is free now, not only when the task that waits for the turn runs.
+            # Release its memory at once, not only when the task that waits for the turn runs.
             self._end_turn(run, turn, resumes=resumes and not self._is_over(run, turn))
 
     def _is_over(self, run: Run, turn: Turn) -> bool:
@@ -369,7 +367,7 @@ class Engine(EnginePort):
         return self._stopping or run.is_stopped or (answer_is_over and turn.num_cached >= turn.target)
 
     def _end_turn(self, run: Run, turn: Turn, *, resumes: bool) -> None:
-        """Release a turn's memory; if it was only paused, ask for memory again in the same decision."""
+        """Release an ended turn's memory; if it `resumes`, request memory again in the same decision."""
         del self._turns[turn]
         self._submitted.pop(turn, None)
         run.turn = None
@@ -383,7 +381,7 @@ class Engine(EnginePort):
             del self._runs[run]
 
     async def _run_turn(self, run: Run, turn: Turn, publish: Publish | None) -> bool:
-        """Run a turn that has its memory; False if it was only paused."""
+        """Run a turn that has its memory; return False if it was paused and must be continued."""
         run.turn = turn
         run.num_cached = 0
         self._turns[turn] = run
@@ -402,7 +400,7 @@ class Engine(EnginePort):
                 turn.spans = (
                     self._mending.fitting(turn, self._device.kv(turn.policy)) if self._mending else []
                 )
-                run.is_cancelled |= turn.num_kept < len(turn.context) - 1  # its KV has left the device
+                run.is_cancelled |= turn.num_kept < len(turn.context) - 1  # its KV has been dropped
             if run.waits_no_more():
                 self._end_turn(run, turn, resumes=not run.is_stopped)
                 return run.is_stopped
@@ -415,7 +413,7 @@ class Engine(EnginePort):
             return is_over
         finally:
             self._finder.release(run)
-            if turn in self._submitted:  # the device has not reported its end
+            if turn in self._submitted:  # the device has not reported its end yet
                 run.is_abandoned = True
                 self._device.cancel(turn)
             elif turn in self._turns:
@@ -432,7 +430,7 @@ class Engine(EnginePort):
         return result
 
     async def _follow(self, run: Run, turn: Turn, publish: Publish | None) -> bool:
-        """Submit a turn and pass on its tokens until it ends; False if it was only paused."""
+        """Submit a turn and publish its tokens until it ends; return False if it must be continued."""
         submitted_s, drawn_s = monotonic(), None
         self._submitted[turn] = None
         self._device.submit(turn)
@@ -450,7 +448,7 @@ class Engine(EnginePort):
                 run.phases += on_device(turn, submitted_s, drawn_s)
             end = events[-1]
             if isinstance(end, Faulted) and isinstance(end.error, LostKvError) and self._is_over(run, turn):
-                end = Finished(turn, turn.num_cached, 0)  # all its tokens are there
+                end = Finished(turn, turn.num_cached, 0)  # the answer is complete, only its KV is lost
             match end:
                 case Faulted(_, NoRoomError() as error):
                     raise NoMemoryError(str(error)) from error
@@ -469,9 +467,9 @@ class Engine(EnginePort):
                     return run.admitted is None
 
     async def _serve(self, run: Run, reads: TaskGroup) -> None:
-        """Read the KV that a turn needs, until cancelled.
+        """Start a read for each KV request of a turn, until cancelled.
 
-        In a task of its own: where sniffio is installed, anyio starts no task from a callback of the loop.
+        Runs in its own task: with sniffio installed, anyio cannot start a task from a callback of the loop.
         """
         while True:
             reads.start_soon(self._read, await run.needs.get(), run)
@@ -481,7 +479,7 @@ class Engine(EnginePort):
         self._telemetry.recalled_tokens += num_recalled
 
     async def _admitted(self, run: Run, num_context: int) -> bool:
-        """Wait for the memory that a turn is likely to need; False if the turn is cancelled meanwhile."""
+        """Wait for the memory that a turn is likely to need; return False if the run is cancelled."""
         if run.admitted is None:
             if self._stopping and not run.mends:
                 raise StoppingError
@@ -492,7 +490,7 @@ class Engine(EnginePort):
             run.admitted = None
 
     def _stop_run(self, run: Run) -> None:
-        """End a run's turn with its tokens so far. A turn that is not on the device yet is not submitted."""
+        """End a run's turn, keeping its tokens so far; a turn that is not submitted yet will not be."""
         run.is_halted = True
         if run.turn in self._submitted:
             self._device.cancel(run.turn)

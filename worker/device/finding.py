@@ -1,7 +1,7 @@
-"""Finds a turn's KV: KV of its session or of another one on the device, or a longer prefix on SSD.
+"""Finds the KV that a turn can reuse: its own or another session's KV on the device, or a prefix on SSD.
 
-Owns the resources that a turn holds until it is over: snapshots that must stay on disk, and room on the
-device. Event loop only.
+Owns what a turn holds until it ends: snapshots that must not be evicted from disk, and device memory reserved
+for a restore. Event loop only.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
     from .run import Run
     from .turn import NeedsKv, Turn
 
-#: A prefix on SSD replaces one on the device only if it is longer by one part in so many, as a restore reads
-#: the whole prefix. Beyond that the measured `Rates` decide.
+#: A restore reads the whole prefix from SSD, so the prefix must be longer than the one on the device by one
+#: part in this number. If it is, the measured `Rates` decide.
 _RESTORE_GAIN: Final = 16
-#: How long a turn waits for blocks on their way to the disk.
+#: How long a turn waits for blocks that are still being written to disk.
 PATIENCE_S: Final = 5.0
-#: After a doubtful file, the prefix before it may still be restored.
+#: If a file is corrupt or missing, a second try restores the prefix before it.
 _RESTORE_TRIES: Final = 2
 
 
 class Finder:
-    """Finds KV for turns of one device."""
+    """Finds reusable KV for the turns of one device."""
 
     def __init__(self, device: Device, store: Store | None, ledger: Ledger) -> None:
         self._device = device
         self._store = store
         self._ledger = ledger
         self._residency = ledger.residency
-        #: How fast this machine restores and prefills.
+        #: The measured speeds of restoring and prefilling.
         self.rates = Rates()
 
     def release(self, run: Run) -> None:
-        """Release the snapshots and the room that a turn holds."""
+        """Release the snapshots on disk and the device memory that a run holds."""
         if self._store is not None and run.past is not None:
             self._store.end_past(run.past)
         if self._store is not None and run.prefix is not None:
@@ -68,12 +68,12 @@ class Finder:
     async def find(
         self, turn: Turn, run: Run, busy: Collection[SessionKey], submitted: Iterable[Turn]
     ) -> None:
-        """Find the longest KV for a turn.
+        """Find the longest reusable KV for a turn, restore it if it is on SSD, and set the turn's fields.
 
-        `busy` are the sessions whose turns have reserved memory; the turns `submitted` are on the device.
+        `busy` are the sessions whose turns have reserved memory; `submitted` are the turns on the device.
         """
         resident = self._residency.tokens(turn.key)
-        # KV that may not reach further back leaves the context's last token for the turn to run.
+        # KV that cannot be trimmed must leave the context's last token for the turn to run.
         num_usable = len(turn.context) - (not self._device.kv(turn.policy).is_plain)
         num_usable = min(num_usable, len(turn.reusable))
         num_kept = min(resident.num_common(turn.context), num_usable)
@@ -82,40 +82,44 @@ class Finder:
         if self._store is None or turn.embedding is not None:
             return
         found = max(turn.num_kept, num_shared)
-        least = found + found // _RESTORE_GAIN
+        least = _least(found)
         turn.chain = self._store.chain(turn.key.tenant, turn.policy, turn.context)
-        if num_usable > least and not self._device.kv(turn.policy).is_plain:  # it was rewound, say
+        if num_usable > least and not self._device.kv(turn.policy).is_plain:  # for example after a rewind
             usable = turn.context[:num_usable]
             await self._store.settle(turn.chain, usable, least, PATIENCE_S, run.waits_no_more)
         if num_usable > least:
             await self._fetch(self._store, turn.chain, turn, num_usable, found)
+            await self._restore(self._store, turn.chain, turn, run, num_usable, found)
+        self._hold(self._store, turn.chain, turn, run)
+
+    async def _restore(
+        self, store: Store, chain: Chain, turn: Turn, run: Run, num_usable: int, num_found: int
+    ) -> None:
+        """Restore the longest stored prefix, if that is faster than prefilling the tokens without KV."""
         for _ in range(_RESTORE_TRIES):
-            if num_usable <= least:  # mostly so for a session in memory
-                break
-            match = self._store.match(turn.chain, turn.context[:num_usable])
+            match = store.match(chain, turn.context[:num_usable])
             found_s = monotonic()
-            # With room for the first tokens that the turn runs: it need not copy the KV to grow.
+            # Includes memory for the turn's first tokens, so that the caches need not be copied to grow.
             room_tokens = min(len(turn.context) + 1, match.num_tokens + GROWTH_TOKENS)
             size_bytes = self._device.kv(turn.policy).held(match.num_tokens)
             if (
-                match.num_tokens <= least
-                or not self.rates.should_restore(size_bytes, match.num_tokens - found)
+                match.num_tokens <= _least(num_found)
+                or not self.rates.should_restore(size_bytes, match.num_tokens - num_found)
                 or not await self._has_room(run, turn.policy, room_tokens)
             ):
-                self._store.release(match)
-                break
-            restored = await self._store.load(match, room_tokens=room_tokens)
+                store.release(match)
+                return
+            restored = await store.load(match, room_tokens=room_tokens)
             if restored is not None:
                 self.rates.restored(restored.size_bytes, restored.seconds)
                 turn.restores.append(Phase("restore", found_s, monotonic(), restored.num_tokens))
-                if restored.num_tokens > found:
+                if restored.num_tokens > num_found:
                     turn.restored, turn.num_restored = restored.tensors, restored.num_tokens
                     turn.source = None
-                break
-        self._hold(self._store, turn.chain, turn, run)
+                return
 
     async def _fetch(self, store: Store, chain: Chain, turn: Turn, num_usable: int, num_found: int) -> None:
-        """Fetch what the remote tier has of the context and this machine does not, if that saves time."""
+        """Fetch blocks of the context that only the remote tier has, if that is faster than prefilling."""
         asked_s = monotonic()
         there = await store.find_remote(chain, turn.context[:num_usable])
         if there is None:
@@ -128,19 +132,19 @@ class Finder:
             turn.restores.append(Phase("fetch", asked_s, monotonic()))
 
     def _hold(self, store: Store, chain: Chain, turn: Turn, run: Run) -> None:
-        """Keep the stored blocks on disk until the turn is over, since the turn's snapshots continue them."""
+        """Protect a context's stored blocks from eviction until the turn ends; list the missing spans."""
         run.prefix = store.hold(chain, turn.context)
         turn.edges = run.prefix.edges
-        # An append ends, and cuts its tail, before the last token.
+        # An append runs all tokens but the last one, and cuts its tail there.
         end = len(turn.context) - (turn.answer is None)
-        # What is held is stored; with layers that have states, an append's end is looked for before that.
+        # Held blocks are stored; but with layer states, also look for an append's end before them.
         start = turn.edges[0] if self._device.trimmable else 0
         turn.spans = store.wanted(chain, turn.context, start, end)
 
     async def read(self, needs: NeedsKv, run: Run) -> int:
-        """Read KV that a running turn needs from SSD for the device; return the number of tokens recalled.
+        """Read the KV that a running turn needs from SSD; return the number of recalled tokens.
 
-        The turn holds the snapshots that its prompt reads, so that they stay on disk.
+        Protects the snapshots that the prompt reads from eviction until the turn ends.
         """
         turn, past, spans = needs.turn, None, tuple[Span, ...]()
         tensors: dict[str, mx.array] = {}
@@ -156,7 +160,7 @@ class Finder:
                 tokens = turn.tokens(needs.spans[-1].end)
                 spans, tensors = await self._store.recall(turn.chain, tokens, needs.spans)
         finally:
-            self._device.give(turn, KvRead(past, spans, tensors))  # a prompt waits for it
+            self._device.give(turn, KvRead(past, spans, tensors))  # even after an error: a prompt waits
         return sum(span.num_tokens for span in spans)
 
     def _find_source(
@@ -164,22 +168,22 @@ class Finder:
     ) -> tuple[SessionKey | None, int]:
         """Find the tenant's session with the longest common prefix, resident or soon to be prefilled.
 
-        Returns its key and the prefix's length. If several have it, an idle session is preferred, then the
-        one submitted first.
+        Returns the session's key and the prefix's length; (None, 0) if none helps. Of equal sessions, an
+        idle one is preferred, then the one submitted first.
         """
-        if not self._device.trimmable:  # such KV cannot be cut to a beginning
+        if not self._device.trimmable:  # such KV cannot be truncated to a prefix
             return None, 0
         found, most, context = None, turn.num_kept + LEAST_SHARED - 1, turn.reusable
         if len(context) <= most:
             return None, 0
         alike = self._residency.alike(turn.key.tenant, context)
         idle = ((key, self._residency.tokens(key)) for key in alike if key not in busy)
-        others = (other for other in submitted if other.key != turn.key)  # its own was given up, and ends
+        others = (other for other in submitted if other.key != turn.key)  # not its own abandoned turn
         running = ((other.key, other.context) for other in others if other.policy == turn.policy)
         for key, tokens in chain(idle, running):
             if key.tenant != turn.key.tenant or min(len(tokens), len(context)) <= most:
                 continue
-            # Most others differ in this one token.
+            # Compare one token first: most sessions differ there.
             if not (tokens.holds(most) and context.holds(most)):
                 continue
             if tokens[most] != context[most] or (num := tokens.num_common(context)) <= most:
@@ -189,9 +193,9 @@ class Finder:
         return found, most if found else 0
 
     async def _has_room(self, run: Run, policy: Policy, num_tokens: int) -> bool:
-        """Wait until the device has room for a restore; False if it never will, or the turn is cancelled.
+        """Wait until the device has room for a restore; return False if it never will, or on cancellation.
 
-        KV that has left the ledger stays on the device until the running step is over.
+        The wait is needed since dropped KV stays in memory until the running step ends.
         """
         if 2 * self._ledger.used_bytes <= self._ledger.max_bytes:
             return True
@@ -204,3 +208,8 @@ class Finder:
 
         self._device.reserve_room(run.key, num_tokens, answered, policy)
         return await room
+
+
+def _least(num_found: int) -> int:
+    """Return the prefix length that a restore must exceed if the device has KV of `num_found` tokens."""
+    return num_found + num_found // _RESTORE_GAIN

@@ -1,6 +1,6 @@
-"""The device memory of runs: what each asks `admission` for, and what follows from its decisions.
+"""Requests device memory for runs from `admission`, and applies its decisions to the device.
 
-`engine` says when a run begins, grows and ends. Event loop only.
+`engine` calls it when a run begins, grows and ends. Event loop only.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Tokens that an answer reserves at first, and again whenever fewer than half as many are left.
+#: Tokens that an answer reserves at first, and again whenever half of them or fewer are left.
 LIKELY_TOKENS = GROWTH_TOKENS
 
 
 class Grants:
-    """The runs of the engine, and the memory that each has or asks for."""
+    """The engine's runs, and the memory that each has or requests."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Grants:
         piece_tokens: int,
         max_tenant_bytes: int | None,
     ) -> None:
-        """`stop` ends a run's turn with its tokens so far; it is called to pause the run."""
+        """`stop` ends a run's turn and keeps its tokens so far; it is called to pause the run."""
         self.runs: dict[Claim, Run] = {}
         self._device = device
         self._ledger = ledger
@@ -56,35 +56,35 @@ class Grants:
         return self._admission.num_waiting
 
     def decide(self) -> None:
-        """Grant memory that was freed."""
+        """Grant freed memory to waiting runs."""
         self._apply(self._admission.decide())
 
     def drop_idle(self, num_bytes: int, but: Collection[SessionKey | None]) -> None:
-        """Drop the KV of sessions, least recently used first, until so many bytes are free."""
+        """Drop KV, least recently used sessions first, until `num_bytes` are free; keep that of `but`."""
         for key in self._ledger.residency.oldest(num_bytes, set(but)):
             self._ledger.residency.pop(key)
             self._device.drop(key)
         self.decide()
 
     def ask(self, run: Run, num_tokens: int) -> None:
-        """Ask for memory for a turn that has `num_tokens` so far, and release its earlier reservation."""
+        """Request memory for a turn that has `num_tokens` so far, and release its earlier reservation."""
         run.is_halted = False
         run.num_granted, run.num_asked = 0, min(grown(num_tokens + LIKELY_TOKENS), run.num_most)
         run.admitted = asyncio.get_running_loop().create_future()
         self._apply(self._admission.begin(run, self._price(run)))
 
     def _price(self, run: Run) -> int:
-        """Count the bytes of a turn that grows to all the tokens that it asks for."""
-        # A rewound session keeps its memory until its turn is over: trimming frees nothing.
+        """Count the bytes that a run's KV takes at `num_asked` tokens, for which it requests memory."""
+        # A rewound session keeps its memory until its turn ends: trimming frees nothing.
         num_tokens = max(run.num_asked, len(self._ledger.residency.tokens(run.key)))
         # Caches grow by more than a token at a time: many short prompts hold more than their tokens' KV.
         allocated = self._kv.under(run.policy).held(grown(num_tokens), ahead=self._piece_tokens)
         return max(min(allocated, self._ledger.max_bytes), self._kv.under(run.policy).held(num_tokens))
 
     def grow(self, run: Run, num_tokens: int) -> None:
-        """Ask for more memory before the turn needs it.
+        """Request more memory before a turn with `num_tokens` needs it.
 
-        A turn that reaches the end of its granted memory is paused.
+        A turn that reaches the end of its granted memory pauses.
         """
         has_asked = run.num_asked > run.num_granted
         if has_asked or run.num_granted == run.num_most or run.num_granted - num_tokens > LIKELY_TOKENS // 2:

@@ -1,6 +1,6 @@
 """The differences between devices: the constants of each kind, and the limits of MLX's memory.
 
-The constants of CUDA were measured on an H200 (ADR 0061), those of Metal follow MLX's sources. `turnkeep
+The constants for CUDA were measured on an H200 (ADR 0061), the ones for Metal follow MLX's sources. `turnkeep
 bench device` measures a device and suggests values for some of them.
 """
 
@@ -15,11 +15,11 @@ import psutil
 from turnkeep_client.errors import TurnkeepError
 from worker.process.cgroups import left_bytes
 
-#: Of the memory that the machine has left when the weights are loaded, for everything else on a CPU.
+#: On a CPU: the share of the memory left after loading the weights that MLX may use for everything else.
 MEMORY_SHARE: Final = 0.6
-#: Of a GPU's memory, or of Metal's recommended working set, for weights, KV, temporary and freed buffers.
+#: The share of a GPU's memory (Metal: recommended working set) for weights, KV, temporary and freed buffers.
 GPU_SHARE: Final = 0.8
-#: Where a device says how much memory it has: Metal, CUDA, and what either may say besides.
+#: Keys of `mx.device_info()` with the size of memory: Metal's, CUDA's, and a general one.
 _MEMORY: Final = ("max_recommended_working_set_size", "total_memory", "memory_size")
 
 
@@ -27,11 +27,11 @@ _MEMORY: Final = ("max_recommended_working_set_size", "total_memory", "memory_si
 class Profile:
     """The constants of one kind of device.
 
-    MLX may keep `freed_bytes` of freed buffers for reuse: without a limit a few long prompts pin gigabytes.
-    Attention to plain KV holds no scores for `fused_head_dims`, if keys and values have the same size. The
-    temporary arrays of `kept_layers` layers are in memory at once. A step runs at most `prompt_blocks` blocks
-    of prompts. At least `pooled_rows` rows of similar length attend together; of models whose rows cannot
-    share a pass, at least `merged_rows` are merged, which lets their steps run ahead. Plain
+    MLX may keep `freed_bytes` of freed buffers for reuse; without a limit a few long prompts pin gigabytes.
+    Attention to plain KV stores no scores if keys and values have the same head size, one of
+    `fused_head_dims`. Temporary arrays of `kept_layers` layers are in memory at once. A step runs at most
+    `prompt_blocks` blocks of prompts. Rows of similar length share a pool from `pooled_rows` rows on; rows
+    that cannot share a pass are merged from `merged_rows` rows on, which lets their steps run ahead. Plain
     caches grow by `growth_tokens` tokens.
     """
 
@@ -54,7 +54,7 @@ _GPU: Final = Profile(
     merged_rows=1,
 )
 _PROFILES: Final = {
-    # A step took the same time without freed buffers. For two rows the copies into a pool cost too much.
+    # A step is as fast without freed buffers. For two rows, copying them into a pool costs too much.
     "cpu": Profile(
         freed_bytes=16 * 2**20,
         fused_head_dims=frozenset(),
@@ -64,14 +64,14 @@ _PROFILES: Final = {
         merged_rows=2,
     ),
     "metal": _GPU,
-    # MLX decodes with cuDNN's attention if a cache's length is a multiple of 256. That takes the host 20 us a
-    # layer more than MLX's own kernel, and the host is what limits a step.
+    # Not 256: if a cache's length is a multiple of 256, MLX decodes with cuDNN's attention. It takes the host
+    # 20 us a layer more than MLX's own kernel, and the host limits the speed of a step.
     "cuda": replace(_GPU, kept_layers=4, prompt_blocks=16, pooled_rows=3, growth_tokens=264),
 }
 
 
 class DeviceError(TurnkeepError):
-    """The device does not support the value of a setting; the message is one line."""
+    """The device does not support a setting's value; the message is one line."""
 
 
 def on_cpu() -> bool:
@@ -85,7 +85,7 @@ def name() -> str:
 
 
 def loses_kv(error: BaseException) -> bool:
-    """Say whether, after this error of MLX, the results of running evaluations, and so KV, are undefined.
+    """Say whether an error of MLX leaves the results of running evaluations, and so KV, undefined.
 
     A GPU reports a failed command buffer once, to the next evaluation, and continues; the arrays that the
     buffer should have written are undefined. A CPU raises in the call that fails.
@@ -94,7 +94,7 @@ def loses_kv(error: BaseException) -> bool:
 
 
 def fails_late() -> bool:
-    """Say whether the device runs operations asynchronously, so that they fail after their call returned."""
+    """Say whether the device runs operations asynchronously, so that errors surface in later calls."""
     return not on_cpu()
 
 
@@ -112,17 +112,17 @@ def prepare() -> None:
 
 
 def limit_active(limit_bytes: int) -> None:
-    """Make MLX on a GPU wait for running evaluations before it allocates more than this limit."""
+    """On a GPU, make MLX wait for running evaluations before it allocates more than this limit."""
     if not on_cpu():
         mx.set_memory_limit(limit_bytes + profile().freed_bytes)
 
 
 def default_limit_bytes(to_load_bytes: int = 0) -> int:
-    """Derive the limit for MLX's active memory from the device, and from the memory that is free now.
+    """Return the default limit of MLX's active memory, from the device's memory and from what is free now.
 
-    On a CPU and on Metal this is the machine's memory, of which a control group may allow less; on CUDA the
-    device's own. `to_load_bytes` of weights are not in memory yet. Raises `DeviceError` if a GPU does not say
-    how much memory it has.
+    On a CPU and on Metal, free memory is the machine's, or less if a control group limits it; on CUDA it is
+    the device's. `to_load_bytes` of weights are not in memory yet. Raises `DeviceError` if a GPU does not
+    report the size of its memory.
     """
     free, left = psutil.virtual_memory().available, left_bytes()
     free = free if left is None else min(free, left)
@@ -138,7 +138,7 @@ def default_limit_bytes(to_load_bytes: int = 0) -> int:
 
 
 def wire(size_bytes: int) -> None:
-    """Keep `size_bytes` resident; Metal only. Raises `DeviceError` elsewhere, and if Metal refuses."""
+    """Wire `size_bytes` of memory (no paging out); raise `DeviceError` without Metal or if Metal refuses."""
     if not mx.metal.is_available():
         raise DeviceError(f"wired_memory is for Metal, and this device is {name()}: leave it off")
     try:

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from cache.kv.size import KvSize
     from cache.names.policy import Policy
 
-#: The KV limit leaves memory for the attention of contexts up to this; longer ones are priced in each step.
+#: The KV limit leaves memory for attention over contexts up to this; longer ones are checked at each step.
 _PLANNED_CONTEXT: Final = 65_536
-#: How many blocks a prompt runs at a time whose tokens see all before them: each piece reads all of these.
+#: Blocks in a piece of a paged prompt: large pieces, since each reads all earlier KV from SSD.
 PAGED_SCALE: Final = 8
-#: Caches grow by so many tokens at a time.
+#: Caches grow by this many tokens at a time.
 GROWTH_TOKENS: Final = 256
-#: Models in 16 bits compute the softmax in 32, too.
+#: Bytes of a number in temporary arrays: models in 16 bits also compute the softmax in 32 bits.
 _FLOAT_BYTES: Final = 4
-#: Logits of a prompt's tokens that exist at once where they are asked for, and their copies: in float32,
-#: normalised, negated, and sorted ids.
+#: If a request scores its prompt: the bytes of logits in memory at once, the copies of them (in float32,
+#: normalised, negated, and sorted ids), and the most tokens with logits at once.
 _SCORED_BYTES: Final = 16 * 2**20
 _SCORED_COPIES: Final = 4
 _MOST_SCORED: Final = 512
-#: Token ids, positions, masks and the like, at the most; a tiny model's step takes little else.
+#: The most bytes of token ids, positions, masks and the like; they matter only for tiny models.
 _SMALL_BYTES: Final = 64 * 2**10
 #: Multimodal models keep the language model's configuration under one of these names.
 _NESTED: Final = ("text_config", "language_config", "llm_config")
@@ -63,14 +63,14 @@ class Shape:
     value_dim: int = 0
 
     def fuses(self, head_dims: Collection[int]) -> bool:
-        """Say whether attention holds no scores in memory if fused kernels exist for `head_dims`."""
+        """Say whether attention stores no scores, given that fused kernels exist for `head_dims`."""
         return not self.value_dim and self.head_dim in head_dims
 
 
 def shape_of(config: Mapping[str, Any]) -> Shape:
     """Read a model's shape from its configuration, which may be nested or use older names.
 
-    A missing size gets its usual value; for example, `intermediate` is four times the hidden size.
+    A missing size gets a usual value: `intermediate`, for example, four times the hidden size.
     """
     nested: Mapping[str, Any] = next(
         (config[name] for name in _NESTED if isinstance(config.get(name), dict)), {}
@@ -86,7 +86,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     value_dim = size("value_dim", 0)
     if latent := size(
         "latent", 0
-    ):  # heads attend to latent vectors; `head_dim` may be that of the rotary part
+    ):  # MLA: heads attend to latent vectors; `head_dim` may be the rotary part's size
         rotary = size("rotary_dim", 0)
         head_dim, value_dim = max(latent, size("plain_dim", 0)) + rotary, latent
     return Shape(
@@ -100,9 +100,9 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
 
 
 def attention_bytes(shape: Shape, num_new: int, num_context: int, *, fused: bool) -> int:
-    """Estimate the bytes for attention of `num_new` tokens to a context of `num_context` (with them).
+    """Estimate the bytes for attention of `num_new` tokens to a context of `num_context`, including them.
 
-    The output, and the scores unless a kernel never holds them (`fused`). The formula is that of oMLX's
+    Counts the output, and the scores unless a `fused` kernel never stores them. The formula is from oMLX's
     prefill guard.
     """
     outputs = shape.num_heads * num_new * shape.head_dim * _FLOAT_BYTES
@@ -112,10 +112,10 @@ def attention_bytes(shape: Shape, num_new: int, num_context: int, *, fused: bool
 
 
 def num_scores(policy: Policy, num_cached: int, num_tokens: int) -> int:
-    """Count the attention scores of one token in a prompt's piece of `num_tokens`.
+    """Count the attention scores per token of a prompt's piece of `num_tokens`.
 
-    The piece ends at `num_cached` tokens. The scores of a ring are joined from runs, so they count twice.
-    Those of a paged session are computed in parts.
+    The piece ends at token `num_cached`. A ring's scores are concatenated from runs, so they count twice. A
+    paged session computes its scores in parts.
     """
     if policy.window is None:
         return num_cached
@@ -123,7 +123,7 @@ def num_scores(policy: Policy, num_cached: int, num_tokens: int) -> int:
 
 
 def grown(num_tokens: int) -> int:
-    """Round a number of new tokens up to the number that a cache allocates for them."""
+    """Round a number of tokens up to the number for which a cache allocates memory."""
     return -(-num_tokens // GROWTH_TOKENS) * GROWTH_TOKENS
 
 
@@ -133,9 +133,9 @@ class Estimator:
 
     `limit_bytes` limits all memory that MLX holds.
 
-    If attention dequantises KV, one layer at a time, each token takes `unpacked_bytes` meanwhile. If a paged
-    session's queries are compared with sketches, each of its tokens takes `asked_bytes`. `kept_layers` layers
-    of a step have their temporary arrays in memory at once.
+    While attention dequantises a layer's KV, each token takes `unpacked_bytes`. While a paged session's
+    queries are compared with its sketches, each token takes `asked_bytes`. Temporary arrays of `kept_layers`
+    layers are in memory at once.
     """
 
     shape: Shape
@@ -149,40 +149,40 @@ class Estimator:
     kept_layers: int = 1
 
     def under(self, policy: Policy) -> Estimator:
-        """Return the estimator of sessions under a policy."""
+        """Return this estimator for sessions under a cache policy."""
         return replace(self, kv=self.kv.under(policy))
 
     def scratch_bytes(self, num_rows: int, pieces: Sequence[tuple[int, int]], num_cached: int = 0) -> int:
-        """Estimate the bytes that a step needs and frees again.
+        """Estimate the bytes of a step's temporary arrays.
 
         `pieces` gives, for each prompt, the number of its tokens in the step, and of its tokens with KV
         afterwards. The `num_rows` rows run a token each and have KV of `num_cached` tokens in total.
         """
         num_tokens = num_rows + sum(num for num, _ in pieces)
         shape = self.shape
-        # Scores of one layer and their softmax while it is written: 1.1 to 1.3 times the scores, measured.
+        # Scores of one layer, and their softmax while it is computed: measured 1.1 to 1.3 times the scores.
         attention = sum(attention_bytes(shape, num, kv, fused=self.fused) for num, kv in pieces)
         mixing = num_tokens * (3 * shape.intermediate + 8 * shape.hidden) * _FLOAT_BYTES
         logits = 2 * (num_rows + len(pieces)) * shape.vocabulary * _FLOAT_BYTES
-        # Of all rows and pieces in one layer; rows are quick, and begin with the next layer meanwhile.
+        # Dequantised KV of one layer; twice for rows, which may already begin with the next layer.
         unpacked = (2 * num_cached + sum(kv for _, kv in pieces)) * self.unpacked_bytes
         in_layer = attention * 3 // 2 + mixing + unpacked
         return in_layer * min(self.kept_layers, self.num_layers) + logits + _SMALL_BYTES
 
     @property
     def most_scored(self) -> int:
-        """Of how many of a prompt's tokens the logits exist at once, where they are asked for."""
+        """The most prompt tokens whose logits are in memory at once, if a request scores its prompt."""
         return min(max(_SCORED_BYTES // (_FLOAT_BYTES * self.shape.vocabulary), 1), _MOST_SCORED)
 
     @property
     def scored_bytes(self) -> int:
-        """The bytes of these logits."""
+        """The bytes of the logits of `most_scored` tokens, with their copies."""
         return _SCORED_COPIES * _FLOAT_BYTES * self.most_scored * self.shape.vocabulary
 
     def growth_bytes(self, lengths: Sequence[int], most_new: int = 1) -> int:
-        """Count the bytes that full caches of these lengths allocate: new room, and a copy of one layer.
+        """Count the bytes that full caches of these lengths allocate: new tokens, and a copy of one layer.
 
-        A cache is cut to its length, then joined with the new room, for at most `most_new` tokens.
+        To grow, a cache is trimmed to its length and concatenated with room for `most_new` tokens at most.
         """
         copied = 2 * self.kv.held(max(lengths, default=0)) // self.num_layers
         room = self.kv.held(grown(most_new), ahead=most_new) - self.kv.fixed_bytes
@@ -191,20 +191,20 @@ class Estimator:
     def restore_bytes(self, num_tokens: int, block: int) -> int:
         """Estimate the bytes of a restore of `num_tokens`.
 
-        Counts the KV of these tokens and of one more block, and one layer of the KV a second time.
+        Counts the KV of these tokens and of one more block, and a second copy of one layer.
         """
         return self.kv.held(num_tokens + block, ahead=block) + self.kv.held(num_tokens) // self.num_layers
 
     def kv_limit(self, max_rows: int, chunk: int, num_context: int, policy: Policy = FULL) -> int:
-        """Return the limit of KV in bytes for sessions of up to `num_context` tokens under a policy."""
+        """Return the limit of all KV in bytes, if sessions under a policy have up to `num_context` tokens."""
         return self.room_for_kv(max_rows, chunk, min(num_context, _PLANNED_CONTEXT), policy)
 
     def room_for_kv(self, max_rows: int, chunk: int, num_context: int, policy: Policy = FULL) -> int:
-        """Return the bytes of KV that fit beside weights, the largest step, and memory allocated in advance.
+        """Return the bytes of KV that fit beside weights, the largest step, and the growth of caches.
 
-        No session has more than `num_context` tokens, nor more than fit into the result; with less KV, steps
-        are smaller too. Under a policy with a window, a step sees only the KV on the device, however long the
-        session is.
+        Assumes that no session has more than `num_context` tokens, or more than fit into the result: less KV
+        also makes steps smaller. Under a policy with a window, a step reads only the KV on the device,
+        however long the session is.
         """
         left, kv = self.limit_bytes - self.weight_bytes, self.kv.under(policy)
         chunk *= PAGED_SCALE if policy.recall else 1

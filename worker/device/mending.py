@@ -1,8 +1,8 @@
-"""Hands snapshots to the store, and makes good those that the full queue of its writer has dropped.
+"""Saves snapshots in the store, and mends sessions: cuts snapshots again that a full writer's queue dropped.
 
-The KV of an idle session that is only on the device is lost with the process. Once the queue is empty, the
-session's missing blocks are cut again, in turns that add no token, most recently active sessions first. Knows
-which sessions lack snapshots; the engine runs the turns. Event loop only.
+An idle session's KV that is only on the device is lost if the process ends. So once the queue is empty, turns
+that add no token cut the missing snapshots, for the most recently active sessions first. Knows which sessions
+lack snapshots; the engine runs the turns. Event loop only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: How often to look whether the writer's queue is empty.
+#: How often to check whether the writer's queue is empty.
 _POLL_S: Final = 0.05
 
 
@@ -40,9 +40,9 @@ class Mending:
         is_at_work: Callable[[SessionKey], bool],
         mend: Callable[[SessionKey], Awaitable[bool]],
     ) -> None:
-        """`mend` cuts what fits into the empty queue, and returns True if more is missing.
+        """`mend` cuts the missing snapshots that fit into the queue, and returns True if more are missing.
 
-        It is called for sessions that are not at work.
+        It is called only for sessions for which `is_at_work` is false.
         """
         self._store = store
         self._is_at_work = is_at_work
@@ -52,10 +52,10 @@ class Mending:
         self._ended: dict[SessionKey, asyncio.Event] = {}
 
     def save(self, cut: SnapshotCut, run: Run | None) -> None:
-        """Hand a snapshot to the store; `run` is that of its turn, if the turn is not over."""
+        """Queue a snapshot in the store; `run` is its turn's run, or None if the turn has ended."""
         mends = run is not None and run.mends
         if run is not None and run.mends and run.is_stopped:
-            return  # what is mended may have been forgotten
+            return  # the session may have been erased
         if cut.tensors is None or cut.state_lost:
             self._store.skip(1)
             self._lacks(cut.turn.key, mends=mends)
@@ -67,11 +67,11 @@ class Mending:
             if not self._store.save(chain, tokens, cut.span, cut.tensors):
                 self._lacks(cut.turn.key, mends=mends)
         except Exception:
-            # The turn's end may be the next event, and must not get lost with a snapshot.
+            # An exception would skip the next event of the step, which may be the turn's end.
             log.exception("a snapshot was not saved", session=str(cut.turn.key))
 
     def fitting(self, turn: Turn, kv: KvSize) -> list[Span]:
-        """Return the first missing spans of a turn that fit together into the writer's queue."""
+        """Return the first of a turn's missing spans, as many as fit into the writer's queue."""
         left, fitting = self._store.room(), list[Span]()
         for span in turn.spans:
             left -= kv.snapshot(span.num_tokens, at=span.end)
@@ -91,16 +91,16 @@ class Mending:
         self._some.set()
 
     def discard(self, key: SessionKey) -> None:
-        """Forget a session: its KV has left the device or must not be stored. Also while it is mended."""
+        """Stop tracking a session whose KV has left the device or must not be stored."""
         self._lacking.pop(key, None)
 
     async def ended(self, key: SessionKey) -> None:
-        """Wait until the session is not being mended."""
+        """Wait until a session's mending has ended; return at once if the session is not being mended."""
         while key in self._ended:
             await self._ended[key].wait()
 
     async def run(self) -> None:
-        """Mend sessions whenever the queue is empty, until cancelled."""
+        """Mend sessions whenever the writer's queue is empty; run until cancelled."""
         while True:
             await self._some.wait()
             if not await self._next():
@@ -109,7 +109,7 @@ class Mending:
                 self._some.clear()
 
     async def finish(self, within_s: float) -> int:
-        """Mend all sessions, or as many as time allows; return how many still lack snapshots."""
+        """Mend sessions for at most `within_s`; return how many still lack snapshots."""
         until_s = monotonic() + within_s
         while self._lacking and monotonic() < until_s:
             if not await self._next():
@@ -117,7 +117,7 @@ class Mending:
         return len(self._lacking)
 
     async def _next(self) -> bool:
-        """Mend the most recently active idle session; False if there is none, or the queue is not empty."""
+        """Mend the most recently active idle session; False if there is none or the queue is in use."""
         free = (
             key for key in reversed(self._lacking) if not self._is_at_work(key) and key not in self._ended
         )
@@ -127,7 +127,7 @@ class Mending:
         self._ended[key] = ended = asyncio.Event()
         try:
             if not await self._mend(key):
-                self.discard(key)  # what could not be cut is not tried again before the session's next turn
+                self.discard(key)  # not tried again before the session's next turn
         finally:
             del self._ended[key]
             ended.set()

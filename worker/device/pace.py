@@ -11,7 +11,7 @@ from typing import Final
 LEAST: Final = 16
 #: Budgets are multiples of this.
 _GRAIN: Final = 8
-#: Weight of the last step in the averages. A token costs more the longer its context is.
+#: Weight of the last step in the averages: high, since a token's cost grows with its context.
 _SHARE: Final = 0.4
 
 
@@ -26,7 +26,7 @@ class Pace:
         self._stall_s = stall_s
         self._most = most
         self._row_s = 0.0
-        # Averages of seconds and tokens apart, in which large pieces count for more than small ones.
+        # Separate averages of seconds and of tokens: so large pieces count more than small ones.
         self._prompt_s = 0.0
         self._num_tokens = 0.0
 
@@ -48,7 +48,7 @@ class Pace:
         self._num_tokens = _mixed(self._num_tokens if known else None, num_tokens)
 
     def budget(self, num_rows: int) -> int:
-        """Return how many tokens of prompts the next step may run beside `num_rows` answers."""
+        """Return how many prompt tokens the next step may run beside `num_rows` answers."""
         if not num_rows:
             return self._most
         if not self._num_tokens:

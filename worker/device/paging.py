@@ -1,8 +1,8 @@
-"""Asks for the KV that turns of paged sessions need from SSD, and knows which turns wait for it.
+"""Requests from SSD the KV that turns of paged sessions need, and tracks which turns wait for it.
 
 Device thread only.
 
-Sends `NeedsKv` to the event loop, and takes the answer. Knows no steps or files.
+Sends `NeedsKv` to the event loop, and receives its answer. Knows no steps or files.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from .scheduler import Scheduler
     from .turn import Event, KvRead, Turn
 
-#: An answer's session asks for chunks once in so many tokens.
+#: While it answers, a session requests chunks once every this many tokens.
 RECALL_EVERY: Final = 16
 
 
 class Paging:
-    """Asks for KV on SSD for paged sessions, and keeps their waiting prompts; ignores other turns."""
+    """Requests KV on SSD for turns of paged sessions, and holds waiting prompts; ignores other turns."""
 
     def __init__(self, scheduler: Scheduler, batch: Batch, block: int, emit: Callable[[Event], None]) -> None:
-        """A waiting prompt is taken out of the scheduler, and put back later; `emit` reports an event."""
+        """`scheduler` does not contain a prompt while it waits; `emit` reports an event to the event loop."""
         self._scheduler = scheduler
         self._batch = batch
         self._block = block
         self._emit = emit
         self._asked: set[Turn] = set()
-        #: Tokens that gave way to recalled ones.
+        #: Number of tokens whose KV was evicted to make room for recalled ones.
         self.num_evicted = 0
 
     @property
@@ -48,38 +48,38 @@ class Paging:
         return any(turn.row is None for turn in self._asked)
 
     def __contains__(self, turn: Turn) -> bool:
-        """Whether a turn has asked for KV, and has not got it yet."""
+        """Whether a turn has requested KV and not received it yet."""
         return turn in self._asked
 
     def discard(self, turn: Turn) -> None:
-        """Forget what a turn that is over has asked for."""
+        """Withdraw the request of a turn that has ended."""
         self._asked.discard(turn)
 
     def start(self, turn: Turn) -> None:
-        """Prepare a new turn that has its caches and is in the scheduler; ask for KV that it needs."""
+        """Set a new turn's piece sizes and request the KV that it needs; it has caches and is scheduled."""
         if turn.caches is not None:
             turn.most_blocks = layers.most_run(turn.caches, self._block) // self._block
         if turn.policy.recall:
             turn.scale = min(turn.most_blocks, PAGED_SCALE)
-        turn.asks = turn.asks and turn.num_cached < turn.target - 1  # none of its tokens can ask
+        turn.asks = turn.asks and turn.num_cached < turn.target - 1  # no query left to choose chunks
         self.ask(turn)
 
     def begin_piece(self, turn: Turn) -> None:
-        """Set which KV a prompt's next piece sees, and which of its tokens' queries score chunks."""
+        """Set which KV a prompt's next piece attends to, and from which token on queries score chunks."""
         if (pages := layers.pages(turn.caches or [])) is not None:
             pages.asks_from = turn.target - 1 - self._block
             pages.sees_all, pages.past = True, turn.past
 
     def end_piece(self, turn: Turn) -> None:
-        """Update the chunks' scores after a piece; later tokens see only the KV on the device."""
+        """Update the chunks' scores after a piece, and limit attention to the KV on the device again."""
         if (pages := layers.pages(turn.caches or [])) is not None:
             pages.settle()
             pages.sees_all, pages.past = False, None
 
     def ask(self, turn: Turn) -> None:
-        """Ask for the KV on SSD that a turn's next tokens see; a prompt waits for it.
+        """Request the KV on SSD to which a turn's next tokens attend; a prompt waits for it.
 
-        A prompt asks for chunks once, before its last token: they are for the answer's tokens.
+        A prompt requests chunks once, before its last token: they are for the answer's tokens.
         """
         if turn in self._asked:
             return
@@ -101,7 +101,7 @@ class Paging:
     def take(self, turn: Turn, kv: KvRead) -> None:
         """Give a turn the KV that was read for it; a prompt that waited for it continues.
 
-        Raises `LostPastError` if the prompt's next piece cannot see all earlier tokens.
+        Raises `LostPastError` if the KV of earlier tokens is missing that the prompt's next piece needs.
         """
         self._asked.discard(turn)
         if kv.spans:

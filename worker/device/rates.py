@@ -1,25 +1,25 @@
-"""Learns how fast this machine restores and prefills, and says which is faster. Pure; event loop only.
+"""Measures how fast this machine restores and prefills, and says which is faster. Pure; event loop only.
 
-On a slow device a restore saves seconds. On a fast one with a slow disk, to prefill can be faster.
+On a slow device a restore saves seconds. On a fast device with a slow disk, prefilling can be faster.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-#: Smaller restores and prompts say more of fixed costs than of rates.
+#: Smaller restores and prompts are not measured: fixed costs dominate them.
 _LEAST_BYTES: Final = 32 * 2**20
 _LEAST_TOKENS: Final = 128
-#: Weight of the last measurement.
+#: Weight of the last measurement in an average.
 _SHARE: Final = 0.3
-#: A disk that was slow once is tried again: each prefix that is not restored makes it seem faster.
+#: Each prefix that is not read multiplies the average time by this, so that a slow disk is tried again.
 _FORGOTTEN: Final = 0.95
 
 
 class Rates:
     """Average seconds for a byte read from disk or fetched from the remote tier, and for a prefilled token.
 
-    None until they are measured.
+    Each is None until it is measured.
     """
 
     def __init__(self) -> None:
@@ -28,22 +28,22 @@ class Rates:
         self._token_s: float | None = None
 
     def restored(self, size_bytes: int, seconds: float) -> None:
-        """Learn from a restore."""
+        """Update the average from a restore of `size_bytes`."""
         if size_bytes >= _LEAST_BYTES:
             self._byte_s = _mixed(self._byte_s, seconds / size_bytes)
 
     def fetched(self, size_bytes: int, seconds: float) -> None:
-        """Learn from a fetch."""
+        """Update the average from a fetch of `size_bytes` from the remote tier."""
         if size_bytes >= _LEAST_BYTES:
             self._remote_byte_s = _mixed(self._remote_byte_s, seconds / size_bytes)
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a prompt's prefill."""
+        """Update the average from a prefill of `num_tokens`."""
         if num_tokens >= _LEAST_TOKENS:
             self._token_s = _mixed(self._token_s, seconds / num_tokens)
 
     def should_fetch(self, size_bytes: int, num_saved: int) -> bool:
-        """Say whether to fetch and read `size_bytes` is faster than to prefill `num_saved` tokens."""
+        """Say whether fetching and reading `size_bytes` is faster than prefilling `num_saved` tokens."""
         if self._remote_byte_s is None or self._token_s is None:
             return True
         byte_s = self._remote_byte_s + (self._byte_s or 0.0)
@@ -53,7 +53,7 @@ class Rates:
         return is_faster
 
     def should_restore(self, size_bytes: int, num_saved: int) -> bool:
-        """Say whether to read `size_bytes` is faster than to prefill `num_saved` tokens, as far as known."""
+        """Say whether reading `size_bytes` is faster than prefilling `num_saved` tokens; True if unknown."""
         if self._byte_s is None or self._token_s is None:
             return True
         is_faster = size_bytes * self._byte_s <= num_saved * self._token_s

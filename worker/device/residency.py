@@ -1,7 +1,7 @@
-"""Records which sessions have KV on the device: its tokens, its bytes, and the order of last use.
+"""Records which sessions have KV on the device: the KV's tokens, its bytes, and the order of last use.
 
-The only record of residency. Event loop only: the loop alone decides whose KV is dropped; the device thread
-keeps the caches themselves, and sends a `Short` when it lacks room.
+The only such record. Event loop only: the event loop alone decides whose KV is dropped; the device thread
+holds the caches, and sends a `Short` event when it lacks memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cache.names.tokens import Tokens
     from turnkeep_client.subjects import SessionKey
 
-#: Fewer common tokens are not worth a copy of another session's KV, nor the wait for it.
+#: Common tokens from which on another session's KV is worth a copy, or the wait for it.
 LEAST_SHARED: Final = 32
 
 
@@ -52,7 +52,7 @@ class Residency:
         return len(self._idle)
 
     def tokens(self, key: SessionKey) -> Tokens:
-        """Return the tokens that a session's KV covers; none if it has no KV."""
+        """Return the tokens that a session's KV covers; empty if the session has no KV."""
         kv = self._get(key)
         return kv.tokens if kv is not None else as_tokens()
 
@@ -62,7 +62,7 @@ class Residency:
         return kv.size_bytes if kv is not None else 0
 
     def policy(self, key: SessionKey) -> Policy:
-        """Return the cache policy of a session's KV; `FULL` if it has none."""
+        """Return the cache policy of a session's KV; `FULL` if the session has no KV."""
         kv = self._get(key)
         return kv.policy if kv is not None else FULL
 
@@ -76,7 +76,7 @@ class Residency:
     def put(
         self, key: SessionKey, tokens: Tokens, size_bytes: int, earliest: int = 0, policy: Policy = FULL
     ) -> None:
-        """Record the KV of a session whose turn is over; the session is idle now."""
+        """Record the KV of a session whose turn has ended; the session is idle now."""
         self.pop(key)
         self._idle[key] = _Kv(tokens, size_bytes, earliest, policy)
         self.idle_bytes += size_bytes
@@ -84,7 +84,7 @@ class Residency:
             self._alike[_beginning(key.tenant, tokens)][key] = None
 
     def pop(self, key: SessionKey) -> bool:
-        """Forget a session's KV; False if it had none."""
+        """Remove the record of a session's KV; return False if the session had none."""
         self.use(key)
         kv = self._used.pop(key, None)
         if kv is not None and len(kv.tokens) >= LEAST_SHARED:
@@ -95,14 +95,14 @@ class Residency:
         return kv is not None
 
     def use(self, key: SessionKey) -> None:
-        """Record that a turn reserves a session's KV from now on; the session is no longer idle."""
+        """Record that a turn reserves a session's KV; the session is no longer idle."""
         kv = self._idle.pop(key, None)
         if kv is not None:
             self.idle_bytes -= kv.size_bytes
             self._used[key] = kv
 
     def unuse(self, key: SessionKey) -> None:
-        """Record that no turn reserves a session's KV any more.
+        """Record that no turn reserves a session's KV any longer.
 
         If the session has KV, it becomes the most recently used idle session.
         """
@@ -112,13 +112,13 @@ class Residency:
             self.idle_bytes += kv.size_bytes
 
     def pop_oldest(self) -> SessionKey:
-        """Forget the KV of the least recently used idle session; raises StopIteration if there is none."""
+        """Remove the record of the least recently used idle session; raise StopIteration if there is none."""
         key = next(iter(self._idle))
         self.pop(key)
         return key
 
     def oldest(self, num_bytes: int, but: Container[SessionKey | None]) -> list[SessionKey]:
-        """List the sessions to drop so that `num_bytes` become free; all sessions if they have less.
+        """List the sessions whose KV must be dropped to free `num_bytes`; all sessions if they hold less.
 
         Idle sessions come first, then sessions in use, each group least recently used first. Sessions in
         `but` are left out.

@@ -1,9 +1,9 @@
-"""Keeps the KV of idle sessions on the device, and knows whether there is memory for more.
+"""Keeps the KV of idle sessions on the device, and checks whether there is memory for more.
 
 Device thread only.
 
-Also counts the memory promised to restores. Drops KV only by order of the event loop, which answers the event
-`Short`. Knows nothing of turns or steps.
+Also counts the memory promised to restores. Drops KV only by command of the event loop, which it informs by
+a `Short` event. Knows nothing of turns or steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RoomRequest:
 
 
 class Room:
-    """The KV of idle sessions, by key, and the restores that wait for room or have been promised room."""
+    """The KV of idle sessions, and the restores that wait for memory or have been promised memory."""
 
     def __init__(self, estimator: Estimator, block: int, report_short: Callable[[Short], None]) -> None:
         """`report_short` sends a `Short` to the event loop."""
@@ -57,7 +57,7 @@ class Room:
         return bool(self._promised)
 
     def get(self, key: SessionKey) -> ResidentKv | None:
-        """Return an idle session's KV, and keep it."""
+        """Return an idle session's KV without removing it."""
         return self._resident.get(key)
 
     def put(self, key: SessionKey, resident: ResidentKv) -> None:
@@ -77,23 +77,23 @@ class Room:
         self._requests.append(request)
 
     def end_promise(self, key: SessionKey) -> None:
-        """End the promise of room to a session's restore: the restored KV is on the device now."""
+        """End the promise of memory to a session's restore: the KV is on the device now, or not needed."""
         self._promised.pop(key, None)
 
     def release(self, key: SessionKey) -> None:
-        """Release the room promised to a restore, or withdraw its request."""
+        """Release the memory promised to a session's restore, or withdraw the request for it."""
         self.end_promise(key)
         self._requests = [request for request in self._requests if request.key != key]
 
     def made_room(self) -> None:
-        """Record that the event loop has dropped sessions for the last `Short`."""
+        """Record that the event loop has answered the last `Short` event."""
         self.awaits_drops = False
 
     def grant_requests(self, *, is_busy: bool) -> None:
-        """Answer the requests for room in the order of their arrival, while there is room.
+        """Grant the restores' requests in the order of their arrival, while there is memory.
 
-        If there is no room, the requests keep waiting while idle sessions, running turns (`is_busy`) or other
-        restores may still free some.
+        A request that does not fit waits while idle sessions, running turns (`is_busy`) or other restores
+        may still free memory; otherwise it is refused.
         """
         while self._requests:
             request = self._requests[0]
@@ -103,7 +103,7 @@ class Room:
             if not fits and (self.ask_for(size_bytes) or is_busy or self._promised):
                 return
             if not fits:
-                mx.synchronize()  # a step that ran ahead in vain may still hold memory
+                mx.synchronize()  # a step that ran ahead, and was not needed, may still hold memory
                 fits = self.has(size_bytes)
                 if not fits and self.ask_for(size_bytes):
                     return
@@ -113,18 +113,18 @@ class Room:
             request.reply(fits)
 
     def has(self, size_bytes: int) -> bool:
-        """Say whether `size_bytes` more fit, besides the room promised to restores."""
+        """Say whether `size_bytes` more fit, in addition to the memory promised to restores."""
         return self._excess(size_bytes) <= 0
 
     def has_or_asks(self, size_bytes: int) -> bool:
-        """Say whether `size_bytes` fit now; if not, ask the event loop for room, for a later call."""
+        """Say whether `size_bytes` fit now; if not, ask the event loop to drop sessions, for a later call."""
         if self.has(size_bytes):
             return True
         self.ask_for(size_bytes)
         return False
 
     def ask_for(self, size_bytes: int, *, but: SessionKey | None = None) -> bool:
-        """Ask the event loop for room; False if all idle sessions, except `but`, hold too little.
+        """Ask the event loop to drop sessions; return False if the idle ones, except `but`, hold too little.
 
         After True, check again once `made_room` is called.
         """

@@ -1,6 +1,6 @@
-"""One call of `Engine.run`: what it asks for, holds and has done so far. Event loop only.
+"""Holds the state of one call of `Engine.run`: its request, resources and progress. Event loop only.
 
-The engine owns the runs. Each is a `Claim`, which `admission` orders, and has what `finding` holds for it.
+The engine owns the runs. `admission` orders them as `Claim`s; `finding` sets the resources that they hold.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
     from .turn import NeedsKv, Turn, TurnEvent
 
-#: How often a turn starts again after failed evaluations, without a token of its answer between.
+#: How often a turn may start again after failed evaluations, if no token was drawn in between.
 _MOST_LOST: Final = 3
 
 
 def resolve(waiting: asyncio.Future[bool] | None, *, granted: bool) -> None:
-    """Set a future's result if a task still waits for the future."""
+    """Set a future's result to `granted`, unless the future is None or done."""
     if waiting is not None and not waiting.done():
         waiting.set_result(granted)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Run(Claim):
-    """One turn on the device, or several if the turn is paused and continued.
+    """A request's turn on the device, or several turns if it is paused and continued.
 
-    The session may grow to `num_most` tokens, has memory for `num_granted`, and asks for `num_asked`.
-    `admitted` is the request for that memory, and `room` the one for device memory of a restore; each is
-    granted once its result is True. The snapshots `prefix` and `past` stay on disk until the turn is over;
-    `needs` are the device's requests for KV, not served yet.
+    The session may grow to `num_most` tokens, has memory for `num_granted`, and requests it for `num_asked`.
+    `admitted` is the pending request for that memory, `room` the one for a restore's memory; the result True
+    grants it. The snapshots `prefix` and `past` stay on disk until the turn ends; `needs` are the device's
+    unanswered requests for KV.
     """
 
     asked: Asked
@@ -52,7 +52,7 @@ class Run(Claim):
     cancelled: Callable[[], bool]
     phases: list[Phase]
     mends: bool = (
-        False  # it adds no token, but cuts snapshots that are missing; it runs while the worker stops
+        False  # it adds no token, but cuts missing snapshots; it may also run while the worker stops
     )
     num_asked: int = 0
     num_granted: int = 0
@@ -62,17 +62,17 @@ class Run(Claim):
     past: StoredPast | None = None
     needs: asyncio.Queue[NeedsKv] = field(default_factory=asyncio.Queue)
     turn: Turn | None = None
-    events: asyncio.Queue[TurnEvent] = field(default_factory=asyncio.Queue)  # of the turn, not read yet
+    events: asyncio.Queue[TurnEvent] = field(default_factory=asyncio.Queue)  # not handled yet
     num_cached: int = 0  # tokens of the turn's context that have KV
     num_generated: int = 0
-    is_halted: bool = False  # told to end, or to pause
+    is_halted: bool = False  # must end, or pause
     is_cancelled: bool = False
-    is_forgotten: bool = False  # the KV that it leaves on the device must go, too
-    is_abandoned: bool = False  # no task waits for its end
+    is_forgotten: bool = False  # the KV that it leaves on the device must be dropped
+    is_abandoned: bool = False  # no task waits for the turn's end
     is_complete: bool = False  # the whole context has its KV
-    has_lost: bool = False  # KV that was to be read from disk, and was not there
-    num_lost: int = 0  # failed evaluations since the last token; those of its prompt count double
-    num_reused: int | None = None  # tokens of the prompt, by the turns up to the one that completed it
+    has_lost: bool = False  # needed KV was missing on disk once
+    num_lost: int = 0  # failed evaluations since the last token; steps with its prompt count double
+    num_reused: int | None = None  # prompt tokens that were not prefilled in any turn
     num_covered: int = 0
     live_bytes: int = 0
     prefill_s: float = 0.0
@@ -81,16 +81,16 @@ class Run(Claim):
 
     @property
     def policy(self) -> Policy:
-        """The session's policy."""
+        """The session's cache policy."""
         return self.asked.policy
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the run has been told to end."""
+        """Whether the run was cancelled and must end."""
         return self.is_cancelled or self.cancelled()
 
     def progress(self, turn: Turn) -> Progress:
-        """Say how far its turn has come."""
+        """Return the progress of the run's `turn`: its tokens with KV, and its drawn tokens."""
         return Progress(
             cached_tokens=self.num_cached,
             context_tokens=len(turn.context),
@@ -98,11 +98,11 @@ class Run(Claim):
         )
 
     def waits_no_more(self) -> bool:
-        """Say whether the run has been told to end, or to pause."""
+        """Say whether the run must end or pause."""
         return self.is_halted or self.is_stopped
 
     def count(self, turn: Turn, num_cached: int, live_bytes: int) -> None:
-        """Count what a turn cost. Tokens that are prefilled again after a pause are counted once."""
+        """Add the cost of an ended turn. Tokens that are prefilled again after a pause count once."""
         if self.num_covered < turn.num_prompt:
             num_reused = min(turn.num_reused, turn.num_prompt)
             self.num_reused = num_reused if self.num_reused is None else min(self.num_reused, num_reused)
@@ -112,10 +112,10 @@ class Run(Claim):
         self.is_complete = num_cached >= turn.target
 
     def may_start_again(self, error: Exception) -> bool:
-        """Say whether a turn may start again after an error, and count it.
+        """Count a failed turn's error, and say whether the turn may start again.
 
-        It may do so once if its stored KV was lost. Failed evaluations are survived while its answer goes on;
-        a prompt in the failed step is the likely cause, and gets one more try.
+        After a loss of stored KV it may start again once. After failed evaluations it may start again three
+        times without a token drawn in between, but only once if its own prompt was in the failed step.
         """
         if isinstance(error, LostPastError):
             had_lost, self.has_lost = self.has_lost, True
@@ -126,7 +126,7 @@ class Run(Claim):
         return False
 
     def result(self) -> TurnResult:
-        """Return what the run has cost."""
+        """Return the run's result, with its cost."""
         num_cached = self.num_reused or 0
         return TurnResult(
             complete=self.is_complete,
@@ -140,7 +140,7 @@ class Run(Claim):
 
 
 def on_device(turn: Turn, submitted_s: float, drawn_s: float | None) -> list[Phase]:
-    """List the phases that an ended turn spent on the device; its first token was drawn at `drawn_s`."""
+    """List the traced phases of an ended turn on the device; its first token was drawn at `drawn_s`."""
     now_s = monotonic()
     phases = [Phase("prefill", submitted_s, drawn_s or now_s, turn.num_prefilled)]
     if drawn_s is not None:

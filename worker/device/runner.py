@@ -1,7 +1,7 @@
-"""Runs the device thread's work: `step_chooser` chooses a step, the runner runs the step and ends turns.
+"""Runs turns on the device thread: `step_chooser` chooses a step, the runner runs it and ends turns.
 
-The runner owns the model and the batch; `acquisition` gets the KV of turns. The runner knows nothing of
-commands, nor of the thread itself. Device thread only.
+The runner owns the model and the batch; `acquisition` provides the KV of turns. The runner knows nothing of
+commands or of the thread. Device thread only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .turn import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from pathlib import Path
 
     from turnkeep_client.subjects import SessionKey
@@ -61,14 +61,14 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """When a step began, and the memory that MLX held then."""
+    """The start of a step: its time, and the memory that MLX held then."""
 
     began_s: float
     active_bytes: int
 
 
 class Runner:
-    """Runs all submitted turns, and keeps the KV of idle sessions. Calls `report` after each step."""
+    """Runs all submitted turns, keeps the KV of idle sessions, and calls `report` after each step."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Runner:
             trials=trials,
         )
         self._batch, estimator, trimmable = self.served.batch, self.served.estimator, self.served.trimmable
-        #: Idle sessions' KV, and the restores that have room or wait for it.
+        #: Idle sessions' KV, and the restores that wait for memory or have been promised memory.
         self.room = Room(estimator, block_tokens, self._emit)
         #: Cuts snapshots for the disk, once its `room` is set.
         self.cutting = Cutting(self._batch, estimator, block_tokens, self._emit, trimmable=trimmable)
@@ -110,7 +110,7 @@ class Runner:
         self._chooser = StepChooser(self._scheduler, self._pace, self.room, *parts, self._emit)
         self._paging = Paging(self._scheduler, self._batch, block_tokens, self._emit)
         self._events: list[Event] = []
-        self._turns: dict[Turn, None] = {}  # submitted and not over, in their order
+        self._turns: dict[Turn, None] = {}  # submitted and not ended, in order of submission
         self._peak = 0
         self._num_decoded = 0
 
@@ -119,14 +119,14 @@ class Runner:
 
     @property
     def is_busy(self) -> bool:
-        """Whether turns are under way."""
+        """Whether any turn is prefilling or decoding."""
         return bool(self._scheduler)
 
     def step(self, *, undisturbed: bool) -> float | None:
         """Run one step and report it; `undisturbed` says that no command is queued.
 
-        Returns how many seconds the thread may sleep before the next call, unless a command arrives: mostly
-        0; None means until a command arrives.
+        Returns how many seconds the thread may wait for a command before the next call: mostly 0; None means
+        until a command arrives.
         """
         try:
             return self._step(undisturbed=undisturbed)
@@ -135,10 +135,10 @@ class Runner:
             return 0.0
 
     def _step(self, *, undisturbed: bool) -> float | None:
-        """Schedule, run, report; then cut, while the event loop passes the tokens on."""
+        """Choose, run and report a step; then cut snapshots while the event loop publishes the tokens."""
         cost = self._begin_cost()
         choice = self._chooser.choose()
-        # The event loop's answer comes as a command, and the room that it makes may change the next step.
+        # The event loop's answer to a `Short` is a command, and the freed memory may change the next step.
         self._run_step(choice.step, undisturbed=undisturbed and not self.room.awaits_drops)
         self._give_up(choice)
         step_s = time.perf_counter() - cost.began_s
@@ -150,27 +150,27 @@ class Runner:
         return choice.pause_s
 
     def _begin_cost(self) -> _Cost:
-        self._peak = max(self._peak, mx.get_peak_memory())  # a restore between two steps, say
+        self._peak = max(self._peak, mx.get_peak_memory())  # for example a restore between two steps
         mx.reset_peak_memory()
         return _Cost(time.perf_counter(), mx.get_active_memory())
 
     def _learn(self, choice: ChosenStep, step_s: float, cost: _Cost) -> int:
-        """Learn from a step's time and memory; return the bytes that it took besides weights and KV."""
+        """Update the estimates by a step's time and memory; return its bytes besides weights and KV."""
         measured = mx.get_peak_memory() - max(cost.active_bytes, mx.get_active_memory())
         num_tokens = sum(num for _, num in choice.step.prefill)
-        if num_tokens or not self._batch.has_drafted:  # beside prompts there are no drafts that take long
+        if num_tokens or not self._batch.has_drafted:  # a step with prompts has no costly drafts
             self._pace.learn(len(choice.step.decode), num_tokens, step_s)
         self._chooser.learn(choice, measured)
         return measured
 
     def _give_up(self, choice: ChosenStep) -> None:
-        """Fail the prompt that can never continue, if the choice has one."""
+        """Fail the prompt that can never continue for lack of memory, if the choice names one."""
         if choice.hopeless is not None:
             turn, needed_bytes = choice.hopeless
             self._fault(turn, NoRoomError(self._no_room(turn, needed_bytes)))
 
     def serve_waiting(self) -> None:
-        """Do the work that needs no step: start turns that no longer wait, grant room, and report both."""
+        """Between steps: start turns that no longer wait, grant memory to restores, and report the events."""
         self._start_ready()
         is_busy = self.is_busy or self._acquisition.is_short or self._paging.is_waiting
         try:
@@ -181,7 +181,7 @@ class Runner:
             self._hand_over(0, 0.0, 0, 0)
 
     def submit(self, turn: Turn) -> None:
-        """Add a turn. An error fails this turn and drops its KV; it never ends the thread."""
+        """Add a turn. An error fails the turn and drops its KV; it never ends the thread."""
         self.room.end_promise(turn.key)
         self._turns[turn] = None
         self._guarded(turn, self._submit)
@@ -192,11 +192,11 @@ class Runner:
         self._batch.speculation.forget(key)
 
     def cancel(self, turn: Turn) -> None:
-        """End a turn with the tokens so far; no effect on a turn that is over."""
+        """End a turn and keep its tokens so far; no effect on a turn that has ended."""
         if turn in self._scheduler or turn in self._paging:
             self._or_fault_all(turn, self._end)
         elif self._acquisition.stop_waiting(turn):
-            self._guarded(turn, self._start)  # so that its session keeps its KV
+            self._guarded(turn, self._start)  # so that the session's KV stays resident
             self._or_fault_all(turn, self._end)
 
     def grant(self, turn: Turn, num_tokens: int) -> None:
@@ -206,7 +206,7 @@ class Runner:
             turn.row.num_left = _num_left(turn)
 
     def give(self, turn: Turn, kv: KvRead) -> None:
-        """Give a turn the KV that it has asked for; no effect on a turn that is over."""
+        """Give a turn the KV that it has requested; no effect on a turn that has ended."""
         if turn in self._paging:
             self._guarded(turn, lambda turn: self._paging.take(turn, kv))
 
@@ -244,8 +244,8 @@ class Runner:
         )
 
     def _guarded(self, turn: Turn, action: Callable[[Turn], None]) -> None:
-        """Run `action`. An error fails this turn and drops its KV; it never ends the thread."""
-        if turn not in self._turns:  # it was lost when another turn's evaluation failed
+        """Run `action` on a turn. An error fails the turn and drops its KV; it never ends the thread."""
+        if turn not in self._turns:  # it failed when another turn's evaluation failed
             return
         try:
             action(turn)
@@ -253,16 +253,16 @@ class Runner:
             self._fault_all((turn,), error)
 
     def _survive(self, error: RuntimeError) -> None:
-        """Drop all KV if an evaluation has failed; otherwise raise the error, which ends the thread."""
+        """Drop all KV if the error means that KV is lost; otherwise raise it, which ends the thread."""
         if not machine.loses_kv(error):
             raise error
         self._lose_kv(error)
 
     def _lose_kv(self, error: Exception, suspects: Collection[Turn] = ()) -> None:
-        """Drop all KV on the device after a failed evaluation, and fault every turn, to be started again.
+        """Drop all KV after a failed evaluation, and fail every turn; the event loop starts the turns again.
 
-        The idle sessions' KV goes too: a step that was in flight when an answer ended has written to its
-        caches. `suspects` are the prompts of the step that failed.
+        Idle sessions' KV is dropped too: a step in flight when an answer ended has written to the answer's
+        caches. `suspects` are the turns whose prompts were in the failed step.
         """
         log.error("an evaluation failed on the device; its turns start again from SSD", exc_info=error)
         self._batch.clear()
@@ -286,7 +286,7 @@ class Runner:
         self._emit(Faulted(turn, error))
 
     def _submit(self, turn: Turn) -> None:
-        """Start a turn, unless another one is about to prefill the tokens that both begin with."""
+        """Start a turn, unless it must wait for another turn to prefill their common prefix."""
         if self._acquisition.add(turn):
             self._start(turn)
 
@@ -302,7 +302,7 @@ class Runner:
             return
         num_context = len(turn.context)
         if turn.draws and turn.spans and turn.spans[-1].end == num_context and num_context % self._block:
-            turn.spans.pop()  # the tail is cut when the answer is over
+            turn.spans.pop()  # the tail is cut when the answer ends
         self._scheduler.add(turn)
         self.cutting.note_prompt(turn)
         self.cutting.cut_noted(turn)
@@ -313,7 +313,7 @@ class Runner:
     def _run_step(self, step: Step, *, undisturbed: bool) -> None:
         """Run one step.
 
-        If it fails, its prompts fail. Its answers fail too, unless they can be rolled back.
+        If the step fails, its prompts fail. Its answers fail too, unless the step can be undone for them.
         """
         started = time.perf_counter()
         pieces: dict[Turn, PrefillPiece] = {}
@@ -322,15 +322,9 @@ class Runner:
         if not pieces and not step.decode:
             return
         try:
-            scored = [piece for piece in pieces.values() if piece.scores is not None]
-            for piece in scored:
-                self._batch.score(piece, self.served.estimator.most_scored)
-            if embedded := [piece for piece in pieces.values() if piece.embedding is not None]:
-                self._batch.embed(embedded)
             # A waiting prompt or command comes before a step that runs ahead.
             alone = undisturbed and len(step.decode) == len(self._scheduler)
-            plain = [one for one in pieces.values() if one.scores is None and one.embedding is None]
-            self._batch.step(plain, run_ahead=alone)
+            self._run_passes([*pieces.values()], run_ahead=alone)
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
             prompts = tuple(pieces)
             if machine.loses_kv(error):
@@ -347,11 +341,20 @@ class Runner:
             if turn in pieces:
                 self._guarded(turn, lambda turn, num=num: self._prefilled(turn, num, step_s))  # type: ignore[misc]
         for turn in step.decode:
-            if turn in self._scheduler:  # else it failed when another turn ended
+            if turn in self._scheduler:  # otherwise it failed when another turn ended
                 self._decoded(turn)
         for turn in (*step.decode, *pieces):
             if turn.policy.recall and turn in self._scheduler:
                 self._guarded(turn, self._paging.ask)
+
+    def _run_passes(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool) -> None:
+        """Run the pieces whose scores or embeddings are wanted, then the other pieces with the answers."""
+        for piece in [piece for piece in pieces if piece.scores is not None]:
+            self._batch.score(piece, self.served.estimator.most_scored)
+        if embedded := [piece for piece in pieces if piece.embedding is not None]:
+            self._batch.embed(embedded)
+        plain = [one for one in pieces if one.scores is None and one.embedding is None]
+        self._batch.step(plain, run_ahead=run_ahead)
 
     def _piece(self, turn: Turn, num_tokens: int) -> PrefillPiece:
         start, end = turn.num_cached, turn.num_cached + num_tokens
@@ -406,7 +409,7 @@ class Runner:
                 return
 
     def _is_sound(self, turn: Turn) -> bool:
-        """Say whether a row's tokens were drawn from numbers; if not, fail the turn."""
+        """Say whether a row's tokens were drawn from finite logits; if not, fail the turn."""
         if turn.row is not None and not turn.row.is_sound:
             self._or_fault_all(turn, self._break_off)
             return False
@@ -426,9 +429,9 @@ class Runner:
             self._or_fault_all(turn, self._end)
 
     def _or_fault_all(self, turn: Turn, end: Callable[[Turn], None]) -> None:
-        """End a turn by `end`.
+        """Call `end` to end a turn; if `end` raises, fail the turn and every running answer.
 
-        If that fails, merged KV may be half changed, so every running answer fails too.
+        They fail because merged KV may then be half changed.
         """
         try:
             end(turn)
@@ -438,7 +441,7 @@ class Runner:
             self._fault_all(turns, error)
 
     def _fault_all(self, turns: Iterable[Turn], error: Exception) -> None:
-        """Fail `turns`; a failed evaluation costs all others their KV too."""
+        """Fail `turns`; after an error that loses KV, fail every turn and drop all KV."""
         if machine.loses_kv(error):
             self._lose_kv(error)
             return
@@ -453,7 +456,7 @@ class Runner:
         self.cutting.cut_noted(turn)
         if turn.row is not None:
             turn.caches = self._batch.remove(turn.row)
-            if turn.row.num_cached > turn.num_cached:  # it ended within its draft
+            if turn.row.num_cached > turn.num_cached:  # the answer ended within a draft
                 layers.trim(turn.caches, turn.num_cached)
             turn.row = None
             self.cutting.cut_tail(turn)
@@ -476,7 +479,7 @@ def _repeated(turn: Turn) -> list[int]:
     """
     seen = turn.policy.seen(turn.num_prompt) if turn.policy.is_endless else ((0, turn.num_prompt),)
     ids = [turn.context.ids(start, end) for start, end in (*seen, (turn.num_prompt, len(turn.context)))]
-    # In a quarter of the time that a set of all tokens takes.
+    # Takes a quarter of the time of a set of all tokens.
     repeated: list[int] = np.flatnonzero(np.bincount(np.concatenate(ids))).tolist()
     return repeated
 

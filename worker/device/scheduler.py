@@ -1,9 +1,9 @@
 """Decides which turns the device runs next. Pure: turns in, one step out.
 
-A step is one token for every running answer, and pieces of prompts up to a budget. Tenants take turns, so
-that a tenant with many prompts does not delay others. Of a tenant's prompts, those with the least expected
-work come first, and each second of waiting counts like less work. Higher priorities come first. If a step
-runs no piece of a priority's prompts, this priority rises a little, so that no prompt starves.
+A step is one token for every running answer, and pieces of prompts up to a budget. Higher priorities come
+first; a priority whose prompts get no piece in many steps rises, so that no prompt starves. Within a
+priority, tenants alternate, so that a tenant with many prompts does not delay others. Of a tenant's prompts,
+the ones with the least expected work come first; waiting time counts like less work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .turn import Turn
 
 
-#: A token of a prompt that has to be run counts like having arrived so many seconds later.
+#: Each prompt token still to prefill moves a turn back in the order by this many seconds.
 _PROMPT_TOKEN_S: Final = 0.002
 #: A priority rises by one after this many consecutive steps without a piece of its prompts.
 AGE_STEPS: Final = 16
@@ -27,7 +27,7 @@ AGE_STEPS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step: `decode` are the turns that get a token; `prefill` pairs turns with prompt token counts."""
+    """A step: `decode` are the turns that get a token; `prefill` are pairs of turn and prompt tokens."""
 
     decode: tuple[Turn, ...]
     prefill: tuple[tuple[Turn, int], ...]
@@ -37,13 +37,13 @@ class Step:
 
 
 class Scheduler:
-    """Turns by phase: first prefilling, then decoding.
+    """The turns by phase, prefilling or decoding, and the choice of the next step.
 
-    At most `max_rows` turns decode, at most `max_tenant_rows` of one tenant. Only for short answers both
-    limits, if above 1, are higher by an eighth.
+    At most `max_rows` turns decode, at most `max_tenant_rows` of one tenant. For short answers, both limits,
+    if above 1, are higher by an eighth.
 
-    A piece of a prompt never crosses a multiple of `block`, so that a prefill resumed at a multiple gives the
-    same bits. With a large budget, a prompt that allows it uses a multiple of several blocks instead.
+    A prompt's piece never crosses a multiple of `block`, so that a prefill resumed at a multiple gives the
+    same bits. With a large budget, pieces may end at multiples of several blocks (`Turn.most_blocks`).
     """
 
     def __init__(self, max_rows: int, block: int, max_tenant_rows: int | None = None) -> None:
@@ -67,11 +67,11 @@ class Scheduler:
 
     @property
     def prefilling(self) -> tuple[Turn, ...]:
-        """The turns whose prompts are not done."""
+        """The turns whose prompts are not fully prefilled."""
         return tuple(chain.from_iterable(self._prefilling.values()))
 
     def add(self, turn: Turn) -> None:
-        """Queue a turn whose prompt is not done."""
+        """Queue a turn for the prefill of its prompt."""
         self._prefilling.setdefault(turn.tenant, []).append(turn)
 
     def start_decoding(self, turn: Turn) -> None:
@@ -80,7 +80,7 @@ class Scheduler:
         self._decoding.append(turn)
 
     def remove(self, turn: Turn) -> None:
-        """Take a turn out, whatever its phase."""
+        """Remove a turn in any phase; no effect if it is absent."""
         if turn in self._decoding:
             self._decoding.remove(turn)
         queue = self._prefilling.get(turn.tenant, [])
@@ -90,7 +90,7 @@ class Scheduler:
                 del self._prefilling[turn.tenant]
 
     def next(self, budget: int, only: Turn | None = None) -> Step:
-        """Choose a step with up to `budget` prompt tokens; with `only`, all of them from that turn.
+        """Choose a step with up to `budget` prompt tokens, of the turn `only` if it is given.
 
         The scheduler's state does not change until `advance`.
         """
@@ -105,7 +105,7 @@ class Scheduler:
             end = min((start // size + 1) * size, turn.target, start + budget * turn.scale)
             if end == turn.target and turn.draws:
                 if turn.asks or not self._has_row(turn, rows):
-                    end -= 1  # the last token waits
+                    end -= 1  # the last token waits for a row or for recalled chunks
                 else:
                     rows[turn.tenant, turn.is_short] += 1
             if end > start:
@@ -114,7 +114,7 @@ class Scheduler:
         return Step(tuple(self._decoding), tuple(pieces))
 
     def _has_row(self, turn: Turn, rows: Counter[tuple[str, bool]]) -> bool:
-        """Say whether a turn may decode beside `rows`, counted by tenant and by whether they are short."""
+        """Say whether a turn may decode too; `rows` counts decoding turns by tenant and by `is_short`."""
         num_short = sum(num for (_, is_short), num in rows.items() if is_short)
         mine, mine_short = rows[turn.tenant, False] + rows[turn.tenant, True], rows[turn.tenant, True]
         return has_place(rows.total(), num_short, self._max_rows, 8, is_short=turn.is_short) and has_place(
@@ -122,13 +122,13 @@ class Scheduler:
         )
 
     def advance(self, step: Step) -> None:
-        """Update the rotation and the ages of prompts for a step that will run."""
+        """Update the tenants' rotation and the priorities' ages for a chosen step that will run."""
         for turn, _ in step.prefill:
             self._prefilling[turn.tenant] = self._prefilling.pop(turn.tenant)
         self._age({turn.priority for turn, _ in step.prefill})
 
     def _rotation(self) -> list[Turn]:
-        """List prefilling turns by priority, in which tenants alternate, each with its least work first."""
+        """List prefilling turns by priority; within it tenants alternate, with their least work first."""
         levels = {
             priority: priority + self._passed_over.get(priority, 0) // AGE_STEPS
             for priority in {turn.priority for turn in self.prefilling}
@@ -143,7 +143,7 @@ class Scheduler:
         return order
 
     def _age(self, served: set[int]) -> None:
-        """Raise the age of each priority that has prompts but no piece in the step."""
+        """Raise the age of each priority with prompts that is not in `served`; reset the others."""
         self._passed_over = {
             priority: self._passed_over.get(priority, 0) + 1
             for priority in {turn.priority for turn in self.prefilling} - served

@@ -1,6 +1,6 @@
-"""What a loaded model can do on this device: how its rows share passes, its caches, and which policies.
+"""Finds out what a loaded model supports on this device: shared passes of rows, caches, and cache policies.
 
-Made once, when a model is loaded, by trials whose results a file keeps. Device thread only, except `refusal`.
+Trials at the model's load decide; a file stores their results. Device thread only, except `refusal`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from worker.batch.drafter import Drafter
     from worker.models.model import LoadedModel
 
-#: Tokens of a draft, unless a setting says it.
+#: The most tokens of a draft, unless a setting limits them.
 _MAX_DRAFT: Final = 8
 
 
 def trial_key(loaded: LoadedModel, caches: str) -> str:
-    """Return a digest of what a trial's result depends on, except our own code and the weights' values.
+    """Return a digest of all that decides a trial's result, except Turnkeep's code and the weights' values.
 
     `caches` describes the model's own caches (`layers.describe`).
     """
@@ -65,10 +65,10 @@ def trial_key(loaded: LoadedModel, caches: str) -> str:
 
 
 def _trials(loaded: LoadedModel, path: Path | None) -> Trials:
-    """Return a model's trials, whose results the file `path` remembers."""
+    """Return a model's trials, whose results are stored in the file `path`."""
     own = make_prompt_cache(loaded.model)
     model: Any = loaded.model
-    model(mx.array([[0]]), cache=own)  # fills the caches; not evaluated
+    model(mx.array([[0]]), cache=own)  # creates the caches' arrays; not evaluated
     key = trial_key(loaded, layers.describe(own))
     return Trials(path, f"{key} {package_digest('worker.batch')}", SHIPPED.get(key))
 
@@ -82,7 +82,7 @@ def estimator(
 ) -> Estimator:
     """Make the estimator of a model. `caches` are caches of the model that have run one token.
 
-    For `sketched`, see `cache.kv.layers.make`. `reserved_bytes` are a draft model's.
+    For `sketched`, see `cache.kv.layers.make`. `reserved_bytes` is the memory of a draft model.
     """
     unpacked, shape, device = unpacked_bytes(caches), shape_of(loaded.config), machine.profile()
     return Estimator(
@@ -91,17 +91,17 @@ def estimator(
         weight_bytes=loaded.weight_bytes + reserved_bytes,
         kv=layers.sizes(caches, sketched),
         num_layers=len(caches),
-        # Attention to quantised KV has no such kernel.
+        # There is no fused kernel for attention to quantised KV.
         fused=shape.fuses(device.fused_head_dims) and not unpacked,
         kept_layers=device.kept_layers,
         unpacked_bytes=unpacked if machine.on_cpu() else 0,
-        # A layer's keys, and its scores and their softmax; on a CPU numpy does it, in little memory.
+        # A layer's keys, its scores and their softmax; on a CPU numpy compares them, in little memory.
         asked_bytes=0 if machine.on_cpu() else 4 * shape.num_heads * (shape.head_dim + 2 * ASKED),
     )
 
 
 def _no_window(model: Any, batch: Batch) -> str | None:
-    """Say why sessions of a model cannot use a policy with sinks and a window; None if they can."""
+    """Return why sessions of a model cannot use a policy with sinks and a window; None if they can."""
     try:
         caches = layers.make(model, Policy(4, 1024))
     except ValueError as error:
@@ -114,7 +114,7 @@ def _no_window(model: Any, batch: Batch) -> str | None:
 
 
 class ServedModel:
-    """A loaded model with the batch that runs it, and the sizes and the layout of its KV."""
+    """A loaded model, the batch that runs it, and the sizes and snapshot layout of its KV."""
 
     def __init__(
         self,
@@ -127,12 +127,12 @@ class ServedModel:
         draft: LoadedModel | None = None,
         trials: Path | None,
     ) -> None:
-        """`has_room` says whether the device has so many bytes; it is asked only when steps run.
+        """`has_room(n)` says whether `n` more bytes fit on the device; it is called only while steps run.
 
         Raises `ModelError` if the model `draft` cannot draft for this one.
         """
         drafters: tuple[Drafter, ...] = (Lookup(),)
-        self._draft = draft  # whose folder is in use meanwhile
+        self._draft = draft  # keeps the draft model's folder in use
         self._reserved_bytes = 0
         if draft is not None and max_draft == 0:
             raise ModelError("there is a draft_model, and max_draft is 0: leave one of them out")
@@ -153,7 +153,7 @@ class ServedModel:
         drafters: Sequence[Drafter],
         trials: Path | None,
     ) -> Batch:
-        """Choose the batch for the model's rows by trials. The file `trials` remembers their results."""
+        """Choose the batch for the model's rows by trials, whose results are stored in the file `trials`."""
         device = machine.profile()
         return batch_for(
             loaded.model,
@@ -169,9 +169,9 @@ class ServedModel:
     def _try_caches(
         self, loaded: LoadedModel, block_tokens: int, limit_bytes: int | None
     ) -> Callable[[Policy], list[Any]]:
-        """Run one token to learn the classes and size of the model's KV.
+        """Run one token, and set the attributes that describe the model's KV (classes, sizes, layout).
 
-        Returns a function that makes caches for a policy.
+        Returns a function that makes empty caches for a policy.
         """
         make = partial(
             layers.make,
@@ -188,8 +188,8 @@ class ServedModel:
                 f"{loaded.folder} is broken: {UnsoundError()}; get its weights again, or try --dtype float32"
             )
         self.batch.remove(row)
-        #: The cache class that cannot be snapshotted, or else what snapshots hold; the classes of all layers;
-        #: whether KV can be cut and trimmed at any token.
+        #: The cache class that has no snapshots, or the layout of snapshots; the classes of all layers;
+        #: whether KV can be truncated at any token.
         self.unsupported_cache = layers.unsupported(caches)
         self.layout = ModelLayout(())
         if self.unsupported_cache is None:
@@ -203,7 +203,7 @@ class ServedModel:
         return make
 
     def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
-        """Return why sessions cannot have a policy; None if they can. May be called from any thread.
+        """Return why sessions cannot use a policy; None if they can. May be called from any thread.
 
         `has_disk` says that KV is stored on disk.
         """

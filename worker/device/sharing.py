@@ -22,7 +22,7 @@ class _Following:
 
 
 class Sharing:
-    """The turns under way, by session, and which of them wait for another turn's KV."""
+    """The submitted turns, by session, and which of them wait for another turn's KV."""
 
     def __init__(self) -> None:
         self._active: dict[SessionKey, Turn] = {}
@@ -34,11 +34,11 @@ class Sharing:
         return [one.turn for one in self._following]
 
     def add(self, turn: Turn) -> bool:
-        """Add a turn whose `target` is set; True if it must wait for another turn.
+        """Add a turn whose `target` is set; return True if it must wait for another turn.
 
-        It waits until the other turn has prefilled the common prefix, except for that turn's last token,
-        which may have to wait for a batch row. It does not wait for a turn of lower priority, which may
-        itself have to wait for others.
+        The turn waits until the other one has prefilled the common prefix, without the other prompt's last
+        token, which may have to wait for a batch row. It never waits for a turn of lower priority, which may
+        itself be delayed by others.
         """
         self._active[turn.key] = turn
         leader = self.source(turn)
@@ -51,25 +51,25 @@ class Sharing:
         return True
 
     def remove(self, turn: Turn) -> None:
-        """Forget a turn that is over, whether it waited or not."""
+        """Remove a turn that has ended, whether it was waiting or not."""
         if self._active.get(turn.key) is turn:
             del self._active[turn.key]
         self.stop_waiting(turn)
 
     def stop_waiting(self, turn: Turn) -> bool:
-        """Stop a turn's wait for another turn; False if it did not wait."""
+        """End a turn's wait for another turn; return False if it was not waiting."""
         waited = len(self._following)
         self._following = [one for one in self._following if one.turn is not turn]
         return len(self._following) < waited
 
     def source(self, turn: Turn) -> Turn | None:
-        """Return the running turn of the session whose KV `turn` is to copy; None if there is none."""
+        """Return the running turn of the session from which `turn` copies KV; None if no turn of it runs."""
         return self._active.get(turn.source) if turn.source is not None else None
 
     def ready(self) -> list[Turn]:
-        """Remove and return the turns that need not wait any more.
+        """Remove and return the turns whose wait is over.
 
-        The turn that they waited for has prefilled the common tokens, or is over.
+        The turn for which they waited has prefilled the common prefix, or has ended.
         """
         ready = [
             one

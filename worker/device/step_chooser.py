@@ -1,7 +1,7 @@
 """Chooses the device's next step so that it fits into memory. Device thread only.
 
 The scheduler decides which turns run next, and `pace` how many prompt tokens; this module checks that the
-step fits. If it does not fit, the scheduler's state stays as it is for the next choice.
+step fits. The scheduler's state changes only if the step fits.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from .scheduler import Scheduler
     from .turn import Turn
 
-#: How long a prompt without room waits for memory that no session holds, and how often it checks. The
+#: How long a prompt that does not fit waits for memory that no session holds, and how often it checks. The
 #: snapshot that is being written cannot be dropped, and a disk may hang for longer than this.
 PATIENCE_S: Final = 2.0
 _RETRY_S: Final = 0.01
-#: How much of what a step took beyond its estimate the next one is expected to take, and the most expected.
+#: A factor corrects estimates that were exceeded: how it decays from step to step, and its maximum.
 _KEPT: Final = 0.98
 _MOST_FACTOR: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenStep:
-    """A step that fits, and the bytes that it needs besides weights and KV: while it runs, and for growth.
+    """A step that fits, with the bytes that it needs besides weights and KV: temporary, and lasting.
 
     An empty step means that nothing fits now: choose again after `pause_s` seconds, or, if `pause_s` is None,
     after the next command. `hopeless` is a prompt that can never continue, with the bytes that its next piece
@@ -68,7 +68,7 @@ class StepChooser:
         acquisition: Acquisition,
         starve: Callable[[Starved], None],
     ) -> None:
-        """`starve` is called if memory is short and only snapshots waiting for the disk can be dropped."""
+        """`starve` is called if only dropping snapshots that wait for the disk can still free memory."""
         self._scheduler = scheduler
         self._pace = pace
         self._room = room
@@ -77,24 +77,24 @@ class StepChooser:
         self._acquisition = acquisition
         self._starve = starve
         self._patient_until_s: float | None = None
-        self._factor = 1.0  # by which steps have exceeded their estimates
+        self._factor = 1.0  # the factor by which steps exceed their estimates
 
     def learn(self, choice: ChosenStep, measured_bytes: int) -> None:
-        """Learn from a step with prompts that took `measured_bytes` besides weights and KV.
+        """Correct later estimates by a step that took `measured_bytes` besides weights and KV.
 
-        If it took more than estimated, later estimates are raised for a while. While restores are under way
-        nothing is learned, since the measurement would include their memory.
+        If a step with prompts took more than estimated, later estimates are raised for a while. Steps during
+        restores are ignored, since the measurement would include the restores' memory.
         """
         if choice.step.prefill and not self._room.is_promised:
-            # Caches that grow are copied meanwhile, which the estimate has elsewhere.
+            # The copies of growing caches are measured too; the estimate has them in `growth_bytes`.
             factor = measured_bytes / (choice.scratch_bytes / self._factor + choice.growth_bytes)
             self._factor = min(max(factor, 1 + (self._factor - 1) * _KEPT, 1.0), _MOST_FACTOR)
 
     def choose(self) -> ChosenStep:
-        """Choose a step.
+        """Choose the next step.
 
-        If no step fits, idle sessions are dropped first, then prompts run in smaller pieces, then prompts
-        wait until the running answers end. If no answer runs, one prompt continues alone.
+        If none fits, idle sessions are dropped first, then prompts run in smaller pieces, then prompts wait
+        until the running answers end. If no answer runs, one prompt continues alone.
         """
         if self._batch.is_ahead:
             return ChosenStep(Step(self._scheduler.decoding, ()))
@@ -116,17 +116,17 @@ class StepChooser:
             elif len(step.prefill) > 1:
                 budget = 1  # the first of the prompts alone
             elif self._room.is_promised:
-                return ChosenStep(_NOTHING, pause_s=_RETRY_S)  # the restore's end is a command
+                return ChosenStep(_NOTHING, pause_s=_RETRY_S)  # the end of the restore arrives as a command
             else:
                 return self._alone()
 
     def _alone(self) -> ChosenStep:
-        """Run only the prompt with the most KV, and preempt other prompts as far as it needs their memory.
+        """Choose a step with only the prompt with the most KV; preempt others if it needs their memory.
 
-        If even that does not fit, the prompt waits a while until snapshots have left memory. After that the
-        prompt counts as hopeless.
+        If even that does not fit, wait `PATIENCE_S` for snapshots to leave memory; then report the prompt as
+        hopeless.
         """
-        self._factor = 1.0  # no prompt is refused for what an earlier step took
+        self._factor = 1.0  # an earlier step's excess is no reason to refuse a prompt
         turn = max(self._scheduler.prefilling, key=lambda turn: turn.num_cached)
         step = self._scheduler.next(LEAST, turn)
         while (choice := self._fitting(step)) is None and self._preempt_for(turn):
@@ -142,7 +142,7 @@ class StepChooser:
         return ChosenStep(_NOTHING, hopeless=(turn, sum(self._needs(step))))
 
     def _fitting(self, step: Step) -> ChosenStep | None:
-        """Choose a step that fits, or one with answers only; wait while idle sessions are dropped for it."""
+        """Return the step if it fits or has no prompts; an empty one during drops of sessions; else None."""
         scratch_bytes, growth_bytes = self._needs(step)
         fits = self._room.has(scratch_bytes + growth_bytes)
         if not fits and self._room.ask_for(scratch_bytes + growth_bytes):
@@ -154,15 +154,15 @@ class StepChooser:
         return ChosenStep(step, scratch_bytes, growth_bytes)
 
     def _needs(self, step: Step) -> tuple[int, int]:
-        """Estimate the bytes that a step needs while it runs, and the bytes that stay allocated after it."""
+        """Estimate a step's temporary bytes, and the bytes for growth, removal of a row, and snapshots."""
         pieces = [(num, num_scores(turn.policy, turn.num_cached + num, num)) for turn, num in step.prefill]
         scratch_bytes = self._room.estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_cached)
         asking = [turn.num_cached + num for turn, num in step.prefill if turn.policy.recall]
         if asking:
             kv = self._room.estimator.kv
-            # Parts of a layer: two read, one dequantised.
+            # Parts of a layer's KV in memory: two being read, one dequantised.
             scratch_bytes += 3 * PART * kv.bytes_per_token // self._room.estimator.num_layers
-            # Compared with all sketches; and these grow by a copy of a layer's, of two at least.
+            # Queries are compared with all sketches; growing sketches copies one layer's, of at least two.
             scratch_bytes += (self._room.estimator.asked_bytes + kv.sketch_bytes) * max(asking)
         if any(turn.scores is not None for turn, _ in step.prefill):
             scratch_bytes += self._room.estimator.scored_bytes
@@ -178,11 +178,11 @@ class StepChooser:
         return scratch_bytes, growth_bytes + self._batch.removal_bytes + self._cutting.size_bytes(step)
 
     def _preempt_for(self, to: Turn) -> bool:
-        """Drop KV so that the prompt `to` can run; False if no other prompt has any KV.
+        """Drop one turn's KV so that the prompt `to` can run; return False if no other turn has any.
 
         Turns that wait for another turn's KV lose their own KV first. After them, the prompt with the least
-        KV loses its KV and is later prefilled from the start. This is rare: the ledger reserves the bytes
-        that each turn says it needs.
+        KV loses its KV and is later prefilled from the start. This is rare, because each turn reserves its
+        estimated bytes in the ledger.
         """
         if self._acquisition.drop_resident():
             return True
@@ -190,7 +190,7 @@ class StepChooser:
         if not holding:
             return False
         turn = min(holding, key=lambda turn: turn.num_cached)
-        self._cutting.cut_noted(turn)  # snapshots that were to be cut later
+        self._cutting.cut_noted(turn)  # cut its noted snapshots before the KV is dropped
         self._acquisition.begin_anew(turn)
         return True
 

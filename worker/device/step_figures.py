@@ -1,4 +1,4 @@
-"""What the steps of the device have taken: memory for the metrics, times and counts for `telemetry`."""
+"""Records figures of the device's steps: memory for the metrics, times and counts in `telemetry`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class StepFigures:
         self._telemetry = telemetry
         self.active_bytes = 0
         self.peak_bytes = 0
-        #: What the largest step so far was estimated to need beside weights and KV, and what it did need.
+        #: Of the largest step so far: its estimated and its measured bytes besides weights and KV.
         self.estimated_bytes = 0
         self.measured_bytes = 0
 
     def note(self, report: StepReport) -> None:
-        """Count one step."""
+        """Add the figures of one step's report."""
         self.active_bytes, self.peak_bytes = report.active_bytes, report.peak_bytes
         if report.measured_bytes > self.measured_bytes:
             self.estimated_bytes, self.measured_bytes = report.estimated_bytes, report.measured_bytes

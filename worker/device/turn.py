@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from worker.batch.rows import Row
     from worker.observe.traces import Phase
 
-#: Of how many snapshots a turn keeps the times: of its last ones, as a long prompt cuts hundreds.
+#: A turn keeps the times of this many snapshots, the last ones: a long prompt cuts hundreds.
 MOST_CUTS: Final = 8
 
 
@@ -40,16 +40,16 @@ class ResidentKv:
 
 @dataclass(slots=True, eq=False)
 class Turn(Asked):
-    """What a session asks for, on its way through the device.
+    """One run of a session's request on the device: its input from the event loop, and its state there.
 
-    Turns of one priority come in the order of `place_s` (see `sessions.order`), the lowest first.
-    KV of the context's first tokens comes from one of three places. The session's own KV on the device covers
-    the first `num_kept` tokens. `restored`, evaluated arrays by name, covers the first `num_restored`. Or the
-    session `source` has, or will soon have, KV of more of these tokens. The turn ends at `num_granted`
-    tokens, the limit of its memory, even if its answer is not complete. `spans` are the parts of the context
-    without a snapshot; `edges` are where the stored pieces of the last, partial block start and end (see
-    `blocks.tail_start`). `chain`, which names the turn's blocks to the store, and `restores`, with what was
-    fetched for them, belong to the event loop.
+    Turns of one priority run in the order of `place_s` (see `sessions.order`), the lowest first. KV of the
+    context's first tokens comes from one of three places: the session's own KV on the device covers the first
+    `num_kept` tokens; `restored` (evaluated arrays by name) covers the first `num_restored`; or the session
+    `source` has, or will soon have, KV of more of them. The turn ends at `num_granted` tokens, the limit of
+    its memory, even if its answer is not complete. `spans` are the parts of the context without a snapshot;
+    `edges` are the positions where the stored pieces of the last, partial block start and end (see
+    `blocks.tail_start`). Only the event loop uses `chain`, which names the turn's blocks in the store, and
+    `restores`, the traced phases of its restores and fetches.
     """
 
     place_s: float = 0.0
@@ -69,13 +69,13 @@ class Turn(Asked):
     num_cached: int = field(init=False, default=0)  # tokens that have KV
     target: int = field(init=False, default=0)  # tokens that have KV once the prompt is done
     prefill_s: float = field(init=False, default=0.0)
-    resident: ResidentKv | None = field(init=False, default=None)  # on the device until the turn starts
-    asks: bool = field(init=False, default=False)  # for chunks; the prompt's last token waits for them
+    resident: ResidentKv | None = field(init=False, default=None)  # its session's KV, until the turn starts
+    asks: bool = field(init=False, default=False)  # requests chunks; the prompt's last token waits for them
     scale: int = field(
         init=False, default=1
-    )  # how many times longer than usual its pieces are, which run alone
-    most_blocks: int = field(init=False, default=1)  # in a piece, if the step's budget allows more than one
-    past: Past | None = field(init=False, default=None)  # KV on SSD that the prompt's next piece sees
+    )  # its pieces are this many times longer than usual, and run alone
+    most_blocks: int = field(init=False, default=1)  # in a piece, if the budget allows more than one
+    past: Past | None = field(init=False, default=None)  # KV on SSD that the prompt's next piece reads
     behind_since_s: float | None = field(init=False, default=None)
     caches: list[Any] | None = field(init=False, default=None)
     row: Row | None = field(init=False, default=None)
@@ -83,7 +83,7 @@ class Turn(Asked):
 
     @classmethod
     def of(cls, asked: Asked, context: Tokens, place_s: float) -> Turn:
-        """Make a turn for what is asked; its `context` is longer by the tokens that an earlier turn drew."""
+        """Make a turn for a request; `context` is the request's, plus the tokens that earlier turns drew."""
         return cls(
             asked.key,
             context,
@@ -103,23 +103,23 @@ class Turn(Asked):
 
     @property
     def draws(self) -> bool:
-        """Whether an answer follows the prompt. The answer needs a batch row."""
+        """Whether the turn draws an answer after its prompt; the answer needs a batch row."""
         return self.answer is not None
 
     @property
     def is_short(self) -> bool:
-        """Whether the answer has few tokens at most, so that it holds a batch row for a short time."""
+        """Whether the answer's token limit is so low that it holds a batch row only for a short time."""
         return self.answer is not None and self.answer.max_tokens <= SHORT_TOKENS
 
     @property
     def reusable(self) -> Tokens:
-        """The context's first tokens whose KV may be reused; the outputs of later ones are needed."""
+        """The prefix of the context whose KV may be reused; the outputs of later tokens are needed."""
         if self.embedding is not None:
             return self.context[:-2]
         return self.context if self.scores is None else self.context[: self.scores.end - 1]
 
     def tokens(self, end: int) -> Tokens:
-        """Return the first `end` tokens of context and answer."""
+        """Return the first `end` tokens of the context followed by the answer."""
         if end <= len(self.context) or self.answer is None:
             return self.context[:end]
         num_forced = len(self.context) - self.num_prompt
@@ -136,7 +136,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The answer's next part: one token, the text that is final with it, and what is said of it."""
+    """The answer's next chunk: one token, the text that it completes, and its log probability if wanted."""
 
     turn: Turn
     chunk: Chunk
@@ -146,7 +146,7 @@ class Sampled:
 class SnapshotCut:
     """A snapshot as plain bytes; `tensors` is None if the writer had no room, or if cutting failed.
 
-    `state_lost` says that the snapshot lacks the layers' state because there was no room for it.
+    `state_lost` says that the snapshot lacks the layers' states because there was no room for them.
     """
 
     turn: Turn
@@ -159,8 +159,8 @@ class SnapshotCut:
 class NeedsKv:
     """A paged session's turn needs KV from SSD; the event loop answers with `Device.give`.
 
-    A prompt waits for the KV of its first `num_past` tokens, which its next piece sees, and before its last
-    token for the chunks `spans`, which its answer will see. An answer asks for chunks only, and goes on.
+    A prompt waits for the KV of its first `num_past` tokens, which its next piece needs, and before its last
+    token for the chunks `spans`, which its answer needs. An answer requests only chunks and does not wait.
     """
 
     turn: Turn
@@ -170,9 +170,9 @@ class NeedsKv:
 
 @dataclass(frozen=True, slots=True)
 class KvRead:
-    """KV from SSD for a turn: `past` to be read layer by layer, and the chunks `spans` with their tensors.
+    """KV from SSD for a turn: `past`, read layer by layer, and the chunks `spans` with their tensors.
 
-    `past` is None if some of it is lost; chunks may be missing.
+    `past` is None if some of its KV is missing on disk; requested chunks may be missing, too.
     """
 
     past: Past | None = None
@@ -182,9 +182,9 @@ class KvRead:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The turn is over. KV of its session's first `num_cached` tokens, `live_bytes`, stays on the device.
+    """The turn has ended. KV of its session's first `num_cached` tokens, `live_bytes`, stays on the device.
 
-    This KV can be shortened to any number of tokens from `earliest` on.
+    This KV can be truncated to any number of tokens, at least `earliest`.
     """
 
     turn: Turn
@@ -203,14 +203,14 @@ class Faulted:
 
 @dataclass(frozen=True, slots=True)
 class KvLost:
-    """An evaluation failed on the device, which has dropped all KV; its turns get `Faulted` events too."""
+    """An evaluation failed, and the device has dropped all KV; its turns get `Faulted` events too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Short:
     """The device lacks `num_bytes`, and idle sessions hold that much. The session `but` must not be dropped.
 
-    The event loop drops as many idle sessions as needed, or all, and answers with `Device.made_room`.
+    The event loop drops as many sessions as needed, or all idle ones, and calls `Device.made_room`.
     """
 
     num_bytes: int
@@ -222,7 +222,7 @@ class Starved:
     """No step fits, and no idle session is left to drop; snapshots that wait for the disk hold the memory."""
 
 
-#: What a turn's run waits for; the last one is `Finished` or `Faulted`.
+#: The events for which a turn's run waits; the last one is `Finished` or `Faulted`.
 TurnEvent: TypeAlias = Sampled | Finished | Faulted
 Event = Prefilled | Sampled | SnapshotCut | NeedsKv | Finished | Faulted | KvLost | Short | Starved
 

@@ -1,4 +1,4 @@
-"""What trials found of mlx-lm's architectures. docs/architectures.md has it whole, and a test compares."""
+"""The cache policies of mlx-lm's architectures, by trials; a test compares with docs/architectures.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 _FULL_ALONE: Final = """
 cohere2 deepseek_v3 deepseek_v32 gemma2 glm4_moe_lite gpt2 gpt_bigcode hunyuan_v1_dense llama4
 longcat_flash mamba2 nanochat plamo2 recurrent_gemma rwkv7
-""".split()  # noqa: SIM905  # a list of so many lines tells less
+""".split()  # noqa: SIM905  # one name per line would be harder to read
 _WITHOUT_PAGED: Final = ("falcon_h1", "granitemoehybrid", "lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 _WITH_ALL: Final = """
 Klear bailing_moe cohere deepseek dots1 ernie4_5 ernie4_5_moe exaone4 gemma gemma3_text glm glm4 glm4_moe
@@ -18,7 +18,7 @@ gpt_oss granite granitemoe helium internlm2 internlm3 llama mimo minicpm mistral
 olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 telechat3
 """.split()  # noqa: SIM905
 _WITH_WINDOWS: Final = ("cohere2", "exaone4", "gemma3_text", "gpt_oss", "olmo3", "recurrent_gemma")
-#: Architectures that mlx-lm runs as another one.
+#: Architectures that mlx-lm runs with another one's code.
 _SAME: Final = {"mistral": "llama"}
 
 
@@ -33,6 +33,6 @@ def policies(architecture: str) -> tuple[str, ...] | None:
 
 
 def window(config: Mapping[str, Any]) -> int | None:
-    """Return how many tokens the layers with a window see; None if there are no such layers."""
+    """Return the size in tokens of the layers' sliding windows; None if no layer has one."""
     found = config.get("sliding_window") or config.get("attention_window_size")
     return found if config.get("model_type") in _WITH_WINDOWS and isinstance(found, int) else None

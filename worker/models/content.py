@@ -2,7 +2,7 @@
 
 A template writes control tokens and the content of messages into one text, which is tokenised as a whole.
 Content that could form a control token is therefore marked: a lone surrogate, which no message and no
-template can contain, follows each of its characters. The template may cut the content; each mark stays with
+template can contain, follows each of its characters. The template may truncate content; each mark stays with
 its character. If a control token would cover a mark, the text is tokenised in pieces instead. Marks change no
 other token, and content that cannot form a control token is not marked.
 """
@@ -33,7 +33,7 @@ class ControlTokens:
     """
 
     def __init__(self, rust: Any, end_ids: Collection[int], template: str) -> None:
-        """`rust` is a `tokenizers.Tokenizer`; `template` is the chat template's source."""
+        """Find the tokens of `rust`, a `tokenizers.Tokenizer`; `template` is the chat template's source."""
         self._rust = rust
         added = rust.get_added_tokens_decoder()
         self._special = frozenset(i for i, token in added.items() if token.special or i in end_ids)
@@ -46,14 +46,14 @@ class ControlTokens:
         self._beginnings = frozenset(name[:i] for name in names for i in range(1, len(name)))
         self._ends = frozenset(name[i:] for name in names for i in range(1, len(name)))
         self._longest = max(map(len, names), default=0)
-        # A normalizer may turn other characters into one, some only after a space that the template writes.
+        # A normalizer may turn other text into a token, perhaps only after a space that the template writes.
         self._normalized = [token.content for token in tokens if token.normalized and rust.normalizer]
         first = "".join(re.escape(name[0]) for name in names)
         self._first = re.compile("" if self._normalized else f"[{first}]" if first else r"(?!)")
 
     @property
     def ids(self) -> frozenset[int]:
-        """The ids of these tokens."""
+        """The ids of the control tokens."""
         return self._all
 
     def mark(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class ControlTokens:
         return {name: marked_field(name, value) for name, value in message.items()}
 
     def mark_all(self, value: Any) -> Any:
-        """Mark all texts in a value of JSON, names of fields too."""
+        """Mark all texts in a JSON value, including the names of fields."""
         match value:
             case str():
                 return self.mark_text(value)
@@ -93,14 +93,14 @@ class ControlTokens:
         return self._mark(text, self._all)
 
     def mark_answer(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-        """Return the text of sampled tokens.
+        """Return the text of sampled tokens, marked as an assistant's message.
 
-        Control tokens that the model sampled stay unmarked. Text that only spells a control token is marked.
+        Control tokens that the model sampled stay unmarked. Text that only spells a special token is marked.
         """
         return self._marked(tokens, decode, self._special)
 
     def mark_tokens(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-        """Do `mark_answer` for a session's tokens."""
+        """Return the text of a session's tokens; text that only spells any control token is marked."""
         return self._marked(tokens, decode, self._all)
 
     def _marked(
@@ -160,7 +160,7 @@ def _with_marks(text: str) -> str:
 
 
 def is_marked(text: str) -> bool:
-    """Say whether a text has marks."""
+    """Return whether a text has marks."""
     return _MARK in text
 
 

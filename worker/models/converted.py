@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Part of a folder's name. Count up when the converter's output changes: old folders are then not used.
+#: The converter's version. Increment it when its output changes: old folders are then not used.
 CONVERTER: Final = 1
 _CONVERTED: Final = re.compile(r"(.+)-(?:float32|float16|bfloat16)-[0-9a-f]{12}")
 
 
 def known(source: Path, models_dir: Path, dtype: str) -> Path | None:
-    """Return the folder in `models_dir` that was made from a file; None if that is not known."""
+    """Return the folder in `models_dir` that a file was converted into; None without a valid note of it."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         note = json.loads(_note(source, models_dir, dtype).read_bytes())
         folder = models_dir / str(note["folder"])
@@ -37,7 +37,7 @@ def source_name(folder: Path) -> str | None:
 
 
 def remember(source: Path, models_dir: Path, dtype: str, folder: Path) -> None:
-    """Note the folder that was made from a file. If the note cannot be written, only time is lost."""
+    """Store a note of the folder that a file was converted into; if that fails, only time is lost."""
     note = _note(source, models_dir, dtype)
     unfinished = note.with_name(f"{note.name}.{os.getpid()}")
     with suppress(OSError):
@@ -46,7 +46,7 @@ def remember(source: Path, models_dir: Path, dtype: str, folder: Path) -> None:
 
 
 def tidy(models_dir: Path) -> None:
-    """Remove the notes of folders that are gone."""
+    """Remove notes whose folders no longer exist."""
     for note in models_dir.glob("converted-*.json"):
         with suppress(OSError, ValueError, TypeError, KeyError):
             if not (models_dir / str(json.loads(note.read_bytes())["folder"])).is_dir():

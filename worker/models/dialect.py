@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 class Dialect:
     """How a model marks its reasoning and its tool calls.
 
-    `reasoning` is a pair of markers. The first of `forms` is how the model is expected to write calls. `bare`
-    parses an answer that is nothing but calls, without markers. With `is_harmony`, the text consists of
-    messages with channels (OpenAI's harmony format). `strays` are markers that stand in the text by mistake.
+    `reasoning` is a pair of markers. The first of `forms` is the expected syntax of calls. `bare` parses an
+    answer that consists of calls without markers. With `is_harmony`, the text consists of messages with
+    channels (OpenAI's harmony format). `strays` are markers that models write into the text by mistake.
     """
 
     reasoning: tuple[str, str] | None = None
@@ -47,20 +47,20 @@ class Dialect:
     is_harmony: bool = False
     renders_tools: bool = False
     strays: tuple[str, ...] = ()
-    #: How a call is written between its markers, for grammars: with NAME before the arguments, then what
-    #: follows them; None there if the arguments are not JSON.
+    #: For grammars, the text of a call before its arguments, with NAME for the tool's name, and the text
+    #: after them; None instead of the latter if the arguments are not JSON.
     form: tuple[str, str | None] = ('\n{"name": "NAME", "arguments": ', "}\n")
 
     @property
     def calls(self) -> tuple[str, str]:
-        """The markers of calls; the last one is empty if there is none."""
+        """The begin and end markers of calls; the end marker is empty if there is none."""
         if self.is_harmony:
             return "<|channel|>commentary ", ""
         return (self.forms[0].opens, self.forms[0].closes or "") if self.forms else ("", "")
 
 
 class _Family(NamedTuple):
-    """How the models of a family write calls."""
+    """The syntax of calls of a family of models; the fields are those of `Dialect`."""
 
     forms: tuple[Form, ...]
     form: tuple[str, str | None] = ('\n{"name": "NAME", "arguments": ', "}\n")
@@ -68,7 +68,7 @@ class _Family(NamedTuple):
     strays: tuple[str, ...] = ()
 
 
-#: Pairs of markers of reasoning, by what the vocabulary has.
+#: Pairs of reasoning markers; a model uses the first pair in its vocabulary.
 _REASONING: Final = (
     ("<think>", "</think>"),
     ("<seed:think>", "</seed:think>"),
@@ -80,7 +80,7 @@ _XTML: Final = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 
 
 def _deepseek(name: str) -> str:
-    """Return the special token of this name, with DeepSeek's wide bars and low lines."""
+    """Return the text of DeepSeek's special token of this name, with its wide bars, and `▁` for spaces."""
     return f"<\uff5c{name.replace(' ', chr(0x2581))}\uff5c>"
 
 
@@ -105,7 +105,7 @@ def _json_form(opens: str, closes: str) -> Form:
 
 
 def _keys_form(prefix: str) -> Form:
-    """Return the form of GLM's calls, and of those that LongCat writes with a prefix."""
+    """Return the form of GLM's calls; LongCat's tags are the same with a prefix."""
     parse = tagged(
         r"\s*(?P<name>[^<>{}]+?)\s*(?=<|\Z)",
         rf"<{prefix}arg_key>\s*(?P<key>[^<>]+?)\s*</{prefix}arg_key>\s*<{prefix}arg_value>",
@@ -135,7 +135,7 @@ def _python_form(opens: str, closes: str) -> Form:
     return Form(opens, closes, parse_python, re.compile(r"\s*[\[\w`]"))
 
 
-#: How models are asked to call whose template knows no tools: the format of Hermes and Qwen.
+#: The markers of calls for models whose template knows no tools: the format of Hermes and Qwen.
 GENERIC: Final = ("<tool_call>", "</tool_call>")
 _GENERIC: Final = _Family((_json_form(*GENERIC),), bare=parse_bare)
 _DEEPSEEK: Final = Form(
@@ -286,7 +286,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
     "llama": _LLAMA,
     "json_tools": _GENERIC,
 }
-#: What in a chat template tells families apart, the first that is there.
+#: Texts in a chat template that identify a family; the first that occurs decides.
 _MARKS: Final = (
     (_DSML, "deepseek_v32"),
     (_deepseek("tool calls begin"), "deepseek_v31"),
@@ -315,12 +315,12 @@ _MARKS: Final = (
 
 
 def renders_tools(template: str) -> bool:
-    """Say whether a chat template describes tools to the model."""
+    """Return whether a chat template describes tools to the model."""
     return re.search(r"\btools\b", template) is not None
 
 
 def reasons(vocabulary: Container[str]) -> bool:
-    """Say whether a model has words to mark reasoning."""
+    """Return whether a model's vocabulary has markers of reasoning."""
     return _is_harmony(vocabulary) or _reasoning(vocabulary) is not None
 
 
@@ -343,9 +343,9 @@ def _reasoning(vocabulary: Container[str]) -> tuple[str, str] | None:
 
 
 def dialect_of(template: str, vocabulary: Container[str], parser: str | None = None) -> Dialect:
-    """Return the dialect of a model, by its chat template's source and its vocabulary.
+    """Find a model's dialect from its chat template's source and its vocabulary.
 
-    `parser` is `tool_parser_type` of the tokenizer's configuration, with which mlx-lm says what it found.
+    `parser` is `tool_parser_type` in the tokenizer's configuration, the name of mlx-lm's parser.
     """
     if _is_harmony(vocabulary):
         return Dialect(
@@ -384,7 +384,7 @@ def _family(template: str, vocabulary: Container[str], parser: str | None) -> st
     return "llama" if "<|python_tag|>" in vocabulary else "json_tools"
 
 
-#: Characters of an id of a call, where the template wants so many.
+#: The length of a call's id for templates that want short ids.
 _SHORT: Final = 9
 _ASKED: Final = """You may call functions to answer the user's request. Their signatures:
 <tools>
@@ -399,7 +399,7 @@ For each call, return a JSON object with the function's name and arguments withi
 def with_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], role: str = "system"
 ) -> list[Mapping[str, Any]]:
-    """Return a conversation with its tools described in a first message, for templates without tools."""
+    """Return a conversation with its tools described in its first message, for templates without tools."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     asked = _ASKED.format(tools=listed)
     if role == "system" and messages and messages[0].get("role") == "system":
@@ -409,7 +409,7 @@ def with_tools(
 
 
 def with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an assistant's message with its tool calls in the content, for templates without them."""
+    """Return an assistant's message with its tool calls in the content, for templates without tool calls."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     said = [str(message.get("content") or "")] if message.get("content") else []
     said += [
@@ -422,7 +422,7 @@ def with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with ids of calls as some templates want them: nine letters and digits."""
+    """Return a message with call ids of nine letters and digits, as some templates require."""
     found = dict(message)
     if calls := message.get("tool_calls"):
         found["tool_calls"] = [{**call, "id": _short(call["id"])} for call in calls]
@@ -438,7 +438,7 @@ def _short(call_id: str) -> str:
 
 
 def with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose tool calls have their arguments as objects, as most templates want them."""
+    """Return a message with the arguments of its calls parsed from JSON, as most templates want."""
     return {**message, "tool_calls": [_with_object(call) for call in message.get("tool_calls") or ()]}
 
 

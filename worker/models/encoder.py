@@ -1,8 +1,8 @@
-"""BERT-like encoders, each token of which sees all others: they make vectors of texts, or scores of pairs.
+"""BERT-like encoders, with attention in both directions: embeddings of texts, or scores of pairs of texts.
 
-A worker runs a prompt in pieces, each behind the KV of those before it. Nothing of an encoder's states holds
-before the last token is known, so its cache keeps the tokens themselves, and each pass runs the text so far.
-A pass before the last one is never evaluated but for the cache. Modules are named as in the files.
+A worker prefills a prompt in pieces. An encoder's states all depend on the last token, so they cannot be
+cached: its cache holds the tokens themselves, and each pass computes the whole text so far. Of all passes but
+the last one, MLX evaluates only the cache. Modules are named as in the weight files.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _SEPARATOR: Final = "[SEP]"
 
 @dataclass
 class Arguments:
-    """How an encoder computes: its `config.json`, the token between two texts, and what is made of states.
+    """An encoder's `config.json`, the id of the token between two texts, and its pooling.
 
-    A vector is the mean of all tokens' states, or that of the first one; a cross-encoder makes a score of it.
+    A text's vector is the mean of its tokens' states, or the first one's; a cross-encoder's score is from it.
     """
 
     config: dict[str, Any]
@@ -45,7 +45,7 @@ class Arguments:
 
     @classmethod
     def of_folder(cls, folder: Path, config: dict[str, Any]) -> Arguments:
-        """Read a folder. Raises `ModelError` for what is not supported."""
+        """Read the arguments from a model folder. Raises `ModelError` for unsupported encoders."""
         path, is_cross = folder / "1_Pooling" / "config.json", is_cross_encoder(config)
         said = read_json(path) if path.exists() else {_MEAN: not is_cross, _FIRST: is_cross}
         if bool(said.get(_MEAN)) is bool(said.get(_FIRST)):
@@ -87,7 +87,7 @@ class _Encoder(Module):
             self.pooler = {"dense": Linear(size, size)}
 
     def __call__(self, tokens: mx.array, cache: list[KVCache]) -> mx.array:
-        """Return the vector of each text so far, for each of its new tokens, (texts, tokens, size)."""
+        """Return each text's vector, repeated for each of its new tokens: (texts, tokens, size)."""
         ids = tokens[:, None, :, None].astype(mx.float32)
         known, _ = cache[0].update_and_fetch(ids, ids)  # type: ignore[no-untyped-call]
         states = self._states(known[:, 0, :, 0].astype(mx.int32))
@@ -99,7 +99,7 @@ class _Encoder(Module):
     def _states(self, tokens: mx.array) -> mx.array:
         own, ends = self.embeddings, tokens == self._given.separator
         x: mx.array = own["word_embeddings"](tokens) + own["position_embeddings"](mx.arange(tokens.shape[1]))
-        kinds = mx.minimum(ends.cumsum(axis=1) - ends, 1)  # 1 behind the first separator
+        kinds = mx.minimum(ends.cumsum(axis=1) - ends, 1)  # 1 after the first separator
         x = own["LayerNorm"](x + own["token_type_embeddings"](kinds))
         for layer in self.encoder["layer"]:
             attention, after, output = layer["attention"], layer["intermediate"], layer["output"]
@@ -118,10 +118,10 @@ class _Encoder(Module):
 
 
 class Model(Module):
-    """An encoder as a worker loads and runs a model. Its logits are a score, or else the vector."""
+    """An encoder with the interface of mlx-lm's models. Its logits are a score, or else the vector."""
 
     def __init__(self, given: Arguments) -> None:
-        """Make the modules, without weights."""
+        """Create the modules, with no weights loaded."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = _Encoder(given)
         if given.is_cross:
@@ -129,15 +129,15 @@ class Model(Module):
 
     @property
     def layers(self) -> list[Module]:
-        """What has a cache."""
+        """The modules that have a cache: the encoder, as one."""
         return [self.model]
 
     def make_cache(self) -> list[KVCache]:
-        """Return a cache for the tokens of a text."""
+        """Return one cache, which will hold the tokens of a text."""
         return [KVCache()]  # type: ignore[no-untyped-call]
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Name the weights of a file as they are here, without those of other tasks."""
+        """Rename the weights of a file to this module's names; drop the weights of other tasks."""
         parts = ("embeddings", "encoder", *(("pooler", "classifier") if "classifier" in self else ()))
         named = {name.removeprefix("bert."): one for name, one in weights.items()}
         return {
@@ -147,13 +147,13 @@ class Model(Module):
         }
 
     def __call__(self, tokens: mx.array, cache: list[KVCache] | None = None) -> mx.array:
-        """Return scores or vectors, (texts, tokens, 1 or size)."""
+        """Return scores or vectors: (texts, tokens, 1 or size)."""
         pooled = self.model(tokens, cache or self.make_cache())
         scored: mx.array = self.classifier(pooled) if "classifier" in self else pooled
         return scored
 
 
 def encoder_classes(folder: Path) -> Any:
-    """Return, for `load_model` of mlx-lm, what makes the encoder of a folder, and its arguments' class."""
+    """Return, for mlx-lm's `load_model`, a function that returns the classes of a folder's encoder."""
     arguments = SimpleNamespace(from_dict=partial(Arguments.of_folder, folder))
     return lambda config: (Model, arguments)  # noqa: ARG005

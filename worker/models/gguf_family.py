@@ -1,4 +1,4 @@
-"""The families of models whose GGUF files can be used, and names of files and models. Reads no file."""
+"""Defines the supported families of GGUF models, and derives names of models. Reads no file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _QUANTISATION: Final = re.compile(r"(?i)[-._](?:UD-)?((?:I?Q\d\w*)|F16|BF16|F32|MXFP4)$")
-#: Bits of the weights of the usual conversions for MLX.
+#: The usual bits per weight of models converted for MLX.
 _MLX_BITS: Final = "34568"
 
 _LAYER: Final = {
@@ -29,10 +29,10 @@ _HEAD_NORMS: Final = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_at
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one family's tensors become those of mlx-lm's `model_type`.
+    """How to convert one family's tensors to those of mlx-lm's `model_type`.
 
-    `parts` maps the names of a layer's tensors. With `is_paired`, the rows of q and k are in pairs, for
-    interleaved rotation. With `norms_have_one`, GGUF's norms are by one larger than mlx-lm's.
+    `parts` maps GGUF's names of a layer's tensors to mlx-lm's. With `is_paired`, the rows of q and k are in
+    pairs, for interleaved rotation. With `norms_have_one`, norm weights in GGUF are larger by one.
     """
 
     model_type: str
@@ -41,7 +41,7 @@ class Family:
     norms_have_one: bool = False
 
 
-#: By the architecture that a file names.
+#: Supported families, by the architecture that a GGUF file names.
 FAMILIES: Final[Mapping[str, Family]] = {
     "gemma3": Family(
         "gemma3_text",
@@ -61,7 +61,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 
 def unsupported(source: str, architecture: object, file_name: str) -> str:
-    """Say that a file's family cannot be used, and which model to take instead."""
+    """Return the message for a file of an unsupported family; it suggests an MLX model instead."""
     return (
         f"{source} has the architecture {architecture!r}; GGUF files of the families {', '.join(FAMILIES)}"
         f" can be used, and for MLX this model is usually named {mlx_name(file_name)} on the hub"
@@ -69,13 +69,13 @@ def unsupported(source: str, architecture: object, file_name: str) -> str:
 
 
 def quantisation_of(stem: str) -> str:
-    """Return the quantisation that a GGUF file's name ends with, or else the whole name."""
+    """Return the quantisation at the end of a GGUF file's name; without one, the whole name."""
     found = _QUANTISATION.search(stem)
     return found[1].upper() if found else stem
 
 
 def mlx_name(name: str) -> str:
-    """Return the name that the same model usually has where it is converted for MLX."""
+    """Return the usual hub name of the MLX conversion of a GGUF model."""
     stem = name.rpartition("/")[2].removesuffix(".gguf")
     quantisation = quantisation_of(stem) if _QUANTISATION.search(stem) else ""
     stem = re.sub(r"(?i)[-._]gguf$", "", _QUANTISATION.sub("", stem))

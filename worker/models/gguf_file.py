@@ -44,7 +44,7 @@ class Tensor:
 
     @property
     def num_values(self) -> int:
-        """Count the values."""
+        """The number of values."""
         return math.prod(self.shape)
 
 
@@ -58,7 +58,7 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """The family of models that the file names, whose fields begin with it."""
+        """The model family that the file names; it is also the prefix of the family's fields."""
         return str(self.fields.get("general.architecture"))
 
     def rows(self, tensor: Tensor) -> Iterator[npt.NDArray[np.float32]]:

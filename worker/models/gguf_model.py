@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 WeightDtype = Literal["float32", "float16", "bfloat16"]
 
-#: Each thread has the rows of one tensor in memory.
+#: Threads that convert tensors; each holds some rows of one tensor in memory.
 _THREADS: Final = 2
 _SYNC_BYTES: Final = 64 << 20
 
@@ -47,7 +47,7 @@ _SAFETENSORS_DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "B
 
 _OUTER_PARTS: Final = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ROPE_FACTORS: Final = "rope_freqs.weight"
-#: Gemma 3's largest model, which has so many layers, scales queries otherwise; its files do not say it.
+#: The number of layers of Gemma 3 27B, whose queries have another scale; its files do not state it.
 _GEMMA3_27B_LAYERS: Final = 62
 
 
@@ -73,7 +73,7 @@ def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress | 
         progress(size_bytes, size_bytes, what)
         models_dir.mkdir(parents=True, exist_ok=True)
         with _locked(models_dir):
-            if not folder.is_dir():  # else another process has just written it
+            if not folder.is_dir():  # otherwise another process has just written it
                 _write(conversion, folder, progress)
                 tokenizer_files.keep(
                     conversion.tokenizer.tokenizer, conversion.tokenizer.config, folder, models_dir
@@ -181,7 +181,7 @@ def _config(
 
 
 def _gemma3(file: GgufFile, share: int, head_dim: int) -> dict[str, Any]:
-    """Return the settings of Gemma 3's windows and heads; `share` is the hidden size for each head."""
+    """Return the config.json fields of Gemma 3's windows and heads; `share` is hidden size / heads."""
     is_27b = _number(file, "block_count") == _GEMMA3_27B_LAYERS
     return {
         "sliding_window": _number(file, "attention.sliding_window"),
@@ -207,9 +207,9 @@ def _rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
 
 
 def _llama3_scaling(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """Recover Llama 3's rope settings: the file has only the divisor of each frequency.
+    """Recover Llama 3's rope settings from the divisor of each frequency, all that the file has.
 
-    All published Llama 3 models share the three other constants. The formula comes from transformers'
+    The other constants are the same in all published Llama 3 models. The formula comes from transformers'
     `_compute_llama3_parameters`.
     """
     factors = np.concatenate([rows.ravel() for rows in file.rows(file.tensors[_ROPE_FACTORS])])
@@ -280,7 +280,7 @@ def _write(conversion: _Conversion, folder: Path, progress: Progress) -> None:
 
 
 def _write_weights(path: Path, conversion: _Conversion, progress: Progress) -> None:
-    """Write one safetensors file: length of the header, header, the tensors' bytes without gaps."""
+    """Write a safetensors file: the header's length, the header, the tensors' bytes without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     end = 0
     for name, tensor in conversion.names.items():
@@ -303,7 +303,7 @@ def _write_weights(path: Path, conversion: _Conversion, progress: Progress) -> N
         for num_bytes in pool.map(write, conversion.names, conversion.names.values()):
             done += num_bytes
             progress(done, conversion.num_bytes, "converting weights")
-            if done - synced >= _SYNC_BYTES:  # while the threads go on: the last sync has little left to do
+            if done - synced >= _SYNC_BYTES:  # syncs while the threads work, so the last sync is short
                 os.fsync(file.fileno())
                 synced = done
         os.fsync(file.fileno())
@@ -316,7 +316,7 @@ def _write_tensor(fd: int, offset: int, tensor: Tensor, conversion: _Conversion)
     for stored in conversion.file.rows(tensor):
         rows = stored - 1 if is_norm else stored
         left = _cast(rows, conversion.dtype, tensor.name).data.cast("B")
-        while left:  # a call writes 2 GiB at most
+        while left:  # one call writes at most 2 GiB
             written = os.pwrite(fd, left, offset + num_bytes)
             num_bytes += written
             left = left[written:]
@@ -326,7 +326,7 @@ def _write_tensor(fd: int, offset: int, tensor: Tensor, conversion: _Conversion)
 def _cast(values: npt.NDArray[np.float32], dtype: WeightDtype, name: str) -> npt.NDArray[Any]:
     if dtype == "float32":
         return np.ascontiguousarray(values)
-    if dtype == "bfloat16":  # not in numpy: the upper half of a float32, rounded to even
+    if dtype == "bfloat16":  # numpy has no such type: round a float32 to its upper half, ties to even
         bits = np.ascontiguousarray(values).view(np.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     try:
@@ -351,7 +351,7 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def _locked(models_dir: Path) -> Iterator[None]:
-    """Lock the models folder against other processes, and remove folders that were left unfinished."""
+    """Lock the models folder against other processes, and remove unfinished folders of earlier ones."""
     with (models_dir / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for unfinished in models_dir.glob(_UNFINISHED + "*"):
@@ -360,4 +360,4 @@ def _locked(models_dir: Path) -> Iterator[None]:
 
 
 def _silent(_done: int, _total: int, _what: str) -> None:
-    """Report nothing."""
+    """Ignore progress."""

@@ -37,21 +37,21 @@ _CL100K_WORDS: Final = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-#: Mistral's: a capital letter begins a word, digits and contractions are words of their own.
+#: Mistral's words: a capital letter begins a new word; each digit, and a contraction, is a word.
 _TEKKEN_WORDS: Final = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-#: The values of `tokenizer.ggml.pre`, grouped by how text is split before the merges.
+#: Values of `tokenizer.ggml.pre`, grouped by how they split text before the merges.
 _SINGLE_DIGITS: Final = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 _GPT2: Final = ("gpt-2", "mpt", "olmo", "jais", "default")
 _LLAMA3: Final = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral")
 _QWEN2: Final = ("qwen2", "stablelm2", "deepseek-r1-qwen")
 _TEKKEN: Final = ("tekken",)
 
-#: Control tokens that end an answer in some model family, even if the file does not name them as its end.
+#: Control tokens that end an answer in some model family, even if the file does not say so.
 _ANSWER_ENDS: Final = frozenset(
     {"<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>"}
 )
@@ -155,7 +155,7 @@ def _sentencepiece(fields: Mapping[str, Any], tokens: Sequence[str], kinds: Sequ
     )
     prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
     if prefix:
-        # Only the session's start gets it: text that is appended later continues the earlier text.
+        # Add the space only at a session's start: text that is appended later continues earlier text.
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme="first", split=False)
     else:
         tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
@@ -165,9 +165,9 @@ def _sentencepiece(fields: Mapping[str, Any], tokens: Sequence[str], kinds: Sequ
 
 
 def _merges(tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Recover the merges from scores.
+    """Recover the BPE merges, in their order, from the tokens' scores.
 
-    SentencePiece first joins the pair whose joined piece has the highest score.
+    SentencePiece first merges the pair whose merged token has the highest score.
     """
     normal = {token: score for token, kind, score in zip(tokens, kinds, scores, strict=True) if kind == 1}
     found = [
@@ -185,7 +185,7 @@ def _add_special(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[in
     tokenizer.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t, k in pairs if k == _CONTROL]
     )
-    # Some are runs of spaces, which a normalizer writes otherwise.
+    # Some are runs of spaces, which the normalizer changes in texts: so normalize them too.
     is_normalized = tokenizer.normalizer is not None
     tokenizer.add_tokens(
         [AddedToken(t, special=False, normalized=is_normalized) for t, k in pairs if k == _USER_DEFINED]
@@ -206,5 +206,5 @@ def _token_id(fields: Mapping[str, Any], name: str, tokens: Sequence[str]) -> in
 
 
 def _adds_bos(fields: Mapping[str, Any]) -> bool:
-    """Say whether the model family adds a beginning-of-sequence token; for files that do not say it."""
+    """Return whether the model family adds a beginning-of-sequence token, if the file does not say it."""
     return fields["tokenizer.ggml.model"] == "llama" or fields.get("tokenizer.ggml.pre") in _LLAMA3 + _TEKKEN

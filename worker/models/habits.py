@@ -1,34 +1,36 @@
-"""Finds out what a chat template does with each kind of message, by rendering short conversations. Pure.
+"""Finds out which kinds of messages a chat template renders, by rendering short conversations. Pure.
 
-Many templates leave out messages of a role that they do not know, without a word, or refuse them. `Tokenizer`
-asks once, and gives the template only what it renders.
+Many templates silently drop messages of roles that they do not know, or refuse them. `Tokenizer` tests its
+template once, and then passes only messages that the template renders.
 """
 
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .dialect import with_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    #: Renders messages, with tools; raises any error.
+    #: Renders messages (first) and tools (second); raises any error.
     Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """Which kinds of message a template renders: without refusing them, and with all of their text.
+    """Which kinds of messages a template renders: without an error, and with all of their text.
 
-    Contents are `plain` text, else lists of parts. `tools_alone` says that tools may stand beside a system
-    message alone. `developer` needs a template that names this role, as models know no other. Calls may have
-    their arguments as `objects`, or as any `texts`. A message may have `several_calls`, or `text_with_calls`.
-    With `any_ids` calls may have these, and results none. `results` of tools are `results_alone` behind an
-    answer whose call is only in its text. `joined` has pairs of roles that may not follow each other: their
-    texts are joined.
+    Contents are `plain` text, otherwise lists of parts. `tools_alone`: tools with only a system message.
+    `developer` also requires that the template names this role, since otherwise the model does not know it.
+    Arguments of calls may be `objects`, or any `texts`. A message may have `several_calls`, or
+    `text_with_calls`. `any_ids`: any call ids, and results without ids. `results`: messages of tools;
+    `results_alone`: also after an answer whose call is only in its text. `joined` has pairs of roles that may
+    not follow each other, so that their texts are joined.
     """
 
     plain: bool = True
@@ -54,7 +56,7 @@ class Habits:
         return self.objects or self.texts
 
     def in_words(self) -> list[str]:
-        """Say what is done for a template that does not render each kind of message as it is."""
+        """List, as phrases, the changes to messages that the template cannot render unchanged."""
         said = [words for field, words in INSTEAD.items() if not getattr(self, field)]
         if self.texts and not self.objects:
             said.append("arguments of calls as text")
@@ -62,11 +64,11 @@ class Habits:
 
 
 def joined_in_words(before: str, after: str) -> str:
-    """Say that messages of these roles are joined."""
+    """Return the phrase for joined messages of two successive roles."""
     return f"{before} and {after} in a row joined"
 
 
-#: What is done instead of what a template does not render.
+#: The change, as a phrase, to a kind of message that a template does not render.
 INSTEAD: Final = {
     "plain": "contents as lists of parts",
     "system": "system at the head of the first user message",
@@ -86,85 +88,116 @@ INSTEAD: Final = {
 
 
 def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
-    """Ask a template, whose text is `source`; what renders no plain conversation at all is not asked."""
-
-    def shows(*messages: dict[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
-        try:
-            said = render(messages, tools)
-        except Exception:  # noqa: BLE001  # a template is foreign code that can raise anything
-            return False
-        at = 0
-        for text in (text for message in messages for text in _texts(message)):
-            at = said.find(text, at) + 1
-            if not at:
-                return False
-        return "'key'" not in said  # what Python writes, in place of JSON
-
-    asked, answered = _said("user", "1"), _said("assistant", "2")
-    if shows(asked):
-        if not shows(asked, answered, _said("user", "3")):
+    """Test the template whose text is `source`; if it renders no plain conversation, assume everything."""
+    shows = partial(_shows, render)
+    if shows(_ASKED):
+        if not shows(_ASKED, _ANSWERED, _said("user", "3")):
             return Habits()
-    elif not shows(*in_parts([asked, answered])):
+    elif not shows(*in_parts([_ASKED, _ANSWERED])):
         return Habits()
     else:
         found = habits_of(
             lambda told, tools: render(in_parts(told), tools), source, renders_tools=renders_tools
         )
         return replace(found, plain=False)
-
-    def takes(call: dict[str, Any]) -> bool:
-        return shows(asked, _calling(call), _said("tool", "8", call["id"]))
-
     system, developer = _said("system", "4"), _said("developer", "5")
-    one, other = _call("abcdefgh1", {"key": "probe-6"}), _call("abcdefgh2", {"key": "probe-7"})
-    called = _calling(one)
-    objects = renders_tools and shows(asked, called)
-    texts = renders_tools and shows(asked, _calling(_call("abcdefgh1", "probe-6 (")))
-    written = _call("abcdefgh1", '{"key": "probe-6"}'), _call("abcdefgh2", '{"key": "probe-7"}')
-    calls = (one, other) if objects else written
-    if not (knows := objects or texts):
-        called, several = with_calls(_calling(written[0])), with_calls(_calling(*written))
-    else:
-        called, several = _calling(calls[0]), _calling(*calls)
-    several_calls = shows(asked, several)
-    free = [_call(name, calls[0]["function"]["arguments"]) for name in ("a", "call_0123456789abcdef")]
-    result, second = _said("tool", "8", one["id"]), _said("tool", "9", other["id"])
-    says, asks = _said("assistant", "9"), _said("user", "9")
-    # Some templates want the reasoning of a last answer, and of no earlier one.
-    results = any(shows(asked, called, result, *rest) for rest in ([says], [says, asks]))
-    rows: dict[tuple[str, str], list[dict[str, Any]]] = {
-        ("user", "user"): [asked, asks],
-        ("assistant", "assistant"): [asked, answered, _said("assistant", "3"), asks],
-        ("tool", "tool"): [asked, several if several_calls else called, result, second],
-        ("user", "tool"): [asked, result],
-        ("tool", "user"): [asked, called, result, asks],
-    }
+    calls = _calls_of(shows, renders_tools=renders_tools)
+    called, result, says = calls.called, _said("tool", "8", calls.both[0]["id"]), _said("assistant", "9")
+    # Some templates require reasoning in the last answer only: also try one that is not the last.
+    results = any(shows(_ASKED, called, result, *rest) for rest in ([says], [says, _ASKS]))
+    several_calls = shows(_ASKED, calls.several)
     return Habits(
-        system=shows(system, asked),
-        system_alone=shows(system) or not shows(system, asked),
+        system=shows(system, _ASKED),
+        system_alone=shows(system) or not shows(system, _ASKED),
         tools_alone=not renders_tools or not shows(system) or shows(system, tools=[_TOOL]),
-        late_system=shows(asked, answered, system, _said("user", "5")),
+        late_system=shows(_ASKED, _ANSWERED, system, _said("user", "5")),
         developer=re.search(r"\bdeveloper\b", source) is not None
-        and shows(developer, asked)
-        and shows(asked, answered, developer, _said("user", "6")),
-        objects=objects,
-        texts=texts,
+        and shows(developer, _ASKED)
+        and shows(_ASKED, _ANSWERED, developer, _said("user", "6")),
+        objects=calls.objects,
+        texts=calls.texts,
         several_calls=several_calls,
-        text_with_calls=not knows or shows(asked, {**called, **_said("assistant", "5")}),
-        any_ids=not (knows and results)
-        or (shows(asked, called, _said("tool", "8")) and all(map(takes, free))),
+        text_with_calls=not calls.known or shows(_ASKED, {**called, **_said("assistant", "5")}),
+        any_ids=not (calls.known and results) or _takes_any_ids(shows, calls),
         results=results,
-        results_alone=not results or shows(asked, answered, result, says),
-        answer_first=shows(answered, _said("user", "3")),
-        empty=shows(_said("user", None)) and shows(asked, _said("assistant", None), _said("user", "3")),
-        joined=frozenset(
-            pair for pair, row in rows.items() if ("tool" not in pair or results) and not shows(*row)
-        ),
+        results_alone=not results or shows(_ASKED, _ANSWERED, result, says),
+        answer_first=shows(_ANSWERED, _said("user", "3")),
+        empty=shows(_said("user", None)) and shows(_ASKED, _said("assistant", None), _said("user", "3")),
+        joined=_joined(shows, calls, results=results, several_calls=several_calls),
+    )
+
+
+def _shows(render: Render, *messages: dict[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
+    """Return whether a template renders messages with all of their texts, in order."""
+    try:
+        said = render(deepcopy(messages), tools)  # a template may change them
+    except Exception:  # noqa: BLE001  # a template is foreign code that can raise anything
+        return False
+    at = 0
+    for text in (text for message in messages for text in _texts(message)):
+        at = said.find(text, at) + 1
+        if not at:
+            return False
+    return "'key'" not in said  # a Python repr instead of JSON
+
+
+class _Calls(NamedTuple):
+    """Whether a template renders calls with arguments as `objects`, and as `texts`; `both` are two probes."""
+
+    objects: bool
+    texts: bool
+    both: tuple[dict[str, Any], dict[str, Any]]
+
+    @property
+    def known(self) -> bool:
+        return self.objects or self.texts
+
+    @property
+    def called(self) -> dict[str, Any]:
+        return self._message(self.both[0])
+
+    @property
+    def several(self) -> dict[str, Any]:
+        return self._message(*self.both)
+
+    def _message(self, *calls: dict[str, Any]) -> dict[str, Any]:
+        return _calling(*calls) if self.known else with_calls(_calling(*calls))
+
+
+def _calls_of(shows: Callable[..., bool], *, renders_tools: bool) -> _Calls:
+    one, other = _call("abcdefgh1", {"key": "probe-6"}), _call("abcdefgh2", {"key": "probe-7"})
+    written = _call("abcdefgh1", '{"key": "probe-6"}'), _call("abcdefgh2", '{"key": "probe-7"}')
+    objects = renders_tools and shows(_ASKED, _calling(one))
+    texts = renders_tools and shows(_ASKED, _calling(_call("abcdefgh1", "probe-6 (")))
+    return _Calls(objects, texts, (one, other) if objects else written)
+
+
+def _takes_any_ids(shows: Callable[..., bool], calls: _Calls) -> bool:
+    arguments = calls.both[0]["function"]["arguments"]
+    free = [_call(name, arguments) for name in ("a", "call_0123456789abcdef")]
+    return shows(_ASKED, calls.called, _said("tool", "8")) and all(
+        shows(_ASKED, _calling(call), _said("tool", "8", call["id"])) for call in free
+    )
+
+
+def _joined(
+    shows: Callable[..., bool], calls: _Calls, *, results: bool, several_calls: bool
+) -> frozenset[tuple[str, str]]:
+    result, second = (_said("tool", number, one["id"]) for number, one in zip("89", calls.both, strict=True))
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {
+        ("user", "user"): [_ASKED, _ASKS],
+        ("assistant", "assistant"): [_ASKED, _ANSWERED, _said("assistant", "3"), _ASKS],
+        ("tool", "tool"): [_ASKED, calls.several if several_calls else calls.called, result, second],
+        ("user", "tool"): [_ASKED, result],
+        ("tool", "user"): [_ASKED, calls.called, result, _ASKS],
+    }
+    return frozenset(
+        pair for pair, row in rows.items() if ("tool" not in pair or results) and not shows(*row)
     )
 
 
 def in_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with lists of parts as contents."""
+    """Return messages whose contents are lists of parts instead of text."""
     return [
         {**one, "content": [{"type": "text", "text": one["content"]}]}
         if isinstance(one.get("content"), str)
@@ -189,6 +222,11 @@ def _said(role: str, number: str | None, call_id: str | None = None) -> dict[str
     return {"role": role, "content": "" if number is None else f"probe-{number}", **of_call}
 
 
+_ASKED: Final = _said("user", "1")
+_ANSWERED: Final = _said("assistant", "2")
+_ASKS: Final = _said("user", "9")
+
+
 def _call(call_id: str, arguments: Any) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": "probe", "arguments": arguments}}
 
@@ -198,7 +236,7 @@ def _calling(*calls: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(message: dict[str, Any]) -> list[str]:
-    """List what a render of a message must have."""
+    """List the texts that the rendering of a message must contain."""
     content = message["content"]
     found = [part["text"] for part in content] if isinstance(content, list) else [content] if content else []
     for call in message.get("tool_calls") or ():

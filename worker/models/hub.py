@@ -1,9 +1,9 @@
 """Fetches models from the Hugging Face hub into the hub's own cache. Must not import MLX.
 
 huggingface_hub owns the cache, its environment variables (HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, HF_TOKEN) and
-the links of a snapshot. The files come before that, one after the other, because the library neither resumes
+the links of a snapshot. This module downloads the files first, one by one, since the library neither resumes
 a file that an earlier process began, nor checks its digest (ADR 0054). So a snapshot exists only when all of
-its files are whole.
+its files are complete.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from .model_files import Progress
 
-#: The files of a repository that mlx-lm fetches, of its first level, and those that `pooling` looks for.
+#: The top-level files of a repository that mlx-lm fetches; and `_SAYING`, files that `pooling` reads.
 _PATTERNS: Final = (
     "*.json",
     "model*.safetensors",
@@ -47,24 +47,24 @@ _PATTERNS: Final = (
     "*.jinja",
 )
 _SAYING: Final = ("1_Pooling/config.json", "1_LogitScore/config.json")
-#: All other files in folders.
+#: Patterns of all other files in folders, to ignore.
 _FOLDERS: Final = ("[!1]*/*", "1_[!PL]*/*")
 _WEIGHTS: Final = "model*.safetensors"
-#: The quantisation that is taken if none is named, as elsewhere.
+#: The default quantisation of GGUF files, as in other programs.
 _USUAL: Final = "Q4_K_M"
 _HOSTS: Final = re.compile(r"^(https://)?(hf\.co|huggingface\.co)/")
 _ID: Final = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(:[\w.-]+)?")
 _DIGEST: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _PART: Final = ".part"
 _PARTIAL: Final = 206
-#: How often a connection is tried again that brings nothing.
+#: How often to retry in a row without receiving any data.
 _RETRIES: Final = 2
 _ITEM_BITS: Final = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """One file of a repository. `digest` is its sha256, or git's sha1 of it if it is not in LFS."""
+    """One file of a repository. `digest` is its sha256 if it is in LFS, otherwise git's sha1."""
 
     name: str
     size_bytes: int
@@ -81,12 +81,12 @@ class _File:
 
 
 def is_id(spec: str) -> bool:
-    """Say whether `spec` can name a model on the hub: org/name, or org/name:QUANTISATION of a GGUF file."""
+    """Return whether `spec` can be a hub id: org/name, or org/name:QUANTISATION of a GGUF file."""
     return _ID.fullmatch(plain(spec)) is not None and not spec.endswith(".gguf")
 
 
 def plain(spec: str) -> str:
-    """Return a name without the hub's address before it."""
+    """Remove the hub's web address before a model's name."""
     return _HOSTS.sub("", spec)
 
 
@@ -103,12 +103,12 @@ def repository_folder(hub_id: str) -> Path:
 
 
 def repository_of(path: Path) -> Path | None:
-    """Return the repository's folder in the hub's cache that a snapshot, or a file in one, belongs to."""
+    """Return the repository's folder in the hub's cache that contains `path`; None outside the cache."""
     return next((folder for folder in path.parents if folder.parent == cache_folder()), None)
 
 
 def snapshot_folder(repository: Path) -> Path | None:
-    """Return the newest snapshot in a repository's folder; None if it has none."""
+    """Return the last fetched snapshot of a repository's main branch, or else any; None if there is none."""
     main = repository / "refs" / "main"
     if main.exists() and (folder := repository / "snapshots" / main.read_text().strip()).is_dir():
         return folder
@@ -116,7 +116,7 @@ def snapshot_folder(repository: Path) -> Path | None:
 
 
 def downloaded(spec: str) -> Path | None:
-    """Return the folder or the GGUF file that was fetched for `spec`, if it is whole. Asks no server."""
+    """Return the complete folder or GGUF file that was fetched for `spec`, or None. Contacts no server."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -135,18 +135,18 @@ def downloaded(spec: str) -> Path | None:
 
 
 def fetch(spec: str, progress: Progress | None, dtype: str = "keep") -> Path:
-    """Fetch what a model on the hub has new, and return its folder or GGUF file. Raises `ModelError`.
+    """Download missing files of a model on the hub; return its folder or GGUF file. Raises `ModelError`.
 
-    Goes on with files that an earlier call began. Refuses, before it downloads them, weights that fit neither
-    the disk nor, in `dtype`, the memory. `progress` counts bytes. If the hub cannot be reached, returns what
-    was fetched before.
+    Resumes files that an earlier call began. Before the download, refuses weights that do not fit the disk,
+    or, in `dtype`, the memory. `progress` counts bytes. If the hub cannot be reached, returns the model that
+    was downloaded before.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
     from huggingface_hub.utils import disable_progress_bars, logging  # type: ignore[attr-defined]
 
     hub_id, quantisation = _split(spec)
-    logging.set_verbosity(ERROR)  # errors and progress are reported here
+    logging.set_verbosity(ERROR)  # this module reports errors and progress
     disable_progress_bars()
     try:
         with _told(hub_id):
@@ -173,41 +173,35 @@ def _split(spec: str) -> tuple[str, str]:
 
 
 class _UnreachableError(ModelError):
-    """The hub does not answer, or may not be asked."""
+    """The hub does not answer, or HF_HUB_OFFLINE forbids asking it."""
 
 
 @contextlib.contextmanager
 def _told(hub_id: str) -> Iterator[None]:
-    """Turn the library's errors into one line each."""
+    """Turn the library's errors within the block into `ModelError`s of one line."""
+    from huggingface_hub import errors
     from huggingface_hub.constants import ENDPOINT
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
 
     try:
         yield
     except ModelError:
         raise
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise ModelError(f"{hub_id!r} is not a hub id: {one_line(error)}") from None
-    except OfflineModeIsEnabled:
+    except errors.OfflineModeIsEnabled:
         raise _UnreachableError(
             "the hub cannot be reached while HF_HUB_OFFLINE is set; unset it once to download it"
         ) from None
-    except GatedRepoError:
+    except errors.GatedRepoError:
         raise ModelError(
             f"{hub_id} is gated; accept its terms at {ENDPOINT}/{hub_id}, and set HF_TOKEN"
         ) from None
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         raise ModelError(
             f"{ENDPOINT} has no model {hub_id} that is open to you; check the name, or set HF_TOKEN if it is"
             " private"
         ) from None
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         raise ModelError(f"the hub refused {hub_id}: {one_line(error)}") from None
     except OSError as error:
         raise ModelError(f"{hub_id} cannot be downloaded: {one_line(error)}") from None
@@ -221,7 +215,7 @@ def _told(hub_id: str) -> Iterator[None]:
 
 
 def _wanted(found: ModelInfo, spec: str, quantisation: str) -> list[_File]:
-    """Choose the files to fetch, small ones first; raises `ModelError` if they make no model."""
+    """Choose the files to fetch, weights last; raises `ModelError` if they form no usable model."""
     there = [
         _File(
             sibling.rfilename,
@@ -258,7 +252,7 @@ def _wanted(found: ModelInfo, spec: str, quantisation: str) -> list[_File]:
 
 
 def _gguf_name(names: Sequence[str], quantisation: str) -> str | None:
-    """Return the GGUF file of a quantisation; if none is named, the only file, or the usual one."""
+    """Return the GGUF file of a quantisation; if that is empty, the only file or the default."""
     whole = [name for name in names if not _is_piece(name) and not name.startswith("mmproj")]
     if not quantisation and len(whole) == 1:
         return whole[0]
@@ -273,14 +267,14 @@ def _is_piece(name: str) -> bool:
 def _bring(
     hub_id: str, found: ModelInfo, files: Sequence[_File], progress: Progress | None, dtype: str
 ) -> None:
-    """Put all files into the cache's `blobs`, where the library finds them."""
+    """Download missing files into the cache's `blobs`, where the library finds them."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE
 
     unnamed = next((file.name for file in files if not _DIGEST.fullmatch(file.digest)), None)
     if unnamed is not None:
         raise ModelError(f"the hub gives no checksum of {unnamed} in {hub_id}; use another HF_ENDPOINT")
-    blobs = repository_folder(hub_id) / "blobs"  # `found.id` may be another one: names change
+    blobs = repository_folder(hub_id) / "blobs"  # not `found.id`, which differs after a renaming
     blobs.mkdir(parents=True, exist_ok=True)
     missing = [file for file in files if not (blobs / file.digest).exists()]
     total = sum(file.size_bytes for file in missing)
@@ -303,12 +297,12 @@ def _bring(
         num = (found.gguf or {}).get("total")
         _check_memory(hub_id, num * _ITEM_BITS.get(dtype, 16) // 8 if num else weights_bytes)
     for file in missing:
-        if file.name.endswith(".safetensors"):  # the small files are there by now
+        if file.name.endswith(".safetensors"):  # config.json is there by now
             config = next((blobs / other.digest for other in files if other.name == "config.json"), None)
             bits = weight_bits(read_json(config)) if config is not None else None
             factor = _ITEM_BITS[dtype] / bits if bits and dtype in _ITEM_BITS else 1
             _check_memory(hub_id, int(weights_bytes * factor))
-        if file.size_bytes <= MAX_HTTP_DOWNLOAD_SIZE:  # larger ones are the library's
+        if file.size_bytes <= MAX_HTTP_DOWNLOAD_SIZE:  # the library downloads larger ones
             _bring_one(hf_hub_url(hub_id, file.name, revision=found.sha), blobs, file, advance)
 
 
@@ -322,10 +316,10 @@ def _check_memory(hub_id: str, needed_bytes: int) -> None:
 
 
 def _bring_one(url: str, blobs: Path, file: _File, advance: Callable[[int], None]) -> None:
-    """Download one file, from where an earlier process stopped, and check it."""
+    """Download one file, resuming where an earlier process stopped, and check its digest."""
     part = _part(blobs, file)
     with part.open("ab") as out:
-        fcntl.flock(out, fcntl.LOCK_EX)  # against a process that fetches the same file
+        fcntl.flock(out, fcntl.LOCK_EX)  # excludes a process that fetches the same file
         if (blobs / file.digest).exists():
             return
         if out.tell() > file.size_bytes:
@@ -345,7 +339,7 @@ def _bring_one(url: str, blobs: Path, file: _File, advance: Callable[[int], None
 
 
 def _stream(url: str, out: IO[bytes], advance: Callable[[int], None]) -> None:
-    """Append to a file what it lacks. A connection that breaks is made again, also some times in vain."""
+    """Append the missing bytes to a file. Reconnects after a broken connection, `_RETRIES` times in vain."""
     from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but not in its __all__
         build_hf_headers,
@@ -379,7 +373,7 @@ def _stream(url: str, out: IO[bytes], advance: Callable[[int], None]) -> None:
 
 
 def _is_of_the_connection(error: Exception) -> bool:
-    """Say whether an error is one of the HTTP library, which has no base class but `Exception` in common."""
+    """Return whether an error is the HTTP library's; its errors share no base class but `Exception`."""
     return type(error).__module__.partition(".")[0].startswith("httpx")
 
 

@@ -1,6 +1,6 @@
-"""Models that are known to be good for a machine's memory, and whether a model fits this machine.
+"""Lists recommended models by memory, and estimates whether a model fits this machine.
 
-The models are in `known.toml`, with the sources of what it says.
+The models are in `known.toml`, with the sources of its data.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from worker.process.cgroups import limit_bytes
 
 from .blas import computes_on_linux_cpu
 
-#: What a model needs beside its weights, as a share of these: buffers, and KV of a short context.
+#: Memory of a served model as a multiple of its weights: with buffers, and KV of a short context.
 _BESIDE: Final = 1.2
-#: What other programs leave of a machine's memory.
+#: The share of a machine's memory that other programs leave free.
 _SHARE: Final = 0.8
 
 
 class Known(Struct, frozen=True, forbid_unknown_fields=True):
-    """A model of the hub; `known.toml` says what the fields mean."""
+    """A recommended model of the hub; `known.toml` explains the fields."""
 
     id: str
     memory_gb: int
@@ -39,21 +39,21 @@ class _Models(Struct, forbid_unknown_fields=True):
 
 
 def known() -> tuple[Known, ...]:
-    """Read the list."""
+    """Read the recommended models from `known.toml`."""
     text = Path(__file__).with_name("known.toml").read_text()
     return msgspec.convert(tomllib.loads(text), _Models).models
 
 
 def memory_bytes() -> int:
-    """Return the memory of this machine, or of its container."""
+    """Return the bytes of memory of this machine, or of its container's limit."""
     return min(psutil.virtual_memory().total, limit_bytes() or 2**63)
 
 
 def needed_bytes(weight_bytes: float, num_parameters: float) -> int:
-    """Estimate the memory that a model takes while it is served; on a CPU its weights become float32."""
+    """Estimate the bytes of memory of a served model; on a CPU its weights become float32."""
     return int(_BESIDE * (4 * num_parameters if computes_on_linux_cpu() else weight_bytes))
 
 
 def fits(needed: int) -> bool:
-    """Whether this machine can serve a model that needs so much."""
+    """Return whether this machine can serve a model that needs `needed` bytes."""
     return needed <= _SHARE * memory_bytes()

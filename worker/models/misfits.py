@@ -23,7 +23,7 @@ _OTHERS: Final = re.compile(r"(Received|Missing) (\d+) parameters[^:]*:\s*(.*)")
 _LACKING: Final = re.compile(r"missing \d+ required positional arguments?: (.*)")
 _LAYER: Final = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 _NUM_LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-#: Fields whose product is a dimension of these tensors.
+#: For each projection, the fields of config.json whose product is a dimension of its weights.
 _HEADS: Final = {
     "q_proj": ("num_attention_heads", "head_dim"),
     "o_proj": ("num_attention_heads", "head_dim"),
@@ -36,7 +36,7 @@ _NUMBERS: Final = (
     *("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "sliding_window", "rms_norm_eps", "max_position_embeddings", "rope_theta"),
 )
-#: Fields that say how layers of several kinds alternate, as a number or with a part for each layer.
+#: Fields that give the pattern of kinds of layers: a number, or a list with an item for each layer.
 _PATTERNS: Final = ("sliding_window_pattern", "layer_types", "full_attention_interval", "block_types")
 
 
@@ -68,7 +68,7 @@ def explain(config: Mapping[str, Any], error: Exception) -> str:
 
 
 def _kinds_of_layers(config: Mapping[str, Any]) -> str | None:
-    """Say that the layers do not fit the pattern in which their kinds alternate."""
+    """Explain that the number of layers does not fit the pattern of their kinds; None if it is unknown."""
     field = next((name for name in _NUM_LAYERS if isinstance(config.get(name), int)), "")
     if not field:
         return None
@@ -82,9 +82,9 @@ def _kinds_of_layers(config: Mapping[str, Any]) -> str | None:
 
 
 def surplus_tokens(num_rows: int, tokenizer: Tokenizer) -> str | None:
-    """Say that a tokenizer has tokens that a model of `num_rows` tokens does not know; None if it has none.
+    """Explain that a tokenizer has ids beyond a model's `num_rows` embeddings; None if no such id matters.
 
-    Added tokens beyond are no fault unless the chat template writes them: Gemma 3 has one, for images.
+    Added tokens there are a fault only if the chat template writes them: Gemma 3 has one, for images.
     """
     template = tokenizer.template or ""
     for token in range(num_rows, tokenizer.vocab_size):

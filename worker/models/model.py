@@ -81,7 +81,7 @@ class LoadedModel:
 
 
 def default_dtype() -> str:
-    """Return the dtype to load weights in: float32 on a CPU, where other types are slow, else keep."""
+    """Return the dtype to load weights in: float32 on a CPU, where other types are slow, otherwise keep."""
     blas.preload()
     import mlx.core as mx
 
@@ -89,7 +89,7 @@ def default_dtype() -> str:
 
 
 def check_name(spec: str | None, data_dir: Path) -> None:
-    """Check that a model of this name is here, or may be on the hub. Raises `ModelError`."""
+    """Raise `ModelError` if no model on this machine has this name, and it cannot be a hub id."""
     if spec and not (Path(spec).expanduser().exists() or hub.is_id(spec) or catalog.find(spec, data_dir)):
         raise catalog.missing(spec, data_dir)
 
@@ -116,7 +116,7 @@ def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress 
 
 
 def _default(data_dir: Path, dtype: str, progress: Progress | None) -> Path:
-    """Use the default model of the package if that is installed, else fetch it from the hub."""
+    """Return the folder of the default model: the packaged one, or the same one from the hub."""
     path = packaged_gguf()
     if path is not None:
         return _converted(path, data_dir / "models", dtype, progress)
@@ -131,7 +131,7 @@ def _default(data_dir: Path, dtype: str, progress: Progress | None) -> Path:
 
 
 def _converted(source: Path, models_dir: Path, dtype: str, progress: Progress | None) -> Path:
-    """Return the model folder made from a GGUF file."""
+    """Return the folder that a GGUF file was converted into; convert it if needed."""
     folder = converted.known(source, models_dir, dtype)
     if folder is None:
         from . import gguf_model
@@ -154,7 +154,7 @@ def load(
 
     With `dtype` keep, weights keep their type, quantised or not; otherwise they are dequantised and cast.
     With `kv_bits` the model's caches are quantised. `progress` counts evaluated bytes. With `lazy`, MLX reads
-    the weights only when a pass is evaluated; the sizes in the result are known without that. `store` is a
+    the weights only when a pass is evaluated; the result has the sizes nevertheless. `store` is a
     folder for loaded tokenizers. Raises `ModelError`.
     """
     if dtype not in DTYPES:
@@ -162,7 +162,7 @@ def load(
     written = check_folder(folder)
     check_tokenizer(folder)
     blas.preload()
-    import_module("mlx_lm.utils")  # may import transformers, as the thread does: not both at once
+    import_module("mlx_lm.utils")  # here, since the thread may import transformers too
     with ThreadPoolExecutor(1) as beside:
         reading = beside.submit(Tokenizer.from_folder, folder, store, progress)
         try:
@@ -197,7 +197,7 @@ def load(
 def _load_weights(
     folder: Path, dtype: str, progress: Progress | None, *, lazy: bool
 ) -> tuple[Module, dict[str, Any], list[mx.array], KvSize]:
-    """Return a folder's model, its configuration, its weights in the wanted dtype, and the size of KV."""
+    """Return a folder's model, its configuration, its weights in the wanted dtype, and its size of KV."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm import utils
@@ -216,7 +216,7 @@ def _load_weights(
     if dtype != "keep":
         model = utils.dequantize_model(model)
         model.set_dtype(getattr(mx, dtype))
-    kv = cache_sizes(model)  # before the weights are read: some misfits show in a pass
+    kv = cache_sizes(model)  # before the weights are read, since this pass reveals some misfits
     positions.check(model, config)
     as_written = {key: written[key] for key in changes if key in written}
     config = {key: value for key, value in config.items() if key not in changes} | as_written
@@ -259,7 +259,7 @@ def _evaluate(weights: list[mx.array], progress: Progress | None) -> None:
 
 
 def _name(folder: Path) -> str:
-    """Name a model after its folder: two that were tuned from one base say the same of themselves."""
+    """Name a model after its folder, since fine-tuned models keep the name of their base in their files."""
     hub = next((part for part in reversed(folder.parts) if part.startswith("models--")), None)
     if hub is not None:
         return hub.removeprefix("models--").replace("--", "/")

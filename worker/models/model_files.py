@@ -33,7 +33,7 @@ _CONTEXT_KEYS: Final = (
     "max_seq_len",
     "max_sequence_length",
 )
-#: For architectures without positions: only memory limits their context.
+#: The context of architectures without positions: only memory limits it.
 UNBOUNDED: Final = 2**31 - 1
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
@@ -119,7 +119,7 @@ class Hold:
 
 
 def is_held(folder: Path) -> bool:
-    """Say whether a process of this machine uses a model folder."""
+    """Return whether a process on this machine uses a model folder."""
     with (folder / "config.json").open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,7 +129,7 @@ def is_held(folder: Path) -> bool:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the language model's part of a multimodal config."""
+    """Return the language model's configuration: of a multimodal one, its part merged over the rest."""
     key = text_part(config)
     return {**config, **config[key]} if key else config
 
@@ -141,7 +141,7 @@ def text_part(config: Mapping[str, Any]) -> str | None:
 
 
 def dtype_name(config: dict[str, Any]) -> str:
-    """Return the dtype of a model's weights by its configuration: `float16`, or `4-bit` if quantised."""
+    """Return the dtype of a model's weights from its configuration: `float16`, or `4-bit` if quantised."""
     text = text_config(config)
     quantization = config.get("quantization") or {}
     if "bits" in quantization:
@@ -150,19 +150,19 @@ def dtype_name(config: dict[str, Any]) -> str:
 
 
 def weight_bits(config: dict[str, Any]) -> int | None:
-    """Return the bits of a weight by a model's configuration; None if that does not say it."""
+    """Return the bits per weight from a model's configuration; None if it does not state them."""
     found = re.search(r"\d+", dtype_name(config))
     return int(found[0]) if found else None
 
 
 def context_tokens(config: dict[str, Any]) -> int:
-    """Return the context of a model in tokens by its configuration."""
+    """Return a model's context length in tokens from its configuration; `UNBOUNDED` if it has none."""
     text = text_config(config)
     return next((text[key] for key in _CONTEXT_KEYS if isinstance(text.get(key), int)), UNBOUNDED)
 
 
 def num_parameters(folder: Path) -> int:
-    """Count the weights of a model folder; packed ones count as those that they hold."""
+    """Count the weights of a model folder; a packed number counts as the weights in it."""
     bits = weight_bits(read_json(folder / "config.json")) or 32
     num = 0
     for path in weight_files(folder):

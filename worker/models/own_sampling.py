@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def own_sampling(folder: Path) -> dict[str, float]:
-    """Return those options in `generation_config.json` that a generate request can have.
+    """Return the options in `generation_config.json` that a generate request can have.
 
-    Empty if the file is missing or has none of them. `do_sample: false` becomes greedy sampling.
+    Empty if the file is missing or has none. `do_sample: false` becomes greedy sampling.
     """
     path = folder / "generation_config.json"
     config = read_json(path) if path.exists() else {}

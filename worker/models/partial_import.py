@@ -1,4 +1,4 @@
-"""Imports mlx-lm's architectures without the rest of it.
+"""Imports mlx-lm's model architectures without the rest of mlx-lm.
 
 mlx-lm's package imports its commands, transformers and the hub's client when anything of it is imported,
 which takes a second. A worker needs none of these.
@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Final
 
 _PACKAGE: Final = "mlx_lm"
-#: What the module that loads models imports for other functions of it.
+#: Names that `mlx_lm.utils` imports for functions which are not used here; stand-ins replace them.
 _UNUSED: Final = {
     "huggingface_hub": ("snapshot_download",),
     "mlx_lm.tokenizer_utils": ("TokenizerWrapper", "load"),
@@ -21,10 +21,10 @@ _UNUSED: Final = {
 
 
 def import_mlx_lm() -> None:
-    """Import the module of mlx-lm that loads models; modules of mlx-lm can be imported one by one then.
+    """Import mlx-lm's module that loads models; afterwards, its other modules can be imported one by one.
 
-    Call it before anything else imports mlx-lm, else it changes nothing. Code of this process cannot use what
-    mlx-lm's package itself defines, nor its functions that load tokenizers or download.
+    Call it before anything else imports mlx-lm; otherwise it has no effect. Afterwards this process cannot
+    use names of the package `mlx_lm` itself, nor its functions that load tokenizers or download.
     """
     spec = find_spec(_PACKAGE)
     if spec is None or _PACKAGE in sys.modules:
@@ -33,7 +33,7 @@ def import_mlx_lm() -> None:
     sys.modules |= {_PACKAGE: module_from_spec(spec), **stand_ins}
     try:
         import_module(f"{_PACKAGE}.utils")
-    except ImportError:  # a version that needs more of them
+    except ImportError:  # a version of mlx-lm that needs more of these
         for name in [name for name in sys.modules if name.partition(".")[0] == _PACKAGE]:
             del sys.modules[name]
     finally:

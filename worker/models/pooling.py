@@ -1,10 +1,10 @@
-"""Says whether a model makes embeddings, or judges documents: both come from the last token of a prompt.
+"""Decides whether a model can make embeddings, or rerank documents, from a prompt's last token.
 
-Encoders are made for the one or the other, see `encoder`.
+Encoders (see `encoder`) do one of the two.
 
-An embedding is that token's hidden state, after the final norm; a judgement compares its logits of two words.
-Decoders that were trained for this, such as Qwen3-Embedding and Qwen3-Reranker, come in the layout of
-sentence-transformers. Any other decoder can be asked too, but what it says is of little use for a search.
+An embedding is that token's hidden state, after the final norm; a reranking score compares its logits of two
+words. Decoders trained for this, such as Qwen3-Embedding and Qwen3-Reranker, come in the layout of
+sentence-transformers. Any other decoder works too, but with poor results in a search.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from .tokenizer import Tokenizer
 
-#: Marks of the format that Qwen3-Reranker was trained with.
+#: Control tokens of the prompt format that Qwen3-Reranker was trained with.
 _MARKS: Final = ("<|im_start|>", "<|im_end|>")
-#: Why there are no answers of an encoder.
+#: The error message for an encoder that is asked for an answer.
 NO_ANSWERS: Final = (
     "the worker's model makes embeddings or scores, and no answers: ask for these, or serve one that chats"
 )
 _WORDS: Final = ("true_token_id", "false_token_id")
-#: The name of sentence-transformers' module that compares two logits.
+#: The name of the module in sentence-transformers that compares two logits.
 _JUDGING: Final = "LogitScore"
 _NO_JUDGE: Final = (
     "the worker's model does not rerank: serve one that does, such as `turnkeep serve --model"
@@ -39,9 +39,9 @@ _NO_EMBEDDINGS: Final = (
 
 
 def no_embeddings(model: Any, config: Mapping[str, Any], folder: Path, pooling: str) -> str | None:
-    """Say why a loaded model makes no embeddings; None if it does. Raises `ModelError`.
+    """Return why a loaded model cannot make embeddings; None if it can. Raises `ModelError`.
 
-    With the `pooling` auto, the folder must say that it is a model for that; with last, any will do.
+    With the `pooling` auto, the folder must declare a model for embeddings; with last, any decoder is used.
     """
     said = folder / "1_Pooling" / "config.json"
     if is_encoder(config) and not is_cross_encoder(config):
@@ -61,22 +61,22 @@ def no_embeddings(model: Any, config: Mapping[str, Any], folder: Path, pooling: 
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
-    """Whether a model is an encoder (`encoder`), which makes no answers."""
+    """Return whether a model is an encoder (see `encoder`), which cannot answer."""
     return config.get("model_type") == "bert"
 
 
 def is_cross_encoder(config: Mapping[str, Any]) -> bool:
-    """Whether a model is an encoder of pairs, which makes scores."""
+    """Return whether a model is a cross-encoder, which scores pairs of texts."""
     return is_encoder(config) and config.get("architectures") == ["BertForSequenceClassification"]
 
 
 def judging(
     tokenizer: Tokenizer, config: Mapping[str, Any], folder: Path, pooling: str
 ) -> tuple[int, ...] | str:
-    """Return which logits say how well a document fits; or why none do. Raises `ModelError`.
+    """Return the indices of the logits for a reranking score, or why there are none. Raises `ModelError`.
 
-    They are those of yes and no, or the one of a cross-encoder. With the `pooling` auto, the folder must say
-    that it is a model for that; with rank, any will do that knows the format of Qwen3-Reranker.
+    These are yes and no, or a cross-encoder's only one. With the `pooling` auto, the folder must declare a
+    reranker; with rank, any decoder is used that has the tokens of Qwen3-Reranker's format.
     """
     if is_cross_encoder(config):
         return (0,)
@@ -91,6 +91,6 @@ def judging(
 
 
 def _modules(folder: Path) -> str:
-    """Return what a folder in sentence-transformers' layout says of the modules behind the model."""
+    """Return the text of modules.json, which lists the modules after the model; empty without this file."""
     path = folder / "modules.json"
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""

@@ -1,8 +1,8 @@
-"""Carries what config.json says about rotary positions to the fields that mlx-lm reads, or refuses the model.
+"""Translates rotary positions in config.json to the fields that mlx-lm reads; refuses models if it cannot.
 
-Newer folders have one object `rope_parameters`; most of mlx-lm's architectures read only the older fields,
-and take defaults for what they do not find: such a model would load, and answer worse the longer its context.
-`model` calls `translate` before it builds the model, and `check` on the model that was built.
+Newer folders have one object `rope_parameters`. Most of mlx-lm's architectures read only the older fields,
+with defaults for missing ones: such a model would load, but its answers would get worse with longer contexts.
+`model` calls `translate` before it builds the model, and then `check` on the built model.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from .model_files import ModelError, text_config, text_part
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: What `rope_parameters` has, and the older fields for it; transformers takes `rope_parameters` first.
+#: Fields of `rope_parameters`, and the older fields for each; transformers prefers `rope_parameters`.
 _MOVED: Final = {
     "rope_theta": ("rope_theta", "rotary_emb_base"),
     "partial_rotary_factor": ("partial_rotary_factor", "rotary_pct"),
     "original_max_position_embeddings": ("original_max_position_embeddings",),
 }
 _LENGTH: Final = ("original_max_position_embeddings",)
-#: Kinds that change nothing for text, or nothing within the context that the folder declares.
+#: Kinds of scaling that do not affect text, or nothing within the context that the folder declares.
 _NEUTRAL: Final = (None, "default", "mrope", "dynamic")
 
 
 class _Watched(dict[str, Any]):
-    """A mapping that knows which of its keys were read."""
+    """A mapping that records which of its keys were read."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         super().__init__(content)
@@ -46,7 +46,7 @@ class _Watched(dict[str, Any]):
 
 
 def translate(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the changes to a configuration that say everything where mlx-lm's architectures look for it."""
+    """Return changes to a configuration that put its rotary positions into the fields that mlx-lm reads."""
     key = text_part(config)
     text = config[key] if key else config
     parameters: Any = text.get("rope_parameters")
@@ -72,7 +72,7 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(model: Any, config: Mapping[str, Any]) -> None:
-    """Raise `ModelError` if a model does not use what its translated configuration says about positions."""
+    """Raise `ModelError` if a built model ignores rotary positions in its translated configuration."""
     from mlx_lm.models.base import BaseModelArgs
 
     text = text_config(dict(config))
@@ -95,7 +95,7 @@ def check(model: Any, config: Mapping[str, Any]) -> None:
     if part not in {None, 1} and not any(hasattr(each, field) for each in arguments for field in fields):
         raise _ignored(f"partial_rotary_factor {part:g}", f"{name} rotates all dimensions")
 
-    # A mapping's own `get` would count as the model's.
+    # `_Watched.get` would count as a read by the model.
     if not isinstance(scaling, dict) or _kind(scaling) in _NEUTRAL or dict.get(scaling, "factor") == 1:
         return
     key = next((key for key in ("long_factor", "factor") if key in scaling), "type")
@@ -112,7 +112,7 @@ def _ignored(what: str, instead: str) -> ModelError:
 
 
 def _by_layer(parameters: Any) -> dict[str, dict[str, Any]]:
-    """Return the parts of `rope_parameters` that has one for each kind of layer."""
+    """Return the parts of `rope_parameters` by kind of layer; empty if it is not divided so."""
     parts = dict(parameters) if isinstance(parameters, dict) else {}
     return {name: part for name, part in parts.items() if isinstance(part, dict) and "rope_theta" in part}
 

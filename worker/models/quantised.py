@@ -1,4 +1,4 @@
-"""Quantised KV: replaces a model's plain caches by quantised ones. Device thread only.
+"""Quantises KV: replaces a model's plain caches by quantised ones. Device thread only.
 
 Keys and values are quantised when they enter the cache, from a session's first token on, and never change: a
 session's KV has one precision on the device and on disk, and the same bits after a restore. Layers with other
@@ -20,16 +20,16 @@ from .model_files import ModelError, one_line
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-#: Values of the setting, besides full precision.
+#: The values of the setting `kv_bits`, besides full precision.
 BITS: Final = (4, 8)
-#: Group sizes (numbers that share a scale and a bias): the first that divides the head's size is used.
+#: Group sizes (how many numbers share a scale and a bias); the first one that divides the head size is used.
 _GROUPS: Final = (64, 32)
 #: Token counts of the trial's two passes: a prompt, which needs an attention mask, then one token.
 _TRIAL: Final = (5, 1)
 
 
 def quantise_kv(model: Any, bits: int) -> None:
-    """Make all later caches of `model` keep keys and values in `bits` bits.
+    """Make all caches that `model` creates from now on keep keys and values in `bits` bits.
 
     Replaces the model's `make_cache`, which mlx-lm calls for every cache. Runs a few tokens. Raises
     `ModelError` if no layer can be quantised, or if the model's attention cannot read quantised KV.
@@ -74,7 +74,7 @@ def _unpacked_bytes(cache: Any) -> int:
 
 
 def _groups(model: Any) -> dict[str, int]:
-    """Find the layers with plain keys and values, and their group sizes."""
+    """Return the group sizes, by layer, of all layers with plain keys and values. Raises `ModelError`."""
     caches = make_prompt_cache(model)
     mx.eval(model(mx.array([[0]]), cache=caches))
     groups = {}
@@ -95,7 +95,7 @@ def _groups(model: Any) -> dict[str, int]:
 
 
 def _quantised(caches: Sequence[Any], groups: Mapping[str, int], bits: int, path: str = "") -> list[Any]:
-    """Replace the new caches named in `groups` by quantised ones."""
+    """Return new caches in which quantised ones replace the layers named in `groups`."""
     made: list[Any] = []
     for i, cache in enumerate(caches):
         here = f"{path}{i}"

@@ -1,7 +1,7 @@
-"""Makes a model with weights of few bits from another one, by the functions of mlx-lm's own conversion.
+"""Quantises a model's weights to few bits, with the functions of mlx-lm's own conversion.
 
 `turnkeep model convert` calls it. It knows nothing of how the result is served. The result appears in the
-models' folder as a whole: until then it is in a hidden one, which the next conversion to this name removes.
+models' folder once complete; until then it is in a hidden folder, which the next conversion to it clears.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BITS_OF_SCALES: Final = 0.5
 
 
 def quantise(source: Path, folder: Path, bits: int, progress: Progress) -> None:
-    """Write the model folder `source` to `folder`, with weights of so many bits. Raises `ModelError`.
+    """Write the model folder `source` to `folder`, with weights of `bits` bits. Raises `ModelError`.
 
     `progress` counts the bytes of the new weights as they are made.
     """
@@ -69,7 +69,7 @@ def _convert(source: Path, unfinished: Path, bits: int, config: dict[str, Any], 
     from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints its steps
+        with contextlib.redirect_stdout(io.StringIO()):  # mlx-lm prints its steps
             model, written = load_model(source, lazy=True)
             _cast(model, config)
             model, written = quantize_model(model, written, None, bits)
@@ -85,7 +85,7 @@ def _convert(source: Path, unfinished: Path, bits: int, config: dict[str, Any], 
 
 @contextlib.contextmanager
 def _unfinished(folder: Path) -> Iterator[Path]:
-    """Yield where to write a folder; what is left there at the end is removed. One process at a time."""
+    """Yield a temporary path to write `folder` to; remove it at the end. Excludes other processes."""
     around = folder.with_name(f".quantising-{folder.name}")
     around.mkdir(parents=True, exist_ok=True)
     fd = os.open(around, os.O_RDONLY)
@@ -105,7 +105,7 @@ def _unfinished(folder: Path) -> Iterator[Path]:
 
 
 def _copy_others(source: Path, unfinished: Path) -> None:
-    """Copy all but config and weights: transformers writes a tokenizer as it has understood it."""
+    """Copy all files but config and weights: transformers would save a tokenizer in its own form."""
     for path in source.iterdir():
         is_config = path.name == "config.json" or path.name.endswith(".index.json")
         if path.is_file() and path.suffix in {".json", ".jinja", ".model", ".txt"} and not is_config:
@@ -113,7 +113,7 @@ def _copy_others(source: Path, unfinished: Path) -> None:
 
 
 def _cast(model: Any, config: dict[str, Any]) -> None:
-    """Give weights the type that the configuration names, as mlx-lm does."""
+    """Cast weights to the dtype that the configuration names, as mlx-lm does."""
     import mlx.core as mx
     from mlx.utils import tree_map_with_path
 
@@ -130,7 +130,7 @@ def _cast(model: Any, config: dict[str, Any]) -> None:
 
 
 def _make(model: Any, progress: Progress) -> None:
-    """Compute the weights one after the other: none is read before, and what was read is freed."""
+    """Evaluate the quantised weights one by one: each source is read only then, and freed after it."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 

@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     from .tokenizer_files import LoadedTokenizer
 
 _REPLACEMENT: Final = "\ufffd"
-#: A byte that is part of no longer token.
+#: A byte that occurs in no token of several bytes.
 _SHIELD: Final = "\x01"
-#: In an assistant's message, in which a template leaves it as it is.
+#: A probe as an assistant's message; templates render it unchanged.
 _PROBE: Final = "answer-content"
 _ANSWER: Final = {"role": "assistant", "content": _PROBE}
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TemplateError(Exception):
-    """The chat template refuses these messages; the error's text is that of the template."""
+    """The chat template refuses these messages; the error's text contains the template's own error."""
 
 
 class Tokenizer:
-    """Encode, decode and render with one model's tokenizer.
+    """Encodes, decodes and renders with one model's tokenizer.
 
-    `eos_ids` end an answer; the token that the chat template writes behind an answer is one of them, whatever
-    the model's files say. The added tokens, `added_ids`, are found in a text before the rest is tokenised.
+    `eos_ids` end an answer; they always include the token that the chat template writes after an answer, even
+    if the model's files omit it. Tokens in `added_ids` are matched in a text before the rest is tokenised.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Tokenizer:
         tool_parser: str | None = None,
         code: CodeTemplate | None = None,
     ) -> None:
-        """Take a loaded tokenizer, the name of mlx-lm's parser for calls, and a template that is code."""
+        """Take a loaded tokenizer, the name of mlx-lm's parser for calls, and a template as Python code."""
         self._hf = hf
         self._tool_parser = tool_parser
         self._rust = hf.backend_tokenizer
         self._rust.no_truncation()
         self._rust.no_padding()
-        own = hf.eos_token_id
+        own = () if hf.eos_token_id is None else (int(hf.eos_token_id),)
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
         self.added_ids: frozenset[int] = frozenset(self._rust.get_added_tokens_decoder())
         self.has_template = bool(code or hf.chat_template)
@@ -73,16 +73,14 @@ class Tokenizer:
         self.template = code.source if code else template_of(hf.chat_template)
         self._chat: ChatTemplate | CodeTemplate | None = code
         source = self.template or ""
-        #: What the chat template does with each kind of message.
+        #: Which kinds of messages the chat template renders.
         self.habits = Habits()
         self.habits = habits_of(
             lambda messages, tools: self._probe(messages, tools=tools),
             source,
             renders_tools=renders_tools(source),
         )
-        self.eos_ids: frozenset[int] = (
-            frozenset(eos_ids) | (frozenset() if own is None else {int(own)}) | self._turn_ends()
-        )
+        self.eos_ids: frozenset[int] = frozenset((*eos_ids, *own)) | self._turn_ends()
         self._written = source if code else hf.chat_template
         self._controls = ControlTokens(self._rust, self.eos_ids, str(self._written))
         self._bytes: dict[int, bytes] = {}
@@ -98,7 +96,7 @@ class Tokenizer:
     def from_folder(
         cls, folder: Path, store: Path | None = None, progress: Progress | None = None
     ) -> Tokenizer:
-        """Load the tokenizer of a model folder; raises `ModelError`. For the others see `tokenizer_files`."""
+        """Load a model folder's tokenizer; raises `ModelError`. For `store` and `progress` see `load`."""
         config = read_json(folder / "config.json")
         generation_path = folder / "generation_config.json"
         generation = read_json(generation_path) if generation_path.exists() else {}
@@ -132,14 +130,14 @@ class Tokenizer:
         return ids if ids[: len(self._bos)] == self._bos else self._bos + ids
 
     def encode_whole(self, text: str) -> list[int]:
-        """Return the tokens of a text between those that the tokenizer itself puts before and after one.
+        """Return a text's tokens, with those that the tokenizer itself puts before and after a text.
 
-        What only spells a special token is none.
+        Text that only spells a special token does not become one.
         """
         return self._bos + self._ids(self.as_text(text)) + self._after
 
     def encode_pair(self, first: str, second: str, most: int | None) -> list[int]:
-        """Return the tokens of two texts, each with what ends a text; of the second `most` of its own."""
+        """Return the tokens of a pair of texts, each with its end tokens; of the second at most `most`."""
         return self.encode_whole(first) + self._ids(self.as_text(second))[:most] + self._after
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -151,11 +149,11 @@ class Tokenizer:
         return self._controls.mark(message)
 
     def as_text(self, text: str) -> str:
-        """Return a text, for `encode`, none of which becomes a special token."""
+        """Return a text, for `encode`, marked so that no part of it becomes a special token."""
         return self._controls.mark_text(text)
 
     def marked(self, tokens: Sequence[int]) -> str:
-        """Return the text of a session's tokens, for `encode`: what only spells a special token is none."""
+        """Return a session's tokens as text, for `encode`; text that spells a control token is marked."""
         return self._controls.mark_tokens(tokens, self.decode)
 
     def answer_content(self, tokens: Sequence[int]) -> tuple[str, str]:
@@ -168,7 +166,7 @@ class Tokenizer:
         return lead, text[index_after(text, len(lead)) :]
 
     def token_bytes(self, token: int) -> bytes:
-        """Return a token's bytes as in the middle of a text; empty for an id beyond the vocabulary."""
+        """Return the bytes that a token stands for in the middle of a text; empty beyond the vocabulary."""
         found = self._bytes.get(token)
         if found is None:
             found = self._bytes[token] = self._find_bytes(token)
@@ -186,30 +184,18 @@ class Tokenizer:
     def adapted(
         self, messages: Sequence[dict[str, Any]], before: Mapping[str, Any] | None, noted: Counter[str]
     ) -> list[dict[str, Any]]:
-        """Return messages in the form that the template renders (`Habits`), so that none is left out.
+        """Return messages in a form that the template renders (see `Habits`), so that none is dropped.
 
-        Tool calls have their arguments as objects or as text, or stand in the content. A system message that
+        Arguments of tool calls become objects or text, or calls move into the content. A system message that
         the template does not render becomes a part of the user's next message, or a user message. `before` is
-        the message before these. `noted` counts what is changed, in the words of `Habits`.
+        the session's message before these. `noted` counts the changes, named by the phrases of `Habits`.
         """
         habits, found, goes_on, has_call = self.habits, list[dict[str, Any]](), False, False
         is_begun = before is not None
         for given in messages:
-            message, role = self._with_calls(given, noted), given["role"]
-            if role == "developer" and not habits.developer:
-                message, role = {**message, "role": "system"}, "system"
-                noted[INSTEAD["developer"]] += 1
-            if message.get("tool_calls") and found and not self._may_follow(found[-1], message):
-                message = with_calls(given)
-                noted[INSTEAD["calls"]] += 1
+            role, message = given["role"], self._in_form(given, found, has_call, noted)
             if role != "tool":
                 has_call = bool(message.get("tool_calls"))
-            elif not habits.results or not (has_call or habits.results_alone):
-                said = f"<tool_response>\n{message['content']}\n</tool_response>"
-                message = {"role": "user", "content": said}
-                noted[INSTEAD["results"]] += 1
-            if not habits.any_ids:
-                message = with_short_ids(message)
             leads = not is_begun and all(one["role"] in ("system", "developer") for one in found)
             was_system, goes_on = goes_on, False
             if role in ("system", "developer"):
@@ -233,8 +219,25 @@ class Tokenizer:
         noted.update(self._joined_pairs([before or {}, *found]))
         return found
 
+    def _in_form(
+        self, given: dict[str, Any], before: Sequence[Mapping[str, Any]], has_call: bool, noted: Counter[str]
+    ) -> dict[str, Any]:
+        """Return one message in a role and a form that the template renders after the messages `before`."""
+        habits, message = self.habits, self._with_calls(given, noted)
+        if given["role"] == "developer" and not habits.developer:
+            message = {**message, "role": "system"}
+            noted[INSTEAD["developer"]] += 1
+        if message.get("tool_calls") and before and not self._may_follow(before[-1], message):
+            message = with_calls(given)
+            noted[INSTEAD["calls"]] += 1
+        if given["role"] == "tool" and not (habits.results and (has_call or habits.results_alone)):
+            said = f"<tool_response>\n{message['content']}\n</tool_response>"
+            message = {"role": "user", "content": said}
+            noted[INSTEAD["results"]] += 1
+        return message if habits.any_ids else with_short_ids(message)
+
     def _joined_pairs(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-        """Say which messages will be joined to those before them."""
+        """Yield a phrase for each message that will be joined to the one before it."""
         for earlier, later in pairwise(messages):
             pair = str(earlier.get("role")), str(later.get("role"))
             if pair in self.habits.joined and self._may_follow(earlier, later):
@@ -259,7 +262,7 @@ class Tokenizer:
         return with_calls(message)
 
     def _may_follow(self, before: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-        """Say whether a message may be joined to the one before it, if the template wants that."""
+        """Return whether a message can follow another one, as it is or joined as the template requires."""
         pair, has_calls = (before.get("role"), message.get("role")), bool(message.get("tool_calls"))
         if pair not in self.habits.joined:
             return True
@@ -272,7 +275,7 @@ class Tokenizer:
         header: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """Render messages as they are; raises any error."""
+        """Render messages unchanged, to test the template; raises any error."""
         day = datetime.now(UTC)
         told = messages if self.habits.plain else in_parts(messages)
         return self._compiled().render(told, add_generation_prompt=header, started=day, tools=tools)
@@ -298,7 +301,7 @@ class Tokenizer:
         return found if habits.plain else in_parts(found)
 
     def as_tools(self, tools: Any) -> Any:
-        """Return a copy of tools, for `render`, no text of which can become a special token."""
+        """Return a copy of tools, for `render`, none of whose texts can become a special token."""
         return self._controls.mark_all(tools)
 
     def render(
@@ -312,8 +315,8 @@ class Tokenizer:
     ) -> str:
         """Return the text of a whole conversation; raises `TemplateError`.
 
-        If the template knows no tools, they are described in the system message (`with_tools`). Messages of
-        roles that it does not render one after the other are joined. `variables` are for it.
+        If the template knows no tools, they are described in the system message (`with_tools`). Successive
+        messages whose roles it does not render in a row are joined. `variables` are passed to the template.
 
         A template that asks for the date gets `started`, the day when the session began: with the present
         date, the same conversation would render differently tomorrow.
@@ -345,9 +348,9 @@ class Tokenizer:
         return self._chat
 
     def _turn_ends(self) -> frozenset[int]:
-        """Find the token that the template writes behind an answer; none if it writes other text there."""
+        """Return the token that the template writes after an answer; empty if it writes other text there."""
         said = ""
-        with suppress(Exception):  # no template, or one that refuses this
+        with suppress(Exception):  # there is no template, or it refuses this
             said = self._probe([{"role": "user", "content": "question"}, _ANSWER])
         behind = said[said.rindex(_PROBE) + len(_PROBE) :].lstrip() if _PROBE in said else ""
         added = self._rust.get_added_tokens_decoder()
@@ -358,13 +361,13 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> bytes:
-        """A digest of what makes tokens of a text, so without the chat template; computed on first use."""
+        """A digest of everything that turns text into tokens, but not the template; computed on first use."""
         if self._fingerprint is None:
             self._fingerprint = blake2b(self._rust.to_str().encode(), digest_size=16).digest()
         return self._fingerprint
 
     def has_tokens_of(self, other: Tokenizer) -> bool:
-        """Say whether both know the same tokens by the same ids, however they find those of a text."""
+        """Return whether both have the same tokens with the same ids, even if they split text differently."""
         ours, theirs = self._rust, other._rust
         return self.fingerprint == other.fingerprint or ours.get_vocab() == theirs.get_vocab()
 
@@ -395,14 +398,14 @@ class Tokenizer:
         return ids
 
     def _inside(self, text: str) -> list[int]:
-        """Encode `text` after a character that takes the added space; return the tokens without both."""
+        """Encode `text` after a character that gets the added space; return the tokens without either."""
         ids = self._ids(_SHIELD + text)
         head = b""
         for i, token in enumerate(ids):
             head += self.token_bytes(token)
             if head == b" " + _SHIELD.encode():
                 return ids[i + 1 :]
-        return self._ids(text)  # a vocabulary without this byte: an added space is the lesser fault
+        return self._ids(text)  # the vocabulary lacks this byte; accept an added space
 
     def _join(self, ids: Sequence[int]) -> bytes:
         return b"".join(map(self.token_bytes, ids))
@@ -411,7 +414,7 @@ class Tokenizer:
         name = self._rust.id_to_token(token)
         if name is None:
             return b""
-        # After another token, because decoders cut a space at the beginning.
+        # Decode after another token, because decoders drop a space at the beginning.
         text: str = self._rust.decode([self._guard, token], skip_special_tokens=False)[
             len(self._guard_text) :
         ]
@@ -424,7 +427,7 @@ class Tokenizer:
         return text.encode()
 
     def _find_ends(self) -> tuple[list[int], list[int]]:
-        """Find the tokens that the tokenizer itself puts before a text, and after it."""
+        """Return the tokens that the tokenizer itself puts before a text, and those after it."""
         plain = self._ids("a")
         ids: list[int] = self._rust.encode("a", add_special_tokens=True).ids
         for i in range(len(ids) - len(plain) + 1):
@@ -448,7 +451,7 @@ _BYTE_OF: Final = _byte_alphabet()
 
 
 def _has_others(messages: Iterable[Mapping[str, Any]]) -> bool:
-    """Say whether there are messages of other roles than the system's."""
+    """Return whether any message has another role than system or developer."""
     return any(message.get("role") not in ("system", "developer") for message in messages)
 
 

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
     from .model_files import Progress
 
-#: Count up when the stored form changes.
+#: The version of the stored form; increment it when the form changes.
 _FORM: Final = 2
-#: Every file from which transformers may read something about a tokenizer.
+#: All files from which transformers may read something about a tokenizer.
 _PATTERNS: Final = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.jsonl", "*/*.jinja")
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class LoadedTokenizer(Protocol):
-    """What `Tokenizer` needs of a Hugging Face tokenizer. `backend_tokenizer` is a `tokenizers.Tokenizer`."""
+    """The part of a Hugging Face tokenizer that `Tokenizer` uses; the backend is a `tokenizers.Tokenizer`."""
 
-    chat_template: Any  # one, or several by their names, or None
+    chat_template: Any  # a text, a mapping or list of named ones, or None
     eos_token_id: Any
     backend_tokenizer: Any
     special_tokens_map: Any
@@ -61,13 +61,13 @@ def load(folder: Path, store: Path | None = None, progress: Progress | None = No
     """Load the tokenizer of a model folder. Raises `ModelError`.
 
     `store` is a folder for loaded tokenizers. A stored one is used while the model folder's files and the
-    libraries are the same. If the store cannot be read or written, only time is lost. `progress` hears of a
-    tokenizer that is not stored yet.
+    libraries are the same. If the store cannot be read or written, only time is lost. `progress` is called
+    only for a tokenizer that is not stored yet.
     """
     if store is None:
         return _load(folder)
     path, key = _place(folder, store), _key(folder)
-    with suppress(Exception):  # whatever is wrong with the file, it is written anew
+    with suppress(Exception):  # a missing or broken file is written anew
         found = msgspec.json.decode(path.read_bytes(), type=_Form)
         if found.key == key:
             rust = Tokenizer.from_str(found.tokenizer)
@@ -82,9 +82,9 @@ def load(folder: Path, store: Path | None = None, progress: Progress | None = No
 
 
 def keep(rust: Tokenizer, config: Mapping[str, Any], folder: Path, store: Path) -> None:
-    """Store a tokenizer of the class `PreTrainedTokenizerFast` as transformers would load it from its folder.
+    """Store a `PreTrainedTokenizerFast` in the form in which transformers would load it from its folder.
 
-    `rust` is what the folder's tokenizer.json has, and is changed; `config` is the tokenizer_config.json. If
+    `rust` is the tokenizer of tokenizer.json, and is modified; `config` is tokenizer_config.json. If
     transformers would add tokens, nothing is stored.
     """
     named = {name: config[name] for name in _NAMED if name in config}
@@ -123,7 +123,7 @@ def _keep(loaded: LoadedTokenizer, path: Path, key: str) -> None:
 
 
 def _key(folder: Path) -> str:
-    """Name the state of the folder's small files, and of the libraries that read them."""
+    """Digest the state of the folder's small files, and the versions of the libraries that read them."""
     files = sorted({path for pattern in _PATTERNS for path in folder.glob(pattern)})
     stamps = [(str(path.relative_to(folder)), *_stamp(path)) for path in files]
     whole = repr((_FORM, version("transformers"), version("tokenizers"), stamps))
@@ -141,7 +141,7 @@ def _load(folder: Path) -> LoadedTokenizer:
         hf: LoadedTokenizer = hf_class.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # noqa: BLE001  # the library passes on any error of its parsers
         raise ModelError(f"{folder} has no tokenizer that can be read: {one_line(error)}") from None
-    if not hf.chat_template:  # transformers reads this file with a model of several kinds of input only
+    if not hf.chat_template:  # transformers reads this file for multimodal models only
         written = folder / "chat_template.json"
         hf.chat_template = read_json(written).get("chat_template") if written.exists() else None
     if not hasattr(hf, "backend_tokenizer"):
@@ -150,7 +150,7 @@ def _load(folder: Path) -> LoadedTokenizer:
 
 
 def _import_transformers() -> Any:
-    """Import transformers without its advice to install PyTorch, which is not needed here."""
+    """Import transformers without its warning that PyTorch is missing, which is not needed here."""
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(name)
     os.environ[name] = "1"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import SocketStream
 
-    from worker.process.settings import Endpoint
+    from worker.process.setting_kinds import Endpoint
 
 _MAX_HEAD_BYTES: Final = 8192
 _PATIENCE_S: Final = 5.0

@@ -1,1 +1,1 @@
-"""What the process is: settings, keys, its directory and lock, tasks and clock."""
+"""The process around the worker's parts: settings, keys, data directory and lock, tasks and clock."""

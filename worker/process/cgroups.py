@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: For each version: limits, what is used, and the name of the files' share of that in `memory.stat`.
+#: File names by cgroup version: the limits, the usage, and the field of `memory.stat` for file pages.
 _V2: Final = (("memory.max", "memory.high"), "memory.current", "inactive_file")
 _V1: Final = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 
@@ -26,12 +26,12 @@ def left_bytes(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys
 
 
 def limit_bytes(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the tightest limit of this process, whatever is used of it; None if it has none."""
+    """Return the bytes of this process's tightest limit, used or not; None if it has no limit."""
     return min((limit for limit, _ in _limits(own, mounted)), default=None)
 
 
 def _limits(own: Path, mounted: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limits of this process's groups, each with what is used of it, in bytes."""
+    """Yield each limit of this process's groups with the group's usage, in bytes."""
     try:
         lines = own.read_text().splitlines()
     except (OSError, UnicodeDecodeError):
@@ -48,9 +48,9 @@ def _limits(own: Path, mounted: Path) -> Iterator[tuple[int, int]]:
 def _of_group(
     root: Path, path: str, limits: tuple[str, ...], used: str, files: str
 ) -> Iterator[tuple[int, int]]:
-    """Yield the limits, and what is used, from the process's group up to the root.
+    """Yield limits and usage, in bytes, from the process's group up to the root group.
 
-    In a container only its own groups are visible.
+    A container sees only its own groups.
     """
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
@@ -59,7 +59,7 @@ def _of_group(
         with contextlib.suppress(OSError, ValueError):
             taken = int((folder / used).read_text()) - _stat(folder / "memory.stat").get(files, 0)
             for name in limits:
-                with contextlib.suppress(OSError, ValueError):  # "max", or a file of newer kernels
+                with contextlib.suppress(OSError, ValueError):  # "max", or a file that older kernels lack
                     yield int((folder / name).read_text()), taken
 
 

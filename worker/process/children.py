@@ -1,4 +1,4 @@
-"""Runs processes of this program that end with it."""
+"""Runs this program in child processes, which end with their parent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import Process
 
-#: Begins the command line of this program.
+#: The first words of this program's command line.
 PROGRAM: Final = (sys.executable, "-P", "-m", "commands")
 
 
@@ -27,10 +27,10 @@ async def child(
     patience_s: float,
     stdout: int | None = None,
 ) -> AsyncIterator[Process]:
-    """Run this program as another process until the block ends; after `patience_s` it is killed.
+    """Run this program as a child process; at the end of the block, terminate it, after `patience_s` kill it.
 
-    It has a session of its own, as Ctrl-C is for this process. Its standard input is a pipe, whose other end
-    is closed if this process dies in any way: it must end then.
+    The child has its own process session, since Ctrl-C is for this process only. Its standard input is a
+    pipe, which closes if this process dies in any way: the child must end then.
     """
     async with await anyio.open_process(
         [*PROGRAM, *arguments],

@@ -1,4 +1,4 @@
-"""The clocks that the parts above the device read. A simulation replaces `source`."""
+"""The clocks for all code above the device. A simulation replaces `source`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Protocol
 
 
 class Clocks(Protocol):
-    """What is asked of a clock; the module `time` has it."""
+    """The functions of a clock; the module `time` has both."""
 
     def time(self) -> float:
         """Return the seconds since 1970, by the wall clock."""
 
     def monotonic(self) -> float:
-        """Return seconds that never go back."""
+        """Return the seconds of a clock that never goes back."""
 
 
 source: Clocks = real
@@ -25,5 +25,5 @@ def time() -> float:
 
 
 def monotonic() -> float:
-    """Return seconds that never go back."""
+    """Return the seconds of a clock that never goes back."""
     return source.monotonic()

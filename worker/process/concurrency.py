@@ -44,7 +44,7 @@ async def task_group() -> AsyncIterator[TaskGroup]:
 
 @asynccontextmanager
 async def background(part: Callable[[], Coroutine[Any, Any, object]]) -> AsyncIterator[None]:
-    """Run a part until the block ends."""
+    """Run `part` as a task until the block ends, then cancel it."""
     async with task_group() as tasks:
         tasks.start_soon(part)
         yield
@@ -57,6 +57,11 @@ async def in_thread(work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T
     A cancelled caller still waits until the work is done, as threads cannot be cancelled.
     """
     return await anyio.to_thread.run_sync(partial(work, *args, **named))
+
+
+async def step_in_thread(tasks: TaskGroup, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+    """Run blocking work on a thread, in a task of `tasks`: that group waits if the caller is cancelled."""
+    return await tasks.start_soon(partial(in_thread, work, *args, **named))
 
 
 async def shielded(end: Callable[P, Awaitable[object]], *args: P.args, **named: P.kwargs) -> None:

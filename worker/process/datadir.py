@@ -1,4 +1,4 @@
-"""A worker's data directory: its layout, and the lock that gives it to one worker.
+"""A worker's data directory: its layout, and the lock that reserves it for one worker.
 
 Knows nothing of the contents of its folders.
 """
@@ -24,7 +24,7 @@ LOCK_NAME: Final = "worker.lock"
 #: The file with the token of the worker's own NATS server.
 TOKEN_NAME: Final = "nats-token"  # noqa: S105  # a name
 
-#: A worker that has not started its server for so long does something else, such as a download.
+#: A worker that has no server after this time is doing something else, such as a download.
 _STARTING_S: Final = 120.0
 _MAX_NOTE_BYTES: Final = 2**16
 
@@ -64,8 +64,8 @@ class DataDir:
     ) -> DataDir:
         """Create the directory if needed, check that it is writable, and lock it.
 
-        `worker` is the name that another worker reads from the lock file, and whether it `has_model` or was
-        told to unload it, `nats` what `noted_nats` reads there; None keeps it. Raises `DataDirError`.
+        Writes into the lock file, for other processes: the name `worker`, whether it `has_model` or has
+        unloaded it, and `nats`, which `noted_nats` reads; None keeps the last one. Raises `DataDirError`.
         """
         path = path.absolute()
         fd = -1
@@ -75,19 +75,10 @@ class DataDir:
             fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The file is never unlinked: two workers could then each lock an inode of this name.
-            last, inode = _read_note(fd), os.fstat(fd).st_ino
-            # A copy of the directory has another inode, and its lock says nothing of the original's worker.
-            last = last if last.get("inode") == inode else {}
-            name, nats = last.get("directory") or uuid4().hex, nats or last.get("nats")
-            os.ftruncate(fd, 0)
-            note = {"pid": os.getpid(), "worker": worker, "directory": name, "inode": inode, "nats": nats}
-            note |= {} if has_model else {"unloaded": True}
-            os.pwrite(fd, json.dumps(note).encode(), 0)
-            os.fsync(fd)  # a full disk fails here, not in the middle of a turn
-            opened = cls(path, fd, name)
+            opened = cls(path, fd, _note_worker(fd, worker, nats, has_model=has_model))
             for folder in (opened.nats, opened.models, opened.snapshots, opened.logs):
                 folder.mkdir(mode=0o700, exist_ok=True)
-                if folder != opened.models:  # a copied directory may be readable for all
+                if folder != opened.models:  # a copied directory may be readable by all users
                     folder.chmod(0o700)
         except BlockingIOError:
             owner = _owner(fd)
@@ -104,22 +95,22 @@ class DataDir:
 
     @property
     def nats(self) -> Path:
-        """The store of the embedded NATS server."""
+        """The folder of the embedded NATS server's store."""
         return self.path / "nats"
 
     @property
     def models(self) -> Path:
-        """Models converted to MLX folders."""
+        """The folder of models: converted ones, and those that the user put there."""
         return self.path / "models"
 
     @property
     def snapshots(self) -> Path:
-        """KV snapshots and their index."""
+        """The folder of KV snapshots and their index."""
         return self.path / "snapshots"
 
     @property
     def logs(self) -> Path:
-        """Logs of the processes that belong to the worker."""
+        """The folder of logs of the worker's child processes."""
         return self.path / "logs"
 
     def close(self) -> None:
@@ -138,19 +129,19 @@ class DataDir:
 
 
 def owner(path: Path) -> str | None:
-    """Return the name and process of the worker that has locked a data directory; None if it has ended."""
+    """Return, as text, the name and pid of the worker that runs on a data directory; None if none runs."""
     held = _holder(path)
     return held.name if held else None
 
 
 def holder_pid(path: Path) -> int | None:
-    """Return the worker's process that has locked a data directory; None if it has ended."""
+    """Return the pid of the worker that runs on a data directory; None if none runs."""
     held = _holder(path)
     return held.pid if held else None
 
 
 def noted_nats(path: Path) -> str | int | None:
-    """Return where the last worker on a data directory had NATS: the URLs, or the port of its own server."""
+    """Return the NATS server of a data directory's last worker: its URLs, or the port of the own server."""
     try:
         fd = os.open(path / LOCK_NAME, os.O_RDONLY)
     except OSError:
@@ -163,20 +154,20 @@ def noted_nats(path: Path) -> str | int | None:
 
 
 def starting_pid(path: Path) -> int | None:
-    """Return the worker's process that locked a data directory a short time ago; None if none did."""
+    """Return the pid of a worker that locked a data directory a short time ago; None if none did."""
     held = _holder(path)
     is_starting = held is not None and not held.is_unloaded and time.time() - held.locked_s < _STARTING_S
     return held.pid if held and is_starting else None
 
 
 def is_unloaded(path: Path) -> bool:
-    """Say whether the worker of a data directory was told to unload its model, and keeps its place."""
+    """Return whether the worker of a data directory has unloaded its model and only holds the lock."""
     held = _holder(path)
     return held is not None and held.is_unloaded
 
 
 class _Holder(NamedTuple):
-    """Who has locked a data directory, and when; `name` has the process too."""
+    """The process that has locked a data directory, and when; `name` is for people and includes the pid."""
 
     pid: int
     locked_s: float
@@ -185,11 +176,11 @@ class _Holder(NamedTuple):
 
 
 def _holder(path: Path) -> _Holder | None:
-    """Return the worker that runs on a data directory.
+    """Return the worker that runs on a data directory; None if none runs.
 
-    Does not try the lock, since that would refuse it to a worker that starts at this moment.
+    Does not try to lock: a worker that starts at this moment would then find the directory locked.
     """
-    import psutil  # here, as most commands need none
+    import psutil  # imported here, since most commands do not need it
 
     with contextlib.suppress(OSError, psutil.Error):
         fd = os.open(path / LOCK_NAME, os.O_RDONLY)
@@ -205,15 +196,29 @@ def _holder(path: Path) -> _Holder | None:
 
 def _owner(lock_fd: int) -> str:
     owner = _read_note(lock_fd)
-    if "pid" not in owner:  # locked, but nothing written yet
+    if "pid" not in owner:  # it has locked the file, but not yet written to it
         return "another worker that is just starting"
     name = f"worker {owner['worker']} " if owner.get("worker") else "a worker "
     unloaded = ", whose model was unloaded: Serve in its console loads one" if owner.get("unloaded") else ""
     return f"{name}(pid {owner['pid']}{unloaded})"
 
 
+def _note_worker(fd: int, worker: str, nats: str | int | None, *, has_model: bool) -> str:
+    """Write into the lock file who holds the lock; return the directory's name, made if it has none."""
+    last, inode = _read_note(fd), os.fstat(fd).st_ino
+    # In a copy of the directory the file has another inode: the note is that of the original's worker.
+    last = last if last.get("inode") == inode else {}
+    name, nats = last.get("directory") or uuid4().hex, nats or last.get("nats")
+    os.ftruncate(fd, 0)
+    note = {"pid": os.getpid(), "worker": worker, "directory": name, "inode": inode, "nats": nats}
+    note |= {} if has_model else {"unloaded": True}
+    os.pwrite(fd, json.dumps(note).encode(), 0)
+    os.fsync(fd)  # a full disk fails here, not in the middle of a turn
+    return name
+
+
 def _read_note(lock_fd: int) -> dict[str, Any]:
-    """Read the note of the last owner from the lock file."""
+    """Read what the last owner wrote into the lock file; empty if it cannot be read."""
     try:
         note = json.loads(os.pread(lock_fd, _MAX_NOTE_BYTES, 0))
     except (OSError, ValueError):

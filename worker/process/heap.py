@@ -19,19 +19,19 @@ _TOP_PAD: Final = -2
 _MMAP_THRESHOLD: Final = -3
 _ARENA_MAX: Final = -8
 
-#: glibc's maximum for a threshold: a larger block gets its own mapping, unmapped when freed.
+#: glibc's maximum of this threshold: a larger allocation gets its own mapping, unmapped when freed.
 _LARGEST: Final = 32 << 20
 _STEP: Final = 16 << 20
 
 
 class Spare:
-    """Spare memory that a separate thread writes to once while the process starts.
+    """Spare memory, touched by a thread of its own while the process starts.
 
     Create it before other threads: a thread that already has its own heap keeps that heap.
     """
 
     def __init__(self, size_bytes: int) -> None:
-        """`size_bytes` (at most 1 GiB) is also how much freed memory is kept. 0 turns this class off."""
+        """Reserve `size_bytes` (at most 1 GiB), also the limit of freed memory to keep; 0 turns this off."""
         self._libc = _glibc() if size_bytes else None
         self._addresses: list[int] = []
         self._thread: threading.Thread | None = None
@@ -40,7 +40,7 @@ class Spare:
         self._libc.mallopt(_ARENA_MAX, 1)
         self._libc.mallopt(_MMAP_THRESHOLD, _LARGEST)
         self._libc.mallopt(_TRIM_THRESHOLD, size_bytes + _LARGEST)
-        self._libc.mallopt(_TOP_PAD, size_bytes)  # kept when glibc returns the excess to the system
+        self._libc.mallopt(_TOP_PAD, size_bytes)  # what glibc keeps when it returns memory to the system
         self._addresses = [self._libc.malloc(_STEP) for _ in range(size_bytes // _STEP)]
         self._thread = threading.Thread(target=self._write, name="spare memory", daemon=True)
         self._thread.start()
@@ -56,7 +56,7 @@ class Spare:
 
     def _write(self) -> None:
         for address in self._addresses:
-            if address:  # else malloc failed
+            if address:  # 0 if malloc failed
                 ctypes.memset(address, 0, _STEP)
 
 

@@ -1,7 +1,8 @@
-"""Knows how Turnkeep was installed: the commands that run it, and that install packages beside it."""
+"""Finds out how Turnkeep was installed: the commands that run it, and that install more packages."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -9,22 +10,39 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
+
+from turnkeep_client.errors import TurnkeepError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _PIP: Final = re.compile(r"(?<![\w/])pip install ('turnkeep(?P<extra>\[\w+\])')?")
 
 
 def program() -> str:
-    """Return the command that runs this program: `turnkeep`, or its path if it is not on the PATH."""
+    """Return the command that runs this program: `turnkeep`, or its path if the PATH does not find it."""
     called = Path(sys.argv[0])
     if called.name != "turnkeep" or shutil.which("turnkeep") == str(called.absolute()):
         return "turnkeep"
     return _from_here(called)
 
 
+@contextlib.contextmanager
+def http_libraries(extra: str) -> Iterator[None]:
+    """Guard imports of an HTTP server: raise `TurnkeepError` if libraries of the `extra` are missing."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        library = (missing.name or "").partition(".")[0]
+        if library not in {"starlette", "uvicorn", "h11"}:
+            raise
+        raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[{extra}]' brings it") from None
+
+
 def as_installed(message: str) -> str:
-    """Adapt a message to this installation.
+    """Adapt the commands in a message to this installation.
 
     Replaces `pip install` by this environment's pip, and `'turnkeep[EXTRA]'` by the path of a checkout.
     """
@@ -52,6 +70,6 @@ def _checkout() -> str | None:
 
 
 def _from_here(path: Path) -> str:
-    """Return a path as a user in the working directory would write it."""
+    """Return a path as text, as a user in the working directory would type it."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,6 +1,6 @@
-"""Opens what the snapshots on disk need besides their directory: the encryption key, and the remote tier.
+"""Opens the encryption key and the remote tier of the snapshots on disk.
 
-For the worker, and for commands on its directory.
+For the worker, and for commands that use its data directory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def cache_access(settings: Settings) -> Access:
-    """Read the key, if one is set. Raises `SettingsError`."""
+    """Read the encryption key, if the settings name one. Raises `SettingsError`."""
     from cache.store import access_by  # most commands need no cache
 
     try:
@@ -29,7 +29,7 @@ def cache_access(settings: Settings) -> Access:
 
 
 def remote_tier(settings: Settings, access: Access) -> Tier | None:
-    """Open the remote tier, if one is set. Blocking; raises `SettingsError`."""
+    """Open the remote tier, if the settings name one. Blocks; raises `SettingsError`."""
     from cache.store import tier_at
 
     if settings.remote_tier is None:

@@ -1,0 +1,129 @@
+"""Which deliveries are accepted, and which are returned to the server; without a server."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_fold import STORED
+
+from worker.observe.telemetry import Telemetry
+from worker.wire.intake import Intake
+
+
+class Delivered(SimpleNamespace):
+    """A delivery as nats-py gives it."""
+
+    def __init__(self, session: str, seq: int, num_delivered: int = 1, tenant: str = "t") -> None:
+        metadata = SimpleNamespace(
+            sequence=SimpleNamespace(stream=seq), num_delivered=num_delivered, timestamp=STORED
+        )
+        super().__init__(subject=f"turnkeep.{tenant}.{session}.in", data=b"", metadata=metadata)
+
+    is_acked = False
+
+    async def ack(self) -> None:
+        self.is_acked = True
+
+    async def nak(self, *, delay: float) -> None:
+        pass
+
+    async def term(self) -> None:
+        self.is_terminated = True
+
+
+def intake_for(max_sessions: int, max_sessions_per_tenant: int = 1, **journal: Any) -> Any:
+    parts: Any = [None, None, Telemetry(), SimpleNamespace(server="s", **journal)]
+    return Intake(
+        *parts,
+        holds=lambda _: True,
+        route=lambda *_: None,
+        ack_wait_s=0.03,
+        max_sessions=max_sessions,
+        max_sessions_per_tenant=max_sessions_per_tenant,
+        max_message_bytes=2**20,
+    )
+
+
+async def test_a_tenant_gets_places_up_to_its_limit_and_its_share_when_all_are_taken() -> None:
+    intake, accepted = intake_for(4, 3), []
+    tenants = ["loud"] * 4 + ["mid", "loud", "quiet", "quiet", "mid", "new", "new"]
+    for seq, tenant in enumerate(tenants):
+        await intake.deliver(Delivered(f"s{seq}", seq, tenant=tenant), lambda one: accepted.append(one.seq))
+    assert accepted == [0, 1, 2, 4, 6, 9]
+    assert (intake.num_returned, intake.sessions_by_tenant["loud"]) == (5, 3)
+    for key in intake.at_work[:3]:
+        assert not intake._has_room("loud"), "others have come in its place"
+        await intake.ack(key)
+    assert intake.sessions_by_tenant == {"mid": 1, "quiet": 1, "new": 1}
+
+
+async def test_the_newest_request_of_a_session_stays_without_ack_and_its_last_delivery_gets_it() -> None:
+    intake = intake_for(1)
+    deliveries = [Delivered("a", seq, num) for seq, num in ((5, 1), (9, 1), (9, 2), (7, 1))]
+    for one in deliveries:
+        await intake.deliver(one, lambda _: None)
+    assert [one.is_acked for one in deliveries] == [True, False, False, True]
+    await intake.ack(intake.at_work[0])
+    assert [one.is_acked for one in deliveries] == [True, False, True, True]
+
+
+async def test_what_a_server_has_lost_by_its_restart_is_no_anchor_though_its_sequence_is_used_again() -> None:
+    stored = {5: STORED, 6: STORED + timedelta(seconds=1)}
+
+    async def entry(seq: int) -> Any:
+        return SimpleNamespace(stored=stored[seq]) if seq in stored else None
+
+    intake = intake_for(9, 9, entry=entry)
+    for seq in (5, 6, 7):
+        await intake.deliver(Delivered(f"s{seq}", seq), lambda _: None)
+    intake._journal.server = "the next one"
+    await intake.deliver(Delivered("s8", 8), lambda _: None)
+    assert [key.session for key in intake.at_work] == ["s5", "s8"]
+
+
+async def test_a_request_whose_names_form_no_subject_is_refused_once_however_often_it_comes() -> None:
+    refused: list[int] = []
+
+    async def refuse(_subject: str, seq: int, _why: str) -> None:
+        refused.append(seq)
+
+    intake = intake_for(1, refuse=refuse)
+    deliveries = [Delivered("*", seq, num) for seq, num in ((4, 1), (5, 1), (4, 2))]
+    for one in deliveries:
+        await intake.deliver(one, lambda _: None)
+    assert refused == [4, 5]
+    assert all(one.is_terminated for one in deliveries)
+
+
+async def test_giving_back_a_request_does_not_clear_it_of_doubt() -> None:
+    rung: list[Any] = []
+    intake = intake_for(1)
+    for delivered in (Delivered("a", 9), Delivered("b", 5, 2), Delivered("c", 10)):
+        await intake.deliver(delivered, rung.append)
+    assert (intake.num_sessions, intake.num_returned) == (1, 2)
+    for session, seq, num_delivered in (("b", 5, 3), ("c", 10, 2)):
+        await intake.ack(rung[-1].key)
+        await intake.deliver(Delivered(session, seq, num_delivered), rung.append)
+    assert [(one.seq, one.again, one.first_seq) for one in rung] == [
+        (9, False, 9),
+        (5, True, 9),
+        (10, False, 9),
+    ]
+
+
+async def test_a_returned_request_that_leaves_the_log_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close removes requests that wait to be delivered again. Counted for ever, they delay all others."""
+    monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.01)
+    monkeypatch.setattr("worker.wire.intake._GONE_S", 0.02)
+    intake = intake_for(0)
+    await intake.deliver(Delivered("a", 5), lambda _: None)
+    assert intake.num_returned == 1
+    keeping = asyncio.create_task(intake.keep_alive())
+    async with asyncio.timeout(5):
+        while intake.num_returned:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    keeping.cancel()

@@ -1,0 +1,245 @@
+"""Defines the kinds of settings, such as sizes and choices: how to parse and format their values."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+from cache.names.policy import FULL, Policy
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import DEFAULT_RESIDENT, DEFAULT_SINK, DEFAULT_WINDOW
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KIB: Final = 2**10
+MIB: Final = 2**20
+GIB: Final = 2**30
+TIB: Final = 2**40
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A type of settings: parses and formats values. `wants` completes the sentence "it must be ...".
+
+    `shape` is the placeholder in the command line's help: the choices, or a word such as SIZE.
+    """
+
+    wants: str
+    shape: str
+    parse: Callable[[object], Any]  # raises ValueError
+    show: Callable[[Any], str] = str
+
+
+_HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*")
+
+
+class Endpoint(NamedTuple):
+    """An address to listen on."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_SIZE_UNITS: Final = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for suffix, base in (("b", 1000), ("ib", 1024), ("", 1024))
+}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(|ms|s|m|h|d)")
+_DURATION_UNITS: Final = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_size(value: object) -> int:
+    """Parse bytes from a number or from `8GiB`, `500MB`, `64k` (KiB) and the like. Raises ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(text(value))
+    unit = _SIZE_UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(value)
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def parse_duration(value: object) -> float:
+    """Parse seconds from a number or from `5s`, `250ms`, `2m`, `1h`, `7d`. Raises ValueError."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    match = _DURATION.fullmatch(text(value))
+    if match is None:
+        raise ValueError(value)
+    return float(match[1]) * _DURATION_UNITS[match[2]]
+
+
+def text(value: object) -> str:
+    """Strip white space around a text. Raises ValueError if nothing is left, or for another type."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(value)
+    return value.strip()
+
+
+def _whole(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(value)  # noqa: TRY004  # one error type for all invalid values
+    return int(value)
+
+
+def bits(value: object) -> int:
+    """Parse the number of bits of quantised KV. Raises ValueError."""
+    bits = _whole(value)
+    if bits not in {4, 8}:
+        raise ValueError(value)
+    return bits
+
+
+_POLICY_TEXT = re.compile(
+    r"(?P<paged>paged(?::\s*(\d{1,9}))?)|sink_window(?::\s*([1-9]\d{0,8}),\s*([1-9]\d{0,8}))?"
+)
+
+
+def _policy(value: object) -> Policy:
+    match = _POLICY_TEXT.fullmatch(text(value))
+    if match is None:
+        raise ValueError(value)
+    if match["paged"]:
+        return Policy.paged(int(match[2] or DEFAULT_RESIDENT), sink=DEFAULT_SINK)
+    return Policy(int(match[3] or DEFAULT_SINK), int(match[4] or DEFAULT_WINDOW))
+
+
+def _within(parse: Callable[[object], float], low: float, high: float) -> Callable[[object], Any]:
+    def parse_within(value: object) -> float:
+        number = parse(value)
+        if not (math.isfinite(number) and low <= number <= high):
+            raise ValueError(value)
+        return number
+
+    return parse_within
+
+
+def count(low: int, high: int) -> Kind:
+    """Return the kind of whole numbers from `low` to `high`."""
+    return Kind(f"a whole number from {low} to {high}", "N", _within(_whole, low, high))
+
+
+def size(low: int, high: int = 1024 * TIB) -> Kind:
+    """Return the kind of sizes from `low` to `high` bytes."""
+    wants = f"a size from {size_text(low)} to {size_text(high)}, such as 8GiB, 500MB or a number of bytes"
+    return Kind(wants, "SIZE", _within(parse_size, low, high), size_text)
+
+
+def duration(low: float, high: float) -> Kind:
+    """Return the kind of durations from `low` to `high` seconds."""
+    wants = f"a duration from {low:g} to {high:.12g} seconds, such as 5, 5s or 2m"
+    return Kind(wants, "TIME", _within(parse_duration, low, high), lambda value: f"{value:g}")
+
+
+def choice(*words: str) -> Kind:
+    """Return the kind of settings whose value is one of `words`."""
+
+    def parse(value: object) -> str:
+        if value not in words:
+            raise ValueError(value)
+        return str(value)
+
+    return Kind("one of " + ", ".join(words), "|".join(words), parse)
+
+
+def word_or(word: str, meaning: object, kind: Kind) -> Kind:
+    """Return a kind that also accepts `word`, which means `meaning`, for example None.
+
+    So one source of settings can undo a value from a source that it overrides.
+    """
+    return Kind(
+        f"{word!r} or {kind.wants}",
+        f"{word}|{kind.shape}",
+        lambda value: meaning if value == word else kind.parse(value),
+        lambda value: word if value == meaning else kind.show(value),
+    )
+
+
+def named(wants: str, check: Callable[[str], str]) -> Kind:
+    """Return the kind of names that `check` accepts; for others it raises `InvalidMessageError`."""
+
+    def parse(value: object) -> str:
+        try:
+            return check(text(value))
+        except InvalidMessageError as error:
+            raise ValueError(str(error)) from None
+
+    return Kind(wants, "NAME", parse)
+
+
+def _nats_url(value: object) -> str:
+    """Complete `host:port[,host:port]` to NATS URLs; ports may be missing. Raises ValueError."""
+    urls = [
+        url if "://" in url else f"nats://{url}" for url in (part.strip() for part in text(value).split(","))
+    ]
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in {"nats", "tls", "ws", "wss"} or not parts.hostname or parts.port == 0:
+            raise ValueError(url)
+        # A password with such a character, not percent-encoded, would be sent only up to it.
+        if parts.query or parts.fragment or (parts.path.strip("/") and parts.scheme in {"nats", "tls"}):
+            raise ValueError(url)
+    return ",".join(urls)
+
+
+def _endpoint(value: object) -> Endpoint:
+    """Parse `HOST:PORT`, `[::1]:PORT`, or only a port, for the loopback address. Raises ValueError."""
+    host, _, port = str(_whole(value) if isinstance(value, int) else text(value)).rpartition(":")
+    if host and not _HOST.fullmatch(host):
+        raise ValueError(value)
+    return Endpoint(host.strip("[]") or "127.0.0.1", PORT.parse(port))
+
+
+def _http_url(value: object) -> str:
+    url = text(value)
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.query:
+        raise ValueError(url)
+    return url
+
+
+def policy_text(policy: Policy) -> str:
+    """Format a cache policy in the syntax of the setting (`str(policy)` is its identity instead)."""
+    return "full" if policy == FULL else POLICY.show(policy)
+
+
+def size_text(size_bytes: int) -> str:
+    """Format a size in the largest binary unit that keeps it whole: `8GiB`, `1536MiB`, `1000B`."""
+    for unit, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size_bytes and size_bytes % unit == 0:
+            return f"{size_bytes // unit}{name}"
+    return f"{size_bytes}B"
+
+
+PATH = Kind("a path", "PATH", lambda value: value if isinstance(value, Path) else Path(text(value)))
+PLACE = Kind("a directory, or a URL such as s3://bucket/prefix", "DIR|URL", text)
+PORT = count(1, 65535)
+ENDPOINT = Kind("HOST:PORT, or a port of 127.0.0.1, such as 9424", "HOST:PORT", _endpoint)
+MODEL = Kind("text", "MODEL", text)
+#: Secrets are never options, as other users can see command lines; `__repr__` omits them, too.
+SECRET = Kind("text", "TEXT", text, lambda _value: "***")
+POLICY = Kind(
+    "sink_window:SINK,WINDOW with two numbers of tokens from 1, such as sink_window:4,1024, or paged:RESIDENT"
+    " with one of 260 or more",
+    "sink_window:SINK,WINDOW|paged:RESIDENT",
+    _policy,
+    lambda one: f"paged:{one.most_tokens}" if one.recall else f"sink_window:{one.sink},{one.window}",
+)
+OPTIONAL_PATH = word_or("none", None, PATH)
+SYNC = Kind(
+    "a duration from 0.001 to 3600 seconds", "TIME", lambda v: f"{_within(parse_duration, 0.001, 3600)(v):g}s"
+)
+URL = Kind("a URL such as http://127.0.0.1:4318, without a password", "URL", _http_url)
+NATS_URLS = word_or(
+    "embedded", None, Kind("NATS URLs such as nats://host:4222, joined by commas", "URL", _nats_url)
+)
