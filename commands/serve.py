@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 import click
+import msgspec
 
 from worker.models.blas import computes_on_linux_cpu, preload
 from worker.observe.bare_structlog import structlog
@@ -141,7 +142,7 @@ def serve(
     if weigh:
         from .size import weigh as run_weigh
 
-        run_weigh(settings)
+        click.echo(msgspec.json.encode(run_weigh(settings)))
         return
     from worker.wire.broker import wait_for_port
 

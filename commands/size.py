@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-import msgspec
 
 from worker.process.formatting import size as in_units
 from worker.process.settings import SettingsError, parse_size, policy_text
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from worker.models.model import LoadedModel
     from worker.process.settings import Settings
     from worker.sizing import Load, Plan, Sized
+    from worker.supervisor import Needs
 
     from .flags import Given
 
@@ -129,8 +129,8 @@ def size(
     table(("model", named), _rows(settings, sized, load, found, drive_writes))
 
 
-def weigh(settings: Settings) -> None:
-    """Print what a model needs, for a supervisor."""
+def weigh(settings: Settings) -> Needs:
+    """Return what a model needs, with its draft model. Raises `ModelError`, `SettingsError`."""
     from worker.sizing import device_bytes, measure
     from worker.supervisor import Needs
 
@@ -145,7 +145,7 @@ def weigh(settings: Settings) -> None:
     least = sized.estimator.kv.held(block, ahead=block)
     usual = max(least, sized.kv.held(min(max_context, _USUAL_TOKENS), ahead=block))
     usual = min(usual, settings.max_memory or usual)
-    needs = Needs(
+    return Needs(
         folder=str(loaded.folder.absolute()),
         model=loaded.name,
         context_tokens=max_context,
@@ -154,7 +154,6 @@ def weigh(settings: Settings) -> None:
         usual_bytes=device_bytes(sized, usual, block=block, **sizes),
         memory_bytes=sized.estimator.limit_bytes,
     )
-    click.echo(msgspec.json.encode(needs))
 
 
 def _loaded(settings: Settings) -> tuple[LoadedModel, LoadedModel | None, str]:

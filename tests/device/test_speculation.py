@@ -21,6 +21,7 @@ from worker.batch.lookup import Lookup
 from worker.batch.row_sampler import RowSampler, Sampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.batch.trials import Trials
+from worker.device.drafting import check
 from worker.device.drafting import draft_model as draft_model_of
 from worker.device.served_model import ServedModel
 from worker.models.model_files import ModelError
@@ -258,6 +259,8 @@ def test_a_model_that_cannot_undo_a_draft_is_not_drafted_for(make_model, tmp_pat
         replace(loaded(make_model(kind)), tokenizer=SameTokens(), folder=tmp_path)  # type: ignore[arg-type]
         for kind in ("mamba2", "llama")
     )
+    with pytest.raises(ModelError, match="tiny cannot undo a draft; leave draft_model out"):
+        check(model, draft)
     with pytest.raises(ModelError, match="tiny cannot undo a draft; leave draft_model out"):
         ServedModel(
             model,

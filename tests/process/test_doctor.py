@@ -2,8 +2,11 @@
 
 import asyncio
 import dataclasses
+import json
 import os
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 from nats.aio.client import Client, ServerVersion
@@ -145,6 +148,57 @@ async def test_each_of_several_models_is_checked(small, tmp_path):
     models = {"a": small, "b": dataclasses.replace(small, model=str(tmp_path))}
     found = await asyncio.to_thread(checks, small, models)
     assert [(check.name, check.state) for check in found[-2:]] == [("model a", "ok"), ("model b", "fail")]
+
+
+@pytest.fixture
+def pair(settings, tiny_model, tmp_path):
+    """A model, and one with the same tokens that drafts for it."""
+    draft = shutil.copytree(tiny_model, tmp_path / "draft")
+    return dataclasses.replace(settings, model=str(tiny_model), draft_model=str(draft))
+
+
+def draft_of(settings):
+    _, draft = commands.checks._models(settings, runs=True)
+    return draft
+
+
+def test_a_draft_model_is_looked_at_with_the_model_that_it_drafts_for(pair):
+    draft = draft_of(pair)
+    assert (draft.name, draft.state) == ("draft model", "ok")
+    assert re.fullmatch(r".*/draft; with the model it needs \S+ MiB of \S+ \wiB", draft.found)
+
+
+def test_no_file_is_converted_to_look_at_a_draft_model(pair):
+    draft = draft_of(dataclasses.replace(pair, model=None))
+    assert draft.state == "ok"
+    assert not [*pair.data_dir.glob("models/*")]
+
+
+def test_a_draft_model_that_is_not_here_is_said(pair, tmp_path):
+    draft = draft_of(dataclasses.replace(pair, draft_model=str(tmp_path / "missing")))
+    assert (draft.name, draft.state) == ("draft model", "fail")
+
+
+def test_a_draft_model_with_other_tokens_fails(pair):
+    path = Path(pair.draft_model) / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    names = tokenizer["model"]["vocab"]
+    names["A"], names["B"] = names["B"], names["A"]
+    path.write_text(json.dumps(tokenizer))
+    draft = draft_of(pair)
+    assert (draft.state, draft.mend) == ("fail", "take one with the same tokenizer")
+    assert "has other tokens than" in draft.missing
+
+
+def test_a_draft_model_without_memory_fails(pair):
+    draft = draft_of(dataclasses.replace(pair, device_memory=2**20))
+    assert (draft.state, draft.missing) == ("fail", "memory for both")
+    assert "leave draft_model out" in draft.mend
+
+
+async def test_each_of_several_models_has_its_own_draft_model(small, pair):
+    found = await asyncio.to_thread(checks, small, {"a": small, "b": pair})
+    assert [check.name for check in found[-3:]] == ["model a", "model b", "draft model b"]
 
 
 def test_an_empty_model_folder_fails(settings, tmp_path):
