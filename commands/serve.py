@@ -1,7 +1,8 @@
 """`turnkeep serve`: a worker, or a supervisor of several, in the foreground, from settings to exit.
 
 The console beside it says on its output what shall change, a line each: `serve NAME` has the worker begin
-again with another model, `serve` with the one that was unloaded, and `unload NAME` without one.
+again with another model, `serve-undrafted NAME` so without the draft model, `serve` with the one that was
+unloaded, and `unload NAME` without one.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class Manner:
 @click.option("--weigh", is_flag=True, hidden=True, help="Print what the model needs, and end.")
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
 @click.option("--unloaded", metavar="NAME", hidden=True, help="Do not load the model, which has this name.")
+@click.option("--undrafted", is_flag=True, hidden=True, help="Leave the draft model out.")
 @with_settings()
 def serve(
     given: Given,
@@ -117,6 +119,7 @@ def serve(
     weigh: bool,
     until_eof: bool,
     unloaded: str | None,
+    undrafted: bool,
 ) -> None:
     """Run a worker, with its own NATS server unless --nats names one. Ctrl-C stops it.
 
@@ -157,8 +160,11 @@ def serve(
         for name, port, more in (("gateway", gateway_port, ("placeholders",)), ("console", console_port, ()))
         if port is not None
     }
-    if unloaded is not None and "console" in beside:
-        beside["console"] += ["--unloaded", unloaded]
+    for option, told in (("--unloaded", unloaded), ("--draft-model", settings.draft_model)):
+        if told is not None and "console" in beside:
+            beside["console"] += [option, told]
+    if undrafted:
+        settings = given.but(of=of, draft_model="none").load()
     manner = Manner(options=given.options(), beside=beside, of=of, until_eof=until_eof, unloaded=unloaded)
     if models:
         supervise(models, manner)
@@ -230,11 +236,15 @@ def again(words: Sequence[str], wish: str) -> list[str]:
     """Change the words of a command line as the console wishes; what an earlier wish has added goes."""
     verb, _, name = wish.partition(" ")
     changed = [*words]
-    for added in ("--unloaded", "--model"):
-        if changed[-2:-1] == [added] and (added == "--unloaded" or (verb == "serve" and name)):
-            del changed[-2:]
-    option = "--unloaded" if verb == "unload" else "--model"
-    return [*changed, option, name] if name else changed
+    if changed[-2:-1] == ["--unloaded"]:
+        del changed[-2:]
+    if verb == "unload" or not name:
+        return [*changed, "--unloaded", name] if name else changed
+    if changed[-1:] == ["--undrafted"]:
+        del changed[-1:]
+    if changed[-2:-1] == ["--model"]:
+        del changed[-2:]
+    return [*changed, "--model", name, *["--undrafted"][: verb == "serve-undrafted"]]
 
 
 def supervise(models: dict[str, Settings], manner: Manner) -> None:
