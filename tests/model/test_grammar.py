@@ -87,6 +87,30 @@ async def test_text_that_is_the_only_one_left_may_be_spelled_in_any_tokens(
     assert accepts(grammar, tokenizer.encode(tokenizer.as_text(text), at_start=False))
 
 
+async def test_the_only_text_left_is_told_in_the_tokenizer_s_tokens_and_no_mask_changes(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    number = {
+        "type": "object",
+        "properties": {"door_number": {"type": "integer"}},
+        "required": ["door_number"],
+    }
+    grammar = await grammars.compiled(JsonSchemaFormat(JsonSchema(number | {"additionalProperties": False})))
+    assert grammar is not None
+    asked, other = grammar.follow(()), grammar.follow(())
+    text = '{"door_number":'
+    for byte in text:
+        assert asked.forced() == tokenizer.encode(text, at_start=False)
+        assert allowed(asked.masks(())[0]) == allowed(other.masks(())[0])
+        token = tokenizer.encode(byte, at_start=False)
+        asked.push(token)
+        other.push(token)
+        text = text[1:]
+    assert asked.forced() == []
+    asked.push(tokenizer.encode("z", at_start=False))
+    assert asked.forced() == []
+
+
 async def test_a_draft_changes_nothing_and_ends_at_what_is_not_allowed(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
