@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from rich.text import Text
 
+from turnkeep_client.errors import TurnkeepError
 from worker.models import hub
 from worker.process.datadir import DataDir, DataDirError, DataDirInUseError
 from worker.process.formatting import size
@@ -67,10 +68,15 @@ def checks(settings: Settings, models: Mapping[str, Settings] = MappingProxyType
     Takes some seconds.
     """
     found = [_python(), _mlx(), _blas(), *_disk(settings)]
+    runs = found[1].state == "ok"
     found += [asyncio.run(_remote_nats(settings))] if settings.nats else _own_nats(settings)
     if not models:
-        return [*found, _model(settings)]
-    return [*found, *(replace(_model(one), name=f"model {name}") for name, one in models.items())]
+        return [*found, *_models(settings, runs=runs)]
+    several = ((name, _models(one, runs=runs)) for name, one in models.items())
+    return [
+        *found,
+        *(replace(check, name=f"{check.name} {name}") for name, some in several for check in some),
+    ]
 
 
 def exit_code(found: Iterable[Check]) -> int:
@@ -204,6 +210,44 @@ def _port(settings: Settings) -> Check:
         found = f"nats-server {greeting.get('version', '')}, named {name}" if greeting else ""
         return _failure("port", found, error)
     return Check("port", "ok", f"{port} is free")
+
+
+def _models(settings: Settings, *, runs: bool) -> list[Check]:
+    """Check the model and the draft model; together, if both are here and MLX `runs`."""
+    model = _model(settings)
+    if (name := settings.draft_model) is None:
+        return [model]
+    draft = replace(_model(replace(settings, model=name)), name="draft model")
+    return [model, _drafting(settings, draft) if runs and model.state == draft.state == "ok" else draft]
+
+
+def _drafting(settings: Settings, draft: Check) -> Check:
+    """Check whether the draft model can draft for the model, and whether there is memory for both.
+
+    Converts no GGUF file, and says nothing of one that was not converted yet.
+    """
+    from worker.models import catalog, model
+
+    from .size import weigh
+
+    packaged = catalog.packaged_gguf()
+    default = packaged.stem if packaged is not None else model.DEFAULT_ID
+    try:
+        both = [
+            catalog.named(name or default, settings.data_dir)
+            for name in (settings.model, settings.draft_model)
+        ]
+        if any(one.path.suffix == ".gguf" and not one.conversions for one in both):
+            return draft
+        needs = weigh(settings)
+    except TurnkeepError as error:
+        return _failure(draft.name, draft.found, error)
+    there = min(needs.memory_bytes, settings.device_memory or needs.memory_bytes)
+    found = f"{draft.found}; with the model it needs {size(needs.least_bytes)} of {size(there)}"
+    if needs.least_bytes <= there:
+        return replace(draft, found=found)
+    mend = "take a smaller one, or leave draft_model out"
+    return replace(draft, state="fail", found=found, missing="memory for both", mend=mend)
 
 
 def _model(settings: Settings) -> Check:

@@ -1,7 +1,8 @@
 """`turnkeep serve`: runs a worker, or a supervisor of several, in the foreground, from settings to exit.
 
 The console beside it prints its requests on standard output, one per line: `serve NAME` restarts the worker
-with that model, `serve` with the model that was unloaded, and `unload NAME` without a model.
+with that model, `serve-undrafted NAME` with it and without the draft model, `serve` with the model that was
+unloaded, and `unload NAME` without a model.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 import click
+import msgspec
 
 from worker.models.blas import computes_on_linux_cpu, preload
 from worker.observe.bare_structlog import structlog
@@ -106,6 +108,7 @@ class Manner:
 @click.option("--weigh", is_flag=True, hidden=True, help="Print what the model needs, and end.")
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
 @click.option("--unloaded", metavar="NAME", hidden=True, help="Do not load the model, which has this name.")
+@click.option("--undrafted", is_flag=True, hidden=True, help="Leave the draft model out.")
 @with_settings()
 def serve(
     given: Given,
@@ -116,6 +119,7 @@ def serve(
     weigh: bool,
     until_eof: bool,
     unloaded: str | None,
+    undrafted: bool,
 ) -> None:
     """Run a worker, with its own NATS server unless --nats names one. Ctrl-C stops it.
 
@@ -131,11 +135,15 @@ def serve(
     if weigh:
         from .size import weigh as run_weigh
 
-        run_weigh(settings)
+        click.echo(msgspec.json.encode(run_weigh(settings)))
         return
     # Without --data-dir, a child would use the server of NATS_URL.
     own = given.but(data_dir=settings.data_dir, prefix=None if models else settings.prefix)
-    beside = _beside(own, gateway_port, console_port, unloaded)
+    named = (("--unloaded", unloaded), ("--draft-model", settings.draft_model))
+    told = [word for option, name in named if name is not None for word in (option, name)]
+    beside = _beside(own, gateway_port, console_port, told)
+    if undrafted:
+        settings = given.but(of=of, draft_model="none").load()
     manner = Manner(options=given.options(), beside=beside, of=of, until_eof=until_eof, unloaded=unloaded)
     if models:
         supervise(models, manner)
@@ -166,16 +174,18 @@ def _check(settings: Settings, models: Mapping[str, Settings]) -> None:
 
 
 def _beside(
-    own: Given, gateway_port: int | None, console_port: int | None, unloaded: str | None
+    own: Given, gateway_port: int | None, console_port: int | None, told: list[str]
 ) -> dict[str, list[str]]:
-    """Wait until the ports are free; return the options of the gateway and the console beside a worker."""
+    """Wait until the ports are free; return the options of the gateway and the console beside a worker.
+
+    The console is also `told` these words.
+    """
     from worker.wire.broker import wait_for_port
 
-    more = ["--unloaded", unloaded] if unloaded is not None else []
     found = {}
     for name, port, settings, options in (
         ("gateway", gateway_port, ("placeholders",), []),
-        ("console", console_port, (), more),
+        ("console", console_port, (), told),
     ):
         if port:
             wait_for_port(port, f"choose another with --{name} PORT")
@@ -247,11 +257,15 @@ def again(words: Sequence[str], wish: str) -> list[str]:
     """Return a command line changed as the console asks (`wish`), without the words of an earlier request."""
     verb, _, name = wish.partition(" ")
     changed = [*words]
-    for added in ("--unloaded", "--model"):
-        if changed[-2:-1] == [added] and (added == "--unloaded" or (verb == "serve" and name)):
-            del changed[-2:]
-    option = "--unloaded" if verb == "unload" else "--model"
-    return [*changed, option, name] if name else changed
+    if changed[-2:-1] == ["--unloaded"]:
+        del changed[-2:]
+    if verb == "unload" or not name:
+        return [*changed, "--unloaded", name] if name else changed
+    if changed[-1:] == ["--undrafted"]:
+        del changed[-1:]
+    if changed[-2:-1] == ["--model"]:
+        del changed[-2:]
+    return [*changed, "--model", name, *["--undrafted"][: verb == "serve-undrafted"]]
 
 
 def supervise(models: dict[str, Settings], manner: Manner) -> None:

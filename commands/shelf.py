@@ -40,15 +40,18 @@ class Shelf:
         worker: Sequence[str] | None = None,
         models: Mapping[str, Settings] | None = None,
         unloaded: str | None = None,
+        draft_model: str | None = None,
     ) -> None:
         """Take the options of the `turnkeep serve` that runs this console (`worker`), if one does.
 
-        `models` are those of turnkeep.toml. `unloaded` names the model that a single worker has unloaded.
+        `models` are those of turnkeep.toml. A single worker may have unloaded its model, whose name is
+        `unloaded`, and may have a `draft_model`.
         """
         self.unloaded = unloaded
         self._settings = settings
         self._worker = worker
         self._models = models or {}
+        self._draft_model = draft_model
         #: Downloads by model name: bytes `done`, bytes in `total`, and the `error` of a failed one.
         self._pulls: dict[str, dict[str, Any]] = {}
 
@@ -116,16 +119,27 @@ class Shelf:
             return f"the worker starts with {name}"
         if all(one.name != name for one in list_models(self._settings.data_dir)):
             raise ModelError(f"there is no model {name} on this machine; download it first")
-        command = [*PROGRAM, "serve", *(self._worker or ()), "--model", name, "--weigh"]
+        draft_model = self._draft_model if self._draft_model != name else None
+        if draft_model is not None and self._obstacle(name, draft_model):
+            draft_model = None
+        if draft_model is None and (obstacle := self._obstacle(name, "none")):
+            raise ModelError(obstacle)
+        is_undrafted = draft_model != self._draft_model
+        click.echo(f"serve-undrafted {name}" if is_undrafted else f"serve {name}")
+        without = ", without the draft model" if is_undrafted else ""
+        return f"the worker restarts with {name}{without}; conversations go on with it"
+
+    def _obstacle(self, name: str, draft_model: str) -> str:
+        """Say why the worker cannot serve a model with a draft model, or with none; empty if it can."""
+        chosen = ("--model", name, "--draft-model", draft_model)
+        command = [*PROGRAM, "serve", *(self._worker or ()), *chosen, "--weigh"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         if done.returncode:
-            raise ModelError(f"{name} cannot be served: {done.stderr.strip().rpartition('turnkeep: ')[2]}")
+            return f"{name} cannot be served: {done.stderr.strip().rpartition('turnkeep: ')[2]}"
         needs = msgspec.json.decode(done.stdout, type=Needs)
-        if needs.least_bytes > needs.memory_bytes:
-            least, there = map(size, (needs.least_bytes, needs.memory_bytes))
-            raise ModelError(f"{name} needs {least} of memory, and this machine has {there} for models")
-        click.echo(f"serve {name}")
-        return f"the worker restarts with {name}; conversations go on with it"
+        least, there = map(size, (needs.least_bytes, needs.memory_bytes))
+        is_small = needs.least_bytes <= needs.memory_bytes
+        return "" if is_small else f"{name} needs {least} of memory, and this machine has {there} for models"
 
     def unload(self, name: str) -> str:
         """Make the `turnkeep serve` that runs this console unload a model. Raises `ModelError`."""

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-import msgspec
 
 from worker.process.formatting import size as in_units
 from worker.process.setting_kinds import parse_size, policy_text
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from worker.models.model import LoadedModel
     from worker.process.settings import Settings
     from worker.sizing import Load, Plan, Sized
+    from worker.supervisor import Needs
 
     from .flags import Given
 
@@ -106,8 +106,8 @@ def size(given: Given, drive: int | None, as_json: bool, **asked: Any) -> None:
     table(("model", f"{loaded.name}, {dtype}, {form}"), _rows(settings, sized, load, found, drive_writes))
 
 
-def weigh(settings: Settings) -> None:
-    """Print, as JSON for a supervisor, the memory that a model needs (`Needs`)."""
+def weigh(settings: Settings) -> Needs:
+    """Return the memory that a model needs with its draft model. Raises `ModelError`, `SettingsError`."""
     from worker.sizing import device_bytes, measure
     from worker.supervisor import Needs
 
@@ -122,7 +122,7 @@ def weigh(settings: Settings) -> None:
     least = sized.estimator.kv.held(block, ahead=block)
     usual = max(least, sized.kv.held(min(max_context, _USUAL_TOKENS), ahead=block))
     usual = min(usual, settings.max_memory or usual)
-    needs = Needs(
+    return Needs(
         folder=str(loaded.folder.absolute()),
         model=loaded.name,
         context_tokens=max_context,
@@ -131,7 +131,6 @@ def weigh(settings: Settings) -> None:
         usual_bytes=device_bytes(sized, usual, block=block, **sizes),
         memory_bytes=sized.estimator.limit_bytes,
     )
-    click.echo(msgspec.json.encode(needs))
 
 
 def _loaded(settings: Settings) -> tuple[LoadedModel, LoadedModel | None, str]:

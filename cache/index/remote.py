@@ -74,8 +74,8 @@ class RemoteCounts:
 class Found:
     """Snapshots of the tier that continue the prefix stored here: (parent, digest) in order.
 
-    The stored prefix has `num_stored` tokens; with these snapshots it would have `num_tokens`. A session needs
-    only the names of the `unseen` blocks between them.
+    The stored prefix has `num_stored` tokens, with these snapshots `num_tokens`. Of the `unseen` blocks between
+    them a session needs only the names.
     """
 
     num_stored: int

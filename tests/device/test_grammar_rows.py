@@ -26,14 +26,16 @@ def grammar() -> Callable[[str], Grammar]:
         eos_token_id, bos_token_id, tokens, special_token_ids = 2, None, TEXTS, sorted(ENDS)
 
         def __call__(self, text: Any) -> list[int]:
-            return []
+            return [
+                {"a": 4, "b": 1}[letter] for letter in (text.decode() if isinstance(text, bytes) else text)
+            ]
 
     wrapper: Any = TokenizerWrapper(Vocabulary())
     vocabulary = LLTokenizer(wrapper, eos_token=sorted(ENDS))
 
     def made(regex: str) -> Grammar:
         source = f'start: /{regex}/\n%llguidance {{"no_forcing": true}}'
-        return Grammar(LLMatcher(vocabulary, source, log_level=0), ENDS)
+        return Grammar(LLMatcher(vocabulary, source, log_level=0), ENDS, vocabulary.tokenize_bytes)
 
     return made
 

@@ -100,6 +100,29 @@ async def test_the_console_switches_its_worker_to_another_model_and_sessions_con
         await worker.client(timeout_s=0)
 
 
+async def test_serve_in_the_console_keeps_the_draft_model_only_if_it_has_the_new_models_tokens(
+    worker_process: Callable[..., WorkerProcess], tiny_model: Path
+) -> None:
+    worker = worker_process("--console", str(free_port()), "--draft-model", str(tiny_model))
+    worker.forks = False
+    folders = [shutil.copytree(tiny_model, worker.data_dir / "models" / name) for name in ("kin", "foreign")]
+    path = folders[1] / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    names = tokenizer["model"]["vocab"]
+    names["A"], names["B"] = names["B"], names["A"]
+    path.write_text(json.dumps(tokenizer))
+    worker.start()
+    async with console_of(worker) as http:
+        for name in ("foreign", "kin"):
+            answer = await http.post("/api/models/serve", json={"name": name})
+            without = ", without the draft model" if name == "foreign" else ""
+            assert answer.json()["said"].startswith(f"the worker restarts with {name}{without};")
+            lines = await get(http, "log", lambda lines, name=name: name in served(lines))
+            told = next(told for told in map(json.loads, lines) if told["event"] == "loaded the model")
+            assert told.get("draft_model") == (None if without else str(tiny_model))
+    assert worker.stop() == 0
+
+
 def test_a_console_started_without_a_worker_refuses_to_serve_another_model(tmp_path: Path) -> None:
     shelf = Shelf(Settings(data_dir=tmp_path))
     assert not shelf.listed()["can_serve"]
@@ -196,6 +219,9 @@ def words_of(process: psutil.Process) -> str:
         (["unload a", "serve c"], "--model c"),
         (["serve b", "unload b"], "--model b --unloaded b"),
         (["serve b", "unload b", "serve"], "--model b"),
+        (["serve-undrafted b"], "--model b --undrafted"),
+        (["serve-undrafted b", "unload b", "serve"], "--model b --undrafted"),
+        (["serve-undrafted b", "serve c"], "--model c"),
     ],
 )
 def test_serve_and_unload_in_the_console_set_the_command_line_of_the_next_worker(

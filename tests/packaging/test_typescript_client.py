@@ -69,13 +69,17 @@ def worker(worker_process: Callable[..., WorkerProcess]) -> Callable[..., Awaita
 
     async def start(model: Path, *options: str) -> WorkerProcess:
         process = worker_process("--ack-wait-s", "0.5", *options, model=model)
-        process.start()
-        async with asyncio.timeout(60):
-            while not process.log_path.exists() or '"event": "ready"' not in process.log:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await serve(process)
         return process
 
     return start
+
+
+async def serve(process: WorkerProcess) -> None:
+    process.start()
+    async with asyncio.timeout(60):
+        while not process.log_path.exists() or '"event": "ready"' not in process.log:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 async def run(*command: object, **environment: str) -> str:
@@ -101,12 +105,18 @@ async def run(*command: object, **environment: str) -> str:
     ids=lambda command: command[0],
 )
 async def test_the_tests_of_the_packed_typescript_client_pass_in_node_deno_and_bun(
-    programs: Path, worker: Any, tiny_model: Path, command: tuple[str, ...]
+    programs: Path, worker: Any, tiny_model: Path, reranker: Path, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     if shutil.which(command[0]) is None:
         pytest.skip(f"there is no {command[0]} here")
     process = await worker(tiny_model, "--pooling", "last")
-    said = await run(*command, programs / "client.test.js", NATS_URL=process.url)
+    judge = WorkerProcess(tmp_path / "judge", reranker, free_port())
+    try:
+        await serve(judge)
+        urls = {"NATS_URL": process.url, "RERANKER_URL": judge.url}
+        said = await run(*command, programs / "client.test.js", **urls)
+    finally:
+        judge.stop()
     assert re.search(r"\b1[0-9] pass", said) or re.search(r"# pass 1[0-9]\b", said), said
 
 

@@ -2,8 +2,11 @@
 
 import asyncio
 import dataclasses
+import json
 import os
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 from nats.aio.client import Client, ServerVersion
@@ -147,6 +150,57 @@ async def test_the_doctor_checks_each_of_several_models(small, tmp_path):
     models = {"a": small, "b": dataclasses.replace(small, model=str(tmp_path))}
     found = await asyncio.to_thread(checks, small, models)
     assert [(check.name, check.state) for check in found[-2:]] == [("model a", "ok"), ("model b", "fail")]
+
+
+@pytest.fixture
+def pair(settings, tiny_model, tmp_path):
+    """A model, and one with the same tokens that drafts for it."""
+    draft = shutil.copytree(tiny_model, tmp_path / "draft")
+    return dataclasses.replace(settings, model=str(tiny_model), draft_model=str(draft))
+
+
+def draft_of(settings):
+    _, draft = commands.checks._models(settings, runs=True)
+    return draft
+
+
+def test_the_doctor_checks_a_draft_model_with_the_model_that_it_drafts_for(pair):
+    draft = draft_of(pair)
+    assert (draft.name, draft.state) == ("draft model", "ok")
+    assert re.fullmatch(r".*/draft; with the model it needs \S+ MiB of \S+ \wiB", draft.found)
+
+
+def test_the_doctor_converts_no_file_to_check_a_draft_model(pair):
+    draft = draft_of(dataclasses.replace(pair, model=None))
+    assert draft.state == "ok"
+    assert not [*pair.data_dir.glob("models/*")]
+
+
+def test_the_doctor_fails_a_missing_draft_model(pair, tmp_path):
+    draft = draft_of(dataclasses.replace(pair, draft_model=str(tmp_path / "missing")))
+    assert (draft.name, draft.state) == ("draft model", "fail")
+
+
+def test_the_doctor_fails_a_draft_model_with_other_tokens(pair):
+    path = Path(pair.draft_model) / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    names = tokenizer["model"]["vocab"]
+    names["A"], names["B"] = names["B"], names["A"]
+    path.write_text(json.dumps(tokenizer))
+    draft = draft_of(pair)
+    assert (draft.state, draft.mend) == ("fail", "take one with the same tokenizer")
+    assert "has other tokens than" in draft.missing
+
+
+def test_the_doctor_fails_a_draft_model_that_does_not_fit_into_memory(pair):
+    draft = draft_of(dataclasses.replace(pair, device_memory=2**20))
+    assert (draft.state, draft.missing) == ("fail", "memory for both")
+    assert "leave draft_model out" in draft.mend
+
+
+async def test_the_doctor_checks_the_draft_model_of_each_of_several_models(small, pair):
+    found = await asyncio.to_thread(checks, small, {"a": small, "b": pair})
+    assert [check.name for check in found[-3:]] == ["model a", "model b", "draft model b"]
 
 
 def test_an_empty_model_folder_fails_the_check(settings, tmp_path):

@@ -18,6 +18,7 @@ import numpy as np
 
 from cache.kv import layers
 
+from .drafter import Drafter
 from .rows import PrefillPiece
 from .sampling import draw_all
 
@@ -50,7 +51,7 @@ class _Shadow:
         return self.start + len(self.tokens)
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """A draft model, and its shadows of sessions; see `drafter.Drafter`."""
 
     hope = 0.7

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from .drafter import Drafter
+
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Mapping
 
     from .rows import Row
 
@@ -23,11 +25,8 @@ NGRAM: Final = 3
 MOST_SEEN: Final = 65_536
 
 
-class Lookup:
+class Lookup(Drafter):
     """Drafts what followed the latest earlier run of a row's last tokens; see `drafter.Drafter`."""
-
-    pass_share = 0.0
-    hope = 0.5
 
     def may_propose(self, row: Row) -> bool:
         """Say whether the last two tokens occurred before: with the next token, they may give a draft."""
@@ -40,18 +39,6 @@ class Lookup:
     def num_missing(self, row: Row) -> int:  # noqa: ARG002
         """Return 0: no tokens have to be run before a draft."""
         return 0
-
-    def prepare(self, row: Row, num_tokens: int) -> None:
-        """Do nothing."""
-
-    def leave(self, row: Row) -> None:
-        """Do nothing: a lookup keeps no state, it reads only the row's tokens."""
-
-    def forget(self, session: Hashable) -> None:
-        """Do nothing."""
-
-    def clear(self) -> None:
-        """Do nothing."""
 
 
 def looked_up(tokens: array[int], most: int) -> list[int]:

@@ -31,6 +31,9 @@ class Matcher(Protocol):
         A mask has a bit per id, a byte's lowest bit first, and allows at least one token; None allows all.
         """
 
+    def forced(self) -> Sequence[int]:
+        """Return the likely tokens of the text that must come next; empty if there is a choice."""
+
     @property
     def is_complete(self) -> bool:
         """Whether the answer may end here."""
@@ -155,6 +158,10 @@ class RowSampler:
         masks = self._matcher.masks(draft) if self._matcher is not None else [None] * (len(draft) + 1)
         beginnings = zip(_beginnings(draft), masks, strict=True)
         return [self._draw(len(before) + num_ahead, before, mask) for before, mask in beginnings]
+
+    def forced(self) -> Sequence[int]:
+        """Return the likely tokens of the text that the grammar demands next."""
+        return self._matcher.forced() if self._matcher is not None else ()
 
     def push(self, tokens: Iterable[int]) -> None:
         """Add tokens to the answer."""

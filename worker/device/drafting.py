@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
+from cache.kv import layers
+from cache.kv.ring import RingCache
+from cache.kv.states import leaves
 from worker.batch.batch_kinds import draft_model_for
 from worker.batch.draft_model import MOST_HELD, MOST_SHADOWS
 from worker.batch.speculation import MOST_PIECE, MOST_TOKENS
@@ -33,7 +38,10 @@ def draft_model(loaded: LoadedModel, draft: LoadedModel, trials: Trials) -> Draf
 
 
 def check(loaded: LoadedModel, draft: LoadedModel) -> None:
-    """Raise `ModelError` if, by the two models' files, `draft` cannot draft for `loaded`."""
+    """Raise `ModelError` if, by the two models' files, `draft` cannot draft for `loaded`.
+
+    Trials may still find that it cannot: see `draft_model_for`.
+    """
     if is_bare(draft.folder):
         raise ModelError(
             f"draft_model {draft.name} has no output head: it is made for embeddings; take another"
@@ -42,6 +50,19 @@ def check(loaded: LoadedModel, draft: LoadedModel) -> None:
         raise ModelError(
             f"draft_model {draft.name} has other tokens than {loaded.name}; take one with the same tokenizer"
         )
+    if _lasting(loaded):
+        raise ModelError(f"{loaded.name} cannot undo a draft; leave draft_model out")
+    if lasting := _lasting(draft):
+        raise ModelError(
+            f"draft_model {draft.name} cannot draft: its layers of {lasting} cannot undo a draft;"
+            " take another"
+        )
+
+
+def _lasting(loaded: LoadedModel) -> str:
+    """Name the cache classes of a model from which the last tokens cannot be cut off; empty if none is so."""
+    kinds = {type(leaf) for _, leaf in leaves(layers.make(loaded.model, rings=True))}
+    return ", ".join(sorted(kind.__name__ for kind in kinds - {KVCache, QuantizedKVCache, RingCache}))
 
 
 def checked_bytes(loaded: LoadedModel, draft: LoadedModel | None) -> int:

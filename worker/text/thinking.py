@@ -87,6 +87,12 @@ class _Follower:
             found.append(ahead.mask())
         return found
 
+    def forced(self) -> Sequence[int]:
+        """Return the tokens of the text that must come next."""
+        if self.place == "inside":
+            return self._of.closing[self.num_closing :] if self._is_over else ()
+        return self.inner.forced() if self.inner is not None else ()
+
     def add(self, token: int) -> None:
         """Add one token."""
         match self.place:

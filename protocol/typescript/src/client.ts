@@ -6,7 +6,7 @@ import { decode, encode, expect, ResultFeeds } from "./calls.js";
 import { NoServerError, NotPermittedError } from "./errors.js";
 import { listed } from "./listing.js";
 import type { Listed } from "./listing.js";
-import type { ControlReply } from "./messages.js";
+import type { ControlReply, EmbedRequest, RerankRequest } from "./messages.js";
 import { Session } from "./session.js";
 import { checkId, DEFAULT_TENANT, Subjects } from "./subjects.js";
 import { has, messageOf, Wire } from "./wire.js";
@@ -26,6 +26,13 @@ export type Input = string | readonly number[];
 /** The vectors of some inputs, how many tokens each input has, and the model. */
 export interface Embeddings {
   vectors: Float32Array[];
+  tokens: number[];
+  model: string;
+}
+
+/** How well each document answers a query, from 0 to 1, how many tokens were run for each, and the model. */
+export interface Ranking {
+  scores: number[];
   tokens: number[];
   model: string;
 }
@@ -76,17 +83,43 @@ export class Client implements AsyncDisposable {
     inputs: readonly Input[],
     { dimensions, timeoutMs = 60_000 }: { dimensions?: number; timeoutMs?: number } = {},
   ): Promise<Embeddings> {
-    const { wire } = this.#feeds;
-    const subject = wire.subjects.of({ tenant: this.tenant, session: "any" }, "ctl");
     const found: Embeddings = { vectors: [], tokens: [], model: "" };
     for (const part of divided(inputs)) {
-      const reply = await wire.ask(subject, encode({ type: "embed", inputs: part, dimensions }), timeoutMs);
-      const embedded = expect("embedded", decode<ControlReply>(reply));
+      const asked = { type: "embed", inputs: part, dimensions } as const;
+      const embedded = expect("embedded", await this.#ask(asked, timeoutMs));
       found.vectors.push(...embedded.vectors.map(numbers));
       found.tokens.push(...embedded.tokens);
       found.model = embedded.model;
     }
     return found;
+  }
+
+  /**
+   * Return how well each document answers a query, by a model that was trained for that.
+   *
+   * `instruction` says what is searched for; of each document the first `document_tokens` count. Long lists take
+   * several requests, each of which may take `timeoutMs` (60000).
+   */
+  async rerank(
+    query: string,
+    documents: readonly string[],
+    { timeoutMs = 60_000, ...more }: Pick<RerankRequest, "instruction" | "document_tokens"> & { timeoutMs?: number } = {},
+  ): Promise<Ranking> {
+    const found: Ranking = { scores: [], tokens: [], model: "" };
+    for (const part of divided(documents)) {
+      const asked = { type: "rerank", query, documents: part, ...more } as const;
+      const reranked = expect("reranked", await this.#ask(asked, timeoutMs));
+      found.scores.push(...reranked.scores);
+      found.tokens.push(...reranked.tokens);
+      found.model = reranked.model;
+    }
+    return found;
+  }
+
+  async #ask(asked: EmbedRequest | RerankRequest, timeoutMs: number): Promise<ControlReply | undefined> {
+    const { wire } = this.#feeds;
+    const subject = wire.subjects.of({ tenant: this.tenant, session: "any" }, "ctl");
+    return decode<ControlReply>(await wire.ask(subject, encode(asked), timeoutMs));
   }
 
   /** Close the connection; calls that still wait throw `ClientClosedError`, but their requests continue. */
@@ -134,8 +167,8 @@ const MOST_INPUTS = 16;
 const MOST_LENGTH = 2 ** 17;
 
 /** Divide inputs, so that neither a request nor its reply is too large. */
-function* divided(inputs: readonly Input[]): Generator<Input[]> {
-  let part: Input[] = [];
+function* divided<T extends Input>(inputs: readonly T[]): Generator<T[]> {
+  let part: T[] = [];
   let length = 0;
   for (const input of inputs) {
     if (part.length > 0 && (length + input.length > MOST_LENGTH || part.length === MOST_INPUTS)) {

@@ -3,7 +3,7 @@
 export type { CallOptions } from "./calls.js";
 export type { Piece } from "./chunks.js";
 export { Client } from "./client.js";
-export type { ClientOptions, ConnectOptions, Embeddings, Input } from "./client.js";
+export type { ClientOptions, ConnectOptions, Embeddings, Input, Ranking } from "./client.js";
 export * from "./errors.js";
 export type { Generation } from "./generation.js";
 export type * from "./messages.js";

@@ -212,6 +212,20 @@ test("texts and token ids have vectors of length 1, also more than a request tak
   await assert.rejects(client.embed([""]), failsWith("invalid_request", false));
 });
 
+test("documents have the scores that a reranker gives them, also more than a request takes", async () => {
+  await using judge = await connect({ servers: process.env["RERANKER_URL"] ?? "" });
+  const documents = Array.from({ length: 20 }, (_, i) => `document ${i % 5}`);
+  const { scores, tokens, model } = await judge.rerank("Why?", documents);
+  assert.equal(model, "reranker");
+  assert.deepEqual([scores.length, tokens.length, new Set(tokens).size], [20, 20, 1]);
+  assert.ok(scores.every((score, i) => score > 0 && score < 1 && Math.abs(score - (scores[i % 5] ?? 0)) < 1e-5));
+  assert.ok(Math.abs((scores[0] ?? 0) - (scores[1] ?? 0)) > 1e-6);
+  const told = await judge.rerank("Why?", ["document 0"], { instruction: "Find poems", document_tokens: 3 });
+  assert.notEqual(told.scores[0], scores[0]);
+  assert.ok((told.tokens[0] ?? 0) > 0);
+  await assert.rejects(client.rerank("Why?", ["a model without a judgement"]), failsWith("invalid_request", false));
+});
+
 test("what failed for a reason that may pass is sent again, and nothing else", async () => {
   const session = client.session("retried");
   let number = 0;
