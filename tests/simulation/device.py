@@ -301,16 +301,22 @@ class Worker(App):
         loaded = LoadedModel(
             *(None, tokens, {}, "hashes", Path(), None, CONTEXT, tokens.vocab_size, tokens.eos_ids, 0, {})  # type: ignore[arg-type]
         )
-        self._dtype, self._maker = "float32", Model(name="hashes")
-        self._device: Any = SimpleNamespace(kv_layers={}, name="hashes", busy_s=0.0)
-        self._context_tokens, self._kv_bytes = self._settings.max_context or CONTEXT, _MOST_BYTES
+        self._maker = Model(name="hashes")
+        self._model: Any = SimpleNamespace(
+            is_loaded=True,
+            loaded=loaded,
+            dtype="float32",
+            device=SimpleNamespace(kv_layers={}, name="hashes", busy_s=0.0),
+            context_tokens=self._settings.max_context or CONTEXT,
+            kv_bytes=_MOST_BYTES,
+        )
         async with task_group() as self._starting, contextlib.AsyncExitStack() as stack:
             nc = await self._connect("nats://world:4222", self._directory, stack)
             js = nc.jetstream()
             if self._leases:
                 await self._take_back(js)
             names = await streams.ensure(js, self._subjects, self._settings)
-            await self._serve(nc, js, names, loaded)
+            await self._serve(nc, js, names)
 
     async def _connect(self, url: str, directory: Any, stack: Any, **options: Any) -> Any:
         if self._leases:
