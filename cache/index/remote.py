@@ -74,8 +74,8 @@ class RemoteCounts:
 class Found:
     """Snapshots of the tier that continue the prefix stored here: (parent, digest) in order.
 
-    The stored prefix has `num_stored` tokens, with these snapshots `num_tokens`. Of the `unseen` blocks between
-    them a session needs only the names.
+    The stored prefix has `num_stored` tokens, with these snapshots `num_tokens`. Of the `unseen` blocks among
+    them a session needs only names.
     """
 
     num_stored: int
