@@ -11,16 +11,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import nats
 import pytest
-from nats.js.errors import NotFoundError
+from nats.js.errors import APIError, NotFoundError
 
 from turnkeep_client.client import connect
 from turnkeep_client.direct import DirectGets
-from turnkeep_client.log import BUILD_HEADER, words
-from turnkeep_client.subjects import SessionKey
+from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, words
+from turnkeep_client.subjects import SessionKey, Subjects
 from worker.wire import owners
 from worker.wire.members import Members
 
@@ -412,6 +413,25 @@ async def processes(
         if one.process.poll() is None:
             one.process.send_signal(signal.SIGCONT)
             one.end(signal.SIGTERM)
+
+
+async def test_of_workers_that_claim_a_new_session_at_once_one_gets_it() -> None:
+    key, claims = SessionKey("t", "s"), list[str]()
+
+    async def publish(_: str, worker: bytes, *, headers: dict[str, str], **_limit: float) -> Any:
+        if headers[EXPECT_HEADER] != str(len(claims)):
+            raise APIError(code=400, err_code=10071)
+        claims.append(worker.decode())
+        return SimpleNamespace(seq=len(claims))
+
+    nc: Any = SimpleNamespace(jetstream=lambda: SimpleNamespace(publish=publish))
+    nobody: Any = None
+    workers = []
+    for name in ("first", "second"):
+        members: Any = SimpleNamespace(me=SimpleNamespace(worker=name))
+        workers.append(owners.Owners(nc, Subjects(), members, nobody, nobody, erase=nobody))
+    assert [await one._claim(key, 0) for one in workers] == [True, False]
+    assert ([key in one._held for one in workers], claims) == ([True, False], ["first"])
 
 
 @pytest.mark.process
