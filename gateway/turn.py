@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
-from turnkeep_client.blocks import ContentError, sentences
+from turnkeep_client.content_blocks import ContentError, sentences
 from turnkeep_client.errors import (
     InvalidMessageError,
     MessageTooLargeError,
@@ -28,7 +28,7 @@ from turnkeep_client.session import build
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from turnkeep_client.blocks import Warned
+    from turnkeep_client.content_blocks import Warned
     from turnkeep_client.messages import Message
 
 #: More than any context: a worker lowers `max_tokens` to the room that the session's context has left.

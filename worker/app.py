@@ -54,10 +54,10 @@ from worker.wire.outbox import Outbox
 from worker.wire.owners import Owners
 from worker.wire.retention import Retention
 
-from .metrics import collect
+from .metrics_message import collect
 from .model_start import ModelStart, WorkerError
+from .observe.counters import Telemetry
 from .observe.health import HealthServer
-from .observe.telemetry import Telemetry
 from .observe.tracing import start_traces
 from .process.concurrency import in_thread, shielded, step_in_thread, task_group
 from .process.datadir import DataDir, DataDirInUseError

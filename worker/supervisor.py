@@ -27,7 +27,7 @@ from worker.wire.broker import EmbeddedServer
 from worker.wire.connection import connect
 from worker.wire.credentials import over_tls, worker_options
 
-from .metrics import unloaded
+from .metrics_message import unloaded
 from .observe.health import HealthServer
 from .process.children import PROGRAM, child
 from .process.concurrency import background, shielded, task_group

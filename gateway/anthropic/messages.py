@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from gateway.openai import common as openai
 from gateway.turn import Turn, Whole, as_whole, check, parts_checked, prefilled, refused
-from turnkeep_client.blocks import block_text, text_of
+from turnkeep_client.content_blocks import block_text, text_of
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gateway.turn import Fault
-    from turnkeep_client.blocks import Warned
+    from turnkeep_client.content_blocks import Warned
     from turnkeep_client.messages import CallPart, Chunk, Generated
 
 #: A line in some clients' system prompts that differs in each request and means nothing to the model.

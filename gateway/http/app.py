@@ -37,7 +37,7 @@ from gateway.responses import answers, compacting, items
 from gateway.responses import requests as responses
 from gateway.turn import WARNINGS, Fault, Turn, all_read, fault_of, refused, told
 from turnkeep_client import __version__
-from turnkeep_client.blocks import printed
+from turnkeep_client.content_blocks import printed
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.subjects import DEFAULT_TENANT
 

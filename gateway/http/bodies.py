@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from starlette.requests import ClientDisconnect
 
 from gateway.turn import Fault, refused
-from turnkeep_client.blocks import printed
+from turnkeep_client.content_blocks import printed
 
 if TYPE_CHECKING:
     from starlette.requests import Request

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from gateway import recorded
 from gateway.answering import Begun, Found
 from gateway.turn import Fault, fault_of, renamed, told
-from turnkeep_client.blocks import Warned
+from turnkeep_client.content_blocks import Warned
 from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from gateway.openai import common as openai
 from gateway.turn import Fault, Turn, as_whole, check, decoded, prefilled, refused
-from turnkeep_client.blocks import Warned, other_text
+from turnkeep_client.content_blocks import Warned, other_text
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 if TYPE_CHECKING:

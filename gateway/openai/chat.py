@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.turn import Turn, Whole, as_whole, check, decoded, parts_checked, prefilled, refused
-from turnkeep_client.blocks import other_text, text_of
+from turnkeep_client.content_blocks import other_text, text_of
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
@@ -17,7 +17,7 @@ from . import common as openai
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from turnkeep_client.blocks import Warned
+    from turnkeep_client.content_blocks import Warned
     from turnkeep_client.messages import CallPart, Chunk, Generated, TokenLogprob
 
 

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.turn import ALL_THAT_FITS, Whole, decoded, refused
-from turnkeep_client.blocks import Warned, printed
+from turnkeep_client.content_blocks import Warned, printed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.turn import Fault, number_in, refused
-from turnkeep_client.blocks import other_text, text_of
+from turnkeep_client.content_blocks import other_text, text_of
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gateway.recorded import Recorded
-    from turnkeep_client.blocks import Warned
+    from turnkeep_client.content_blocks import Warned
 
 _ROLES: Final = ("system", "developer", "user", "assistant")
 _NUM_ITEMS, _MOST_ITEMS = 20, 100

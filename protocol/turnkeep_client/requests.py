@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import force_setattr
 
-from .blocks import ContentError, text_of
+from .content_blocks import ContentError, text_of
 from .subjects import ID_PATTERN, ID_RULE
 
 #: The options of a generate that a model's authors may recommend, in the model's `generation_config.json`.

@@ -22,7 +22,7 @@ from worker.batch.row_sampler import Sampling
 from worker.device.admission import Ledger
 from worker.device.device import Device
 from worker.device.engine import Engine
-from worker.observe.telemetry import Telemetry
+from worker.observe.counters import Telemetry
 from worker.sessions.port import Asked, TurnResult
 
 IDENTITY = Identity(weights="w", config="c", tokenizer="t", kv_dtype="float32", block_tokens=BLOCK)

@@ -24,7 +24,7 @@ from worker.device.admission import Admission, Claim, Decision, Ledger
 from worker.device.device import Device
 from worker.device.engine import Engine
 from worker.device.turn import Short
-from worker.observe.telemetry import Telemetry
+from worker.observe.counters import Telemetry
 from worker.sessions.order import PRIORITY_S, place
 from worker.sessions.port import Asked
 

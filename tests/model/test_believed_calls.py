@@ -19,11 +19,11 @@ import hypothesis.strategies as st
 import jsonschema
 import pytest
 from hypothesis import given
-from test_splitting import FAMILIES, dialect, outcome, splitter, wide, written
+from test_splitting import FAMILIES, markup, outcome, splitter, wide, written
 
-from worker.models.calls import Written
+from worker.models.answer_markup import markup_of
+from worker.models.call_parsers import Written
 from worker.models.catalog import habits, named
-from worker.models.dialect import dialect_of
 from worker.models.model_files import ModelError
 from worker.models.tokenizer import Tokenizer
 from worker.text.arguments import NoCallError, Offered
@@ -353,11 +353,11 @@ def test_argument_values_of_minicpm_calls_may_be_wrapped_in_cdata() -> None:
     assert calls_in("minicpm5", text) == [("write", {"path": "a", "content": "<b></param>\n"})]
 
 
-def test_every_tool_parser_of_mlx_lm_maps_to_a_dialect_with_the_same_markers() -> None:
+def test_every_tool_parser_of_mlx_lm_maps_to_a_markup_with_the_same_markers() -> None:
     folder = Path(find_spec("mlx_lm.tool_parsers").submodule_search_locations[0])  # type: ignore[union-attr,index]
     for name in sorted(one.stem for one in folder.glob("*.py") if one.stem != "__init__"):
         module = import_module(f"mlx_lm.tool_parsers.{name}")
-        assert dialect_of("tools", set(), name).calls == (module.tool_call_start, module.tool_call_end), name
+        assert markup_of("tools", set(), name).calls == (module.tool_call_start, module.tool_call_end), name
 
 
 def test_the_tool_parser_named_in_a_model_folder_decides_the_call_markers(
@@ -371,7 +371,7 @@ def test_the_tool_parser_named_in_a_model_folder_decides_the_call_markers(
     config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
     for more, opens in (({}, "<tool_call>"), ({"tool_parser_type": "gemma4"}, "<|tool_call>")):
         (folder / "tokenizer_config.json").write_text(json.dumps(config | more))
-        assert Tokenizer.from_folder(folder).dialect.calls[0] == opens
+        assert Tokenizer.from_folder(folder).markup.calls[0] == opens
 
 
 def test_a_models_chat_template_type_selects_mlx_lms_template_and_an_unknown_one_is_refused(
@@ -407,7 +407,7 @@ def test_a_models_chat_template_type_selects_mlx_lms_template_and_an_unknown_one
         assert found == expected(said, add_generation_prompt=True, tools=TOOLS, **variables)
     alone = tokenizer.render(said[1:2], add_generation_prompt=True, started=day, tools=TOOLS)
     assert "$FUNCTION_NAME" in alone, "the tools are there without a system message, too"
-    assert tokenizer.dialect.calls == (wide("<~DSML~function_calls>"), wide("</~DSML~function_calls>"))
+    assert tokenizer.markup.calls == (wide("<~DSML~function_calls>"), wide("</~DSML~function_calls>"))
     entry = named(str(folder), tmp_path / "data")
     assert (entry.tools, habits(entry)) == (True, tokenizer.habits)
     path.write_text(json.dumps(config | {"chat_template_type": "of_a_later_day"}))
@@ -447,7 +447,7 @@ MARKED = [name for name in FAMILIES if name not in ("llama_bare", "llama4_bare",
 
 @pytest.mark.parametrize("family", MARKED)
 def test_two_valid_calls_count_despite_an_invalid_call_or_a_bare_marker_between_them(family: str) -> None:
-    found = dialect(family)
+    found = markup(family)
     opens, closes = found.calls
     bad = written(family, "unknown", {"code": "x"})
     for between in (bad, f"{opens}{closes}", f"`{opens}` is the marker", f"I write {opens} first"):
@@ -459,12 +459,12 @@ def test_two_valid_calls_count_despite_an_invalid_call_or_a_bare_marker_between_
 
 
 #: Families whose arguments are not quoted, so that they may have the whole end of a call in them.
-TAGGED = [name for name in MARKED if dialect(name).forms[0].is_tagged]
+TAGGED = [name for name in MARKED if markup(name).forms[0].is_tagged]
 
 
 @pytest.mark.parametrize("family", TAGGED)
 def test_a_call_inside_the_argument_of_another_call_is_not_a_call(family: str) -> None:
-    inner, closes = good(family, "rm"), dialect(family).calls[1]
+    inner, closes = good(family, "rm"), markup(family).calls[1]
     page = f"For example:\n{inner}\nor\n{inner}\nremoves all."
     whole = good(family, page)
     for text in (whole, f"{whole}\n{good(family, 'b')}"):
@@ -501,7 +501,7 @@ def test_a_call_whose_argument_contains_the_calls_end_markers_stays_text_as_malf
 
 @pytest.mark.parametrize("family", TAGGED)
 def test_text_after_a_call_and_a_stray_end_marker_is_kept(family: str) -> None:
-    text = good(family, "a") + dialect(family).calls[1] + "\nThat lists them."
+    text = good(family, "a") + markup(family).calls[1] + "\nThat lists them."
     said, _, calls, _ = outcome(splitter(family), [text])
     assert (said.endswith("\nThat lists them."), len(calls)) == (True, 1)
     assert outcome(splitter(family), text) == outcome(splitter(family), [text])
@@ -551,7 +551,7 @@ def test_parsing_thousands_of_broken_call_markers_ends_and_leaves_them_as_text()
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "harmony"])
 def test_a_complete_call_at_the_end_of_an_answer_needs_no_end_marker(family: str) -> None:
-    closes = dialect(family).calls[1]
+    closes = markup(family).calls[1]
     text = written(family).removesuffix(closes)
     for cut in (text, text + ("" if family.endswith("_bare") else closes[:3]), text + "\n"):
         assert len(outcome(splitter(family), [cut])[2]) == 1, cut

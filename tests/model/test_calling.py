@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_splitting import FAMILIES, dialect, wide, written
+from test_splitting import FAMILIES, markup, wide, written
 
 from turnkeep_client.messages import LarkFormat
 from worker.batch.row_sampler import Grammar
-from worker.models.dialect import Dialect, dialect_of
+from worker.models.answer_markup import AnswerMarkup, markup_of
 from worker.models.tokenizer import Tokenizer
 from worker.text.calling import calls_grammar
 from worker.text.grammar import Grammars
@@ -29,13 +29,13 @@ OWN = {"mistral_args": " [ARGS]", "deepseek_v3": " ```json"}
 JSON = [
     name
     for name in FAMILIES
-    if name not in ("harmony", "llama_bare", "kimi_singular") and dialect(name).form[1] is not None
+    if name not in ("harmony", "llama_bare", "kimi_singular") and markup(name).form[1] is not None
 ]
 
 
-def of(family: str) -> Dialect:
+def of(family: str) -> AnswerMarkup:
     template, vocabulary, _ = FAMILIES[family]
-    return dialect_of(wide(template) + OWN.get(family, ""), vocabulary)
+    return markup_of(wide(template) + OWN.get(family, ""), vocabulary)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from worker.models.dialect import Dialect, dialect_of
+from worker.models.answer_markup import AnswerMarkup, markup_of
 from worker.text.arguments import Offered
 from worker.text.harmony import HarmonySplitter
 from worker.text.splitting import Calls, MarkedSplitter, Piece, Splitter, call_id
@@ -197,9 +197,9 @@ ENDED = [
 ARGUMENTS: dict[str, Any] = {"city": "Zürich 😀", "days": 3}
 
 
-def dialect(family: str) -> Dialect:
+def markup(family: str) -> AnswerMarkup:
     template, vocabulary, _ = FAMILIES[family]
-    return dialect_of(wide(template), vocabulary)
+    return markup_of(wide(template), vocabulary)
 
 
 def wide(text: str) -> str:
@@ -209,7 +209,7 @@ def wide(text: str) -> str:
 
 
 def splitter(family: str, *, in_reasoning: bool = False, tools: Any = TOOLS, **more: Any) -> Splitter:
-    found = dialect(family)
+    found = markup(family)
     calls = Calls(Offered(tools), lambda index: call_id("r", index), **more)
     if found.is_harmony:
         return HarmonySplitter(calls)
@@ -309,7 +309,7 @@ def test_a_call_is_found_wherever_the_streamed_text_is_cut(family: str) -> None:
 def test_an_answer_of_many_parts_splits_the_same_way_wherever_it_is_cut(
     family: str, data: st.DataObject
 ) -> None:
-    found = dialect(family)
+    found = markup(family)
     words = st.text('ab <>|/[]{}"\n', max_size=12)
     if found.is_harmony:
         plain = words.map(lambda text: f"<|channel|>final<|message|>{text}<|end|><|start|>assistant")
@@ -363,7 +363,7 @@ def test_nothing_is_a_call_if_the_request_offers_no_tools(family: str) -> None:
     said, _, calls, malformed = outcome(splitter(family, tools=()), text)
     assert calls == []
     assert not malformed
-    assert said or dialect(family).is_harmony
+    assert said or markup(family).is_harmony
 
 
 @pytest.mark.parametrize(
@@ -404,7 +404,7 @@ def test_a_json_object_that_is_no_call_is_kept_as_the_text_of_the_answer() -> No
 
 @pytest.mark.parametrize("family", ["json_tools", "mistral_args", "deepseek_v31"])
 def test_reasoning_is_separated_from_text_whether_the_prompt_or_the_answer_opens_it(family: str) -> None:
-    found = dialect(family).reasoning
+    found = markup(family).reasoning
     assert found
     for opens, in_reasoning in ((found[0], False), ("", True)):
         text = f"{opens}\nFirst, hm.{found[1]}\n\nHello."

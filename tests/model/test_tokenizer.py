@@ -245,7 +245,7 @@ def test_the_template_named_tool_use_renders_conversations_with_tools(
         (folder / "chat_template.json").write_text(json.dumps({"chat_template": named}))
     assert said_by(folder) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert said_by(folder, tools=[TOOL]) == "\nf\nHi  "
-    assert Tokenizer.from_folder(folder).dialect.renders_tools
+    assert Tokenizer.from_folder(folder).markup.renders_tools
 
 
 def test_several_templates_without_a_default_are_refused_with_their_names(

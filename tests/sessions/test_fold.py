@@ -43,7 +43,7 @@ from turnkeep_client.messages import (
 )
 from turnkeep_client.subjects import SessionKey
 from worker.models.tokenizer import Tokenizer
-from worker.observe.telemetry import Telemetry
+from worker.observe.counters import Telemetry
 from worker.sessions import session
 from worker.sessions.attachments import Attachments
 from worker.sessions.attempts import Attempts, SharedLock

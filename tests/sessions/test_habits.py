@@ -25,7 +25,7 @@ from test_tools import STRICT, WITH_TOOLS, text_of, world_of
 from tests.model.test_templates import TEMPLATES
 from tests.parts import CHAT_TEMPLATE
 from turnkeep_client.messages import Failed
-from worker.models.content import unmarked
+from worker.models.control_tokens import unmarked
 from worker.models.habits import Habits
 from worker.models.tokenizer import Tokenizer
 from worker.text.conversation import said_in

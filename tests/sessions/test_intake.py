@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_fold import STORED
 
-from worker.observe.telemetry import Telemetry
+from worker.observe.counters import Telemetry
 from worker.wire.intake import Intake
 
 

@@ -112,14 +112,14 @@ def variable(model_with_template: Callable[[str, str], Path]) -> Tokenizer:
 def thinking(model_with_template: Callable[[str, str], Path], with_tools: Tokenizer) -> Tokenizer:
     """The same, with marks of reasoning that every test here may set: its vocabulary has no such tokens."""
     made = Tokenizer.from_folder(model_with_template("with-tools", WITH_TOOLS))
-    made._dialect = replace(with_tools.dialect, reasoning=("<think>", "</think>"))
+    made._markup = replace(with_tools.markup, reasoning=("<think>", "</think>"))
     return made
 
 
 @pytest.fixture(scope="module")
 def harmony(model_with_template: Callable[[str, str], Path], with_tools: Tokenizer) -> Tokenizer:
     made = Tokenizer.from_folder(model_with_template("with-tools", WITH_TOOLS))
-    made._dialect = replace(with_tools.dialect, is_harmony=True, reasoning=None)
+    made._markup = replace(with_tools.markup, is_harmony=True, reasoning=None)
     return made
 
 

@@ -28,7 +28,7 @@ from cache.store import Forgotten
 from turnkeep_client.messages import Model, Progress, joined
 from worker import app
 from worker.app import App
-from worker.metrics import unloaded
+from worker.metrics_message import unloaded
 from worker.models.model import LoadedModel
 from worker.models.tokenizer import Tokenizer
 from worker.process.concurrency import task_group

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from cache.names.tokens import Tokens
     from cache.store import Store
     from turnkeep_client.subjects import SessionKey
-    from worker.observe.telemetry import Telemetry
+    from worker.observe.counters import Telemetry
     from worker.sessions.port import Publish
 
     from .admission import Ledger

@@ -1,11 +1,11 @@
-"""Records figures of the device's steps: memory for the metrics, times and counts in `telemetry`."""
+"""Records figures of the device's steps: memory for the metrics, times and counts in `counters`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from worker.observe.telemetry import Telemetry
+    from worker.observe.counters import Telemetry
 
     from .turn import StepReport
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from . import architectures, converted, hub
+from .answer_markup import reasons, renders_tools
 from .chat_template import ChatTemplate, CodeTemplate, template_of
-from .dialect import reasons, renders_tools
 from .gguf_family import FAMILIES, mlx_name, quantisation_of
 from .habits import Habits, habits_of
 from .model_files import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from .dialect import with_calls
+from .answer_markup import with_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

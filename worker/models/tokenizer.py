@@ -15,9 +15,9 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from .answer_markup import markup_of, renders_tools, with_calls, with_objects, with_short_ids, with_tools
 from .chat_template import ChatTemplate, CodeTemplate, template_of
-from .content import ControlTokens, index_after, is_marked, unmarked
-from .dialect import dialect_of, renders_tools, with_calls, with_objects, with_short_ids, with_tools
+from .control_tokens import ControlTokens, index_after, is_marked, unmarked
 from .habits import INSTEAD, Habits, habits_of, in_parts, joined_in_words
 from .model_files import one_line, read_json
 from .tokenizer_files import load
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from .dialect import Dialect
+    from .answer_markup import AnswerMarkup
     from .model_files import Progress
     from .tokenizer_files import LoadedTokenizer
 
@@ -85,7 +85,7 @@ class Tokenizer:
         self._controls = ControlTokens(self._rust, self.eos_ids, str(self._written))
         self._bytes: dict[int, bytes] = {}
         self._lead: str | None = None
-        self._dialect: Dialect | None = None
+        self._markup: AnswerMarkup | None = None
         self._fingerprint: bytes | None = None
         self._guard: int = self._ids("a")[-1]
         self._guard_text: str = self._rust.decode([self._guard], skip_special_tokens=False)
@@ -173,13 +173,13 @@ class Tokenizer:
         return found
 
     @property
-    def dialect(self) -> Dialect:
+    def markup(self) -> AnswerMarkup:
         """How the model writes reasoning and tool calls; found on first use."""
-        if self._dialect is None:
+        if self._markup is None:
             template = self.template if self.has_template and self.template else ""
             vocabulary = self._rust.get_vocab(with_added_tokens=True)
-            self._dialect = dialect_of(template, vocabulary, self._tool_parser)
-        return self._dialect
+            self._markup = markup_of(template, vocabulary, self._tool_parser)
+        return self._markup
 
     def adapted(
         self, messages: Sequence[dict[str, Any]], before: Mapping[str, Any] | None, noted: Counter[str]
@@ -325,7 +325,7 @@ class Tokenizer:
             raise TemplateError("the model has no chat template; send text or tokens instead of messages")
         try:
             chat = self._compiled()
-            if tools and not self.dialect.renders_tools:
+            if tools and not self.markup.renders_tools:
                 role = "system" if self.habits.system else "user"
                 messages, tools = with_tools(messages, tools, role), ()
             return chat.render(

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from worker.batch.row_sampler import Grammar
     from worker.batch.rows import Scores
     from worker.models.tokenizer import Tokenizer
-    from worker.observe.telemetry import Telemetry
+    from worker.observe.counters import Telemetry
     from worker.wire.chunks import Published
     from worker.wire.erasures import Erasures
     from worker.wire.journal import Journal

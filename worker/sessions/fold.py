@@ -15,7 +15,7 @@ import msgspec
 
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens, from_compact
-from turnkeep_client.blocks import sentences
+from turnkeep_client.content_blocks import sentences
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -341,7 +341,7 @@ class Fold:
         """Yield a request's edits of the history: tools, input, a generate's answer header or answer."""
         if request.tools is not None or request.chat_template_kwargs is not None:
             tools = None if request.tools is None else msgspec.to_builtins(request.tools)
-            if tools and not self._tokenizer.dialect.renders_tools:
+            if tools and not self._tokenizer.markup.renders_tools:
                 warnings.append("the chat template knows no tools: the first message describes them")
             variables = request.chat_template_kwargs
             yield lambda state: state.conversation.set_extras(state.tokens, tools, variables)
@@ -376,12 +376,12 @@ class Fold:
         """
         text = request.prefix if request.special_tokens else self._tokenizer.as_text(request.prefix)
         tokens = self._tokenizer.encode(text, at_start=not state.tokens)
-        dialect, lead = self._tokenizer.dialect, ""
+        markup, lead = self._tokenizer.markup, ""
         if request.reasoning.budget == 0 and state.conversation.has_messages and not request.raw:
-            if dialect.is_harmony:
+            if markup.is_harmony:
                 lead = FINAL
-            elif dialect.reasoning and state.conversation.in_reasoning(state.tokens):
-                lead = f"{dialect.reasoning[1]}\n\n"
+            elif markup.reasoning and state.conversation.in_reasoning(state.tokens):
+                lead = f"{markup.reasoning[1]}\n\n"
         if lead:
             tokens = self._tokenizer.encode(lead, at_start=False) + tokens
         keeps = request.reasoning.keep

@@ -69,7 +69,7 @@ class Formats:
                     "invalid_request", "tool_choice requires a call, which only answers to messages have"
                 )
             return None
-        dialect = self._tokenizer.dialect
+        markup = self._tokenizer.markup
         if isinstance(choice, NamedTool):
             tools = [one for one in tools if one["function"]["name"] == choice.function.name]
         calls = Calls(
@@ -78,14 +78,14 @@ class Formats:
             max_calls=1 if isinstance(choice, NamedTool) or not request.parallel_tool_calls else None,
             ends_at_repeat=choice == "required",  # small models repeat a call until `max_tokens`
         )
-        if dialect.is_harmony:
+        if markup.is_harmony:
             harmony = HarmonySplitter(calls)
             if is_prefix_final(request):
                 harmony.push(FINAL)
             return harmony
-        if not calls.offered and dialect.reasoning is None:
+        if not calls.offered and markup.reasoning is None:
             return None
-        return MarkedSplitter(dialect, calls, in_reasoning=conversation.in_reasoning(prompt.tokens))
+        return MarkedSplitter(markup, calls, in_reasoning=conversation.in_reasoning(prompt.tokens))
 
     async def grammar(
         self, request: Generate, prompt: History, *, splits: bool
@@ -109,8 +109,8 @@ class Formats:
         except GrammarError as error:
             what = "the tools" if tools else "response_format"
             raise RefusedError("invalid_request", f"{what} cannot be followed: {error}") from error
-        dialect = self._tokenizer.dialect
-        if request.reasoning.budget is not None and not (dialect.reasoning or dialect.is_harmony):
+        markup = self._tokenizer.markup
+        if request.reasoning.budget is not None and not (markup.reasoning or markup.is_harmony):
             warnings = (*warnings, "this model marks no reasoning: its budget has no effect")
         if splits:
             may_call = bool(tools) and found is not None
@@ -154,7 +154,7 @@ class Formats:
     ) -> tuple[Grammar | None, tuple[str, ...]]:
         tokenizer = self._tokenizer
         source = calls_grammar(
-            tokenizer.dialect,
+            tokenizer.markup,
             tools,
             tokenizer.control_id,
             answer=answer,
@@ -168,8 +168,8 @@ class Formats:
     ) -> Grammar | None:
         """Wrap a grammar, of calls if `may_call`, to begin after the reasoning, which ends at its budget."""
         tokenizer, budget = self._tokenizer, request.reasoning.budget
-        is_harmony = tokenizer.dialect.is_harmony
-        pair, is_begun = tokenizer.dialect.reasoning, prompt.conversation.in_reasoning(prompt.tokens)
+        is_harmony = tokenizer.markup.is_harmony
+        pair, is_begun = tokenizer.markup.reasoning, prompt.conversation.in_reasoning(prompt.tokens)
         if is_harmony:  # without a grammar of calls, anything may stand before the text
             pair, is_begun = (_ANALYSIS, False) if may_call else (("", FINAL), True)
         is_over = is_harmony and is_prefix_final(request)

@@ -10,7 +10,7 @@ import msgspec
 
 from cache.names.policy import FULL
 from cache.names.tokens import to_compact
-from turnkeep_client.blocks import Warned, text_of
+from turnkeep_client.content_blocks import Warned, text_of
 from turnkeep_client.messages import Change
 
 from .policies import in_words

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from anyio import Semaphore
 
     from turnkeep_client.subjects import SessionKey
+    from worker.observe.counters import Telemetry
     from worker.observe.otlp import Traces
-    from worker.observe.telemetry import Telemetry
     from worker.wire.journal import Journal
     from worker.wire.outbox import Outbox
     from worker.wire.retention import Retention

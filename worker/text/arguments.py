@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from worker.models.calls import ParsedCall, read_json
+from worker.models.call_parsers import ParsedCall, read_json
 
 from .grammar import text_matcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from worker.models.calls import Written
+    from worker.models.call_parsers import Written
 
 #: Limit of steps in one check, as references and alternatives may multiply; 50 KB of JSON take thousands.
 _MOST_STEPS: Final = 20_000

@@ -16,14 +16,14 @@ from .harmony import FINAL
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from worker.models.dialect import Dialect
+    from worker.models.answer_markup import AnswerMarkup
 
 #: Text in angle or square brackets, which may be a control token within a call.
 _MARKER: Final = re.compile(r"(<[^<>]*>|\[[^\[\]]*\])")
 
 
 def calls_grammar(
-    dialect: Dialect,
+    markup: AnswerMarkup,
     tools: Sequence[Mapping[str, Any]],
     token_of: Callable[[str], int | None],
     *,
@@ -36,8 +36,8 @@ def calls_grammar(
     None. `answer` is the rule of an answer without calls; `text` allows any text around calls; with None the
     answer must call a tool. With `several`, an answer may have more than one call.
     """
-    opens, closes = dialect.calls
-    before, after = dialect.form
+    opens, closes = markup.calls
+    before, after = markup.form
     lines = []
     for number, tool in enumerate(tools):
         function = tool["function"]
@@ -48,7 +48,7 @@ def calls_grammar(
             schema = {"type": "object", **(function.get("parameters") or {})}
             lines.append(f"args_{number}: {json_rule(schema, is_lenient=not function.get('strict'))}")
     lines.append(f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}")
-    if dialect.is_harmony:
+    if markup.is_harmony:
         return "\n".join([*_messages(opens, answer, token_of), *lines])
     more = several and after is not None
     if answer == "text":

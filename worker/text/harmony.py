@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from worker.models.calls import Written, read_json
+from worker.models.call_parsers import Written, read_json
 
 from .splitting import Piece, first_marker
 

@@ -18,8 +18,8 @@ from turnkeep_client.messages import Called, CalledFunction, CallPart
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from worker.models.calls import Form, ParsedCall, Parser
-    from worker.models.dialect import Dialect
+    from worker.models.answer_markup import AnswerMarkup
+    from worker.models.call_parsers import Form, ParsedCall, Parser
 
     from .arguments import Offered
 
@@ -131,15 +131,15 @@ def call_id(request: str, index: int) -> str:
 
 
 class MarkedSplitter:
-    """Splits an answer at the markers of a model's dialect."""
+    """Splits an answer at the markers that a model writes."""
 
-    def __init__(self, dialect: Dialect, calls: Calls, *, in_reasoning: bool) -> None:
+    def __init__(self, markup: AnswerMarkup, calls: Calls, *, in_reasoning: bool) -> None:
         """`in_reasoning` says that the prompt already opened the reasoning."""
-        self._dialect = dialect
+        self._markup = markup
         self._calls = calls
-        self._forms = dialect.forms if calls.offered else ()
+        self._forms = markup.forms if calls.offered else ()
         #: Parses calls without a marker; None once the answer cannot consist of such calls only.
-        self._bare = dialect.bare if calls.offered else None
+        self._bare = markup.bare if calls.offered else None
         self.malformed = False
         self.in_reasoning = in_reasoning
         self._held = ""  # text that may begin a marker, or an incomplete call
@@ -189,12 +189,12 @@ class MarkedSplitter:
         return piece
 
     def _in_text(self, *, is_over: bool) -> Piece:
-        reasoning = self._dialect.reasoning
+        reasoning = self._markup.reasoning
         if self._bare is not None and not _begins(self._held, reasoning):
             found = self._if_bare(self._bare, is_over=is_over)
             if found is not None:
                 return found
-        opens = [*self._dialect.strays, *(one.opens for one in self._forms if self._left_tries > 0)]
+        opens = [*self._markup.strays, *(one.opens for one in self._forms if self._left_tries > 0)]
         at, marker = first_marker(self._held, [reasoning[0], *opens] if reasoning else opens)
         if marker is None and is_over:
             at = len(self._held)
@@ -204,7 +204,7 @@ class MarkedSplitter:
             return piece
         if reasoning and marker == reasoning[0]:
             self.in_reasoning, self._held = True, self._held[len(marker) :]
-        elif marker in self._dialect.strays:
+        elif marker in self._markup.strays:
             self._held = self._held[len(marker) :]
         elif self._last == "`" and not self._space:  # the text quotes the marker
             piece += self._mentioned(marker)
@@ -253,7 +253,7 @@ class MarkedSplitter:
         return self._said(marker)
 
     def _in_reasoning(self, *, is_over: bool) -> Piece:
-        close = self._dialect.reasoning[1] if self._dialect.reasoning else ""
+        close = self._markup.reasoning[1] if self._markup.reasoning else ""
         at, marker = first_marker(self._held, [close] if close else [])
         if marker is None and is_over:
             at = len(self._held)
@@ -295,7 +295,7 @@ class MarkedSplitter:
         It continues if its closing tag comes before another call or reasoning; hold the call back until then.
         """
         if found and form.is_tagged:
-            markers = (form.opens, form.quotes[1], *(self._dialect.reasoning or ())[:1])
+            markers = (form.opens, form.quotes[1], *(self._markup.reasoning or ())[:1])
             at, marker = first_marker(text[self._seen :], markers)
             self._seen += at
             if marker is None and not is_over:

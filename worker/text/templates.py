@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cache.names.errors import CutOffError
 from cache.names.tokens import unpack
-from worker.models.content import index_after, unmarked
+from worker.models.control_tokens import index_after, unmarked
 from worker.models.tokenizer import TemplateError, Tokenizer
 
 from .conversation import Message, Said, Segment, Segments, has_question, said_in
@@ -118,7 +118,7 @@ class Conversation(Segments):
 
     def in_reasoning(self, history: Sequence[int]) -> bool:
         """Whether the next token of the answer belongs to its reasoning."""
-        pair, last = self.tokenizer.dialect.reasoning, self._segments[-1] if self._segments else None
+        pair, last = self.tokenizer.markup.reasoning, self._segments[-1] if self._segments else None
         if pair is None or last is None:
             return False
         if last.kind == "answer":  # unfinished; the header before it may have opened the reasoning
@@ -142,7 +142,7 @@ class Conversation(Segments):
         tokens = unpack(said.ids)
         closed = tokens[-1] in self.tokenizer.eos_ids
         _, content = self.tokenizer.answer_content(tokens[:-1] if closed else tokens)
-        if said.thoughts == "gone" and (pair := self.tokenizer.dialect.reasoning):
+        if said.thoughts == "gone" and (pair := self.tokenizer.markup.reasoning):
             at = content.rfind(pair[1])
             if at >= 0:
                 content = content[at + len(pair[1]) :].lstrip()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import ControlReply, Generate, Result
     from turnkeep_client.subjects import SessionKey, Subjects
-    from worker.observe.telemetry import Calls, Telemetry
+    from worker.observe.counters import Calls, Telemetry
 
     from .outbox import Outbox
     from .owners import Owners

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.aio.msg import Msg
 
-    from worker.observe.telemetry import Telemetry
+    from worker.observe.counters import Telemetry
 
     from .journal import Journal
     from .streams import Streams

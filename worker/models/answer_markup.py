@@ -1,6 +1,6 @@
 """Finds out how a model writes reasoning and tool calls into its answers: markers, and a parser for calls.
 
-The parsers are in `calls`, and take whole calls; `worker.text.splitting` finds calls while an answer grows.
+The parsers are in `call_parsers`, and take whole calls; `worker.text.splitting` finds calls in growing answers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from .calls import (
+from .call_parsers import (
     Form,
     either,
     framed,
@@ -29,11 +29,11 @@ from .calls import (
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
-    from .calls import Parser
+    from .call_parsers import Parser
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class AnswerMarkup:
     """How a model marks its reasoning and its tool calls.
 
     `reasoning` is a pair of markers. The first of `forms` is the expected syntax of calls. `bare` parses an
@@ -60,7 +60,7 @@ class Dialect:
 
 
 class _Family(NamedTuple):
-    """The syntax of calls of a family of models; the fields are those of `Dialect`."""
+    """The syntax of calls of a family of models; the fields are those of `AnswerMarkup`."""
 
     forms: tuple[Form, ...]
     form: tuple[str, str | None] = ('\n{"name": "NAME", "arguments": ', "}\n")
@@ -342,22 +342,22 @@ def _reasoning(vocabulary: Container[str]) -> tuple[str, str] | None:
     )
 
 
-def dialect_of(template: str, vocabulary: Container[str], parser: str | None = None) -> Dialect:
-    """Find a model's dialect from its chat template's source and its vocabulary.
+def markup_of(template: str, vocabulary: Container[str], parser: str | None = None) -> AnswerMarkup:
+    """Find a model's markup from its chat template's source and its vocabulary.
 
     `parser` is `tool_parser_type` in the tokenizer's configuration, the name of mlx-lm's parser.
     """
     if _is_harmony(vocabulary):
-        return Dialect(
+        return AnswerMarkup(
             is_harmony=True,
             renders_tools=renders_tools(template),
             form=("to=functions.NAME <|constrain|>json<|message|>", ""),
         )
     reasoning = _reasoning(vocabulary)
     if not renders_tools(template):
-        return Dialect(reasoning, _GENERIC.forms, _GENERIC.bare)
+        return AnswerMarkup(reasoning, _GENERIC.forms, _GENERIC.bare)
     family = _FAMILIES[_family(template, vocabulary, parser)]
-    return Dialect(
+    return AnswerMarkup(
         reasoning,
         family.forms,
         family.bare,

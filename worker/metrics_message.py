@@ -1,6 +1,6 @@
 """Builds the metrics message, which the worker publishes every few seconds and sends on request.
 
-Collects the counters of all parts; `telemetry` keeps the counters of the worker as a whole.
+Collects the counters of all parts; `counters` keeps those of the whole worker.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import psutil
 
 from turnkeep_client.messages import UNLOADED, Metrics, SnapshotCounters
 
-from .observe.telemetry import Telemetry
+from .observe.counters import Telemetry
 
 if TYPE_CHECKING:
     from typing import Any
