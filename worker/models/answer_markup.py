@@ -1,6 +1,6 @@
 """Finds out how a model writes reasoning and tool calls into its answers: markers, and a parser for calls.
 
-The parsers are in `call_parsers`, and take whole calls; `worker.text.splitting` finds calls in growing answers.
+The parsers of `call_parsers` take whole calls; `worker.text.splitting` finds calls in growing answers.
 """
 
 from __future__ import annotations
