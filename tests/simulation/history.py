@@ -19,7 +19,7 @@ from gateway import conversations, planning, presence, recovery
 from turnkeep_client.messages import Closed, Opened, Rewound
 from turnkeep_client.subjects import CONSUMER
 from worker import app
-from worker.observe import telemetry
+from worker.observe import counters
 from worker.process import clock
 from worker.sessions import execution, record, sessions
 from worker.sessions import history as sessions_history
@@ -186,7 +186,7 @@ def patched(history: History) -> Iterator[None]:
             (erasures, "_PERIOD_S", 1.0),
             (marks, "STRIDE", 4),
             (sessions, "_LEAST_SWEEP_S", 0.25),
-            (telemetry, "_LAG_PERIOD_S", 60.0),  # at virtual time nothing is late
+            (counters, "_LAG_PERIOD_S", 60.0),  # at virtual time nothing is late
             (intake, "_GONE_S", 3.0),
             *(_TIGHT if plan.tight else ()),
             *((module, "time", clock.source) for module in _TIMED),
