@@ -238,6 +238,20 @@ async def test_an_early_check_finds_a_dead_worker_sooner_but_does_not_believe_a_
     assert time.monotonic() - asked_s >= members_of._CONFIRM_S, "it is asked twice"
 
 
+async def test_a_worker_that_is_not_known_yet_is_still_found_to_run(members):
+    """It may be about to stop, and then an attempt of its own has not crashed it."""
+    first, second = await members("first", "one"), await members("second", "two")
+    await first.join()
+    await second.join()
+    first.others.clear()
+    assert await first.runs(second.me.boot)
+    assert not await first.runs(first.me.boot)
+    kill(second)
+    await second._nc.close()
+    assert not await first.runs(second.me.boot)
+    assert not await first.runs("a run of nobody")
+
+
 async def test_a_worker_whose_record_is_not_renewed_counts_as_present_while_it_answers(members):
     first, second = await members("first", "one"), await members("second", "two")
     await first.join()

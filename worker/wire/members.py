@@ -367,9 +367,9 @@ class Members:
         self._look_soon = Event()
 
     async def runs(self, boot: str) -> bool:
-        """Whether `boot` is a run of another worker that answers a ping."""
-        found = [one for one in self.others.values() if one.boot == boot]
-        return bool(found) and await self._answers(found[0], is_recorded=False)
+        """Whether `boot` is a run of another worker that answers a ping, even if it is not known here yet."""
+        is_other = boot.isalnum() and boot != self.me.boot
+        return is_other and await self._answers(structs.replace(self.me, boot=boot), is_recorded=False)
 
     async def _answers(self, member: Member, *, is_recorded: bool) -> bool:
         """Whether a worker answers a ping; a slow worker counts as answering if it `is_recorded`.
