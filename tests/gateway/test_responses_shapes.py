@@ -361,6 +361,7 @@ def test_streamed_log_probabilities_cover_every_token_of_the_answer() -> None:
 
 def test_an_error_in_a_stream_of_the_responses_api_is_sent_as_response_failed_and_as_error() -> None:
     writer = answers.Events(read(), "x", 5)
+    writer.start(0)
     failed, error = events(writer.error(Fault(500, "broken", kind="server_error")))
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     assert failed["response"]["error"] == {"code": "server_error", "message": "broken"}

@@ -124,7 +124,7 @@ async def test_snapshots_stay_usable_under_a_new_chat_template_but_not_under_new
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
     assert await cached("c") == len(text) - 1
-    monkeypatch.setattr("worker.app.code_digest", lambda _: "of another release")
+    monkeypatch.setattr("worker.model_start.code_digest", lambda _: "of another release")
     assert await cached("d") == 0
 
 

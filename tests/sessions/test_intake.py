@@ -56,7 +56,7 @@ async def test_a_tenant_gets_places_up_to_its_limit_and_its_share_when_all_are_t
     assert accepted == [0, 1, 2, 4, 6, 9]
     assert (intake.num_returned, intake.sessions_by_tenant["loud"]) == (5, 3)
     for key in intake.at_work[:3]:
-        assert not intake._has_room("loud"), "others have come in its place"
+        assert not intake.room("loud"), "others have come in its place"
         await intake.ack(key)
     assert intake.sessions_by_tenant == {"mid": 1, "quiet": 1, "new": 1}
 
