@@ -139,8 +139,7 @@ def serve(
         return
     # Without --data-dir, a child would use the server of NATS_URL.
     own = given.but(data_dir=settings.data_dir, prefix=None if models else settings.prefix)
-    named = (("--unloaded", unloaded), ("--draft-model", settings.draft_model))
-    told = [word for option, name in named if name is not None for word in (option, name)]
+    told = {"--unloaded": unloaded, "--draft-model": settings.draft_model}
     beside = _beside(own, gateway_port, console_port, told)
     if undrafted:
         settings = given.but(of=of, draft_model="none").load()
@@ -174,18 +173,18 @@ def _check(settings: Settings, models: Mapping[str, Settings]) -> None:
 
 
 def _beside(
-    own: Given, gateway_port: int | None, console_port: int | None, told: list[str]
+    own: Given, gateway_port: int | None, console_port: int | None, told: Mapping[str, str | None]
 ) -> dict[str, list[str]]:
     """Wait until the ports are free; return the options of the gateway and the console beside a worker.
 
-    The console is also `told` these words.
+    The console is also `told` these options, if they have a value.
     """
     from worker.wire.broker import wait_for_port
 
-    found = {}
+    found, words = {}, [word for option, value in told.items() if value for word in (option, value)]
     for name, port, settings, options in (
         ("gateway", gateway_port, ("placeholders",), []),
-        ("console", console_port, (), told),
+        ("console", console_port, (), words),
     ):
         if port:
             wait_for_port(port, f"choose another with --{name} PORT")

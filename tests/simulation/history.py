@@ -25,6 +25,7 @@ from worker.sessions import execution, record, sessions
 from worker.sessions import history as sessions_history
 from worker.sessions.session_log import SessionLog
 from worker.wire import consistent_reads, endpoints, erasures, intake, retention
+from worker.wire.erasures import Erasures
 
 from .actors import PLAIN, SUBJECTS, History, Plan, Read, Supervisor
 from .checks import check, copies, is_imported, logs, unanswered, unforgotten
@@ -265,6 +266,9 @@ async def _read_anew(history: History) -> None:
     found = logs(stream)
     for key in found:
         await reader.process.start(read(key))
+    for number, one in enumerate(history.supervisors):  # what the next worker of each directory does
+        erasures = Erasures(worker._erasures._journal, f"d{number}", one.disk)
+        await reader.process.start(erasures._look(lambda _: True))
     worker.stop()
     await running
 

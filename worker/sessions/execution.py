@@ -238,8 +238,9 @@ class Execution:
         scores, echo_bytes = echo_of(request, extended, self._max_answer_bytes)
         answer, grammar, warnings = await self._answer(key, request, pending, extended, published, echo_bytes)
         chunks = AnswerStream(self._journal.chunks, key, pending, published, ttl_s=self._token_ttl_s)
-        asks = scores is not None and not is_over
-        turn = await self._score(key, pending, extended.history, scores) if scores and asks else None
+        turn = (
+            None if scores is None or is_over else await self._score(key, pending, extended.history, scores)
+        )
         is_scored = not is_over and (scores is None or scores.end >= len(prompt))
         if is_scored and request.max_tokens:
             sampled = await self._sample(

@@ -138,7 +138,6 @@ class Intake:
         """`holds` says whether a session is this worker's; else `route` passes a delivery on, or accepts it.
 
         The server redelivers a message to another worker `ack_wait_s` after the last `keep_alive` for it.
-
         At most `max_sessions` have an anchor, and `max_sessions_per_tenant` of one tenant. When all places
         are occupied, a tenant with less than an equal share still gets one.
         """

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from nats.aio.client import Client
     from nats.aio.msg import Msg
-    from nats.js import JetStreamContext
 
     from turnkeep_client.subjects import Subjects
 
@@ -106,9 +105,9 @@ class Members:
         replicas: int | None = None,
         lost: Callable[[str], None],
     ) -> None:
-        """`lost(why)` is called once if another worker takes this one's name after its record has expired.
+        """Make the record of `worker`; the stream of records has `replicas` copies, or as many as the log.
 
-        The stream has `replicas` copies, by default as many as the log's stream.
+        `lost(why)` is called once if another worker takes this one's name after its record has expired.
         """
         self.me = Member(worker, socket.gethostname(), os.getpid(), directory, uuid4().hex, time())
         #: The other workers that run now, by name.
@@ -120,8 +119,7 @@ class Members:
         self.on_gone: Callable[[Member], None] = lambda _: None
         #: Called with each worker that joins, before this one confirms that it knows of it.
         self.on_joined: Callable[[Member], None] = lambda _: None
-        self._nc = nc
-        self._js: JetStreamContext = nc.jetstream()
+        self._nc, self._js = nc, nc.jetstream()
         self._gets = DirectGets(nc, timeout_s=_TIMEOUT_S)
         self._subjects = subjects
         self._subject = self.record(worker)
