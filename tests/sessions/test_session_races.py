@@ -20,6 +20,7 @@ from turnkeep_client.messages import (
     Generated,
     Message,
     Open,
+    decode_result,
     encode,
 )
 from worker.models.tokenizer import Tokenizer
@@ -371,6 +372,30 @@ async def test_an_answer_given_up_after_crashes_ends_with_the_tokens_streamed_so
     assert (result.tokens, result.text, result.finish_reason) == (chunk.tokens, "ab", "given_up")
     assert "it has ended every worker" in result.warnings[-1]
     await world.assert_fold_is_life()
+
+
+async def test_a_cancel_looks_again_if_the_server_loses_its_log_meanwhile(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two copies of a request it finds the first, as that one is answered and the other one repeats it."""
+    await world.ask(Append(id="a", text="one"))
+    page, calls = world.log.page, []
+
+    async def restarted(key: Any, kind: str, after: int) -> Any:
+        calls.append(kind)
+        if calls.count("in") == 2 and world.log.server == "one":  # behind what the cancel has refreshed
+            monkeypatch.setattr(world.log, "server", "two")
+            world.log.entries.clear()
+            for _ in range(2):
+                world.log.add("in", encode(Generate(id="g", text="x", max_tokens=4)))
+            world.session.forget()  # as its task does
+        return await page(key, kind, after)
+
+    monkeypatch.setattr(world.log, "page", restarted)
+    cancelled = await world.session.cancel("g")
+    assert (cancelled.id, cancelled.was) == ("g", "waiting")
+    (result,) = [decode_result(entry.body) for entry in world.log.entries if entry.kind == "out"]
+    assert result.seq == 1
 
 
 async def test_an_answer_ends_with_the_tokens_streamed_before_the_device_failed(

@@ -269,10 +269,13 @@ class Session:
         except FencedError:
             self._stop_active()  # its result can no longer be committed
             raise
+        record = self.log.record
         known = await self.log.find_answered(request_id)  # then a pending request of this id is a repeat
         if known and asked is not None and asked.done.is_set():
             return await self._ended(known, "waiting")  # the session's task has committed it
         pending = None if known else await self.log.find_waiting(request_id)
+        if record is not self.log.record:  # the log was read anew meanwhile
+            return await self.cancel(request_id, asked)
         if pending is None:
             return _no_cancel(request_id, is_answered=known is not None)
         pending.cancelled = True
