@@ -96,7 +96,7 @@ def _start(span: Span) -> int:
 
 
 def access_by(key_file: Path | None) -> Access:
-    """Return the `Access` to a directory, with the key in `key_file`; None means no encryption.
+    """Return an `Access` that encrypts with the key in `key_file`; without a key file, one that does not.
 
     Raises `KeyFileError`.
     """

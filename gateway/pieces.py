@@ -19,7 +19,7 @@ _HEAD_BYTES: Final = 512
 def ahead(
     messages: Sequence[Message], options: Mapping[str, Any], max_bytes: int, header_bytes: int = 0
 ) -> list[Sequence[Message]]:
-    """Return the messages to append before the last one is sent, in pieces that fit; usually none.
+    """Return groups of messages to append first, if all are too large for one request; usually none.
 
     A request in the log may have `max_bytes`, of which the last needs up to `header_bytes` for its header.
     The first piece has the tools too. Raises `MessageTooLargeError` if a message alone is too large.

@@ -45,7 +45,7 @@ class WorkerError(TurnkeepError):
 
 
 class ModelStart:
-    """A worker's model. Its fields exist, and stay the same, once it `is_loaded`. Event loop only."""
+    """Loads a worker's model. The fields exist, and stay the same, once `is_loaded`. Event loop only."""
 
     device: Device
     loaded: LoadedModel

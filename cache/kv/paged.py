@@ -52,7 +52,7 @@ _GAIN: Final = 1.05
 
 
 def compared(asked: mx.array, sketch: tuple[mx.array, ...], page: int) -> mx.array:
-    """Return, for each page, the largest share of its attention that any query gives to a token: (pages,).
+    """Return, for each page, the largest share of a query's attention that one of its tokens gets: (pages,).
 
     `asked` are queries, (1, KV heads, queries, head_dim), `sketch` as in `PagedCache`. Unevaluated.
     """

@@ -186,7 +186,7 @@ async def test_forgetting_a_session_leaves_its_pinned_prefix(open_store) -> None
     assert_sum_rule(store)
 
 
-async def test_holding_the_snapshots_of_a_session_counts_as_use(open_store) -> None:
+async def test_snapshots_that_were_held_are_evicted_after_those_not_used_since(open_store) -> None:
     """A session in memory is not read from disk, but its snapshots must not be evicted first."""
     store = await open_store()
     for session in range(3):

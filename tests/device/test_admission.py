@@ -370,7 +370,7 @@ def test_a_turn_that_has_waited_long_enough_is_not_overtaken_by_a_higher_priorit
     assert place(100.0 + 3 * PRIORITY_S - 1, 3) < waiting < place(100.0 + 3 * PRIORITY_S + 1, 3)
 
 
-async def test_a_cancelled_turn_leaves_the_queue_for_memory(make_engine) -> None:
+async def test_a_cancelled_turn_no_longer_waits_for_memory(make_engine) -> None:
     """A turn takes what caches allocate for it: 768 of 1,024 tokens, which leaves 256 for a small one."""
     engine = await make_engine(1024)
     running = asyncio.create_task(engine.run(Asked(key("running"), as_tokens(prompt(590))), lambda: False))

@@ -235,7 +235,7 @@ def test_many_short_prompts_that_compete_for_memory_all_finish_within_the_limit(
             assert rig.tokens(turn) == alone(model, turn.context, num_new)[0]
 
 
-def test_some_long_prompts_that_do_not_fit_together_restart_and_all_of_them_finish(make_rig, model) -> None:
+def test_long_prompts_that_do_not_fit_together_all_finish_after_some_of_them_restart(make_rig, model) -> None:
     """Nothing limits the prompts of all tenants to the memory, so some lose their progress."""
     estimator = make_rig(model, max_batch=4).device.estimator
     gc.collect()

@@ -100,7 +100,7 @@ async def test_a_prefilled_answer_equals_the_workers_own_answer_after_the_prefix
     assert (await session.generate(**asked)).text != plain, "it has other tokens before it"
 
 
-async def test_a_request_that_cannot_prefill_its_answer_is_refused_with_the_reason(
+async def test_a_begun_answer_that_cannot_be_continued_is_refused_with_the_reason(
     http: httpx2.AsyncClient,
 ) -> None:
     function = {"type": "function", "function": {"name": "f", "parameters": TOOL}}

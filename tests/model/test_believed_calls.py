@@ -227,7 +227,7 @@ def test_a_json_object_that_is_an_invalid_call_stays_text_and_counts_as_malforme
     assert outcome(splitter("generic", tools=TOOLS), text)[3], "which is a malformed call"
 
 
-def test_one_block_may_hold_two_json_calls_on_two_lines_or_in_a_list_not_joined_by_a_comma() -> None:
+def test_two_json_calls_in_a_block_are_read_on_two_lines_or_in_a_list_but_not_after_a_comma() -> None:
     one, other = '{"name": "clock", "arguments": {}}', '{"name": "bash", "arguments": {"command": "ls"}}'
     wanted = [("clock", {}), ("bash", {"command": "ls"})]
     for between in ("\n", ", "):

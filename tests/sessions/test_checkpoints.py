@@ -279,7 +279,7 @@ async def test_a_rewind_to_before_a_checkpoint_gives_the_same_history_as_without
         assert_same(session.history, world.session.history)
 
 
-async def test_a_reopened_session_opened_from_a_checkpoint_has_nothing_from_before_its_close(
+async def test_a_checkpoint_of_a_reopened_session_brings_back_nothing_from_before_its_close(
     world: World,
 ) -> None:
     await converse(world, range(12))

@@ -198,7 +198,7 @@ async def test_a_session_under_sink_window_may_outgrow_the_context(world: World)
 
 
 @pytest.mark.usefixtures("often")
-async def test_a_session_opened_from_a_checkpoint_has_its_policy(world: World) -> None:
+async def test_a_session_read_from_a_checkpoint_keeps_its_cache_policy(world: World) -> None:
     await world.ask(Open(id="o", cache=SINK_WINDOW))
     await converse(world, range(9))
     one, other = await opened(world), await whole(world)

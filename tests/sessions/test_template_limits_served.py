@@ -40,7 +40,7 @@ async def test_a_message_on_which_the_template_loops_for_ever_is_refused_and_the
     assert (await w.send("s", generate("c", messages=said("go on"))))["type"] == "generated"
 
 
-async def test_deeply_nested_json_in_a_tool_calls_arguments_is_accepted_as_a_string(wire: Start) -> None:
+async def test_tool_call_arguments_sent_as_a_string_of_deeply_nested_json_are_accepted(wire: Start) -> None:
     w = await wire()
     function = {"name": "f", "arguments": '{"x":' * 300}
     call = {"id": "c1", "type": "function", "function": function}

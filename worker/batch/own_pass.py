@@ -41,7 +41,7 @@ class OwnPass:
         *,
         hidden: bool = False,
     ) -> mx.array:
-        """Build a pass for each part and piece; see `rows.Pass`. `hidden` applies only to pieces."""
+        """Build an own pass for each part and piece, as `rows.Pass` says. `hidden` applies only to pieces."""
         found: list[mx.array] = []
         tokens = tokens if isinstance(tokens, mx.array) else mx.array([*tokens], mx.int32)
         for part in parts:

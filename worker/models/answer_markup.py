@@ -53,7 +53,7 @@ class AnswerMarkup:
 
     @property
     def calls(self) -> tuple[str, str]:
-        """The begin and end markers of calls; the end marker is empty if there is none."""
+        """The begin and end markers of the first form of tool calls; a marker that it lacks is empty."""
         if self.is_harmony:
             return "<|channel|>commentary ", ""
         return (self.forms[0].opens, self.forms[0].closes or "") if self.forms else ("", "")

@@ -62,7 +62,7 @@ class Form:
 
     @property
     def is_tagged(self) -> bool:
-        """Whether strings are raw text between two tags, without escapes."""
+        """Whether the strings in a call are raw text between two different tags, without escapes."""
         return self.quotes[0] not in ('"', self.quotes[1])
 
     def is_in_string(self, text: str) -> bool:

@@ -142,7 +142,7 @@ class ControlTokens:
         return self._mark_ends(text)
 
     def _mark_ends(self, text: str) -> str:
-        """Mark the ends of a text that could form a control token together with its neighbours."""
+        """Mark a text's start and end where they could form a control token with the text beside them."""
         bare = text.strip()
         sizes = range(min(len(bare), self._longest), 0, -1)
         head = next((size for size in sizes if bare[:size] in self._ends), 0)
