@@ -229,7 +229,16 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
     "a number of events from memory": _VISITED,
     "a key that a gateway forgets": _VISITED,
     "an event that comes again at the joint": _VISITED,
-    "a deadline from the delivery's time": {"kinds": ("crash", "stop"), "num_faults": 5, "num_workers": 1},
+    "a deadline from the delivery's time": {
+        "kinds": ("crash",),
+        "num_faults": 5,
+        "num_workers": 1,
+        "num_clients": 3,
+        "num_requests": 9,
+        "num_visitors": 0,
+        "skews": (0.0, 0.0),
+        "weights": (60, 10, 0, 0, 0, 0),
+    },
     "a forget that skips absent workers": {
         "kinds": ("crash",),
         "num_faults": 5,
