@@ -98,7 +98,7 @@ class Exchange:
                     return None
                 self._rest += part
             block, _, self._rest = self._rest.partition(b"\n\n")
-            for line in block.decode().splitlines():
+            for line in block.decode().split("\n"):  # a text may have other ends of lines
                 if line.startswith("data: {"):
                     said = json.loads(line[6:])
                     return Event(said["sequence_number"], line[6:])
