@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -15,14 +16,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from tests.forked import CAN_FORK, Forked
 from turnkeep_client.client import connect
 from worker.wire.credentials import own_token
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from turnkeep_client.client import Client
     from worker.app import App
@@ -132,13 +133,28 @@ def make_endless_model(tiny: Path, folder: Path) -> Path:
     return folder
 
 
+def _ports() -> Iterator[int]:
+    """Yield ports in turn from a random one on, those of each process of the test run its own.
+
+    All are below the ports that Linux gives to outgoing connections.
+    """
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _PORT_SHARES
+    share = range(20_000 + number, 32_000, _PORT_SHARES)
+    start = random.SystemRandom().randrange(len(share))
+    return itertools.cycle([*share[start:], *share[:start]])
+
+
+_PORT_SHARES: Final = 8
+_next_ports: Final = _ports()
+
+
 def free_port() -> int:
-    """Find a port that nobody has, and that no outgoing connection gets before it is used."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
+    """Find a port that nobody has, and that nothing else in this test run gets before it is used."""
+    for port in _next_ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+    raise AssertionError("the ports have no end")
 
 
 def nats_server_program() -> str:
