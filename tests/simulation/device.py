@@ -328,6 +328,12 @@ class Worker(App):
         self._members = Members(
             nc, self._subjects, worker=self._settings.worker, directory=self._directory.name, lost=self._fail
         )
+
+        # Workers without records do not know of each other; but one that is only slow answers a ping.
+        async def pong(message: Any) -> None:
+            await message.respond(b"")
+
+        await nc.subscribe(self._members.address(self._members.me, "ping"), cb=pong)
         return nc
 
     async def drain(self, *, on: bool) -> None:

@@ -388,21 +388,20 @@ async def a_cancelled_answer_stays_sealed_after_the_log_loses_its_result(place: 
     assert (published.has_ended, published.is_sealed) == (True, True)
 
 
-async def an_answer_goes_on_after_its_chunks_expire_but_not_after_its_request_is_removed(
-    place: Place,
-) -> None:
+async def a_worker_whose_chunks_have_all_expired_reads_the_log_before_it_publishes(place: Place) -> None:
     key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
     seq = await place.put("in")
     first = await journal.chunks.publish(key, "g", Chunk(0, (7,), "x", seq=seq), 0, server=journal.server)
     await journal.chunks.remove(key)
-    second = await journal.chunks.publish(
-        key, "g", Chunk(1, (7,), "x", seq=seq), first, server=journal.server
-    )
-    assert second == first + 1
-    await journal.chunks.remove(key)
+    with pytest.raises(FencedError):
+        await journal.chunks.publish(key, "g", Chunk(1, (7,), "x", seq=seq), first, server=journal.server)
+    with pytest.raises(FencedError):
+        await journal.chunks.seal(key, "g", seq, first, server=journal.server)
+    again = await journal.chunks.publish(key, "g", Chunk(0, (7,), "x", seq=seq), 0, server=journal.server)
+    assert again == first + 1
     await journal.remove(key, seq + 1)
     with pytest.raises(FencedError):
-        await journal.chunks.publish(key, "g", Chunk(2, (7,), "x", seq=seq), second, server=journal.server)
+        await journal.chunks.publish(key, "g", Chunk(1, (7,), "x", seq=seq), first, server=journal.server)
 
 
 async def the_first_chunk_of_an_answer_to_a_removed_request_is_taken_back(place: Place) -> None:
@@ -461,7 +460,7 @@ SCENES = (
     a_request_that_another_worker_removed_gets_no_result,
     a_worker_that_another_one_overtook_publishes_no_more_chunks,
     a_cancelled_answer_stays_sealed_after_the_log_loses_its_result,
-    an_answer_goes_on_after_its_chunks_expire_but_not_after_its_request_is_removed,
+    a_worker_whose_chunks_have_all_expired_reads_the_log_before_it_publishes,
     the_first_chunk_of_an_answer_to_a_removed_request_is_taken_back,
     a_forgotten_answer_publishes_nothing_after_a_new_one_under_its_id,
     a_write_with_a_wrong_expected_sequence_stores_nothing,

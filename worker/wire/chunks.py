@@ -126,8 +126,8 @@ class AnswerChunks:
         `after` is the sequence of the last message of the answer's subject. Returns the chunk's sequence, or
         0 if the token stream refuses the chunk. Then publish no later chunks of the answer: the stored chunks
         must have no gap, so that a worker that resumes the answer finds all that clients saw. Raises
-        `FencedError` if another worker has published a chunk of the answer since, or if the session was read
-        from another `server` process than the current one. `base` is the digest of the session before.
+        `FencedError` if another worker has published a chunk of the answer since, if all chunks are gone, or
+        if the session was read from another `server` process than the current one. `base` is the digest of the session before.
         """
         return await self._publish(
             key, request_id, encode(chunk), after, chunk.seq or 0, server, base=base, is_first=chunk.i == 0
@@ -205,11 +205,14 @@ class AnswerChunks:
         """Return the sequence of the stored `body` and True; else of the last message (0: none) and False.
 
         Checks each message after `after`: a chunk may be followed by ends of requests that repeat its own.
-        Raises `FencedError` if one is another chunk, the end or the seal of the request at `seq`.
+        Raises `FencedError` if one is another chunk, the end or the seal of the request at `seq`, or if the
+        message at `after` is gone and there is no other.
         """
         subject, is_own = self._subjects.tokens(key, request_id), 0
         last = await self._token(subject)
         if last is None:
+            if after:  # all have expired, or were removed: what ended the answer may be gone with them
+                raise FencedError(subject)
             return 0, False
         if (last.seq or 0) <= after:
             await sleep(RACE_S)  # the other write is still in progress, or the last messages have expired
