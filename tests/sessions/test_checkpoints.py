@@ -23,7 +23,7 @@ from cache.names.policy import FULL, Policy
 from cache.names.tokens import pack
 from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
-from turnkeep_client.messages import Append, Close, Closed, Generate, Message, Open, Rewind
+from turnkeep_client.messages import Append, Close, Closed, Generate, Message, Open, Rewind, encode
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import attachments, history, record
 from worker.sessions.attachments import Attachments
@@ -428,6 +428,11 @@ def forged_result(world: World) -> None:
     world.log.add("out", body, headers | {CHECKPOINT_HEADER: last_named(world)})
 
 
+def second_result_for_a_request(world: World) -> None:
+    ours = world.log.entries[-1]
+    world.log.add("out", ours.body, ours.headers | {CHECKPOINT_HEADER: last_named(world)})
+
+
 @pytest.mark.parametrize(
     "tamper",
     [
@@ -440,6 +445,7 @@ def forged_result(world: World) -> None:
         other_request,
         other_version,
         forged_result,
+        second_result_for_a_request,
     ],
 )
 async def test_a_damaged_or_forged_checkpoint_is_ignored_and_logged_once(
@@ -454,6 +460,18 @@ async def test_a_damaged_or_forged_checkpoint_is_ignored_and_logged_once(
     assert resumed_at(session) == 0
     assert session.log.record.diverged is None
     assert_same(session.history, world.session.history)
+
+
+async def test_a_checkpoint_does_not_hide_that_the_log_lost_the_request_of_the_result_that_names_it(
+    world: World,
+) -> None:
+    await converse(world, range(22))
+    seq = json.loads(world.log.entries[-1].body)["seq"]
+    world.log.entries[seq - 1] = replace(world.log.entries[seq - 1], kind="checkpoint", body=b"")
+    world.log.add("in", encode(question(22)))
+    session = await opened(world)
+    assert resumed_at(session) == 0
+    assert f"the request at sequence {seq}, which is gone" in str(session.log.record.diverged)
 
 
 async def test_answers_go_on_while_the_log_refuses_checkpoints_and_checkpoints_are_stored_later(

@@ -21,7 +21,7 @@ from anyio import Semaphore, TaskHandle
 from hypothesis import given
 
 from cache.names.policy import FULL, Policy
-from turnkeep_client.log import EXPECT_HEADER, HISTORY_HEADER
+from turnkeep_client.log import BEGAN_HEADER, EXPECT_HEADER, HISTORY_HEADER
 from turnkeep_client.messages import (
     Append,
     CachePolicy,
@@ -455,6 +455,23 @@ async def live(world: World, operations: list[tuple[str, Any]]) -> None:
     await world.assert_fold_is_life()
     ins = [entry.seq for entry in world.log.entries if entry.kind == "in"]
     assert sorted(result.seq for result in world.results) == ins, "every entry has exactly one result"
+
+
+@pytest.mark.parametrize(
+    ("stated", "began"),
+    [
+        ("2020-05-06T07:08:09+00:00", datetime(2020, 5, 6, 7, 8, 9, tzinfo=UTC)),
+        ("2020-05-06T07:08:09", STORED),
+        ("yesterday", STORED),
+        ("", STORED),
+    ],
+)
+async def test_a_copied_session_began_at_the_time_that_its_first_request_states_with_a_time_zone(
+    world, stated, began
+) -> None:
+    world.log.add("in", encode(Append(id="a", text="x")), {BEGAN_HEADER: stated})
+    opened = await world.refolded()
+    assert opened.history.conversation.started == began
 
 
 async def test_a_repeated_request_gets_the_recorded_result_and_changes_nothing(world) -> None:

@@ -5,8 +5,9 @@
 
 A fault is a `kill -9`, a SIGTERM or a SIGSTOP of 0.3 to 6 s of a worker, or a `kill -9` of a NATS node, of
 which there may be one or three. With `--share` the workers share their KV. With `--cuts`, as root, each
-worker is in a network namespace of its own, and its network is cut for 0.3 to 6 s, too. A worker that has
-ended is started again. All counts of faults should be 0.
+worker is in a network namespace of its own, whose network is cut for 0.3 to 6 s, or slow for up to 12 s (16
+to 256 kbit/s; up to 3 s of packets wait), too. A worker that has ended is started again. All counts of faults
+should be 0.
 """
 
 from __future__ import annotations
@@ -106,6 +107,16 @@ class Member(Target):
         await asyncio.sleep(seconds)
         _ip("link", "set", self._link, "up")
 
+    async def slow(self, seconds: float, kbits: int) -> None:
+        """Let so many kbit/s through in each direction for so long; what waits longer than 3 s is lost."""
+        ends = [(), ("-n", self._link)]
+        for end, device in zip(ends, (self._link, "eth0"), strict=True):
+            limit = ("tbf", "rate", f"{kbits}kbit", "burst", "4kb", "latency", "3s")
+            _run("tc", *end, "qdisc", "add", "dev", device, "root", *limit)
+        await asyncio.sleep(seconds)
+        for end, device in zip(ends, (self._link, "eth0"), strict=True):
+            _run("tc", *end, "qdisc", "delete", "dev", device, "root")
+
     async def pause(self, seconds: float) -> None:
         """Let it do nothing for so long."""
         os.kill(self.process.pid, signal.SIGSTOP)
@@ -114,7 +125,11 @@ class Member(Target):
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True)
 
 
 class Campaign(Attack):
@@ -147,6 +162,8 @@ class Campaign(Attack):
                     await member.pause(rng.choice((0.3, 3, 6)))
                 case "cut":
                     await member.cut(rng.choice((0.3, 3, 6)))
+                case "slow":
+                    await member.slow(rng.choice((1, 4, 12)), rng.choice((16, 64, 256)))
                 case "node":
                     await self.nodes.kill_one(rng)
             self.struck[kind] += 1
@@ -167,7 +184,7 @@ async def campaign(
     model = tiny_model(where, endless=True, hidden_size=128)
     servers = Nodes(where, nodes, f"{NETWORK}.1" if cuts else "127.0.0.1")
     options = ["--log-replicas", str(nodes)] + (["--remote-tier", str(where / "shared")] if share else [])
-    kinds = ["kill"] * 6 + ["pause"] * 2 + ["stop", "node"] + ["cut"] * (3 if cuts else 0)
+    kinds = ["kill"] * 6 + ["pause"] * 2 + ["stop", "node"] + ["cut", "slow"] * (2 if cuts else 0)
     async with contextlib.AsyncExitStack() as stack:
         if cuts:
             _ip("link", "add", BRIDGE, "type", "bridge")
