@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections import Counter
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -123,9 +124,10 @@ def unpin(directory: Path, names: list[str], access: Access = PLAIN) -> list[Pin
     Raises `CacheError` for an unknown or ambiguous prefix, or if the index cannot be written, since the pins
     would come back.
     """
+    full = CacheError(f"{directory}: its index cannot be written; free some disk space, then unpin")
     with opened(directory, access) as (_, catalog, _):
         if not catalog.is_lasting:
-            raise CacheError(f"{directory}: its index cannot be written; free some disk space, then unpin")
+            raise full
         found: list[Pin] = []
         pins = catalog.pins()
         for name in names:
@@ -133,7 +135,10 @@ def unpin(directory: Path, names: list[str], access: Access = PLAIN) -> list[Pin
             if len(fitting) != 1:
                 raise CacheError(f"{len(fitting)} pins have a name that begins with {name!r}, not one")
             found += fitting
-        catalog.unpin(found)
+        try:
+            catalog.unpin(found)
+        except sqlite3.Error as error:
+            raise full from error
     return found
 
 

@@ -196,8 +196,8 @@ def _read(directory: Path, access: Access) -> tuple[list[Row], Survey, dict[str,
     survey = Survey()
     known, names = {}, {}
     with suppress(sqlite3.Error, OSError), _copied(directory / "index.sqlite") as db:
-        # Any schema version: the rows are compared with the files below, so their proofs are not needed.
-        stored = [Row(*row[: len(Row._fields)]) for row in db.execute("SELECT * FROM snapshot")]
+        # The rows are compared with the files below, so their proofs are not needed.
+        stored = [Row(*row) for row in db.execute("SELECT * FROM snapshot")]
         known = {row.digest: row for row in access.rows(stored)}
         pins = [Pin(*row) for row in db.execute("SELECT root, tokens FROM pin")]
         survey.pins = list(access.pins(pins))

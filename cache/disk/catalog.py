@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger("turnkeep.cache")
 
-#: Version 2 added pins and states, version 3 the rows' proofs; version 4 overwrites deleted rows,
-#: version 5 added the table `erased`. Older versions are migrated.
+#: Increase with each change of the tables: an index of another version is made again from the files.
 _SCHEMA_VERSION: Final = 5
 #: Errors of the disk, not of the file's contents: the file is kept.
 _DISKS_FAULTS: Final = frozenset(
@@ -44,7 +43,6 @@ _DISKS_FAULTS: Final = frozenset(
         sqlite3.SQLITE_READONLY,
     }
 )
-_READABLE: Final = (1, 2, 3, 4, _SCHEMA_VERSION)
 _SCHEMA: Final = (
     """
     CREATE TABLE IF NOT EXISTS snapshot (
@@ -56,8 +54,6 @@ _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS model (identity BLOB PRIMARY KEY, name TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS erased (log TEXT PRIMARY KEY, seq INTEGER NOT NULL, time REAL NOT NULL)",
 )
-#: Columns that older versions lack, in order. A row without a proof is verified by its tokens.
-_ADDED: Final = {"resumable": "INTEGER NOT NULL DEFAULT 1", "proof": "BLOB"}
 _PUT: Final = "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 
@@ -78,7 +74,7 @@ class Catalog:
         try:
             version = db.execute("PRAGMA user_version").fetchone()[0]
             sound = db.execute("PRAGMA quick_check(1)").fetchone()[0] == "ok"
-            if sound and version in (_READABLE if existed else (0,)):
+            if sound and version == (_SCHEMA_VERSION if existed else 0):
                 return self._prepare(db, version)
             reason = f"version {version}" if sound else "damaged"
         except sqlite3.DatabaseError as error:
@@ -105,14 +101,11 @@ class Catalog:
         _log.error("index_not_written", path=str(self._path), error=str(error))
         self.is_lasting = False
         db = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
-        for table in _SCHEMA:
-            db.execute(table)
         uri = self._path.absolute().as_uri()
         with suppress(sqlite3.Error), closing(sqlite3.connect(f"{uri}?immutable=1", uri=True)) as source:
-            rows = source.execute("SELECT * FROM snapshot").fetchall()
-            db.executemany(_PUT, [(*row, *(1, None)[len(row) - 6 :]) for row in rows])  # of any version
-            db.executemany("INSERT INTO pin VALUES (?, ?, ?)", source.execute("SELECT * FROM pin"))
-            db.executemany("INSERT INTO model VALUES (?, ?)", source.execute("SELECT * FROM model"))
+            source.backup(db)
+        for table in _SCHEMA:
+            db.execute(table)
         return db
 
     def _connect(self) -> sqlite3.Connection:
@@ -135,17 +128,10 @@ class Catalog:
         db.execute("PRAGMA cache_size=-256")
         # Rows contain tokens, which `forget` must erase.
         db.execute("PRAGMA secure_delete=ON")
-        if version != _SCHEMA_VERSION:  # the current version opens without a write, so on a full disk too
+        if not version:  # a file that exists opens without a write, so on a full disk too
             for table in _SCHEMA:
                 db.execute(table)
-            there = {column[1] for column in db.execute("PRAGMA table_info(snapshot)")}
-            for name, kind in _ADDED.items():
-                if name not in there:
-                    db.execute(f"ALTER TABLE snapshot ADD COLUMN {name} {kind}")
-            with suppress(sqlite3.OperationalError):  # no room: the next start tries again
-                if version:
-                    db.execute("VACUUM")  # older versions left deleted rows in the file
-                db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+            db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db
 
     def read(self) -> list[Row]:

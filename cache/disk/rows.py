@@ -26,7 +26,7 @@ class Row(NamedTuple):
     """A snapshot in the catalog. `used` is microseconds since 1970, and unique.
 
     `resumable` is 1 if a session can resume at the snapshot's end, otherwise 0; for a partial file `PARTIAL`
-    is added. `proof` is the row's checksum from `proofs`; rows of older versions have none.
+    is added. `proof` is the row's checksum from `proofs`, once it is stored.
     """
 
     digest: bytes
@@ -36,7 +36,7 @@ class Row(NamedTuple):
     size_bytes: int
     used: int
     resumable: int = 1
-    proof: bytes | None = None
+    proof: bytes = b""
 
     @classmethod
     def of(cls, digest: bytes, name: Name, size_bytes: int, used: int) -> Self:

@@ -15,7 +15,7 @@ import structlog
 from cache.disk.format import is_lack
 from cache.disk.header import read_header
 from cache.disk.rows import Row, columns, proofs
-from cache.names.blocks import DIGEST_BYTES, link
+from cache.names.blocks import DIGEST_BYTES
 from cache.names.errors import DoubtfulSnapshotError
 from cache.names.snapshot import MOST_TOKEN_BYTES
 from cache.names.tokens import TOKEN_BYTES
@@ -90,7 +90,7 @@ def _mended(
         else:
             orphans.append(row)
             folder.remove(row.digest)
-    _repair(catalog, [*wrong, *orphans], identities, [row for row in kept.values() if row.proof is None])
+    _repair(catalog, [*wrong, *orphans], identities, [row for row in kept.values() if not row.proof])
     lost = sum(row.digest not in strays for row in wrong)
     if adopted or doubtful or orphans or lost:
         # A kill between the writes of a file and its row leads to adopted files and lost rows: no warning.
@@ -129,17 +129,10 @@ def _repair(catalog: Catalog, wrong: list[Row], identities: set[bytes], lacking:
 
 
 def _is_right(row: Row) -> bool:
-    """Whether a row agrees with its proof, or, in a row of an older version, the tokens agree with the name.
-
-    The file's length is verified when it is read. A file of another format version has no known tokens.
-    """
+    """Whether a row agrees with its proof. The file's length is verified when it is read."""
     try:
         fields = columns([row])
-        if not _fits(fields):
-            return False
-        if row.proof is not None:
-            return next(proofs(fields)) == row.proof
-        return not row.tokens or link(row.parent, row.tokens) == row.digest
+        return _fits(fields) and next(proofs(fields)) == row.proof
     except (AttributeError, TypeError, ValueError):  # fields of wrong types
         return False
 

@@ -59,25 +59,6 @@ async def test_erased_tokens_are_left_in_no_file_of_the_directory(open_store, tm
     assert "index.sqlite" in traces(tmp_path / "cache", OTHER)
 
 
-async def test_tokens_deleted_by_an_older_index_version_are_overwritten_at_the_next_start(
-    open_store, tmp_path
-) -> None:
-    await (await stored(open_store, TOKENS, OTHER)).close()
-    with sqlite3.connect(tmp_path / "cache" / "index.sqlite") as db:
-        db.execute("PRAGMA secure_delete=OFF")
-        db.execute("PRAGMA user_version=3")
-        db.execute("DELETE FROM snapshot WHERE tokens = ?", (pack(TOKENS[:BLOCK]),))
-    db.close()
-    for path in (tmp_path / "cache" / "snapshots").iterdir():
-        if read_name(path).tokens in pack(TOKENS):
-            path.unlink()
-    assert traces(tmp_path / "cache", TOKENS[:BLOCK]) == ["index.sqlite"]
-    store = await open_store()
-    assert (await store.erase("a", [1], 10)).settled
-    assert traces(tmp_path / "cache", TOKENS) == []
-    assert store.match("a", OTHER).num_tokens == 10
-
-
 async def test_an_erase_is_not_confirmed_until_a_file_that_could_not_be_removed_is_gone(
     open_store, tmp_path, monkeypatch
 ) -> None:

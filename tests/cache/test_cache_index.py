@@ -150,7 +150,7 @@ async def test_a_missing_or_damaged_index_is_rebuilt_from_the_files_and_the_rebu
     assert logs == [], "and the next start has nothing to mend"
 
 
-@pytest.mark.parametrize("has_proof", [True, False], ids=["proof", "older version"])
+@pytest.mark.parametrize("has_proof", [True, False], ids=["proof", "no proof"])
 async def test_an_index_row_with_wrong_tokens_is_not_used_for_a_match(
     open_store, tmp_path, has_proof
 ) -> None:

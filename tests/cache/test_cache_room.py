@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import threading
 import time
 from itertools import pairwise
@@ -197,36 +196,6 @@ async def test_snapshots_that_were_held_are_evicted_after_those_not_used_since(o
     await store.close()
     store = await open_store(max_bytes=2 * size + size // 2)
     assert [await num_restored(store, [session, 1]) for session in range(3)] == [2, 0, 2]
-
-
-@pytest.mark.parametrize("version", [1, 2])
-async def test_an_index_of_an_older_version_is_migrated_with_its_order_of_use(
-    open_store, tmp_path, version
-) -> None:
-    store = await open_store()
-    for session in range(3):
-        save_all(store, "a", [session, 1])
-    await store.barrier(5)
-    store.release(store.match("a", [0, 1]))
-    size = store.stats().stored_bytes // 3
-    await store.close()
-    with sqlite3.connect(tmp_path / "cache" / "index.sqlite") as db:
-        db.execute("ALTER TABLE snapshot DROP COLUMN proof")
-        if version == 1:
-            db.execute("ALTER TABLE snapshot DROP COLUMN resumable")
-            db.execute("DROP TABLE pin")
-            db.execute("DROP TABLE model")
-        db.execute(f"PRAGMA user_version = {version}")
-    db.close()
-    with capture_logs() as logs:
-        store = await open_store(max_bytes=2 * size + size // 2)
-    assert [log["event"] for log in logs] == ["cache_shrunk"]
-    assert [await num_restored(store, [session, 1]) for session in range(3)] == [2, 0, 2]
-    assert (await store.pin("a", [0, 1])).noted
-    await store.close()
-    with sqlite3.connect(tmp_path / "cache" / "index.sqlite") as db:
-        assert db.execute("SELECT count(*), count(proof) FROM snapshot").fetchone() == (2, 2)
-    db.close()
 
 
 async def test_a_lowered_disk_limit_is_reached_by_evicting_in_small_steps(open_store, tmp_path) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sqlite3
-import struct
-
 import numpy as np
 import pytest
 from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identity, kv
@@ -275,38 +271,6 @@ def test_a_quantised_layer_and_a_layer_with_keys_only_are_read_back_unchanged(tm
     assert mx.array_equal(arrays["0.values.codes"][:, :, :4], mx.array(codes))
     assert mx.array_equal(arrays["0.keys.biases"][:, :, :4], mx.array(whole + 1))
     assert arrays["1.0.values"][:, :, :4].shape == (1, 1, 4, 0)
-
-
-async def test_snapshots_of_the_first_format_version_are_kept_and_counted(open_store, tmp_path) -> None:
-    """Their index is migrated; without it the files would count as damaged."""
-    store = await open_store()
-    name = Name(blocks.root(b"an older identity".ljust(32), "a"), 0, pack(TOKENS[:4]))
-    assert await store.close()
-    header = json.dumps(
-        {"__metadata__": {"checksum": "0" * 32, "format": "turnkeep", "version": "1"}}
-    ).encode()
-    path = store._folder.path(name.digest)
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(struct.pack("<Q", len(header)) + header)
-    database = sqlite3.connect(store._folder.catalog)
-    with database:
-        database.execute("DROP TABLE snapshot")
-        database.execute(
-            "CREATE TABLE snapshot (digest BLOB PRIMARY KEY, parent BLOB NOT NULL, start INTEGER NOT NULL,"
-            " tokens BLOB NOT NULL, size_bytes INTEGER NOT NULL, used INTEGER NOT NULL) WITHOUT ROWID"
-        )
-        row = (name.digest, name.parent, 0, name.tokens, path.stat().st_size, 1)
-        database.execute("INSERT INTO snapshot VALUES (?, ?, ?, ?, ?, ?)", row)
-        database.execute("PRAGMA user_version=1")
-    database.close()
-    store = await open_store()
-    assert (store.stats().stored, store.stats().rejected) == (1, 0)
-    assert path.exists()
-    assert store.save("a", TOKENS, Span(0, 4), cut(TOKENS, Span(0, 4)))
-    assert await store.close()
-    store = await open_store()
-    assert store.stats().stored == 2
-    assert store.match("a", TOKENS).num_tokens == 4
 
 
 async def test_a_store_resumes_at_a_state_that_another_store_put_in_the_shared_tier(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 
 import pytest
@@ -69,3 +70,22 @@ def test_changing_another_models_module_leaves_the_code_digest_unchanged(package
 def test_different_mlx_lm_models_have_different_code_digests() -> None:
     digests = {code_digest(module.Model.__new__(module.Model)) for module in (llama, gemma3_text)}
     assert len(digests) == 2
+
+
+PATCHED = """
+from mlx_lm.models import llama
+from worker.batch.forward import Forward
+from worker.models.code import code_digest
+
+sizes = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8, "num_attention_heads": 1}
+model = llama.Model(llama.ModelArgs(model_type="llama", rms_norm_eps=1e-5, vocab_size=9, **sizes))
+print(code_digest(model))
+Forward(model)
+print(code_digest(model))
+"""
+
+
+def test_a_models_code_digest_stays_the_same_after_its_functions_are_patched() -> None:
+    done = subprocess.run([sys.executable, "-c", PATCHED], capture_output=True, text=True, check=True)
+    before, after = done.stdout.split()
+    assert before == after

@@ -206,6 +206,7 @@ def _patch_functions(model: Any) -> None:
         names = vars(sys.modules[module])
         for name, (theirs, ours) in _PATCHES.items():
             if names.get(name) is theirs:
+                ours.__module__ = theirs.__module__  # so that the model's `code_digest` stays the same
                 names[name] = ours
 
 

@@ -50,6 +50,7 @@ class Rates:
         is_faster = size_bytes * byte_s <= num_saved * self._token_s
         if not is_faster:
             self._remote_byte_s *= _FORGOTTEN
+            self._byte_s = self._byte_s and self._byte_s * _FORGOTTEN
         return is_faster
 
     def should_restore(self, size_bytes: int, num_saved: int) -> bool:

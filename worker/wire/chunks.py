@@ -127,7 +127,8 @@ class AnswerChunks:
         0 if the token stream refuses the chunk. Then publish no later chunks of the answer: the stored chunks
         must have no gap, so that a worker that resumes the answer finds all that clients saw. Raises
         `FencedError` if another worker has published a chunk of the answer since, if all chunks are gone, or
-        if the session was read from another `server` process than the current one. `base` is the digest of the session before.
+        if the session was read from another `server` process than the current one. `base` is the digest of
+        the session before.
         """
         return await self._publish(
             key, request_id, encode(chunk), after, chunk.seq or 0, server, base=base, is_first=chunk.i == 0
