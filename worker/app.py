@@ -148,6 +148,7 @@ class App:
         self._fatal = ""
         self._nc: Client | None = None
         self._members: Members
+        self._attempts: Attempts
         self.ready = Event()
 
     def stop(self) -> None:
@@ -341,6 +342,7 @@ class App:
                     self._engine.stop()
                     sessions.stop()
                     work.cancel_scope.deadline = current_time() + _STOP_S
+                    await self._attempts.excuse(intake.first_returned())
                 await endpoints.close()
                 asides.cancel_scope.cancel()
             await self._members.leave()
@@ -481,7 +483,8 @@ class App:
             await intake.ack(key)
             await self._owners.settle(key)
 
-        settings, loaded = self._settings, self._model.loaded
+        settings, loaded, me = self._settings, self._model.loaded, self._members.me.boot
+        self._attempts = Attempts(journal, settings.max_attempts, me=me, runs=self._members.runs)
         goes_on = settings.other_model == "continue"
         fold = Fold(loaded.tokenizer, settings.cache_policy, self._maker, takes_over=goes_on)
         max_bytes = settings.max_message_bytes
@@ -497,9 +500,7 @@ class App:
             disown=self._owners.disown,
             reading=Semaphore(_MAX_READINGS),
             shares=Shares(settings.max_batch),
-            attempts=Attempts(
-                journal, settings.max_attempts, me=self._members.me.boot, runs=self._members.runs
-            ),
+            attempts=self._attempts,
             retention=self._retention,
             device_lock=SharedLock(),
             traces=self._traces,

@@ -138,6 +138,17 @@ async def test_a_request_returned_to_the_queue_because_the_worker_is_full_counts
 
 
 @pytest.mark.usefixtures("_small")
+async def test_a_request_that_a_worker_returned_before_it_stopped_counts_no_attempt(wire: Start) -> None:
+    one = await wire(max_waiting=1, max_waiting_per_tenant=1, max_attempts=1)
+    seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200)) for n in range(3)]
+    while one.worker.app._intake.num_returned < 2:  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.05)
+    await one.worker.stop()
+    two = await wire(max_attempts=1)
+    assert [(await two.result(seq))["type"] for seq in seqs] == ["generated"] * 3
+
+
+@pytest.mark.usefixtures("_small")
 async def test_a_long_queue_of_one_session_is_answered_in_order_across_a_restart(wire: Start) -> None:
     """Many more requests than are read at a time, and a worker stopped in the middle."""
     one = await wire(max_waiting=MAX_SESSIONS)

@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from turnkeep_client.subjects import SessionKey
     from worker.wire.intake import Delivery
@@ -86,6 +86,15 @@ class Attempts:
         """Subtract the last attempt from the count: the worker did not crash, it was stopped normally."""
         attempts = last.attempts if last.seq == seq else 1
         await self.store(key, AttemptNote(seq, attempts - 1, num_tokens))
+
+    async def excuse(self, firsts: Mapping[SessionKey, int]) -> None:
+        """Note that no worker has begun the requests at these sequences, each the first one of its session.
+
+        For requests that a stopping worker only returned to the server: without a note, the next worker would
+        count their second delivery as an attempt.
+        """
+        for key, seq in firsts.items():
+            await self.store(key, AttemptNote(seq))
 
     async def end(self, key: SessionKey) -> None:
         """Remove a session's attempt notes from the log."""

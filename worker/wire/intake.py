@@ -111,6 +111,7 @@ class _Returned:
     `again` says that another worker had it before.
     """
 
+    key: SessionKey
     again: bool
     due_s: float
 
@@ -255,7 +256,7 @@ class Intake:
         anchor = self._anchors.get(key)
         if anchor is None and not self.room(key.tenant):
             delay_s = max(_RETURN_S, (len(self._returned) + 1) / _RETURNS_PER_S)
-            self._returned[seq] = _Returned(again, current_time() + delay_s)
+            self._returned[seq] = _Returned(key, again, current_time() + delay_s)
             with contextlib.suppress(nats.errors.Error, OSError):
                 await message.nak(delay=delay_s)
             return
@@ -309,9 +310,16 @@ class Intake:
         """Whether to return a request as before, without asking whose it is."""
         return message.metadata.sequence.stream in self._returned and not self.room(key.tenant)
 
-    def note_returned(self, seqs: Iterable[int]) -> None:
+    def note_returned(self, key: SessionKey, seqs: Iterable[int]) -> None:
         """Note that another worker has only returned requests, which are delivered here now."""
-        self._returned |= {seq: _Returned(again=False, due_s=current_time()) for seq in seqs}
+        self._returned |= {seq: _Returned(key, again=False, due_s=current_time()) for seq in seqs}
+
+    def first_returned(self) -> dict[SessionKey, int]:
+        """Return, by session, the first request returned to the server, if only this worker had it."""
+        firsts: dict[SessionKey, int] = {}
+        for seq in sorted(self._returned):
+            firsts.setdefault(self._returned[seq].key, seq)
+        return {key: seq for key, seq in firsts.items() if not self._returned[seq].again}
 
     def pass_returned(self, seqs: Iterable[int]) -> list[int]:
         """Return which requests only this worker had, to return them: another one has them now."""

@@ -246,7 +246,7 @@ class Owners:
         if seqs := [seq for seq in seqs if not self.intake.expects(key, seq)]:
             for other in list(self._members.others.values()):
                 answer = await self._ask(other, "returned", msgspec.json.encode(seqs), _PASS_S)
-                self.intake.note_returned(msgspec.json.decode(answer or b"[]", type=list[int]))
+                self.intake.note_returned(key, msgspec.json.decode(answer or b"[]", type=list[int]))
 
     async def _returned(self, message: Msg) -> bytes:
         asked = msgspec.json.decode(message.data, type=list[int])
