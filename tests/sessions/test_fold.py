@@ -27,6 +27,7 @@ from turnkeep_client.messages import (
     CachePolicy,
     Chunk,
     Close,
+    Closed,
     Failed,
     Generate,
     Message,
@@ -514,6 +515,25 @@ async def test_a_request_cancelled_behind_waiting_ones_gets_its_result_before_th
     assert list(world.session.history.tokens[:3]) == world.session._services.fold._tokenizer.encode(
         "one", at_start=True
     )
+    await world.assert_fold_is_life()
+
+
+async def test_an_append_behind_a_close_is_refused_though_the_log_is_read_anew_during_the_close(
+    world, monkeypatch
+) -> None:
+    append = world.log.append
+
+    async def lose_claim(*args: Any) -> None:
+        await append(*args)
+        monkeypatch.undo()
+        world.session.forget()
+
+    monkeypatch.setattr(world.log, "append", lose_claim)
+    world.publish(Close(id="close", cancel=True))
+    last = world.publish(Append(id="last", text="two"))
+    await world.session.run()
+    assert [type(result) for result in world.results] == [Closed, Failed]
+    assert world.result(last).code == "unknown_session"
     await world.assert_fold_is_life()
 
 

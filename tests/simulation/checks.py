@@ -320,8 +320,10 @@ def _check_failure(
     is_innocent = is_innocent and POISON not in (getattr(request, "tokens", None) or ())
     asked_s = log.asked[seq].stored_s
     if "has ended every worker" in result.message:
-        # By chance so many workers ended beside it: nobody can tell that from its doing.
+        # By chance so many workers ended beside it: nobody can tell that from its doing. A server that ends
+        # forgets who had it, and that one may be slower to come back than a worker that takes it over.
         num_ended = sum(asked_s < begun_s < message.stored_s for _, begun_s in history.lives)
+        num_ended += history.server.counts["crashes of the server"]
         most = 2 if "operator" in history.plan.kinds else history.plan.settings["max_attempts"]
         is_innocent = is_innocent and num_ended < most
         is_innocent = (

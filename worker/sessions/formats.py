@@ -6,6 +6,7 @@ compiles it. Event loop only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import TYPE_CHECKING, Any, Final
 
@@ -122,7 +123,8 @@ class Formats:
     ) -> tuple[Grammar | None, tuple[str, ...]]:
         """Compile a grammar of calls. Raises `GrammarError`.
 
-        A tool that is not strict, and whose schema cannot be compiled, may be called with any object.
+        A tool that is not strict, and whose schema cannot be compiled, may be called with any object. So may
+        all that are not strict, if their schemas cannot be compiled together.
         """
         if isinstance(request.tool_choice, NamedTool):
             tools = [one for one in tools if one["function"]["name"] == request.tool_choice.function.name]
@@ -131,21 +133,32 @@ class Formats:
             return await self._compiled(request, tools, answer)
         except GrammarError as error:
             lenient = [tool["function"] for tool in tools if not tool["function"].get("strict")]
-            for tool in tools:
-                if tool["function"] not in lenient:
-                    await self._check_schema(tool["function"])
-            if not lenient:
-                raise
-            for function in lenient:
-                function.pop("parameters", None)
-            found, warnings = await self._compiled(request, tools, answer)
-            names = ", ".join(function["name"] for function in lenient)
-            return found, (*warnings, f"arguments are not held to the schemas of {names}: {error}")
+            for dropped in filter(None, (await self._unusable(tools), lenient)):
+                for function in dropped:
+                    function.pop("parameters", None)
+                with contextlib.suppress(GrammarError):
+                    found, warnings = await self._compiled(request, tools, answer)
+                    names = ", ".join(function["name"] for function in dropped)
+                    return found, (*warnings, f"arguments are not held to the schemas of {names}: {error}")
+            raise
+
+    async def _unusable(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the functions whose schemas cannot be compiled. Raises `GrammarError` if one is strict."""
+        found = []
+        for tool in tools:
+            try:
+                await self._check_schema(tool["function"])
+            except GrammarError:
+                if tool["function"].get("strict"):
+                    raise
+                found.append(tool["function"])
+        return found
 
     async def _check_schema(self, function: dict[str, Any]) -> None:
-        """Compile the schema of a strict tool alone. Raises `GrammarError`, which names the tool."""
+        """Compile the schema of a tool alone. Raises `GrammarError`, which names the tool."""
+        schema = JsonSchema(function.get("parameters") or {}, strict=bool(function.get("strict")))
         try:
-            await self._grammars.compiled(JsonSchemaFormat(JsonSchema(function.get("parameters") or {})))
+            await self._grammars.compiled(JsonSchemaFormat(schema))
         except GrammarError as error:
             raise GrammarError(f"the schema of {function['name']}: {error}") from error
 

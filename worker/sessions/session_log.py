@@ -331,10 +331,13 @@ class SessionLog:
         # If the ack of a close is late, the log must still have its result to show that it was stored.
         removal = self._services.retention.lock(self.key) if closes else nullcontext()
         async with self._lock, removal:
+            in_turn = history is not None  # then the record must have come to the request
             if record is not self.record or not record.lacks_result(pending):
                 return None
+            if in_turn and pending not in record.pending:
+                return None
             self.check_fresh()
-            in_turn, history = history is not None, history or self.record.history
+            history = history or self.record.history
             try:
                 out_seq = await self._store(pending, result, history)
             except TooLargeError as error:
