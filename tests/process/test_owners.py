@@ -434,6 +434,20 @@ async def test_of_workers_that_claim_a_new_session_at_once_one_gets_it() -> None
     assert ([key in one._held for one in workers], claims) == ([True, False], ["first"])
 
 
+async def test_a_worker_that_ends_starts_no_task_for_another_workers_request() -> None:
+    """A task that is started in a cancelled group spins until the group's other tasks end."""
+    started = []
+    group: Any = SimpleNamespace(
+        start_soon=lambda *what: started.append(what), cancel_scope=SimpleNamespace(cancel_called=False)
+    )
+    nobody: Any = SimpleNamespace(jetstream=lambda: None)
+    hear = owners.Owners(nobody, Subjects(), nobody, nobody, group, erase=nobody)._spawning(nobody)
+    await hear(nobody)
+    group.cancel_scope.cancel_called = True
+    await hear(nobody)
+    assert len(started) == 1
+
+
 @pytest.mark.process
 async def test_an_answer_continues_at_another_worker_within_seconds_of_a_kill(
     nats_url: str, processes: Any, look: Any

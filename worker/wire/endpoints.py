@@ -119,6 +119,8 @@ class Endpoints:
                     del self._tenants[tenant]
 
         async def spawn(message: Msg) -> None:
+            if self._tasks.cancel_scope.cancel_called:  # else the task would spin until the others end
+                return
             tenant = message.subject.rsplit(".", 3)[1]
             share = _MAX_OPEN // (len(self._tenants) or 1)
             if self._num_open >= _MAX_OPEN and self._tenants[tenant] >= share:

@@ -158,7 +158,8 @@ class Owners:
                 log.exception("what another worker has passed on cannot be answered")
 
         async def spawn(message: Msg) -> None:
-            self._tasks.start_soon(reply, message)
+            if not self._tasks.cancel_scope.cancel_called:  # else it would only spin until the others end
+                self._tasks.start_soon(reply, message)
 
         return spawn
 
