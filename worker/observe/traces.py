@@ -1,6 +1,6 @@
-"""Collects the times and numbers of a turn's spans while the turn runs, but none of its text.
+"""Defines the times and token counts that a turn records for its spans; they include none of its text.
 
-`otlp` makes spans of them and sends the spans.
+The module `otlp` makes spans of them, and sends the spans.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TurnTimes:
 
 
 def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return only the headers that name the publisher's span (trace context)."""
+    """Return only the headers that name the publisher's span (W3C Trace Context), in lower case."""
     return {
         name.lower(): value
         for name, value in headers.items()
