@@ -99,8 +99,8 @@ _MAX_READINGS = 4
 #: Limit of threads for work that would block the event loop, tokenising above all.
 _MAX_THREADS = 6
 
-#: A device step that takes longer counts as hanging. Steps are planned to take `max_stall_s`; only the step of
-#: a single prompt may take seconds, on the slowest machine.
+#: A device step that takes longer counts as hanging. Steps are planned to take `max_stall_s`; only the step
+#: of a single prompt may take seconds, on the slowest machine.
 _STUCK_S = 120.0
 
 #: Time for sessions to end; after it, commits that wait for an unreachable log are cancelled.
