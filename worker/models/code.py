@@ -35,7 +35,7 @@ def package_digest(name: str) -> str:
 
 
 def _modules(*first: str) -> dict[str, ModuleType]:
-    """Find these modules and all modules of the same package that they import, directly or indirectly."""
+    """Return the modules named in `first` and all modules of their package that they import, at any depth."""
     package = first[0].partition(".")[0] + "."
     found: dict[str, ModuleType] = {}
     todo = list(first)
