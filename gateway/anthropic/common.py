@@ -27,7 +27,7 @@ _KINDS: Final = {401: "authentication_error", 403: "permission_error", 404: "not
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-#: The cache's counts before they are known; writes to the cache are never charged here.
+#: The cache's token counts before they are known; the gateway never counts writes to the cache.
 CACHE_USAGE: Final = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
@@ -45,7 +45,7 @@ def error(fault: Fault) -> dict[str, Any]:
 
 
 def usage(result: Generated) -> dict[str, Any]:
-    """Write the token counts of an answer. Prompt tokens that were not cached are `input_tokens`."""
+    """Return an answer's token counts in Anthropic's fields; `input_tokens` leaves out cached tokens."""
     used = result.usage
     return CACHE_USAGE | {
         "input_tokens": used.prompt_tokens - used.cached_tokens,
@@ -61,7 +61,7 @@ def end(result: Generated) -> dict[str, Any]:
 
 
 def signature(texts: Iterable[str]) -> str:
-    """Return a digest of the reasoning, for clients that require a signature; nobody checks it."""
+    """Return a digest of reasoning texts, as the `signature` that some clients require; nobody checks it."""
     return blake2b("".join(texts).encode(), digest_size=32).hexdigest()
 
 

@@ -87,7 +87,7 @@ class Generate(_Request, frozen=True, kw_only=True):
 
 
 class _Empty(Struct, frozen=True):
-    """A request that, if it has no prompt, only loads or unloads a model in Ollama."""
+    """A request that may have no prompt: then Ollama's client only wants to load or unload a model."""
 
     model: str = ""
     prompt: str | None = None
@@ -165,7 +165,7 @@ def _options(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
 
 
 def _messages(given: Sequence[_Said], warnings: list[Warned]) -> list[Message]:
-    """Convert messages. Ollama's tool results have no ids: each gets the id of a call without a result."""
+    """Convert messages. Tool results have no ids in Ollama: each gets the id of a call without a result."""
     found: list[Message] = []
     waiting: list[ToolCall] = []
     for number, one in enumerate(given):
@@ -195,7 +195,7 @@ def _call(given: _Call, call_id: str) -> ToolCall:
 
 
 def at_once(body: bytes) -> dict[str, Any] | None:
-    """Answer a request without a prompt, which only loads a model in Ollama; None for other requests."""
+    """Answer a request without a prompt, by which clients load or unload a model; None for other requests."""
     asked = decoded(_EMPTY, body)
     if asked.prompt or asked.messages:
         return None

@@ -44,7 +44,7 @@ def read(body: bytes) -> Turn:
 
 
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
-    """Write the compacted conversation: all messages of the user, then the summary."""
+    """Return the JSON body with the compacted conversation: all messages of the user, then the summary."""
     (result,) = results
     users = [one for one in (turn.messages or ())[:-1] if one.role == "user"]
     kept = [item for number, one in enumerate(users) for item in written(one, f"{answer_id}_{number}")]
