@@ -46,7 +46,7 @@ def prompt_of(prompt: str | Sequence[int], options: Mapping[str, Any]) -> bytes:
 
 
 def answered(prompt: bytes, result: Generated, prefix: str = "") -> set[bytes]:
-    """Return the possible digests of a conversation that ends with an answer; `prompt` is the prompt's.
+    """Return the possible digests of a conversation after an answer; `prompt` is the digest before it.
 
     The answer begins with `prefix`. An answer with white space at its ends has two digests, since many
     clients strip the white space.

@@ -220,7 +220,7 @@ class Conversations:
             return
 
     async def _plan(self, turn: Turn, number: int, answering: Answering, *, is_last: bool) -> Plan | Recorded:
-        """Decide how to send a turn, or find its answer in the log by its key. Raises `TurnkeepError`."""
+        """Decide how to send a turn, or find the answer under its idempotency key. Raises `TurnkeepError`."""
         if not answering.key_id:
             return make_plan(self.index, turn, number, is_last=is_last)
         while (other := self._beginning.get(answering.key_id)) is not None:
@@ -363,7 +363,7 @@ class Conversations:
             attempt += 1
 
     async def _open(self, plan: Plan) -> None:
-        """Fork or reopen the session as planned; for a repeat, wait until the first request has done so.
+        """Fork or reopen the session as planned; for a repeated request, wait until the first one has done so.
 
         Raises `TurnkeepError`.
         """
@@ -406,7 +406,7 @@ class Conversations:
             self._note_moved(held)
 
     def _note_moved(self, held: Held) -> None:
-        """Note that another gateway has continued a session, so that its position is unknown now."""
+        """Record in the index that another gateway has continued a session, whose position is now unknown."""
         if self.index.rewrites:
             self.index.drop(held)
         else:
@@ -493,7 +493,7 @@ def _rendering(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_appended(result: Generated, sent: _Sent) -> Generated:
-    """Add to a result what its turn's appends prefilled (it counts that as cached), and their warnings."""
+    """Add a turn's appends to its result: count their tokens as prefilled, not cached; add their warnings."""
     used = result.usage
     num_new = min(sent.num_prefilled, used.cached_tokens)
     counts = {"cached_tokens": -num_new, "prefilled_tokens": num_new}

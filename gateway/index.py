@@ -210,7 +210,7 @@ class Index:
         self._mark(held, boundary, Mark(result.position, is_answer=True))
 
     def old(self, before_s: float) -> Iterator[Held]:
-        """Yield sessions without running requests, unused since `before_s` or over `MOST_SESSIONS`."""
+        """Yield sessions without running requests: unused since `before_s`, or the oldest of too many."""
         beyond = len(self.sessions) - MOST_SESSIONS
         for number, held in enumerate([*self.sessions.values()]):
             if held.used_s >= before_s and number >= beyond:

@@ -22,7 +22,7 @@ How = Literal["continued", "forked", "begun", "repeated"]
 
 
 class Plan(NamedTuple):
-    """How to send a turn: to session `asked.held` at `position`, without its first `num_known` messages.
+    """How to send a turn: to the session `asked.held` at `position`, without the first `num_known` messages.
 
     The session has these messages already. `known` has all boundaries of the turn. A fork has a `parent` and,
     if known, the parent's position at the time of planning; `parent` is None if the log has the fork already.

@@ -93,7 +93,7 @@ async def recover(client: Client, index: Index) -> None:
 def _fold(
     index: Index, held: Held, entries: list[tuple[Stored, Result]], prefixes: Mapping[str, str]
 ) -> _End:
-    """Add a session's results to the index; `prefixes` maps request ids to the answers' given beginnings."""
+    """Add a session's results to the index; `prefixes` maps request ids to answer prefixes from clients."""
     end = _End(None, 0)
     for one, result in entries:
         if result.position is None or result.repeat_of is not None:

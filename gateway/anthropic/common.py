@@ -1,4 +1,4 @@
-"""Writes errors, events and token counts in the shapes of Anthropic's API. Pure."""
+"""Converts errors, events, token counts and stop reasons to the formats of Anthropic's API. Pure."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def _system(given: str | list[Any] | None, warnings: list[Warned]) -> list[Messa
 
 
 def _messages(given: _Message, where: str, warnings: list[Warned]) -> list[Message]:
-    """Convert a message to the protocol's form, in which each tool result is a message of its own."""
+    """Convert a message to the protocol's messages: each tool result becomes a message of its own."""
     blocks = [given.content] if isinstance(given.content, str) else given.content
     match given.role:
         case "assistant":
@@ -305,7 +305,7 @@ class Events:
         )
 
     def _block(self, kind: str | int, empty: dict[str, Any]) -> bytes:
-        """Encode the end of the open block and the start of one of `kind`; nothing if that kind is open."""
+        """Encode the end of the open block and the start of a block of `kind`, unless this is the open one."""
         if kind == self._open:
             return b""
         before = self._stop()

@@ -137,12 +137,12 @@ class Gateway:
         placeholders: bool = True,
         name: str = "gateway",
     ) -> None:
-        """`connect` returns a tenant's client for one of the `models`, which are empty if there is one model.
+        """`connect` returns the client of a tenant and a model; `models` is empty if there is only one model.
 
         Metrics are published under the id `name`. Conversations idle for `idle_s` are removed. Requests wait
         up to `patience_s` for a worker that restarts. Web pages of this machine and of origins in `cors` may
-        send requests. With `explain`, a header says how much of a conversation was found. `placeholders`
-        replace images and other blocks that no model here can read; without, such blocks are refused.
+        send requests. With `explain`, a header says how much of a conversation was found. With `placeholders`,
+        texts replace images and other blocks that no model here can read; without, these are refused.
         """
         #: Whether the server is shutting down; answers whose clients have disconnected go on then.
         self.is_stopping: Callable[[], bool] = lambda: False

@@ -1,4 +1,4 @@
-"""Adds ids to a stream's events; if a client resumes the stream, leaves out events that it has. Pure.
+"""Adds ids to a stream's events; when a client resumes the stream, skips events that the client has. Pure.
 
 An event's id names the answer in the log and a place in it (a number of characters, calls and tokens), which
 does not depend on how the answer is divided into chunks. So any gateway can resume the stream there.

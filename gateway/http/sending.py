@@ -59,7 +59,10 @@ class Asker(NamedTuple):
 
 
 class Answer(Response):
-    """The HTTP response with a turn's answers; if the client disconnects, cancels them unless they `stay`."""
+    """The HTTP response with a turn's answers, which it cancels if the client disconnects.
+
+    It does not cancel answers with `Answering.stays`.
+    """
 
     def __init__(
         self,

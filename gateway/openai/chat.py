@@ -137,7 +137,7 @@ def read(body: bytes) -> Turn:
 
 
 def _tools(asked: _Request, sent: _Sent) -> dict[str, Any]:
-    """Return the generate options for tools, which every request has: equal tools do not change a session."""
+    """Return the generate options for tools. Tools that are equal to those of the session change nothing."""
     if not asked.tools:
         if asked.tool_choice in (None, "auto", "none"):
             return {}

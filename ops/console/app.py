@@ -155,7 +155,7 @@ class Console:
     ) -> None:
         """`sampling` adds default options to those of a question; `place` returns where programs connect.
 
-        `served` has all prefixes that have a console; that of the first one is at `/` (`behind_one_door`).
+        `served` has all prefixes that have a console; the first console is at `/` (see `behind_one_door`).
         """
         #: Whether the server is shutting down; then streams end.
         self.is_stopping: Callable[[], bool] = lambda: False
@@ -269,7 +269,7 @@ class Console:
         return _json(self.log.shown())
 
     async def _is_served(self) -> bool | None:
-        """Whether a worker serves the prefix; None if it is too busy to answer, or NATS forbids to ask."""
+        """Whether a worker serves the prefix; None if it is too busy, or if NATS permissions forbid to ask."""
         with contextlib.suppress(TimeoutError, TurnkeepError):
             async with asyncio.timeout(_PING_S):
                 try:

@@ -48,7 +48,7 @@ def conversation(entries: Sequence[Entry]) -> Iterator[Turn]:
 
 
 class Mark(NamedTuple):
-    """Where a part of a conversation ends: at requests before sequence `before`, and results before `end`."""
+    """The end of a part of a conversation: requests before sequence `before`, and results before `end`."""
 
     before: int
     end: int

@@ -44,7 +44,7 @@ class ReplayError(TurnkeepError):
 
 
 class Times(Struct, frozen=True, kw_only=True):
-    """Times in seconds: median and 99th percentile to the result and to the first token; and the total."""
+    """Times in seconds: the total, and (median, 99th percentile) until the result and the first token."""
 
     turnaround: tuple[float, float]
     first_token: tuple[float, float]
