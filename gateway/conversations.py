@@ -363,7 +363,7 @@ class Conversations:
             attempt += 1
 
     async def _open(self, plan: Plan) -> None:
-        """Fork or reopen the session as planned; for a repeated request, wait until the first one has done so.
+        """Fork or reopen the session as planned. For a repeated request, wait until the first has done so.
 
         Raises `TurnkeepError`.
         """

@@ -305,7 +305,7 @@ class Events:
         )
 
     def _block(self, kind: str | int, empty: dict[str, Any]) -> bytes:
-        """Encode the end of the open block and the start of a block of `kind`, unless this is the open one."""
+        """Encode the end of the open block and the start of a block of `kind`, unless that one is open."""
         if kind == self._open:
             return b""
         before = self._stop()

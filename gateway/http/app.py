@@ -141,8 +141,8 @@ class Gateway:
 
         Metrics are published under the id `name`. Conversations idle for `idle_s` are removed. Requests wait
         up to `patience_s` for a worker that restarts. Web pages of this machine and of origins in `cors` may
-        send requests. With `explain`, a header says how much of a conversation was found. With `placeholders`,
-        texts replace images and other blocks that no model here can read; without, these are refused.
+        send requests. With `explain`, a header says how much of a conversation was found. Without
+        `placeholders`, images and other blocks that no model here can read are refused, not replaced by text.
         """
         #: Whether the server is shutting down; answers whose clients have disconnected go on then.
         self.is_stopping: Callable[[], bool] = lambda: False
