@@ -140,8 +140,8 @@ class Session:
     def needed(self) -> Tokens | None:
         """The tokens whose KV this session still needs; None if it is closed, closing, or not read.
 
-        If a closing session needed its tokens, two sessions that are forgotten at the same time would each keep
-        the KV that they share, for the other.
+        If closing sessions needed tokens, two sessions that are forgotten at the same time would both keep
+        the KV that they share.
         """
         history = self.history
         is_closing = self.active is not None and isinstance(self.active.request, Close)
