@@ -118,7 +118,7 @@ def _ip(*arguments: str) -> None:
 
 
 class Campaign(Attack):
-    """The state of one run. `struck` counts faults by kind; `ended` has logs of workers that no fault ended."""
+    """A run's state. `struck` counts faults by kind; `ended` has logs of workers that no fault ended."""
 
     def __init__(
         self, members: Sequence[Member], nodes: Nodes, rng: random.Random, requests: int, faults: int
