@@ -107,7 +107,7 @@ class Demo:
         source: str = "memory",
         kill: Callable[[], Awaitable[str]] | None = None,
     ) -> tuple[int, int, float]:
-        """Ask and print the answer. Return its prompt tokens, those prefilled, and the first token's time in s.
+        """Ask and print the answer. Return its prompt tokens, those prefilled, and the first token's delay.
 
         `kill` is called after some tokens, and returns where the next worker finds the KV. `source` is where
         the KV is before.

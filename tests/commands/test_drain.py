@@ -13,7 +13,7 @@ from command_runs import WAIT_S, command, where
 
 @pytest.fixture
 async def two(local_worker: Callable[..., Awaitable[Any]], tmp_path: Path) -> tuple[Any, Any]:
-    """Two workers of a prefix."""
+    """Start two workers of one prefix."""
     return tuple([await local_worker(data_dir=tmp_path / name, worker=name) for name in ("one", "two")])
 
 
