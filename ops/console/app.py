@@ -269,7 +269,7 @@ class Console:
         return _json(self.log.shown())
 
     async def _is_served(self) -> bool | None:
-        """Whether a worker serves the prefix; None if it is too busy, or NATS does not permit the question."""
+        """Whether a worker serves the prefix; None if it is too busy, or NATS forbids this user to ask."""
         with contextlib.suppress(TimeoutError, TurnkeepError):
             async with asyncio.timeout(_PING_S):
                 try:
