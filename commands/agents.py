@@ -152,7 +152,7 @@ def _aider(door: Door) -> Start:
 
 
 def _other(door: Door) -> Start:
-    """Return the start of an unknown program: variables that OpenAI's and Anthropic's libraries read."""
+    """Start any other program with the variables that OpenAI's and Anthropic's client libraries read."""
     return Start(
         {
             "OPENAI_BASE_URL": door.openai_url,

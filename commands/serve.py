@@ -1,8 +1,8 @@
 """`turnkeep serve`: runs a worker, or a supervisor of several, in the foreground, from settings to exit.
 
 The console runs in a child process, and prints its requests to `serve` on its standard output, one per line.
-`serve NAME` restarts the worker with that model, `serve-undrafted NAME` without the draft model, too; `serve`
-loads the unloaded model again, and `unload NAME` unloads it.
+`serve NAME` restarts the worker with that model, `serve-undrafted NAME` does so without the draft model;
+`serve` loads the unloaded model again, and `unload NAME` unloads it.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def keep_place(settings: Settings, manner: Manner) -> None:
 
 
 def _begin_again(manner: Manner) -> None:
-    """Execute the command that the console asked for, if any: only a new program frees all memory."""
+    """Replace this process (exec) by the command that the console asked for, if any: this frees memory."""
     if manner.wishes:
         command = [*PROGRAM, *again(sys.argv[1:], manner.wishes[-1])]
         os.execv(sys.executable, command)  # noqa: S606  # this program

@@ -174,7 +174,7 @@ def located(settings: Settings) -> Settings:
 
 
 def url_of(settings: Settings) -> str:
-    """Return the address of the NATS server."""
+    """Return the URL of the NATS server to which a client with these settings connects."""
     here = located(settings)
     return over_tls(here, here.nats or f"nats://127.0.0.1:{here.own_port}")
 

@@ -209,7 +209,7 @@ class App:
     def _join(
         self, directory: DataDir, stack: contextlib.AsyncExitStack
     ) -> tuple[Callable[[], Awaitable[Client]], bool]:
-        """Return a function that connects to NATS, and whether the server runs; if not, it is started."""
+        """Return a function that connects to NATS (and starts the server if needed), and whether it runs."""
         settings, options = self._settings, worker_options(self._settings)
         if settings.nats is not None:
             url = over_tls(settings, settings.nats)
@@ -549,7 +549,7 @@ class App:
 
     @asynccontextmanager
     async def _background(self, name: str, part: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-        """Run a part of the worker until the block ends."""
+        """Run `part` in the background until the block ends; stop the worker if it ends earlier."""
         async with task_group() as tasks:
             tasks.start_soon(self._run_part, name, part)
             yield
@@ -583,7 +583,7 @@ class App:
         self._fail("the NATS server has closed the connection; its log says why")
 
     def _hangs(self) -> list[str]:
-        """Return the faults that only a restart fixes.
+        """Return the faults that only a restart fixes: a device step that takes too long.
 
         If the event loop itself hangs, the health endpoint does not answer at all.
         """

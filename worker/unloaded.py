@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 class Unloaded:
-    """Stands in for one worker: `run` runs its NATS server until `stop` is called."""
+    """Stands in for one worker: `run` runs the worker's NATS server until `stop` is called."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -41,7 +41,7 @@ def test_a_data_directory_keeps_its_generated_name_when_it_is_opened_again(tmp_p
         assert again.name == name != other.name
 
 
-def test_a_second_worker_is_refused_with_the_pid_of_the_first_until_that_one_is_killed(tmp_path):
+def test_a_second_worker_is_refused_with_the_first_ones_pid_until_the_first_is_killed(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True
     ) as holder:

@@ -43,7 +43,7 @@ class Kept(Members):
 async def members(nats_url, monkeypatch):
     """Yield a function that makes a worker's membership record, on a connection of its own.
 
-    `told` collects the reasons with which the worker is told that its record is lost.
+    `told` collects the reasons for which the worker lost its record.
     """
     monkeypatch.setattr(members_of, "_SETTLE_S", 0.0)
     connections, made = [], []
@@ -191,7 +191,7 @@ async def test_a_worker_that_makes_the_membership_stream_counts_as_alone_only_af
     await until(lambda: one.is_alone)
 
 
-async def test_a_worker_knows_of_a_joining_worker_before_that_one_serves(members):
+async def test_workers_no_longer_count_as_alone_once_another_worker_has_joined(members):
     """Some actions are only for a lone worker, so two workers must never count as alone at once."""
     first, second = await members("first", "one"), await members("second", "two")
     await first.join()
@@ -257,7 +257,7 @@ async def test_a_running_worker_is_found_although_it_is_not_among_the_known_work
     assert not await first.runs("a run of nobody")
 
 
-async def test_a_worker_whose_record_is_not_renewed_counts_as_present_while_it_answers(members):
+async def test_a_worker_that_stops_renewing_its_record_counts_as_present_while_it_answers_checks(members):
     first, second = await members("first", "one"), await members("second", "two")
     await first.join()
     await second.join()

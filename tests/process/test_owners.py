@@ -103,7 +103,7 @@ async def look(nats_url: str) -> AsyncIterator[Callable[[str], Look]]:
 
 
 async def turns(client: Client, *, number: int = 1) -> list[Any]:
-    """Append to all sessions at the same time, `number` times; return the results."""
+    """Append once to each session, all at the same time; repeat this `number` times; return the results."""
     found = []
     for _ in range(number):
         appends = (client.session(name).append(text="x" * 64, timeout_s=PATIENCE_S) for name in SESSIONS)
@@ -125,7 +125,9 @@ async def test_each_session_stays_with_one_worker_and_prefills_only_its_new_toke
     assert not await look(first.settings.prefix).num_claims(), "the log says whose each is"
 
 
-async def test_info_and_cancel_reach_the_worker_that_answers(cluster: Start, look: Any) -> None:
+async def test_info_and_cancel_requests_reach_the_worker_that_runs_the_answer(
+    cluster: Start, look: Any
+) -> None:
     first, _ = await cluster("first"), await cluster("second")
     client, log = first.client, look(first.settings.prefix)
     generations = [client.session(name).generate(text="eee", max_tokens=1500) for name in SESSIONS[:4]]

@@ -216,7 +216,7 @@ unload_after_s = "off"
 """
 
 
-def test_a_models_table_overrides_the_file_and_flags_and_variables_override_the_table(tmp_path):
+def test_a_model_table_overrides_the_file_and_is_overridden_by_flags_and_variables(tmp_path):
     write(tmp_path, MODELS)
     models = load_models({"kv_bits": "8"}, {"TURNKEEP_MAX_WAITING": "30"}, None, tmp_path)
     assert [*models] == ["small", "coder:30b"]

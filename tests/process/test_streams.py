@@ -172,7 +172,7 @@ async def test_messages_of_two_tenants_with_the_same_message_id_are_not_duplicat
     assert not ack.duplicate
 
 
-async def test_making_the_log_fails_and_names_another_stream_that_already_has_its_subjects(js, settings):
+async def test_making_the_log_stream_fails_and_names_another_stream_that_has_its_subjects(js, settings):
     await js.add_stream(name="theirs", subjects=["turnkeep.>"], no_ack=True)
     with pytest.raises(
         BrokerError, match="belong to the stream theirs; remove that stream, or choose another --prefix"

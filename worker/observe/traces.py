@@ -28,7 +28,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TurnTimes:
-    """The times and numbers for one turn's spans.
+    """The times and token counts for one turn's spans.
 
     The turn began `waited_s` before `end_s`, a reading of the monotonic clock. `parent` are the headers that
     name the publisher's span, `error` is the result's code. The first of the `phases` is the time that the

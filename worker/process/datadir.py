@@ -207,7 +207,7 @@ def _owner(lock_fd: int) -> str:
 
 
 def _note_worker(fd: int, worker: str, nats: str | int | None, *, has_model: bool) -> str:
-    """Write this process into the lock file; return the directory's unique name, generated at first."""
+    """Write this process into the lock file; return the directory's unique name, a new one if it has none."""
     last, inode = _read_note(fd), os.fstat(fd).st_ino
     # In a copy of the directory the file has another inode: the note is that of the original's worker.
     last = last if last.get("inode") == inode else {}

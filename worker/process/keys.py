@@ -1,6 +1,6 @@
 """Reads the snapshots' encryption key, and opens the remote tier: the store that workers share.
 
-The worker uses it, and commands that use its data directory.
+For the worker, and for commands that use the worker's data directory.
 """
 
 from __future__ import annotations

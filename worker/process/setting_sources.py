@@ -86,7 +86,7 @@ def load_models(
 
 
 class _Given(NamedTuple):
-    """The values of all sources: `common` to all models, and by model from `tables` of the file.
+    """The values of all sources: `common` to all models, and those of one model from the file's `tables`.
 
     The values `above`, from the command line and the environment, override both.
     """
