@@ -59,7 +59,7 @@ class Found(NamedTuple):
 
 
 class SessionAttachments:
-    """The checkpoints and other long values of one session. Event loop only."""
+    """Stores and reads the checkpoints and other long values of one session. Event loop only."""
 
     def __init__(self, key: SessionKey, attachments: Attachments) -> None:
         self.key = key
@@ -126,7 +126,7 @@ class SessionAttachments:
         return found.history if found else None
 
     async def find(self) -> Found | None:
-        """Read the checkpoint that the last result names; None if it is missing or the log contradicts it."""
+        """Read the checkpoint that the last result links to; None if that fails or the log contradicts it."""
         journal = self._shared.journal
         named = await journal.last(self.key, "out")
         text = named.headers.get(CHECKPOINT_HEADER) if named else None

@@ -59,7 +59,7 @@ class Attempts:
         me: str = "",
         runs: Callable[[str], Awaitable[bool]] | None = None,
     ) -> None:
-        """`me` identifies this worker process (`Member.boot`); `runs(boot)` says whether another one runs."""
+        """`me` identifies this worker process (`Member.boot`); `runs(boot)` says whether another runs."""
         self._journal = journal
         self.max_attempts = max_attempts
         self._me = me
@@ -73,7 +73,7 @@ class Attempts:
         return AttemptNote()
 
     async def is_under_way(self, note: AttemptNote) -> bool:
-        """Whether another worker is still making a note's last attempt, which has then not crashed it."""
+        """Whether the note is of another worker that still runs, so that the attempt has not crashed it."""
         return self._runs is not None and note.by != self._me and await self._runs(note.by)
 
     async def store(self, key: SessionKey, note: AttemptNote) -> AttemptNote:

@@ -121,7 +121,7 @@ class Embedder:
         *,
         logits_of: tuple[int, ...] = (),
     ) -> list[bytes] | Failed:
-        """Compute each prompt's vector, or its logits `logits_of`; failures name the field `param`."""
+        """Compute each prompt's vector, or, if `logits_of` has token ids, their logits after the prompt."""
         for number, prompt in enumerate(prompts):
             if why := self._fault(prompt):
                 return failure(None, "invalid_request", f"{param}[{number}] {why}")

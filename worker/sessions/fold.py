@@ -309,7 +309,8 @@ class Fold:
     def _tokenised_anew(self, history: History) -> tuple[History, int]:
         """Tokenise the whole conversation for this tokenizer; also count the tokens up to its last raw part.
 
-        Raises `RefusedError` if only the tokens of a part are known, `TemplateError`, and `CutOffError`.
+        Raw parts are text outside of chat messages. Raises `RefusedError` if only the tokens of a part are
+        known, `TemplateError`, and `CutOffError`.
         """
         conversation, tokens, num_raw = history.conversation.emptied(), as_tokens(), 0
         for part in history.conversation.parts():
@@ -408,7 +409,7 @@ class Fold:
 
 
 def _is_foreign(history: History, model: Model | None) -> bool:
-    """Whether a session has tokens that another tokenizer than that of `model` made."""
+    """Whether a session's tokens were made with another tokenizer than that of `model`."""
     last = history.model
     if last is None or model is None or not history.position:
         return False
@@ -416,7 +417,7 @@ def _is_foreign(history: History, model: Model | None) -> bool:
 
 
 def _begun(history: History, result: Appended | Generated) -> History:
-    """Return the history before a result; if the session does not exist yet, with the result's policy."""
+    """Return the history before a result; a session that does not exist yet gets the result's policy."""
     return history if history.exists else replace(history, policy=_recorded(result))
 
 

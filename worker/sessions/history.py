@@ -133,8 +133,8 @@ class Input:
     """A history with a request's input added; its first `kept` tokens are unchanged.
 
     The last `num_given` tokens are the request's `prefix`, with which the answer begins. If the session was
-    tokenised anew, for another tokenizer, its last raw part ends after `num_raw` tokens. `warnings`
-    name the content that the model gets in another form than the request has.
+    tokenised anew, for another tokenizer, its last raw part (text outside of chat
+    messages) ends after `num_raw` tokens. `warnings` name the content that the model gets in another form.
     """
 
     history: History

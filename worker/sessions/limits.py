@@ -58,7 +58,7 @@ class Limits:
         self._policies: set[Policy] = set()  # of all sessions opened, without the default and full
 
     def check_bias(self, request: Generate) -> None:
-        """Refuse biases for tokens that the model does not have."""
+        """Refuse a request whose `logit_bias` names tokens that the model does not have."""
         beyond = [token for token in request.logit_bias if token >= self.vocab_size]
         if beyond:
             raise RefusedError(

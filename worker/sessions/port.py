@@ -111,7 +111,7 @@ class EnginePort(Protocol):
     async def embed(
         self, key: SessionKey, tokens: Tokens, *, priority: int = 0, logits_of: tuple[int, ...] = ()
     ) -> bytes:
-        """Return a prompt's vector; with `logits_of`, the logits of these next tokens. See `Embedding`.
+        """Return a prompt's vector or, if `logits_of` has token ids, their logits after it; see `Embedding`.
 
         All calls must pass the same `logits_of`. No session may have this key, as the prompt's KV is dropped
         from the device afterwards. Raises what `run` raises.
@@ -120,7 +120,7 @@ class EnginePort(Protocol):
     def cancel(self, key: SessionKey) -> None:
         """End the session's turn after the running step.
 
-        If the turn has not reached the device yet, the caller's `cancelled()` must already return true.
+        If the turn has not reached the device yet, the `cancelled` passed to `run` must already return true.
         """
 
     def progress(self, key: SessionKey) -> Progress | None:

@@ -25,7 +25,7 @@ _TOKEN_BYTES: Final = 80
 
 
 def echo_of(request: Generate, extended: Input, max_bytes: int) -> tuple[Scores | None, int]:
-    """Return empty scores for the device to fill (None without an echo), and the bytes they may take.
+    """Return empty scores for the device to fill (None without an echo), and their size as JSON.
 
     Raises `RefusedError` if they take more than half of the answer's `max_bytes`, or in a paged session.
     """
@@ -46,7 +46,7 @@ def echo_of(request: Generate, extended: Input, max_bytes: int) -> tuple[Scores 
 
 
 def told(scores: Scores | None, extended: Input, answer: Answer) -> tuple[PromptToken, ...]:
-    """Return the new tokens with their logprobs (a session's first has none); empty if incomplete."""
+    """Return the new tokens with logprobs (none for a session's first); empty until all are known."""
     tokens = extended.history.tokens
     if scores is None or scores.end < len(tokens):
         return ()

@@ -262,7 +262,7 @@ class Record:
         return pending in self.pending or (pending.seq > self.in_seq and not self.has_result(pending.seq))
 
     def parts_of(self, seq: int) -> str | None:
-        """Return the link to the long value of the result of the unread request at `seq`, or None."""
+        """Return the link to the long value that belongs to the result of the request at `seq`, or None."""
         early = self._early.get(seq)
         return early.entry.headers.get(PARTS_HEADER) if early else None
 

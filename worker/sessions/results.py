@@ -54,7 +54,7 @@ def opened(request: Open, pending: Pending, after: History) -> Opened:
 
 
 def turned(before: History, extended: Input, *, holds_answer: bool = False) -> dict[str, Any]:
-    """Return the fields of a result about the input's tokens and the model; `before` precedes the input."""
+    """Return a result's fields about input tokens and model; `before` is the history without the input."""
     model = extended.history.model
     previous = before.model if before.position and before.model != model else None
     return {
@@ -112,7 +112,7 @@ def appended(
 def begun_elsewhere(
     pending: Pending, chunk: Chunk, calls: tuple[Called, ...], before: History, extended: Input
 ) -> Generated:
-    """Build the result of an answer that a model with another tokenizer has published; `chunk` has it all."""
+    """Build the result of an answer begun with another tokenizer; `chunk` has its published part."""
     now_s = monotonic() - pending.received_s
     return Generated(
         id=pending.id or "",
@@ -145,7 +145,7 @@ def generated(
     after: History,
     live_bytes: int,
 ) -> Generated:
-    """Build the result of a generate, whose prompt is `extended`."""
+    """Build the result of a generate; `extended` has the prompt, `after` also the answer."""
     now_s, begun_s = monotonic(), pending.received_s
     # The tokens of an interrupted answer are part of the context, but not of the prompt.
     num_prompt = extended.history.position if turn else 0

@@ -165,7 +165,7 @@ class Session:
         return None
 
     def ring(self, delivery: Delivery) -> None:
-        """Record that the log has a request at the delivery's sequence, and wake the session's task."""
+        """Note that the log has a request at the delivery's sequence, and start the session's task."""
         self.log.ring(delivery)
         self._doubt.ring(delivery)
         self._end_before(delivery)
@@ -474,7 +474,7 @@ class Session:
         return failed(pending, self.log.record.position, code, why), history
 
     async def fail(self, error: Exception) -> None:
-        """Count a failure for an unknown reason, and forget the session, so that its log is read again.
+        """Count a failure for an unknown reason, and drop the session's state, so that its log is read again.
 
         After `max_attempts` failures the next request is given up. If reading the log itself fails as often,
         requests are answered with `history_diverged`.

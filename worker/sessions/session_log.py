@@ -322,8 +322,8 @@ class SessionLog:
         """Store a result and the history after it; `closes` says that the result closes the session.
 
         If `history` is None, the result does not change it; then a request that was cancelled while it waited
-        can be answered out of order. Returns None if the request already has a result, or the log
-        was read again meanwhile. Raises `FencedError` if the log has a result that this worker did not know.
+        can be answered out of order. Returns None if the request already has a result, or the log was read
+        again meanwhile. Raises `FencedError` if the log has a result that this worker did not know.
         """
         record = self.record
         if closes:

@@ -69,7 +69,7 @@ class Sessions:
         return dict(Counter(one.policy.name for one in histories if one.exists and not one.closed))
 
     def ring(self, delivery: Delivery) -> None:
-        """Pass a delivery to its session, which refuses names that break the rule for ids.
+        """Pass a delivery to its session. The session refuses requests if its name breaks the rule for ids.
 
         A redelivery to a session that is at work here does not mean that a worker has crashed.
         """

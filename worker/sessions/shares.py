@@ -2,8 +2,8 @@
 
 The limit is high enough to keep the device busy, and lower while other tenants have work. Sessions above the
 limit wait here before their logs are read. Each working session makes the device's steps and the event loop
-slower for all others, and many more sessions than the device has batch rows bring no gain. Sessions
-with short answers may exceed the limit by about a quarter, so that they seldom wait for long answers.
+slower for all others, and many more sessions than the device has batch rows bring no gain. Sessions with
+short answers may exceed the limit by about a quarter, so that they seldom wait for long answers.
 """
 
 from __future__ import annotations

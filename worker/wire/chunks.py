@@ -39,8 +39,8 @@ class Published(NamedTuple):
     """The chunks of an answer that clients may have seen, and the sequence of its subject's last message.
 
     `has_ended` says that a worker has closed the token stream, so the answer has a result; `is_sealed` that a
-    worker is about to end the answer as cancelled or expired, or died doing so. `model` and `base`,
-    the digest of the session before the answer, come from the headers of the first chunk.
+    worker is about to end the answer as cancelled or expired, or died doing so. The headers of the first
+    chunk have `model`, and `base`: the digest of the session before the answer.
     """
 
     chunks: list[Chunk]
@@ -69,7 +69,7 @@ class AnswerChunks:
         is_alone: Callable[[], bool],
         model: str,
     ) -> None:
-        """`is_alone` and `model` mean the same as for `Journal`."""
+        """`is_alone()` is true if no other worker can have served the prefix; `model` goes into headers."""
         self._nc = nc
         self._js = js
         self._subjects = subjects
@@ -228,7 +228,7 @@ class AnswerChunks:
         return is_own or after, is_own > 0
 
     async def _token(self, subject: str, after: int | None = None) -> RawStreamMsg | None:
-        """Read an answer's first message after `after`, or its last one without `after`; None if none."""
+        """Read an answer's first message after `after`, or its last one if that is None; None if none."""
         stream, seq = self._subjects.token_stream, None if after is None else after + 1
         while True:
             try:

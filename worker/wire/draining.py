@@ -57,7 +57,7 @@ class Workers:
     async def drain(self, member: Member, *, on: bool) -> list[str]:
         """Ask a worker to start or stop draining; return the workers that take its sessions.
 
-        If the list is empty, the worker has refused to drain.
+        A worker refuses to start if no other one can take its sessions: then the list is empty.
         """
         subject = address(self._subjects, member, "drain")
         reply = await self._nc.request(subject, msgspec.json.encode(on), timeout=_TIMEOUT_S)

@@ -41,7 +41,7 @@ _OFTEN_S: Final = 3600.0
 
 
 class Note(msgspec.Struct, frozen=True):
-    """Names KV to erase in all data directories but those in `done`; `session` is a digest of its name."""
+    """A session's KV to erase, except in the data directories `done`; `session` is a digest of its name."""
 
     session: bytes
     marks: Marks
@@ -88,7 +88,7 @@ class Erasures:
     async def run(self, let_go: LetGo, is_first: Callable[[], bool]) -> None:
         """Carry out notes until cancelled. A worker removes old notes only while its `is_first()` is true.
 
-        `let_go(match)` drops matching sessions from memory and device; it is false if one is at work.
+        `let_go(match)` drops matching sessions from memory and device; returns false if one is at work.
         """
         while True:
             try:

@@ -307,7 +307,7 @@ class Intake:
         return max(most - self._tenants[tenant], 0)
 
     def _returns_again(self, key: SessionKey, message: Msg) -> bool:
-        """Whether to return a request again, as there is no room yet; then its session needs no owner."""
+        """Whether to return a request again, for lack of room, without looking up its session's owner."""
         return message.metadata.sequence.stream in self._returned and not self.room(key.tenant)
 
     def note_returned(self, seqs: Iterable[int]) -> None:

@@ -171,7 +171,7 @@ class Journal:
         await self._append(self._subjects.of(key, kind), body)
 
     async def note_erasure(self, tenant: str, body: bytes) -> None:
-        """Store in the log a note of erased tokens, for workers that were away."""
+        """Store in the log a note of erased tokens, for workers that do not run now."""
         await self._append(self._subjects.erased(tenant), body)
 
     async def _append(self, subject: str, body: bytes) -> None:

@@ -69,9 +69,9 @@ class Member(msgspec.Struct, frozen=True):
     """A worker of the prefix. `directory` identifies its data directory, `boot` this run of the worker.
 
     `since` is the time of its start, in seconds since 1970. `model` is a digest of its model, once loaded.
-    `load` is the number of sessions with requests that wait or run there, at the last renewal. Until
-    it `serves`, it loads its model, and owns no sessions. A worker that `drains` takes no sessions, and gives
-    its own away. `protocol` is the version of the messages that it writes.
+    `load` is the number of sessions with requests that wait or run there, at the last renewal. A worker that
+    does not serve yet (`serves`) loads its model, and owns no sessions. A worker that `drains` takes no
+    sessions, and gives its own away. `protocol` is the version of the messages that it writes.
     """
 
     worker: str
@@ -164,7 +164,7 @@ class Members:
         """Make this worker's record; return once each other worker knows of it, or has ended.
 
         Raises `BrokerError` if a running worker has its name. Waits until the record of a killed worker has
-        expired. A record with this data directory is replaced at once: the directory's lock proves its end.
+        expired. A record with this data directory is replaced at once: its worker no longer holds the lock.
         """
         is_new = await self._make_stream()
         await self._nc.subscribe(self.address(self.me, "ping"), cb=self._pong)

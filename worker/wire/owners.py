@@ -76,7 +76,7 @@ _GAP_TO_GIVE: Final = 64
 class _Passed(msgspec.Struct, frozen=True):
     """A delivery that is passed on: the request's subject and sequence, and the subject of its ack, if any.
 
-    `giver` is the `Member.boot` of a worker that gives the session away: its own, or a new one as it drains.
+    `giver` is the `Member.boot` of a worker that gives the session away, or keeps no new one as it drains.
     """
 
     subject: str
