@@ -78,7 +78,10 @@ class Ledger:
         return self._reserved.get(claim, 0)
 
     def excess(self, claim: Claim, size_bytes: int) -> int:
-        """Return by how many bytes reservations exceed the limit if a turn reserves `size_bytes`; <= 0: fits."""
+        """Return by how many bytes a turn's reservation of `size_bytes` exceeds the limit; <= 0 if it fits.
+
+        Counts what other turns have reserved, but not the KV of idle sessions.
+        """
         return self._reserved_bytes - self.reserved(claim) + size_bytes - self.max_bytes
 
     def reserve(self, claim: Claim, size_bytes: int) -> list[SessionKey] | None:

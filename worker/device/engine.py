@@ -470,7 +470,7 @@ class Engine(EnginePort):
     async def _serve(self, run: Run, reads: TaskGroup) -> None:
         """Start a read from SSD for each KV request of a run's turn, until cancelled.
 
-        Runs as a separate task: with sniffio installed, anyio cannot start a task from a callback of the loop.
+        Must be a task: with sniffio installed, anyio cannot start a task from a callback of the loop.
         """
         while True:
             reads.start_soon(self._read, await run.needs.get(), run)

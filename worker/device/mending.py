@@ -117,7 +117,7 @@ class Mending:
         return len(self._lacking)
 
     async def _next(self) -> bool:
-        """Make snapshots of the most recently active idle session; False if none, or if the queue is in use."""
+        """Make snapshots of the most recently active idle session; False if none, or the queue is in use."""
         free = (
             key for key in reversed(self._lacking) if not self._is_at_work(key) and key not in self._ended
         )

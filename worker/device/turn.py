@@ -83,7 +83,7 @@ class Turn(Asked):
 
     @classmethod
     def of(cls, asked: Asked, context: Tokens, place_s: float) -> Turn:
-        """Make a turn for a request; `context` is the request's context and the tokens that turns drew."""
+        """Make a turn for a request; `context` is the request's context, then the tokens of earlier turns."""
         return cls(
             asked.key,
             context,
