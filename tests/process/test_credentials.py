@@ -123,7 +123,7 @@ async def test_the_error_for_a_missing_nats_server_shows_no_credentials(name, un
 
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["password", pytest.param("token", marks=pytest.mark.soak)])
-async def test_a_worker_and_its_commands_print_no_credentials_even_after_a_failed_login_or_a_lost_server(
+async def test_a_worker_and_its_commands_print_no_credentials_even_after_a_failed_login(
     foreign_server, tmp_path, tiny_model, kind
 ):
     """Covers start, commands, wrong credentials, a reload, a lost NATS server, and the stop."""
