@@ -46,7 +46,7 @@ def echo_of(request: Generate, extended: Input, max_bytes: int) -> tuple[Scores 
 
 
 def told(scores: Scores | None, extended: Input, answer: Answer) -> tuple[PromptToken, ...]:
-    """Return the new tokens with logprobs (none for a session's first); empty until all are known."""
+    """Return the prompt's new tokens with logprobs (none for a session's first); empty until complete."""
     tokens = extended.history.tokens
     if scores is None or scores.end < len(tokens):
         return ()

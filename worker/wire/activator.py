@@ -60,7 +60,7 @@ class Activator:
         self.used_s = current_time()
 
     async def open(self, settings: Settings) -> None:
-        """Create the prefix's streams, subscribe to its requests, and `begin`. Raises `BrokerError`."""
+        """Create the prefix's streams, subscribe to its requests, and call `begin`. Raises `BrokerError`."""
         await ensure(self._js, self._subjects, settings)
         await self._nc.subscribe(self._subjects.every("in"), cb=self._notice)
         await self.begin()

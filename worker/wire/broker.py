@@ -110,7 +110,7 @@ def check_port(port: int, mend: str | None = None) -> None:
 
 
 def wait_for_port(port: int, mend: str) -> None:
-    """Retry `check_port` for 2 s, since the gateway of a worker that was just killed may have the port."""
+    """Try `check_port` for up to 2 s: the gateway of a worker that was just killed may have the port."""
     until_s = time.monotonic() + _PORT_FREED_S
     while time.monotonic() < until_s:
         with contextlib.suppress(BrokerError):

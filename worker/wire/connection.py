@@ -165,7 +165,7 @@ async def confirm_subscriptions(client: Client) -> None:
 
 
 async def elected(ask: Callable[[], Awaitable[T]], *, of_several: bool) -> T:
-    """Call `ask`; if JetStream runs on several servers, retry for 20 s while they elect a leader.
+    """Call `ask`; if JetStream runs on several servers, retry up to 20 s while they elect a leader.
 
     Raises nats-py's errors.
     """

@@ -33,7 +33,7 @@ _BATCH: Final = 256
 _BATCH_BYTES: Final = 2 * 2**20
 TIMEOUT_S: Final = 5.0
 MAX_BACKOFF_S: Final = 5.0
-#: How long the answer to the question whether a stream has replicas is used again.
+#: How long a look-up of whether a stream has replicas stays valid.
 _KNOWN_S: Final = 5.0
 #: Pause after a write that was refused while another one to the same subject was in progress.
 RACE_S: Final = 0.01

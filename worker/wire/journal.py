@@ -72,7 +72,7 @@ class Journal:
         is_alone: Callable[[], bool] = lambda: False,
         model: str = "",
     ) -> None:
-        """`is_alone` says whether no other worker can have served the prefix since this one began.
+        """`is_alone` says whether no other worker can have served the prefix since this one started.
 
         `model` identifies the model in the answers that this worker publishes.
         """
@@ -101,7 +101,7 @@ class Journal:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other worker can have served the prefix since this one began."""
+        """Whether no other worker can have served the prefix since this one started."""
         return self._is_alone()
 
     async def get(self, seq: int) -> bytes | None:
@@ -227,7 +227,7 @@ class Journal:
         return await self._reads.page(self._subjects.log_stream, self._subjects.every("closed"), after)
 
     async def erasures(self, after: int) -> tuple[list[Entry], int]:
-        """Read the next notes of erasures, of all tenants; takes and returns the same as `closed`."""
+        """Read the next notes of erasures, of all tenants, after the sequence `after`; see `closed`."""
         return await self._reads.page(self._subjects.log_stream, self._subjects.erased("*"), after)
 
     async def log_name(self) -> str:

@@ -66,7 +66,7 @@ log = structlog.get_logger()
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A worker of the prefix. `directory` identifies its data directory, `boot` this run of the worker.
+    """A worker of the prefix. `directory` identifies its data directory, `boot` its process.
 
     `since` is the time of its start, in seconds since 1970. `model` is a digest of its model, once loaded.
     `load` is the number of sessions with requests that wait or run there, at the last renewal. A worker that
@@ -369,7 +369,7 @@ class Members:
         self._look_soon = Event()
 
     async def runs(self, boot: str) -> bool:
-        """Whether `boot` is a run of another worker that answers a ping, even if it is not known here yet."""
+        """Whether the other worker process `boot` answers a ping, even if it is not known here yet."""
         is_other = boot.isalnum() and boot != self.me.boot
         return is_other and await self._answers(structs.replace(self.me, boot=boot), is_recorded=False)
 
