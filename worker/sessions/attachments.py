@@ -157,9 +157,9 @@ class SessionAttachments:
     async def _confirmed(self, checkpoint: Checkpoint, named: Entry) -> Found | None:
         """Return a checkpoint with the results after it; None if the log contradicts the checkpoint.
 
-        `named` is the result whose header links to the checkpoint. It must be the first result of its request,
-        because later ones do not count; the same holds for the checkpoint's request. That request must still
-        be in the log: a crash can leave the checkpoint of a removed session there.
+        `named` is the result whose header links to the checkpoint. It, and the result of the checkpoint's
+        request, must be first results: later ones of a request do not count. The checkpoint's request must
+        still be in the log: a crash can leave the checkpoint of a removed session there.
         """
         journal = self._shared.journal
         if await journal.get(checkpoint.in_seq) is None:
