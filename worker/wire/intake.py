@@ -49,7 +49,7 @@ _FETCH: Final = 64
 _FETCH_BYTES: Final = 8 * 2**20
 _EXPIRES_S: Final = 5.0
 _RETRY_S: Final = 0.5
-#: The server redelivers returned deliveries after at least `_RETURN_S`, and `_RETURNS_PER_S` per second.
+#: The server redelivers returned deliveries after `_RETURN_S` or later, `_RETURNS_PER_S` a second at most.
 _RETURN_S: Final = 1.0
 _RETURNS_PER_S: Final = 200
 #: If a returned delivery is late by this much, its request has left the log, for example by a close.
