@@ -229,7 +229,7 @@ class _Fit:
                 raise NoCallError(f"{text!r} has not the {word} {asked}")
 
     def _any(self, value: Any, choices: Sequence[Any], depth: int, *, converts: bool) -> Any:
-        """Return `value` if it fits one of `choices`, else its conversion that fits the first possible one."""
+        """Return `value` if it fits one of `choices`, else its conversion for the first possible choice."""
         for tries_to_convert in (False, True)[: 1 + converts]:
             for one in choices:
                 if tries_to_convert and isinstance(value, str):
