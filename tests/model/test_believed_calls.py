@@ -374,7 +374,7 @@ def test_the_tool_parser_named_in_a_model_folder_decides_the_call_markers(
         assert Tokenizer.from_folder(folder).markup.calls[0] == opens
 
 
-def test_a_models_chat_template_type_selects_mlx_lms_template_and_an_unknown_one_is_refused(
+def test_a_models_chat_template_type_selects_mlx_lms_template_and_an_unknown_type_is_refused(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "as-code"
@@ -647,7 +647,7 @@ WHOLE, NUMBER, NULL = {"type": "integer"}, {"type": "number"}, {"type": "null"}
         ("3", {"$ref": "#/$defs/none"}, "3"),
     ],
 )
-def test_argument_values_are_converted_only_where_the_schema_leaves_no_doubt(
+def test_an_argument_is_converted_to_its_schemas_type_only_if_that_type_is_unambiguous(
     value: Any, schema: Any, wanted: Any
 ) -> None:
     found = fitted(value, schema)

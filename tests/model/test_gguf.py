@@ -189,7 +189,7 @@ def test_a_gguf_file_with_attention_biases_sets_attention_bias_in_the_configurat
     assert loaded(path).config["attention_bias"] is True
 
 
-def test_a_converted_folder_is_reused_until_the_gguf_file_changes(path: Path) -> None:
+def test_a_conversion_is_reused_until_the_gguf_file_changes(path: Path) -> None:
     TinyLlama().write(path)
     reports: list[tuple[int, int, str]] = []
     first = gguf_model.convert(

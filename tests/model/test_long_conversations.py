@@ -158,7 +158,7 @@ def test_a_late_turn_of_a_chat_renders_and_tokenises_no_more_than_an_early_one(
 
 
 @pytest.mark.parametrize("name", ["packaged", "system apart", "numbers"])
-def test_appends_render_few_messages_unless_the_template_depends_on_distant_ones(
+def test_adding_a_message_renders_few_messages_unless_the_template_depends_on_distant_messages(
     tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     chat = Chat(tokenizers[name])

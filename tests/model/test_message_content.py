@@ -286,7 +286,7 @@ def test_the_content_of_a_message_never_becomes_a_special_token(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_harmless_content_has_the_same_tokens_as_in_a_full_render(
+def test_content_without_special_tokens_has_the_same_tokens_as_in_a_full_render(
     families: dict[str, Tokenizer], family: str
 ) -> None:
     tokenizer = families[family]

@@ -40,7 +40,9 @@ def test_the_sizes_of_kv_in_memory_and_on_disk_follow_from_the_requested_kv_bits
 
 
 @pytest.mark.parametrize("window", [32, 27])
-def test_the_loss_on_a_windows_second_half_equals_that_of_a_single_pass(tiny: Path, window: int) -> None:
+def test_the_loss_of_the_second_half_of_a_window_equals_the_loss_of_a_single_forward_pass(
+    tiny: Path, window: int
+) -> None:
     """The expected loss is computed in float64; one of the windows does not end at a block's boundary."""
     loaded = model.load(tiny, dtype="float32")
     tokens = tokens_of(window, loaded.vocab_size)
@@ -87,6 +89,6 @@ def test_quantised_kv_is_reported_after_kv_in_full_precision_and_compared_with_i
     assert all(0 <= value <= 1 for figures in fewer[4:] for value in figures.values())
 
 
-def test_a_text_shorter_than_one_window_is_refused(tiny: Path) -> None:
+def test_the_quality_bench_refuses_a_text_shorter_than_one_window(tiny: Path) -> None:
     with pytest.raises(SystemExit, match="fewer than a window of 32"):
         Comparison("a b", PLAN).add(model.load(tiny, dtype="float32"), None)

@@ -1,4 +1,4 @@
-"""Incremental rendering gives the tokens of the full render."""
+"""Rendering only the new messages of a chat gives the tokens of rendering the whole chat."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_the_next_message_closes_an_answer_that_has_no_end_token(chat: Chat) -> 
     assert chat.text == chat.render()
 
 
-def test_a_generate_continues_an_answer_that_has_no_end_token(chat: Chat) -> None:
+def test_a_generate_request_continues_an_answer_that_has_no_end_token(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     chat.open()
     chat.reply("Once upon", end=False)
@@ -187,7 +187,7 @@ def test_a_character_cut_by_the_token_limit_is_completed_when_the_answer_continu
     assert chat.text == chat.render()
 
 
-def test_a_generate_after_a_finished_answer_starts_a_new_answer(chat: Chat) -> None:
+def test_a_generate_request_after_a_finished_answer_starts_a_new_answer(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     chat.open()
     chat.reply("One.")
@@ -230,7 +230,7 @@ def test_raw_content_is_kept_unchanged_and_later_messages_are_rendered_as_a_new_
     assert chat.tokenizer.decode(chat.tokens[start:]) == chat.render(header=True)
 
 
-def test_a_raw_generate_after_messages_adds_no_assistant_header(chat: Chat) -> None:
+def test_a_raw_generate_request_after_messages_adds_no_assistant_header(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     assert chat.open(raw=True).tokens == []
 
@@ -309,7 +309,7 @@ def test_two_messages_whose_texts_meet_inside_a_token_are_tokenised_as_one_text(
     assert chat.say(("user", "!")).keep == len(chat.tokens) - 1
 
 
-def test_a_rewind_to_a_message_boundary_that_fell_inside_a_token_keeps_the_tokens_before_it(
+def test_a_rewind_to_a_position_at_which_a_message_ended_inside_a_token_keeps_all_earlier_tokens(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     chat = Chat(tokenizers["no_separator"])
@@ -413,13 +413,13 @@ def test_a_conversation_can_continue_after_a_rewind_to_any_position(chat: Chat) 
             assert addition.keep == position
 
 
-def test_a_generate_after_a_rewind_into_a_prompt_adds_no_assistant_header(chat: Chat) -> None:
+def test_a_generate_request_after_a_rewind_into_a_prompt_adds_no_assistant_header(chat: Chat) -> None:
     chat.say(("user", "Hi, how are you?"))
     cut = chat.conversation.rewind(chat.tokens, 5)
     assert cut.start_answer(chat.tokens[:5])[1].tokens == []
 
 
-def test_a_generate_after_a_rewind_into_an_answer_continues_that_answer(chat: Chat) -> None:
+def test_a_generate_request_after_a_rewind_into_an_answer_continues_that_answer(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     chat.open()
     chat.reply("Hello there, friend")
@@ -463,7 +463,7 @@ def test_messages_without_sampled_answers_give_the_tokens_of_the_full_render(
 def test_chats_with_sampled_answers_give_the_text_of_the_full_render(
     tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, list[int] | str, bool]]
 ) -> None:
-    """Sampled tokens may be any; the template may replace some of them."""
+    """The sampled tokens are arbitrary; the template may replace some of them."""
     chat = Chat(tokenizers[name])
     for question, sampled, end in turns:
         chat.say(("user", question))

@@ -98,7 +98,7 @@ def test_an_incomplete_character_at_the_end_becomes_one_replacement_character(to
     assert stream.finish() == ""
 
 
-def test_a_leading_space_of_an_answer_is_kept(tokenizer: Tokenizer) -> None:
+def test_the_space_at_the_beginning_of_a_streamed_answer_is_kept(tokenizer: Tokenizer) -> None:
     assert TextStream(tokenizer).push(tokenizer.encode(" Paris", at_start=False)[0]) == " Paris"
 
 

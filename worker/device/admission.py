@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Claim:
     """A turn's claim on device memory.
 
-    It exists from the turn's arrival to its end, also while the turn waits.
+    The claim exists from the turn's arrival to the turn's end, also while the turn waits.
 
     `wanted` is the number of requested bytes, 0 once they are granted. `age` orders the turns that have run
     or were overtaken by others: a lower number is older. Only younger turns are paused for older ones. A

@@ -127,7 +127,7 @@ class Engine(EnginePort):
         return self._grants.num_waiting
 
     def refusal(self, policy: Policy) -> str | None:
-        """Return why this worker cannot serve a session under a policy; None if it can."""
+        """Return why this worker cannot serve a session under a cache policy; None if it can."""
         return self._device.refusal(policy, has_disk=self._store is not None)
 
     def size_bytes(self, num_tokens: int, policy: Policy = FULL) -> int:

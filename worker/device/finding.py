@@ -56,7 +56,7 @@ class Finder:
         self.rates = Rates()
 
     def release(self, run: Run) -> None:
-        """Release the snapshots on disk and the device memory that a run holds."""
+        """End a run's protection of snapshots on disk, and its reservation of device memory."""
         if self._store is not None and run.past is not None:
             self._store.end_past(run.past)
         if self._store is not None and run.prefix is not None:

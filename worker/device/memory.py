@@ -63,7 +63,7 @@ class Shape:
     value_dim: int = 0
 
     def fuses(self, head_dims: Collection[int]) -> bool:
-        """Say whether attention has a fused kernel, which stores no scores; they exist for `head_dims`."""
+        """Say whether attention stores no scores: it needs a fused kernel, which exists for `head_dims`."""
         return not self.value_dim and self.head_dim in head_dims
 
 
@@ -155,9 +155,9 @@ class Estimator:
     def scratch_bytes(self, num_rows: int, pieces: Sequence[tuple[int, int]], num_cached: int = 0) -> int:
         """Estimate the bytes of a step's temporary arrays.
 
-        `pieces` has, for each prompt, the number of its tokens in the step, and of the scores that each of
-        them has (see `num_scores`). Each of the `num_rows` rows runs one token; all rows together have KV of
-        `num_cached` tokens.
+        `pieces` has, for each prompt, the number of its tokens in the step, and the number of scores of each
+        of these tokens (see `num_scores`). Each of the `num_rows` rows runs one token; all rows together have
+        KV of `num_cached` tokens.
         """
         num_tokens = num_rows + sum(num for num, _ in pieces)
         shape = self.shape

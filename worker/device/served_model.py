@@ -49,7 +49,7 @@ _MAX_DRAFT: Final = 8
 
 
 def trial_key(loaded: LoadedModel, caches: str) -> str:
-    """Return a digest of all that decides a trial's result, except Turnkeep's code and the weights' values.
+    """Return a digest of all that decides a test run's result, except Turnkeep's code and weights' values.
 
     `caches` describes the model's own caches (`layers.describe`).
     """
@@ -205,7 +205,7 @@ class ServedModel:
         return make
 
     def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
-        """Return why sessions cannot use a policy; None if they can. May be called from any thread.
+        """Return why sessions cannot use a cache policy; None if they can. Any thread may call this.
 
         `has_disk` says that KV is stored on disk.
         """

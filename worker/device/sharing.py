@@ -51,7 +51,7 @@ class Sharing:
         return True
 
     def remove(self, turn: Turn) -> None:
-        """Remove a turn that has ended, whether it was waiting or not."""
+        """Remove an ended turn, whether it was waiting or not; turns that wait for it become ready."""
         if self._active.get(turn.key) is turn:
             del self._active[turn.key]
         self.stop_waiting(turn)

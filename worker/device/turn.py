@@ -144,7 +144,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotCut:
-    """A snapshot as plain bytes; `tensors` is None if the writer had no room, or if cutting failed.
+    """A snapshot as plain bytes; `tensors` is None if the writer had no room, or if copying failed.
 
     `state_lost` says that the snapshot lacks the layers' states because there was no room for them.
     """
