@@ -126,11 +126,12 @@ class Admission:
     room for such a turn, they are paused, youngest first, and no younger turn gets memory before it.
     Otherwise the turn waits for older turns, and younger turns may use the remaining memory.
 
-    New turns come next: by priority, then tenants in rotation, then by `place_s` (`sessions.order`). A new
-    turn that would bring its tenant above `max_tenant_bytes` waits until it fits, or until it is the tenant's
-    only turn. A turn that fits may overtake a turn that does not; from then on the overtaken turn counts as
-    older than the turns that overtake it. So no turn waits for ever, and the oldest always continues.
-    """
+    New turns come next. Of the first turns of all priorities, the one with the lowest `place_s` (see
+    `sessions.order`) comes first; within a priority, tenants rotate, each with its lowest `place_s` first. A
+    new turn that would bring its tenant above `max_tenant_bytes` waits until it fits, or until it is the
+    tenant's only turn. A turn that fits may overtake a turn that does not; from then on the overtaken turn
+    counts as older than the turns that overtake it. So no turn waits for ever, and the oldest always
+    continues. """
 
     def __init__(self, ledger: Ledger, max_tenant_bytes: int | None = None) -> None:
         self._ledger = ledger
