@@ -131,7 +131,8 @@ class Admission:
     new turn that would bring its tenant above `max_tenant_bytes` waits until it fits, or until it is the
     tenant's only turn. A turn that fits may overtake a turn that does not; from then on the overtaken turn
     counts as older than the turns that overtake it. So no turn waits for ever, and the oldest always
-    continues. """
+    continues.
+    """
 
     def __init__(self, ledger: Ledger, max_tenant_bytes: int | None = None) -> None:
         self._ledger = ledger
