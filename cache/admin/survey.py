@@ -1,6 +1,6 @@
-"""Inspect a cache directory without its lock, beside a worker that may be using it.
+"""Inspect a cache directory without its lock, even while a worker uses it.
 
-Only reads (except `verify` with `quarantine`); may miss changes meanwhile. Blocking: for the command line.
+Only reads (except `verify` with `quarantine`), and may miss concurrent changes. Blocking: for commands.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COPY_TRIES: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model; `identity` is the hex digest of its identity, `name` is empty if the catalog has no name."""
+    """A model with snapshots in the cache. `identity` is a hex digest; `name` is empty if it is unknown."""
 
     identity: str
     name: str
@@ -95,7 +95,7 @@ def is_fresh(directory: Path) -> bool:
 
 
 def check(directory: Path, access: Access | None) -> None:
-    """Raise `NotACacheError` if a directory is not a cache, `SealedError` if the key does not fit it."""
+    """Raise `NotACacheError` if a directory is not a cache, `SealedError` if its encryption key differs."""
     if not directory.is_dir():
         raise NotACacheError(f"there is no directory {directory}: --dir or --data-dir must name the cache's")
     if not (directory / "snapshots").is_dir():
@@ -192,7 +192,7 @@ def _proved(directory: Path, progress: Callable[[int, int], None], access: Acces
 
 
 def _read(directory: Path, access: Access) -> tuple[list[Row], Survey, dict[str, str]]:
-    """Read pins, model names and rows from the index; where it differs from the files, rows from headers."""
+    """Read pins, model names and rows from a copy of the index; rows that differ from files from headers."""
     survey = Survey()
     known, names = {}, {}
     with suppress(sqlite3.Error, OSError), _copied(directory / "index.sqlite") as db:

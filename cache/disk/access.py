@@ -1,7 +1,7 @@
 """Reads and writes files, names and rows unencrypted; `sealing` overrides this for a directory with a key.
 
-`format`, `folder` and `catalog` use this module for every access. It knows bytes and names, but neither
-headers nor tensors.
+`format`, `folder` and `catalog` use this module for every access. The module knows bytes and names, but
+neither headers nor tensors.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Access:
         return Writer(file)
 
     def hidden(self, digest: bytes) -> bytes:
-        """Return a digest in the form that the catalog stores: unchanged, or encrypted in a subclass."""
+        """Return a digest in the form that the catalog stores: unchanged here, encrypted in `Sealed`."""
         return digest
 
     def hidden_row(self, row: Row, proof: bytes) -> tuple[Any, ...]:

@@ -25,8 +25,8 @@ Columns: TypeAlias = "tuple[tuple[Any, ...], ...]"
 class Row(NamedTuple):
     """A snapshot in the catalog. `used` is microseconds since 1970, and unique.
 
-    `resumable` is 1 if a session can resume at the snapshot's end, otherwise 0; for a partial file `PARTIAL`
-    is added. `proof` is the row's checksum from `proofs`; rows of older versions have none.
+    `resumable` is 1 if a session can resume at the snapshot's end, otherwise 0; `PARTIAL` is added if the
+    file lacks evicted KV. `proof` is the row's checksum from `proofs`; rows of older versions have none.
     """
 
     digest: bytes
