@@ -49,7 +49,7 @@ def options(*tokens: int, **more: Any) -> dict[str, Any]:
     return {"model": "m", "tools": TOOLS, "logit_bias": bias, "temperature": 0, "max_tokens": 1, **more}
 
 
-async def test_a_tool_call_and_its_result_continue_the_session_however_the_client_writes_them(
+async def test_a_tool_call_sent_back_with_other_spacing_and_key_order_continues_its_session(
     served: Any,
 ) -> None:
     create = served.openai.chat.completions.with_raw_response.create
@@ -86,7 +86,7 @@ async def test_a_tool_call_and_its_result_continue_the_session_however_the_clien
     assert without.headers["x-turnkeep-session"].split()[1] == "begun", "the tools are part of the prompt"
 
 
-async def test_a_stream_sends_tool_calls_in_parts_by_index(served: Any) -> None:
+async def test_a_stream_sends_each_tool_call_in_parts_that_have_its_index(served: Any) -> None:
     stream = await served.openai.chat.completions.create(
         messages=[QUESTION], stream=True, **options(CALL, max_tokens=2)
     )

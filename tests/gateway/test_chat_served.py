@@ -178,7 +178,7 @@ async def test_a_forked_session_answers_as_a_new_session_would(begin: Any) -> No
     assert fresh.choices[0].message.content == forked.choices[0].message.content
 
 
-async def test_equal_requests_sent_at_once_get_separate_sessions_and_answers(begin: Any) -> None:
+async def test_equal_concurrent_requests_get_separate_sessions_and_answers(begin: Any) -> None:
     worker, door = await begin()
     first, _, _ = await ask(door, [SYSTEM, user("One?")])
     messages = [SYSTEM, user("One?"), assistant(first.choices[0].message.content), user("Two?")]
@@ -195,7 +195,7 @@ async def test_equal_requests_sent_at_once_get_separate_sessions_and_answers(beg
         assert how == "forked" or found == where
 
 
-async def test_agents_that_start_at_once_prefill_their_shared_prompt_once(begin: Any) -> None:
+async def test_concurrent_requests_with_one_system_prompt_prefill_it_once(begin: Any) -> None:
     """Subagents have one system prompt and one header, and are told different things."""
     _, door = await begin()
     system = {"role": "system", "content": "Be brief. " * 100}
@@ -351,7 +351,7 @@ async def test_a_request_for_several_answers_gets_them_and_each_can_be_continued
     assert sorted(one.index for one in ends) == [0, 1]
 
 
-async def test_a_completion_adds_nothing_to_the_prompt_and_its_session_is_closed_afterwards(
+async def test_a_text_completion_adds_no_tokens_to_the_prompt_and_closes_its_session(
     begin: Any,
 ) -> None:
     worker, door = await begin()
@@ -429,7 +429,7 @@ async def test_idle_conversations_are_removed(begin: Any) -> None:
     assert not door.index.sessions
 
 
-async def test_reasoning_effort_sets_a_token_budget_and_does_not_split_the_conversation(begin: Any) -> None:
+async def test_reasoning_effort_sets_a_token_budget_and_may_change_within_one_session(begin: Any) -> None:
     """This model marks no reasoning, so the limit has no effect on its answers."""
     efforts = {"none": 0, "minimal": 64, "low": 512, "medium": 2048, "high": None, "xhigh": None}
     for effort, most in efforts.items():
@@ -454,7 +454,7 @@ async def test_a_developer_message_counts_as_a_system_message(begin: Any) -> Non
     assert (again, how) == (session, "continued")
 
 
-async def test_template_variables_reach_the_template_and_belong_to_the_conversation(
+async def test_template_variables_reach_the_template_and_other_values_begin_another_session(
     local_worker: Start, door: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
     template = CHAT_TEMPLATE + "{% if enable_thinking is false %}12345{% endif %}"
@@ -476,7 +476,7 @@ async def test_template_variables_reach_the_template_and_belong_to_the_conversat
         await ask(served, told, extra_body={"chat_template_kwargs": {"messages": []}})
 
 
-async def test_tools_and_messages_are_logged_with_their_keys_in_the_requests_order(
+async def test_tools_and_messages_are_logged_with_their_json_keys_in_the_order_sent(
     local_worker: Start, door: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
     template = CHAT_TEMPLATE + "{% for tool in tools or [] %}{{ (tool | tojson)[:40] }}{% endfor %}"

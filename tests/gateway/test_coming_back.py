@@ -156,7 +156,7 @@ async def test_a_get_of_a_running_answer_waits_for_its_end(http: httpx2.AsyncCli
     assert text_of(begun) + text_of(rest) == text
 
 
-async def test_resuming_an_answer_that_its_client_cancelled_by_leaving_returns_an_error(
+async def test_resuming_an_answer_that_a_disconnect_has_cancelled_returns_an_error(
     http: httpx2.AsyncClient,
 ) -> None:
     body = asked(CHAT, 30_000, stream=True)
@@ -168,7 +168,7 @@ async def test_resuming_an_answer_that_its_client_cancelled_by_leaving_returns_a
     assert (found.status_code, found.json()["error"]["code"]) == (409, "cancelled")
 
 
-async def test_an_answer_with_store_false_can_be_resumed_only_by_its_own_client(
+async def test_an_answer_with_store_false_can_be_resumed_but_not_retrieved_or_continued_by_id(
     http: httpx2.AsyncClient,
 ) -> None:
     """The client has ids of events, and sends the same request again."""
@@ -206,7 +206,7 @@ def options(max_tokens: int, **more: Any) -> dict[str, Any]:
     return {"model": "m", "max_output_tokens": max_tokens, "temperature": 0.9, "extra_body": extra, **more}
 
 
-async def test_a_background_answer_needs_no_connection_and_is_replayed_from_any_event(
+async def test_a_background_answer_runs_without_a_connection_and_replays_from_any_event(
     worker: Any, served: Any, door: Start
 ) -> None:
     create = served.openai.responses.create
@@ -231,7 +231,7 @@ async def test_a_background_answer_needs_no_connection_and_is_replayed_from_any_
     assert [(one.role, one.content[0].text) for one in items.data] == [("user", "Begin.")]
 
 
-async def test_a_background_stream_continues_without_its_client(served: Any) -> None:
+async def test_a_background_stream_continues_after_its_client_disconnects(served: Any) -> None:
     create = served.openai.responses.create
     stream = await create(input="Begin.", background=True, stream=True, **options(700))
     begun = []
@@ -256,7 +256,7 @@ async def test_a_background_stream_continues_without_its_client(served: Any) -> 
             await served.openai.get(f"/responses/{endless.id}?stream=true&{wrong}", cast_to=object)
 
 
-async def test_a_background_answer_that_failed_returns_its_error_to_clients_that_ask(served: Any) -> None:
+async def test_a_failed_background_answer_returns_its_error_whole_and_as_a_stream(served: Any) -> None:
     failed = await served.openai.responses.create(input="word " * 30_000, background=True, **options(8))
     found = await ended(served, failed.id, "failed")
     assert "maximum context length" in found.error.message
@@ -333,7 +333,7 @@ async def test_requests_with_one_idempotency_key_get_one_answer_at_any_gateway(
 
 
 @pytest.mark.parametrize("knows", [False, True])
-async def test_one_idempotency_key_gives_one_answer_if_gateways_know_different_conversations(
+async def test_gateways_that_know_different_conversations_give_one_answer_per_idempotency_key(
     worker: Any, door: Start, served: Any, http: httpx2.AsyncClient, *, knows: bool
 ) -> None:
     """One begins a session, the other forks one: whichever is first, there is one answer."""
@@ -376,7 +376,7 @@ async def test_a_conversation_continues_with_a_new_idempotency_key_for_each_turn
     assert without.headers["x-turnkeep-session"].split()[1] == "continued"
 
 
-async def test_a_request_that_always_fails_gets_the_same_error_again_with_its_key(
+async def test_a_failed_request_repeated_with_its_idempotency_key_gets_the_same_error(
     http: httpx2.AsyncClient, served: Any
 ) -> None:
     """A prompt exceeds the context."""
@@ -386,7 +386,7 @@ async def test_a_request_that_always_fails_gets_the_same_error_again_with_its_ke
     assert (first.status_code, first.json()) == (400, second.json())
 
 
-async def test_a_running_background_answer_counts_towards_the_keys_limit_of_requests_at_once(
+async def test_a_background_answer_counts_towards_its_api_keys_limit_of_concurrent_requests(
     served: Any, tmp_path: Path
 ) -> None:
     """A request that failed does not count."""
@@ -409,7 +409,7 @@ async def test_a_running_background_answer_counts_towards_the_keys_limit_of_requ
             await asyncio.sleep(0.1)
 
 
-async def test_an_answer_with_an_idempotency_key_continues_without_its_client(
+async def test_an_answer_with_an_idempotency_key_continues_after_its_client_disconnects(
     http: httpx2.AsyncClient, served: Any
 ) -> None:
     key = {"idempotency-key": "left"}
@@ -460,7 +460,7 @@ async def test_an_answer_can_be_read_as_a_durable_stream_from_any_offset(
         assert (await http.get(path, params=wrong)).status_code == 400
 
 
-async def test_reading_the_durable_stream_of_a_running_answer_returns_without_closing_it(
+async def test_reading_the_durable_stream_of_a_running_answer_returns_and_leaves_it_open(
     served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.http.durable._POLL_S", 0.3)

@@ -242,7 +242,7 @@ async def supervise(process: Any) -> None:
 
 
 @pytest.mark.timeout(3600)
-async def test_a_client_sees_each_event_once_whichever_processes_are_killed(
+async def test_a_client_gets_each_event_once_even_if_gateways_worker_and_nats_are_killed(
     started: Any, gateways: Gateways
 ) -> None:
     process, client = started

@@ -49,7 +49,7 @@ async def test_token_ids_are_embedded_without_adding_tokens(served: Any) -> None
     assert np.dot(one.data[0].embedding, several.data[1].embedding) == pytest.approx(1.0, abs=1e-5)
 
 
-async def test_more_texts_than_one_request_to_the_worker_takes_are_all_embedded_in_order(served: Any) -> None:
+async def test_texts_that_exceed_one_request_to_the_worker_are_all_embedded_in_order(served: Any) -> None:
     texts = [f"text {number}" for number in range(70)]
     found = await served.openai.embeddings.create(model="m", input=texts)
     last = await served.openai.embeddings.create(model="m", input=texts[-1:])

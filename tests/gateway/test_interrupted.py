@@ -228,7 +228,7 @@ async def test_a_client_that_disconnects_cancels_its_answer(
     await until(lambda: not any(held.num_running for held in served.index.sessions.values()))
 
 
-async def test_a_queued_request_is_closed_when_its_client_disconnects(
+async def test_the_session_of_a_queued_request_is_closed_when_the_client_disconnects(
     local_worker: Start, door: Start, endless_model: Path
 ) -> None:
     """The answer that the request waited for continues."""

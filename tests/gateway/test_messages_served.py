@@ -332,7 +332,7 @@ def test_anthropic_options_are_mapped_to_turnkeeps_options() -> None:
     assert "tools" not in read(tools=[{"type": "web_search_20250305", "name": "web_search"}]).options
 
 
-def test_cache_markers_billing_lines_and_thinking_do_not_change_the_conversation() -> None:
+def test_cache_markers_billing_lines_and_thinking_do_not_change_a_conversations_digest() -> None:
     thinking = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
     plain = end_of(user("Hello."), assistant("Yes."), user("Well?"), system="A")
     marked = text("Hello.", cache_control={"type": "ephemeral"})

@@ -42,7 +42,7 @@ async def ask(
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 @pytest.mark.parametrize("restarts", [False, True])
-async def test_a_prefilled_answer_is_continued_and_its_conversation_is_found_by_the_joined_text(
+async def test_the_session_of_a_prefilled_answer_is_found_by_prefix_and_answer_joined(
     served: Any, http: httpx2.AsyncClient, door: Start, path: str, *, restarts: bool
 ) -> None:
     said, num_prompt, _, how = await ask(http, path, BEGUN)
@@ -78,7 +78,7 @@ async def test_a_repeated_request_with_a_prefilled_answer_forks_the_known_conver
     assert (again, how) == (certain, "repeated")
 
 
-async def test_a_prefilled_answer_equals_the_workers_own_answer_after_the_prefix(
+async def test_the_gateway_and_the_worker_give_the_same_answer_after_a_prefix(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     said, num_prompt, _, _ = await ask(http, MESSAGES, BEGUN, temperature=0)
@@ -100,7 +100,7 @@ async def test_a_prefilled_answer_equals_the_workers_own_answer_after_the_prefix
     assert (await session.generate(**asked)).text != plain, "it has other tokens before it"
 
 
-async def test_a_begun_answer_that_cannot_be_continued_is_refused_with_the_reason(
+async def test_a_prefilled_answer_that_cannot_be_continued_is_refused_with_the_reason(
     http: httpx2.AsyncClient,
 ) -> None:
     function = {"type": "function", "function": {"name": "f", "parameters": TOOL}}

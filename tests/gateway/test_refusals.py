@@ -102,7 +102,7 @@ async def test_an_invalid_or_unsupported_field_is_refused_with_its_name(
         assert error["param"].partition("[")[0] in {*body}, body
 
 
-async def test_fields_that_do_not_change_the_answer_are_accepted(http: httpx2.AsyncClient) -> None:
+async def test_other_fields_of_openais_clients_are_accepted(http: httpx2.AsyncClient) -> None:
     more = {
         "user": "u",
         "store": True,
@@ -325,7 +325,7 @@ async def test_requests_without_a_worker_get_503_and_the_command_that_starts_one
         assert answer.headers["retry-after"] == "5"
 
 
-async def test_keys_belong_to_tenants_that_share_no_sessions_and_a_wrong_key_is_refused(
+async def test_api_keys_of_two_tenants_share_no_sessions_and_a_wrong_key_is_refused(
     local_worker: Start, door: Start, tmp_path: Path
 ) -> None:
     file = tmp_path / "keys"

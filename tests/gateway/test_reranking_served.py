@@ -82,7 +82,7 @@ async def test_an_instruction_is_passed_to_the_reranker(served: Any, http: httpx
     assert told["results"] == [{"index": 0, "relevance_score": pytest.approx(expected, abs=1e-6)}]
 
 
-async def test_many_documents_are_ranked_and_long_ones_are_cut_or_refused_as_requested(
+async def test_many_documents_are_ranked_and_a_long_one_is_truncated_only_if_requested(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     long = {"query": QUERY, "documents": ["words " * 2000, *DOCUMENTS * 10], "max_tokens_per_doc": 20}

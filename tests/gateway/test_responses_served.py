@@ -265,7 +265,7 @@ async def test_input_items_may_be_given_by_their_ids(served: Any) -> None:
     assert refused.value.param == "input[1].id"
 
 
-async def test_a_repeated_answer_has_its_own_id_and_both_can_be_retrieved(served: Any) -> None:
+async def test_an_answer_that_is_returned_twice_has_two_ids_and_can_be_retrieved_by_both(served: Any) -> None:
     more = {"temperature": 0, "metadata": {"number": "1"}}
     first, _ = await ask(served, "One?", **more)
     again, how = await ask(served, "One?", **more | {"metadata": {"number": "2"}})

@@ -95,7 +95,7 @@ async def test_metrics_count_requests_conversations_and_tokens(
             assert refused.status_code == 403
 
 
-async def test_the_explain_header_names_the_message_that_was_not_found_without_its_content(
+async def test_the_explain_header_names_the_first_unknown_message_but_not_its_content(
     local_worker: Start, door: Start, endless_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "gateway")
@@ -138,7 +138,7 @@ async def test_the_explain_header_names_the_message_that_was_not_found_without_i
         assert "Again" not in text
 
 
-def test_the_record_of_seen_conversations_is_bounded_and_keeps_the_latest() -> None:
+def test_the_gateway_remembers_the_latest_conversations_in_bounded_memory() -> None:
     seen = Seen()
     for number in range(50_000):
         known = [number.to_bytes(4, "big") + bytes([at]) for at in range(3)]

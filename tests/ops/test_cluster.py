@@ -200,7 +200,7 @@ async def in_place(operator: Client) -> dict[str, str]:
     return found
 
 
-def test_cluster_routes_share_one_password_that_is_kept_and_readable_by_its_owner_only(
+def test_cluster_routes_share_one_password_in_a_private_file_and_a_new_run_keeps_it(
     tmp_path: Path,
 ) -> None:
     run(tmp_path, "acme", "--cluster", "n1.lan,n2.lan:7222,n3.lan")
@@ -254,7 +254,7 @@ async def test_a_nats_node_with_another_password_cannot_join_the_cluster(tmp_pat
         nodes.end()
 
 
-async def test_every_nats_node_reads_a_log_entry_just_stored_and_no_longer_one_just_deleted(
+async def test_every_nats_node_returns_a_log_entry_just_stored_but_not_one_just_deleted(
     nodes: Nodes,
 ) -> None:
     """Any replica answers a plain direct get; about one in seven was out of date here."""

@@ -120,7 +120,7 @@ async def test_a_session_with_over_a_thousand_log_entries_is_imported_whole_into
     await second.client.session("long").open()
 
 
-async def test_an_import_that_the_log_has_no_room_for_leaves_nothing_behind(
+async def test_an_import_that_does_not_fit_in_the_log_stores_nothing(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker = await local_worker()
@@ -213,7 +213,7 @@ async def test_importing_kv_made_with_other_settings_is_refused_and_names_the_se
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["policy"])
-async def test_kv_of_any_cache_policy_can_be_imported_into_a_cache_with_full_kv_only(
+async def test_kv_of_any_cache_policy_can_be_imported_into_a_cache_that_has_only_full_kv(
     local_worker: Start, tmp_path: Path, policy: dict[str, Any]
 ) -> None:
     wide = str(make_tiny_model(tmp_path / "wide", hidden_size=128))

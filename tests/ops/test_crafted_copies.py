@@ -200,7 +200,7 @@ async def test_an_import_drops_result_headers_that_no_export_writes(
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
-async def test_an_import_removes_its_first_part_again_if_the_acknowledgement_was_lost(
+async def test_an_import_whose_acknowledgement_is_lost_removes_what_it_stored(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool
 ) -> None:
     """A session that another client began meanwhile stays."""
@@ -223,7 +223,7 @@ async def test_an_import_removes_its_first_part_again_if_the_acknowledgement_was
     assert left.get(KEY, {}).get("in", 0) == (0 if is_stored else 1)
 
 
-async def test_an_import_that_cannot_remove_its_part_says_that_it_may_be_in_the_log(
+async def test_an_import_that_fails_to_remove_its_entries_says_that_some_may_be_in_the_log(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker()

@@ -74,7 +74,9 @@ async def test_a_retry_that_succeeds_removes_the_dead_letter(worker: LocalWorker
     assert again.stderr == "turnkeep: session s has no dead letter of a request bad; see turnkeep dead list\n"
 
 
-async def test_a_retry_in_a_session_that_has_moved_on_needs_the_option_anyway(worker: LocalWorker) -> None:
+async def test_a_retry_after_the_sessions_position_has_changed_needs_the_option_anyway(
+    worker: LocalWorker,
+) -> None:
     await worker.client.session("s").append(tokens=[5])
     done = await dead(worker, "retry", "s", "bad")
     assert done.returncode == 1

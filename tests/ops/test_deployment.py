@@ -83,7 +83,7 @@ def test_systemd_accepts_the_generated_unit_of_a_user(tmp_path: Path) -> None:
     check("systemd-analyze", *verify, cwd=tmp_path, XDG_RUNTIME_DIR=str(tmp_path))
 
 
-def test_the_files_for_systemd_and_launchd_are_what_their_template_generates() -> None:
+def test_the_committed_systemd_and_launchd_files_equal_the_generated_ones() -> None:
     """`python -m ops.units` writes them."""
     assert {path: path.read_bytes() for path in units.models()} == units.models()
 
@@ -99,7 +99,7 @@ def test_the_launchd_file_has_only_known_keys_with_values_of_the_right_type() ->
     assert agent["ProgramArguments"][1:] == ["serve", "--config", "/opt/turnkeep/turnkeep.toml"]
 
 
-def test_the_image_installs_from_the_lock_all_packages_that_its_extras_and_build_need() -> None:
+def test_the_lock_files_have_all_packages_that_the_images_extras_and_build_need() -> None:
     """The packages that the Dockerfile takes from dev.lock are all in it, and none is missing."""
     (names,) = re.findall(r"\^\(([a-z|-]+)\)==", (DEPLOY / "Dockerfile").read_text())
     lock = (ROOT / "requirements" / "dev.lock").read_text()
@@ -292,7 +292,7 @@ async def test_the_services_of_the_compose_file_are_healthy_and_serve_a_tenant(h
     assert await asyncio.to_thread(here.stop) == [143, 143, 0, 0, 0]
 
 
-def test_the_nats_nodes_of_the_manifest_accept_the_configuration_that_its_command_makes(
+def test_nats_accepts_the_configuration_that_the_command_in_the_kubernetes_manifest_makes(
     tmp_path: Path,
 ) -> None:
     """tests/ops/test_cluster.py runs three such nodes with a worker."""

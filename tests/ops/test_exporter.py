@@ -262,7 +262,7 @@ def exporter() -> Iterator[Callable[..., Exporter]]:
 
 
 @pytest.mark.process
-async def test_the_exporter_serves_a_workers_metrics_until_that_worker_dies(
+async def test_the_exporter_serves_a_workers_metrics_and_shows_its_death_and_return(
     worker_process: Callable[..., WorkerProcess], exporter: Callable[..., Exporter]
 ) -> None:
     worker = worker_process("--metrics-interval-s", "0.3", "--worker", "w1")

@@ -34,7 +34,7 @@ needs_promtool = pytest.mark.skipif(
 )
 
 
-def test_the_dashboard_and_alert_files_are_what_their_generator_writes() -> None:
+def test_the_committed_dashboard_and_alert_files_equal_the_generated_ones() -> None:
     assert panels.main(["--check"]) == 0, "run python -m ops.panels"
 
 

@@ -109,7 +109,7 @@ async def test_a_session_of_any_tenant_with_an_answer_in_progress_is_listed_as_r
         assert "waiting (2)" in (await command("sessions", *where(worker))).stdout
 
 
-async def test_more_sessions_than_one_answer_of_the_nats_server_can_hold_are_all_listed(
+async def test_more_sessions_than_fit_in_one_reply_of_the_nats_server_are_all_listed(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -132,7 +132,7 @@ async def test_more_sessions_than_one_answer_of_the_nats_server_can_hold_are_all
     assert {row.session: row.position for row in rows} == {f"s{i}": i for i in range(2100)} | {"first": 1}
 
 
-async def test_listing_sessions_before_any_worker_made_a_log_shows_none(nats_url: str) -> None:
+async def test_the_command_sessions_lists_none_if_no_worker_has_made_a_log(nats_url: str) -> None:
     done = await command("sessions", "--nats", nats_url, "--prefix", "none")
     assert (done.returncode, done.stdout) == (0, "0 of 0 sessions\n"), done.stderr
 

@@ -90,7 +90,7 @@ async def test_a_fork_that_is_impossible_fails_and_says_why(local_worker: Start)
     assert done.stderr == "turnkeep: nobody is not forked, and no fork; see turnkeep sessions\n"
 
 
-async def test_an_exported_fork_continues_elsewhere_with_what_it_inherited_from_its_parent(
+async def test_an_exported_fork_continues_in_another_log_with_its_inherited_conversation(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker = await family(local_worker)

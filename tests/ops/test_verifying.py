@@ -89,7 +89,7 @@ async def test_an_imported_session_that_continues_verifies_without_faults(
     assert (code, out.split(";")[0]) == (0, "2 sessions, 0 damaged"), out
 
 
-async def test_verify_names_each_missing_entry_and_no_sound_session(local_worker: Start) -> None:
+async def test_verify_reports_each_missing_entry_and_no_undamaged_session(local_worker: Start) -> None:
     """A missing last entry may go unseen: the log may just end there."""
     worker = await lived(local_worker)
     await worker.client.session("other").append(text="sound")
@@ -118,7 +118,7 @@ async def test_verify_names_each_missing_entry_and_no_sound_session(local_worker
     assert results[3].seq in {one["seq"] for one in damaged["faults"]}
 
 
-async def test_verify_finds_a_fault_for_any_missing_run_of_entries(local_worker: Start) -> None:
+async def test_verify_finds_a_fault_if_any_run_of_consecutive_entries_is_missing(local_worker: Start) -> None:
     """Whatever block of an open session a disk loses, except the last entry."""
     worker = await lived(local_worker)
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
@@ -130,7 +130,7 @@ async def test_verify_finds_a_fault_for_any_missing_run_of_entries(local_worker:
             assert faults(left[0], left[1], {}), gone
 
 
-async def test_verify_names_a_result_that_was_changed_or_duplicated(local_worker: Start) -> None:
+async def test_verify_reports_a_result_that_was_changed_or_duplicated(local_worker: Start) -> None:
     """Changed tokens, digests, positions and types; a second result; unreadable requests."""
     worker = await lived(local_worker)
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
@@ -159,7 +159,7 @@ async def test_verify_names_a_result_that_was_changed_or_duplicated(local_worker
     assert {fault.what for fault in faults(broken, results, {})} == {"cannot be read"}
 
 
-async def test_verify_names_a_fork_that_lost_its_inherited_tokens_but_not_one_that_lost_its_parent(
+async def test_verify_reports_a_fork_without_its_inherited_tokens_but_not_one_without_its_parent(
     local_worker: Start,
 ) -> None:
     worker = await lived(local_worker)
