@@ -17,7 +17,7 @@ STOPS = ("ab", "aab", "\u00e9x")
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: Path) -> Tokenizer:
-    """One token for each byte, so that characters and stop strings fall apart over tokens."""
+    """A tokenizer with one token for each byte: characters and stop strings span several tokens."""
     return Tokenizer.from_folder(tiny_model)
 
 
@@ -38,7 +38,7 @@ def push_until_over(answer: Answer, tokens: list[int]) -> list[str]:
 def test_an_answer_replayed_from_its_first_tokens_continues_like_the_original(
     tokenizer, new_answer, data
 ) -> None:
-    """After every token: the same texts follow, the same end, the same text if cancelled there."""
+    """Resumed after any token, it has the same further text and end, and the same text if cancelled."""
     letters = [tokenizer.encode(letter, at_start=False) for letter in ("a", "b", "x", "\u00e9", "\u20ac")]
     bytes_and_ends = sorted({token for letter in letters for token in letter} | tokenizer.eos_ids)
     tokens = data.draw(st.lists(st.sampled_from(bytes_and_ends), min_size=1, max_size=16))

@@ -1,4 +1,4 @@
-"""The memory that a process's control groups leave it: version 2, version 1, and no limit."""
+"""The memory that control groups (cgroups, versions 1 and 2) leave to a process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_version_2_leaves_the_limit_minus_the_used_memory_that_cannot_be_reclaim
 
 
 def test_the_tightest_limit_of_a_group_and_its_parents_counts(tmp_path: Path) -> None:
-    """For example systemd's MemoryHigh of a unit's slice, which slows a process down."""
+    """`memory.high` (systemd's MemoryHigh) counts, too: a group that exceeds it is slowed down."""
     fs = tmp_path / "fs"
     group(fs, {"memory.stat": ""})  # the root has no limit
     group(fs / "a", {"memory.max": "max", "memory.high": 100 * MIB, "memory.current": 60 * MIB})
@@ -90,7 +90,7 @@ def test_the_default_memory_limit_of_a_device_respects_the_control_group(
 
 
 def test_the_limit_of_a_real_control_group_is_read() -> None:
-    """Skipped where no group can be created."""
+    """Skipped where this process may not create a control group."""
     roots = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]
     names = ["memory.limit_in_bytes", "memory.max"]
     for root, name in zip(roots, names, strict=True):

@@ -32,7 +32,7 @@ FREED = 512 * 2**20
 
 @pytest.fixture
 def a_gpu(monkeypatch) -> Any:
-    """Let MLX name a GPU, with what is free in the machine and what MLX holds."""
+    """Return a function that makes MLX report this GPU, so many free bytes, and so many in use by MLX."""
 
     def pretend(
         told: dict[str, Any], *, free: int = 100 * GIB, active: int = 0, is_metal: bool = False
@@ -95,7 +95,7 @@ def test_mlxs_own_memory_limit_is_set_only_on_a_gpu(a_gpu, monkeypatch) -> None:
 def test_a_prompt_alone_prefills_several_blocks_per_step_and_each_block_is_copied(
     make_model, make_rig, monkeypatch, kind, lengths
 ) -> None:
-    """With recurrent layers one block: a state exists only at a piece's end."""
+    """With recurrent layers a piece is one block, since a state exists only at the end of a piece."""
     few = machine.Profile(1 << 24, frozenset(), 1, prompt_blocks=4, pooled_rows=3, merged_rows=2)
     monkeypatch.setattr(machine, "profile", lambda: few)
     model = make_model(kind)

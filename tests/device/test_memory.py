@@ -1,4 +1,4 @@
-"""Estimates of memory: formulas with known values, and what MLX measures."""
+"""Memory estimates agree with known values and with MLX's measurements."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_fused_attention_kernel_saves_the_memory_of_scores_for_some_head_sizes
 
 
 def test_attention_with_latent_keys_is_counted_with_their_head_size_and_unfused() -> None:
-    """Their configuration gives the rotary part as `head_dim`, for example deepseek_v3's."""
+    """In such configurations (deepseek_v3) the field `head_dim` has only the size of the rotary part."""
     config = {
         "num_attention_heads": 128,
         "hidden_size": 7168,
@@ -55,7 +55,7 @@ def test_attention_with_latent_keys_is_counted_with_their_head_size_and_unfused(
 
 
 def test_scratch_memory_grows_with_the_number_of_layers_whose_arrays_a_device_keeps() -> None:
-    """Metal frees the inputs of a command buffer after it has run, with ten of them in flight."""
+    """Metal frees a command buffer's inputs only after it has run, and ten buffers may be in flight."""
     shape = Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000)
     one, ten, four = (
         Estimator(shape, GIB, 0, KvSize(1024), layers, fused=True, kept_layers=kept).scratch_bytes(
@@ -99,7 +99,7 @@ def test_a_configuration_without_details_gets_a_default_shape() -> None:
 def test_a_prefill_step_takes_no_more_memory_than_estimated(
     make_model, num_cached: int, num_new: int
 ) -> None:
-    """And at least a fifth of it: a far too high estimate would refuse prompts that fit."""
+    """It takes at least a fifth of the estimate: one far too high would refuse prompts that fit."""
     model = make_model("llama")
     batch, caches = batch_for(model), make_prompt_cache(model)
     for start in range(0, num_cached, 256):
@@ -115,7 +115,7 @@ def test_a_prefill_step_takes_no_more_memory_than_estimated(
 
 
 def test_the_memory_reserved_for_a_step_shrinks_with_the_longest_possible_session() -> None:
-    """No session is longer than the KV that fits: nothing is reserved beyond that."""
+    """No session can be longer than the KV that fits into memory, so no step needs more than that."""
     shape = Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000)
     estimator = Estimator(
         shape=shape,

@@ -1,4 +1,4 @@
-"""The length of prompt pieces beside running answers."""
+"""How many tokens of prompts a step prefills beside running answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_prompt_without_answers_beside_it_is_prefilled_in_whole_blocks() -> No
 
 
 def test_prompts_beside_answers_get_as_many_tokens_as_fit_into_the_allowed_stall() -> None:
-    """A GPU: a step takes 15 ms and 20 us a token, so 2,048 tokens stall the answers for 56 ms only."""
+    """As on a GPU, a step takes 15 ms plus 20 us a token: 2,048 tokens stall answers for only 56 ms."""
     pace, budgets = Pace(0.25, 2048), []
     for _ in range(4):
         budgets.append(pace.budget(1))

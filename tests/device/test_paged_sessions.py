@@ -46,7 +46,7 @@ def model(build_model) -> Any:
 def _run(
     forward: Forward, caches: list[Any], tokens: Sequence[int], end: int, *, most: int = 300
 ) -> mx.array:
-    """Run tokens up to `end` in pieces of random lengths: (tokens, vocabulary)."""
+    """Run tokens up to `end` in pieces of random lengths; return logits, (tokens, vocabulary)."""
     rng, found = random.Random(end), []
     while caches[0].offset < end:
         at = caches[0].offset
@@ -57,7 +57,7 @@ def _run(
 
 
 def _under_masks(model: Any, tokens: Sequence[int], seen: np.ndarray) -> mx.array:
-    """Run a whole session at once, with a mask of what each token sees: (tokens, vocabulary)."""
+    """Run a whole session at once under the mask `seen`; return logits, (tokens, vocabulary)."""
 
     class Masked:
         offset = 0
@@ -80,7 +80,7 @@ def _stored(caches: list[PagedCache], tokens: Span) -> dict[str, mx.array]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_attend_to_recalled_chunks_exactly_as_with_masks_over_the_session(model, seed: int) -> None:
-    """In every layer a token sees sinks, window, pins and chunks in slots, each once, nothing else."""
+    """In every layer a token sees sinks, window, pinned chunks and recalled ones, each once, nothing else."""
     rng, num_tokens = random.Random(seed), 16 * CHUNK
     tokens, forward, caches = prompt(num_tokens, seed + 3), Forward(model), layers.make(model, POLICY)
     at, window = np.arange(num_tokens), POLICY.window or 0
@@ -195,7 +195,7 @@ def test_layers_that_match_repeated_tokens_are_selected_for_key_sketches(build_m
 async def test_a_step_of_a_paged_session_takes_no_more_memory_than_estimated_at_any_length(
     model, tmp_path, monkeypatch, num_tokens: int
 ) -> None:
-    """Nor is the estimate so high that it refuses prompts that fit."""
+    """The estimate is not so high, either, that it would refuse prompts that fit."""
     steps, learn = [], StepChooser.learn
 
     def noted(self: StepChooser, choice: ChosenStep, measured_bytes: int) -> None:
@@ -215,7 +215,7 @@ async def test_a_step_of_a_paged_session_takes_no_more_memory_than_estimated_at_
 async def test_paged_sessions_restored_together_need_memory_only_for_their_resident_parts(
     model, tmp_path
 ) -> None:
-    """If all their tokens were copied, the prompts with the least progress would restart."""
+    """If the KV of all their tokens were copied, some prompts would restart for lack of memory."""
     policy, num_tokens = Policy.paged(1024, sink=4), 7_000
     said = [prompt(num_tokens, salt=i + 1) for i in range(4)]
     async with engine_process.open_process(model, tmp_path, num_blocks=16) as process:
@@ -291,7 +291,7 @@ async def _answered(process: Process, tokens: list[int], num: int) -> tuple[Any,
 async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_part_of_the_session(
     model, tmp_path, monkeypatch
 ) -> None:
-    """A prompt reads the rest, which is not kept on the device."""
+    """The prompt attends to the rest of the session from disk, which is not kept on the device."""
     wanted, read, seen_bytes = [2, 9], [], []
     recall = layers.recall
     monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in wanted if c not in self.slots])
@@ -329,7 +329,7 @@ async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_pa
 async def test_a_restart_reads_key_sketches_from_some_blocks_or_prefills_if_one_of_these_is_damaged(
     model, tmp_path, is_damaged: bool
 ) -> None:
-    """Of 40 blocks, 16 and 32 carry the sketches; no others are opened."""
+    """Of 40 blocks, the 16th and the 32nd have the sketches (2-bit copies of keys) of all before them."""
     tokens = prompt(40 * 64 + 20)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)
@@ -366,7 +366,7 @@ def _sketches(caches: list[Any], num_tokens: int) -> list[np.ndarray]:
 
 
 async def test_a_prompt_queries_the_sketches_once_in_each_layer(model, tmp_path, monkeypatch) -> None:
-    """Not again when its end is rerun with recalled chunks: comparing all tokens takes time."""
+    """They are not compared again when the prompt's end is rerun with recalled chunks."""
     tokens, asked, note = prompt(16 * CHUNK + 42), [], Pages.note
     monkeypatch.setattr(Pages, "note", lambda self, one: asked.append(one) or note(self, one))
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
@@ -382,7 +382,7 @@ async def test_a_prompt_queries_the_sketches_once_in_each_layer(model, tmp_path,
 async def test_every_chunk_behind_the_window_is_considered_for_recall(
     model, tmp_path, monkeypatch, num_appended: int
 ) -> None:
-    """Also those at the end of a long prompt."""
+    """This includes chunks at the end of a long prompt."""
     tokens, considered, choose = prompt(41 * CHUNK), [], Pages.choose
 
     def noted(self: Pages, position: int) -> list[int]:
@@ -419,7 +419,7 @@ async def test_an_answer_continues_without_a_chunk_that_is_no_longer_on_disk(
 async def test_an_answer_gets_recalled_chunks_even_while_its_publishing_is_blocked(
     model, tmp_path, monkeypatch
 ) -> None:
-    """For example without NATS: the answer continues, and must not miss its chunks."""
+    """Publishing blocks without NATS, for example. The answer continues, and still needs its chunks."""
     tokens, can_publish, has_come, recall = (
         prompt(16 * CHUNK),
         asyncio.Event(),
@@ -501,7 +501,7 @@ async def test_a_paged_prompt_waits_for_a_slow_disk_and_stores_its_blocks(model,
 async def test_a_turn_cancelled_while_it_waits_for_blocks_to_be_written_ends_at_once(
     model, tmp_path, monkeypatch
 ) -> None:
-    """A prompt needs all KV that left the device."""
+    """Prefill waits until all KV that has left the device is on disk."""
     monkeypatch.setattr(finding, "PATIENCE_S", 600.0)
     tokens, write, may_end = prompt(40 * 64), snapshot_format.write, threading.Event()
     monkeypatch.setattr(snapshot_format, "write", lambda *args: may_end.wait() and write(*args))

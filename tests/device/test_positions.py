@@ -1,4 +1,4 @@
-"""Each architecture uses the rotary positions of the model's folder, or the model is refused."""
+"""Each architecture uses the rotary settings of the model's config.json, or the model is refused."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from worker.models.model_files import ModelError
 
 #: Architectures that have no rotary positions.
 UNROTATED = {"gpt2", "gpt_bigcode", "mamba2", "rwkv7"}
-#: mlx-lm rotates these by a base of its own, or reads the newer field alone.
+#: mlx-lm rotates `FIXED` by a fixed base; for `NEED_NEWER` it reads only the field `rope_parameters`.
 FIXED = {"plamo2", "recurrent_gemma"}
 NEED_NEWER = {"qwen3_5", "qwen3_5_moe"}
 THETA = 500_000.0
 LENGTH = {"original_max_position_embeddings": 16}
-#: As long a prompt as makes each of them visible.
+#: Each changes the logits of the prompt in `said`.
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": {
@@ -41,9 +41,9 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 
 def said(family: str, **fields: Any) -> mx.array | None:
-    """Return the logits of a model whose folder has only these fields for its positions; None if refused.
+    """Return the logits of a model whose config.json has only these rotary fields; None if it is refused.
 
-    A model is refused by a `ModelError`, or by what mlx-lm raises as it builds it, which `load` makes one of.
+    It is refused by a `ModelError`, or by an error of mlx-lm, which `load` turns into a `ModelError`.
     """
     config = configuration(family)
     inner = family in {"mistral3", "llama4"}

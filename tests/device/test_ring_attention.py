@@ -22,7 +22,7 @@ TOKENS = [(i * i * 7 + i // 5) % 89 for i in range(160)]
 
 
 def _rings(model: Any, grid: int | None = 32) -> list[RingCache]:
-    """A ring for each layer: the policy's for plain ones, the model's own for its windows."""
+    """Make a ring for each layer: with `SINK` and `WINDOW` for plain caches, else with the model's window."""
     return [
         RingCache(SINK, WINDOW, grid=grid)
         if type(cache) is KVCache
@@ -32,7 +32,7 @@ def _rings(model: Any, grid: int | None = 32) -> list[RingCache]:
 
 
 def _run(forward: Forward, rings: list[RingCache], tokens: Sequence[int], lengths: Sequence[int]) -> mx.array:
-    """Run tokens in pieces of these lengths, from where the rings are: (tokens, vocabulary)."""
+    """Run tokens in pieces of these lengths behind the rings' tokens; return logits, (tokens, vocabulary)."""
     found, at = [], 0
     for length in lengths:
         found.append(forward([OwnPart(rings, rings[0].offset, length)], list(tokens[at : at + length])))

@@ -37,7 +37,7 @@ def check(model: Any, tokens: list[int], scores: Scores) -> None:
 def test_prompt_tokens_get_the_models_log_probabilities_alone_and_beside_answers(
     make_rig, make_model, kind
 ) -> None:
-    """From a session's start, after its KV, and where its KV reaches too far."""
+    """Scoring begins at the session's start, at the end of its KV, or before the end of its KV."""
     model, tokens = make_model(kind), prompt(43)
     rig = make_rig(model)
     turn = append(tokens, scores=Scores(1, 2))
@@ -92,7 +92,7 @@ def test_a_prompt_is_scored_in_small_pieces_so_that_few_logits_exist_at_once(mak
 
 
 def test_a_restarted_prompt_does_not_score_its_tokens_again(make_model) -> None:
-    """Tokens whose scores are known are run without logits."""
+    """Tokens whose scores are known are prefilled without logits."""
     model, tokens = make_model("llama"), prompt(21)
     scores = Scores(5)
     turn = append(tokens, scores=scores)

@@ -70,7 +70,7 @@ def test_a_session_may_wait_for_the_prefix_of_a_session_that_waits_itself(make_r
 
 
 def test_a_new_session_copies_the_prompt_of_a_running_answer(make_rig, model) -> None:
-    """Several run, so that their KV is in a pool's slots."""
+    """Several answers run, so that their KV is in the slots of a pool."""
     rig = make_rig(model)
     turns = [generate(with_end(i, 5 + i), 60, name=f"r{i}") for i in range(4)]
     for turn in turns:
@@ -127,7 +127,7 @@ def test_a_session_cancelled_while_it_waits_for_a_shared_prefix_keeps_its_own_kv
 
 
 def test_a_source_that_has_changed_shares_only_equal_tokens_and_a_missing_one_none(make_rig, model) -> None:
-    """The event loop may be a step behind the device."""
+    """The event loop, which names the source, may be a step behind the device."""
     rig = make_rig(model)
     rig.run(append(COMMON[:10] + prompt(40, salt=50), name="a"))
     turn = shared("b", with_end(3, 6), 8, "a")

@@ -18,7 +18,7 @@ BLOCK = 64
 
 
 class Room:
-    """Has room for nothing, or for everything; `waits` says that idle sessions could leave."""
+    """Simulated memory that is full, or has room for all; `waits`: idle sessions could be dropped."""
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator

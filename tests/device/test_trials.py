@@ -1,4 +1,4 @@
-"""The trials that a model has passed are remembered, failed ones are not."""
+"""Trials find out how a model's rows can run together; the results of passed ones are stored."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ batch_for(loaded.model, trials=Trials(path, trial_key(loaded, layers.describe(ow
 def test_the_shipped_trial_results_match_the_packaged_models_trials(
     packaged_folder: Path, path: Path
 ) -> None:
-    """After an update of MLX or mlx-lm, or for another packaged model, change `SHIPPED`.
+    """If it fails after an update of MLX or mlx-lm, or for another packaged model, change `SHIPPED`.
 
-    In a process of its own, as a worker's: the key has the modules of mlx-lm that others have imported.
+    The trials run in a new process, as in a worker: their key depends on the imported modules of mlx-lm.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "protocol")))}
     command = [sys.executable, "-P", "-c", TRY, str(packaged_folder), str(path)]

@@ -30,7 +30,7 @@ def model(build_model):
 
 
 def spoil(model: Any, token: int, value: float = math.nan) -> None:
-    """Break what the model knows of one token, as a damaged file does."""
+    """Set the embedding of one token to `value` (NaN or infinite), as in a damaged file."""
     model.model.embed_tokens.weight[token] = value
     mx.eval(model.parameters())  # on this thread, which has the stream of this change
 
@@ -40,7 +40,7 @@ def spoil(model: Any, token: int, value: float = math.nan) -> None:
 def test_an_answer_with_nan_or_infinite_logits_fails_and_one_beside_it_completes(
     make_rig, model, sampling: Sampling, value: float
 ) -> None:
-    """It ends at the token after which the logits are not finite."""
+    """The failing answer ends at the token after which the logits are not finite."""
     rig = make_rig(model)
     right, _ = alone(model, prompt(19), 12, sampling)
     beside, _ = alone(model, prompt(9, salt=5), 12)
@@ -86,7 +86,7 @@ def test_a_nan_or_infinite_logit_makes_only_its_own_row_unsound(value: float, at
 
 
 def test_logits_of_minus_infinity_are_valid_unless_a_row_has_no_others() -> None:
-    """Models mask ids without a token so."""
+    """Models set the logits of ids without a token to minus infinity."""
     logits = mx.full((2, 8), -math.inf)
     logits[0, 3] = 1.0
     assert draw_all(logits, [Draw(GREEDY, 0)] * 2).are_sound.tolist() == [True, False]

@@ -272,7 +272,7 @@ class Batch:
         return _LaunchedStep(drafts, [], choice, logprobs, [], began_s, (True, True))
 
     def _able(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows, among `rows`, whose KV allows a draft."""
+        """Return those of the `rows` whose KV can be set back after a rejected draft."""
         return [row for row in rows if row.caches is not None or self._keeping.can_draft(row)]
 
     def _may_run_ahead(self, row: Row) -> bool:

@@ -79,7 +79,7 @@ class DraftModel(Drafter):
         return True
 
     def num_missing(self, row: Row) -> int | None:
-        """Return how many tokens `prepare` must run before a draft; None if no shadow may be added.
+        """Return how many tokens `prepare` must run before a draft; None if too many rows have shadows.
 
         Up to `_FEW` missing tokens count as 0: they run in the first pass of the draft.
         """

@@ -77,7 +77,9 @@ class _Typical:
 
 
 class Times:
-    """Measured times of plain steps, and the time added by each draft token, by the number of rows.
+    """Measured times of plain steps (without drafts), and the time that each draft token adds to a step.
+
+    Both depend on the number of rows.
 
     A plain step takes less time if it is launched ahead, before the previous tokens are read.
     """
@@ -90,19 +92,19 @@ class Times:
         self._patience = _FORGOTTEN[0]
 
     def plain_s(self, num_rows: int, *, ahead: bool) -> float | None:
-        """Return a plain step's time; None if unknown.
+        """Return the seconds that a plain step takes; None if unknown.
 
-        `ahead` says which steps to prefer: those launched ahead, or the others.
+        Steps launched ahead may take another time than others; `ahead` says which to prefer.
         """
         return self._plain[num_rows, ahead].known or self._plain[num_rows, not ahead].known
 
     def late(self, num_rows: int, *, ahead: bool) -> float:
-        """Return how many times as long a plain step takes if not launched ahead; 1 without `ahead`."""
+        """Return the time of a plain step not launched ahead, over one launched ahead; 1 if not `ahead`."""
         alone_s, ahead_s = (self.plain_s(num_rows, ahead=kind) for kind in (False, True))
         return max(alone_s / ahead_s, 1.0) if ahead and alone_s and ahead_s else 1.0
 
     def is_due(self, num_rows: int) -> bool:
-        """Say whether the next step should be plain, so that its time is measured again."""
+        """Say whether the next step should have no drafts, to measure the time of such a step again."""
         return self._since[num_rows] >= _FRESH
 
     def note_plain(self, num_rows: int, step_s: float, *, ahead: bool, could: bool) -> bool:
@@ -132,12 +134,12 @@ class Times:
             self._patience = _FORGOTTEN[0]
 
     def checked(self, num_rows: int, num_drafted: float) -> float:
-        """Estimate how many times as long as a plain step, not launched ahead, a step with drafts takes."""
+        """Estimate the time of a step with draft tokens, over that of a plain step not launched ahead."""
         return 1 + num_drafted * max(self._each[num_rows].or_before(_CHECKED), 0.0)
 
 
 class Passes:
-    """Times of a drafter's passes, as shares of a plain step's time, by the number of rows with drafts."""
+    """Times of a drafter's passes, as shares of the time of a step without drafts, by the number of rows."""
 
     def __init__(self, share: float) -> None:
         """`share` is assumed until passes have been measured."""

@@ -33,7 +33,7 @@ class Part(Protocol):
         """Return a layer's grid, modulo which rotary positions count; 0 if they are plain positions."""
 
     def masks(self, layer: int, options: dict[str, Any]) -> Any:
-        """Make the mask for `attend`; `options` are the model's. Called before `update`."""
+        """Make the mask for `attend`, with the model's mask `options`. Called before `update`."""
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Add the tokens' keys and values, of shape (tokens, KV heads, 1, head_dim), to the layer's KV."""

@@ -81,13 +81,13 @@ _KINDS: Final = ("here", "before", "sinks")
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Which places of a ring cache some tokens see, and how their queries are rotated for these places.
+    """Which places (indices) of a ring cache some tokens see, and how their queries are rotated for each.
 
     It is the same for all layers with such rings. `seen`, (rows, 1, tokens, places), is None if all places
     are visible. `before`, (rows, 1, 1, places), marks the keys that were counted from the previous base; None
     if there are none. `to_sinks`, (tokens,), is how far queries are rotated for the first `num_sinks` places;
     None if these need no rotation. Only the first `num_places` places are used. For a single row, `runs` are
-    the ends of runs of places that need the same rotation, with its kind.
+    the ends of runs of places that need the same rotation, with its kind. The module explains bases.
     """
 
     num_places: int
@@ -107,8 +107,8 @@ class Sight:
 def sight(ring: RingCache, ends: Sequence[int], num: int) -> Sight:
     """Return which places of rings like `ring` are visible to the last `num` tokens of each row.
 
-    `ends` has each row's number of tokens. A row's last `num` tokens must have the same base. Tokens in slots
-    (recalled chunks) are visible if they are before the window; with slots, there must be only one row.
+    `ends` has each row's number of tokens. A row's last `num` tokens must lie between the same multiples of
+    the ring's grid. Recalled chunks in slots are visible before the window; with slots there is only one row.
     """
     end = np.array(ends)[:, None]
     at = end - num + np.arange(num)  # (rows, tokens)
