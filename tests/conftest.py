@@ -78,7 +78,7 @@ OFFLINE = {"UV_OFFLINE": "1", "PIP_NO_INDEX": "1", "npm_config_offline": "true"}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Keep package managers offline, except in tests marked `registry`; skip these if it does not answer."""
+    """Keep package managers offline, except in tests marked `registry`; skip these without a registry."""
     mark = item.get_closest_marker("registry")
     if mark is None:
         os.environ.update(OFFLINE)

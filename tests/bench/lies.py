@@ -339,7 +339,7 @@ SESSION = session.Plan(duration=14_400, every=120, corpus="built-in")
 
 
 def honest_session(seed: int) -> Run:
-    """Make a run of four hours with times that scatter by 15%; a full session ends after 40 turns."""
+    """Make a run of four hours whose times scatter by 15%; a new session begins after every 40 turns."""
     noise, found, held = random.Random(seed), [], 0
     for number in range(120):
         held = held if number % 40 else 0

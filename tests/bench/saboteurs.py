@@ -88,7 +88,7 @@ WAITS = turns(first_s=lambda turn: turn.first_s + PREFILL_S * turn.facts["held"]
 
 
 def beginning_with(**fields: Any) -> Callable[[], None]:
-    """Return a patch that sets these fields of each turn before it begins; the worker reports the effect."""
+    """Return a patch that sets `fields` of each turn before it begins; the worker reports the effect."""
 
     def serve() -> None:
         begin = Runner._submit

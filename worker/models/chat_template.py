@@ -3,7 +3,7 @@
 Every loop iteration and every macro call is a step. The limit counts steps, so the same messages pass or fail
 on every machine, and every worker derives the same tokens from a session's log. A time limit is only the last
 resort. Templates run in a sandboxed Jinja environment with the functions and settings that they have in
-transformers; importing transformers itself would take a second.
+transformers. Importing transformers itself would take a second.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class _Steps:
 
 
 class _Generation(Extension):
-    """The block `generation`, which marks an assistant's text for training; renders only its content."""
+    """The template block `generation`, which marks text for training; renders only the block's content."""
 
     tags = {"generation"}  # noqa: RUF012  # as in the base class
 

@@ -13,7 +13,7 @@ def code_digest(model: Any) -> str:
     """Digest the source code that computes a model's KV.
 
     Covers the module that defines the model, the modules of its caches, and all modules that these import. So
-    KV stays valid after an update of mlx-lm that does not change the model, but not after a patch of its
+    snapshots stay valid if an update of mlx-lm does not change the model, but not after a patch of its
     code. MLX itself, and so its rounding, is not covered. Reads some files.
     """
     module = type(model).__module__

@@ -95,12 +95,12 @@ class ControlTokens:
     def mark_answer(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
         """Return the text of an answer's sampled tokens, marked like an assistant's message.
 
-        Control tokens that the model sampled stay unmarked. Text that only spells a special token is marked.
+        Control tokens that the model sampled stay unmarked. Other text that spells a special token is marked.
         """
         return self._marked(tokens, decode, self._special)
 
     def mark_tokens(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-        """Return the text of a session's tokens; text that only spells any control token is marked."""
+        """Return the text of a session's tokens; other text that spells a control token is marked."""
         return self._marked(tokens, decode, self._all)
 
     def _marked(

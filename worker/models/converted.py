@@ -21,7 +21,7 @@ _CONVERTED: Final = re.compile(r"(.+)-(?:float32|float16|bfloat16)-[0-9a-f]{12}"
 
 
 def known(source: Path, models_dir: Path, dtype: str) -> Path | None:
-    """Return the folder in `models_dir` to which a file was converted; None if no valid note records it."""
+    """Return the folder in `models_dir` to which a file was converted; None without a valid note of it."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         note = json.loads(_note(source, models_dir, dtype).read_bytes())
         folder = models_dir / str(note["folder"])

@@ -81,7 +81,7 @@ class LoadedModel:
 
 
 def default_dtype() -> str:
-    """Return the dtype to load weights in: float32 on a CPU, where other types are slow, otherwise keep."""
+    """Return the dtype for loading weights: float32 on a CPU, where others are slow; otherwise `keep`."""
     blas.preload()
     import mlx.core as mx
 
@@ -89,7 +89,7 @@ def default_dtype() -> str:
 
 
 def check_name(spec: str | None, data_dir: Path) -> None:
-    """Raise `ModelError` if no model on this machine has this name, and it cannot be a hub id."""
+    """Raise `ModelError` if `spec` is no path, no name of a model on this machine, and no possible hub id."""
     if spec and not (Path(spec).expanduser().exists() or hub.is_id(spec) or catalog.find(spec, data_dir)):
         raise catalog.missing(spec, data_dir)
 
@@ -162,7 +162,7 @@ def load(
     written = check_folder(folder)
     check_tokenizer(folder)
     blas.preload()
-    import_module("mlx_lm.utils")  # here, since the thread may import transformers too
+    import_module("mlx_lm.utils")  # before the thread begins, which may import transformers too
     with ThreadPoolExecutor(1) as beside:
         reading = beside.submit(Tokenizer.from_folder, folder, store, progress)
         try:

@@ -37,8 +37,9 @@ class Said(Struct, frozen=True, array_like=True, omit_defaults=True, dict=True):
     """One message of a conversation, as in a request or a result.
 
     If `trusted`, text that spells a special token becomes that token. An answer has its packed token ids in
-    `ids`; only other tokenizers use its `message`, which is empty if unknown (a part of an answer).
-    `thoughts`: an answer's reasoning is kept, dropped at the next user message (`leaving`), or was dropped.
+    `ids`; its `message`, used with another tokenizer only, is empty if unknown (for a part of an answer).
+    `thoughts`: an answer's reasoning is `kept`, will be dropped at the next user message (`leaving`), or was
+    dropped (`gone`).
     """
 
     message: Message

@@ -70,7 +70,7 @@ class HarmonySplitter:
             held = "" if marker is None else held[at + len(marker) :]
         return piece
 
-    def finish(self, *, is_cut: bool = False) -> Piece:  # noqa: ARG002  # JSON shows that it is complete
+    def finish(self, *, is_cut: bool = False) -> Piece:  # noqa: ARG002  # a call's JSON shows whether it is complete
         """End the answer; return the text held back, without an unfinished header unless it is a call's."""
         held, self._held = self._held, ""
         if self.is_full:

@@ -210,7 +210,10 @@ class Conversation(Segments):
     def _retokenised(
         self, history: Sequence[int], segments: Sequence[Segment], wanted: str
     ) -> Addition | None:
-        """Tokenise all after the last answer again; None if that changes more than the last token."""
+        """Return the addition from tokenising all text after the last answer again.
+
+        None if that would change more than the last token of the session.
+        """
         at = next((i for i in range(len(segments), 0, -1) if segments[i - 1].kind == "answer"), 0)
         start = segments[at - 1].end if at else segments[0].start
         before = ""
@@ -242,7 +245,7 @@ class Conversation(Segments):
         return wanted[len(known) :] if wanted.startswith(known) else None
 
     def _near_target(self, history: Sequence[int], said: Sequence[Said], *, header: bool) -> _Target | None:
-        """Return the target from the last prompts on, by rendering only the conversation's last messages.
+        """Return the target from the last prompts on, found by rendering only the last messages.
 
         None if the conversation is short, or the template looks back.
         """
@@ -368,7 +371,7 @@ class Conversation(Segments):
         return best_tokens, len(target[:best_bytes].decode())
 
     def _encode(self, text: str, position: int, history: Sequence[int]) -> list[int]:
-        """Tokenise `text`, which starts at `position`."""
+        """Return the tokens of `text`, the first of which is at `position` in the session."""
         if position and history[position - 1] in self.tokenizer.eos_ids:
             # Tokenise it with the end-of-turn token, which may absorb the white space after it.
             end = history[position - 1]
