@@ -228,7 +228,7 @@ def test_tenants_take_turns_in_the_queue_for_memory() -> None:
     assert sorted(order[5:]) == sorted(f"many{i}" for i in range(3, 20))
 
 
-def test_small_turns_overtake_a_large_waiting_one_and_pause_once_their_memory_lets_it_start() -> None:
+def test_small_turns_overtake_a_large_one_and_pause_once_that_frees_enough_memory_for_it() -> None:
     """Until older turns have freed enough for the large one, small turns use the free memory."""
     admission = Admission(Ledger(CAPACITY))
     older = begin(admission, "older", 60)
@@ -283,7 +283,7 @@ async def make_engine(make_model, trials):
         assert device.stop()
 
 
-async def test_a_large_turn_is_not_starved_by_small_ones(make_engine) -> None:
+async def test_a_large_waiting_turn_ends_before_small_turns_that_came_later(make_engine) -> None:
     """Small turns that come later do not overtake a large one that waits."""
     engine = await make_engine(600)
     order: list[str] = []
@@ -334,7 +334,7 @@ def test_a_tenants_turns_start_within_its_share_of_memory_and_a_single_turn_may_
     assert admission.num_waiting == 0
 
 
-async def test_a_session_whose_turn_was_cancelled_can_start_the_next_one_at_once(make_engine) -> None:
+async def test_a_session_can_start_a_turn_while_the_device_still_runs_its_cancelled_one(make_engine) -> None:
     """The new turn must not wait to share the prefill of its own session's old turn."""
     engine = await make_engine(20_000)
     context = as_tokens(prompt(900))
@@ -397,7 +397,7 @@ def test_the_turns_behind_a_waiting_turn_start_when_it_is_cancelled() -> None:
     assert leave(admission, large) == ["late"]
 
 
-async def test_a_rewound_session_counts_with_its_old_size_until_its_turn_is_over(make_engine) -> None:
+async def test_a_rewound_session_reserves_memory_for_its_old_length_until_its_turn_ends(make_engine) -> None:
     engine = await make_engine(300)
     await engine.run(Asked(key("rewound"), as_tokens(prompt(250))), lambda: False)
     turn = asyncio.create_task(engine.run(Asked(key("rewound"), as_tokens(prompt(10))), lambda: False))
@@ -456,7 +456,7 @@ def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampli
 
 
 @pytest.mark.parametrize("sampling", first([Sampling(1.0, seed=7), Sampling()]), ids=["hot", "greedy"])
-async def test_answers_that_outgrow_memory_pause_the_youngest_one_and_lose_no_token(
+async def test_when_answers_outgrow_memory_the_youngest_pauses_and_all_get_the_same_tokens(
     make_engine, make_model, sampling
 ) -> None:
     """Three answers of 600 tokens, in memory for 1,600 tokens, get the same tokens as alone."""
@@ -505,7 +505,9 @@ async def test_a_paused_answer_that_is_cancelled_keeps_the_tokens_generated_so_f
     assert await old is not None
 
 
-async def test_a_memory_shortage_does_not_take_the_reservation_of_a_turn_just_admitted(make_engine) -> None:
+async def test_a_turn_just_admitted_keeps_its_reserved_memory_when_the_device_lacks_memory(
+    make_engine,
+) -> None:
     """The device asks for memory after a turn has been admitted, and before the turn's task runs again."""
     engine = await make_engine(1000)
     await engine.run(Asked(key("second"), as_tokens(prompt(100))), lambda: False)

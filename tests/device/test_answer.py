@@ -89,7 +89,9 @@ def test_the_last_token_of_max_tokens_releases_text_held_back_for_a_stop_string(
     assert answer.finish_reason == "length"
 
 
-def test_half_a_character_at_the_end_becomes_a_replacement_character(tokenizer, new_answer) -> None:
+def test_an_incomplete_utf8_character_at_the_end_becomes_a_replacement_character(
+    tokenizer, new_answer
+) -> None:
     answer = new_answer(max_tokens=2)
     push_until_over(answer, tokenizer.encode("\u20ac", at_start=False)[:2])
     assert answer.text == "\ufffd"

@@ -47,7 +47,9 @@ def run(
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_rounding_in_16_bits_does_not_keep_a_model_from_the_shared_forward_pass(build_model, dtype) -> None:
+def test_rounding_in_16_bits_does_not_make_a_model_fail_the_trial_of_the_shared_pass(
+    build_model, dtype
+) -> None:
     """In 12 layers bfloat16 changes logits by 0.06 to 0.11 of the largest, as much as a wrong mask does."""
     model = build_model("llama", num_hidden_layers=12, **WIDE)
     model.set_dtype(dtype)
@@ -70,7 +72,7 @@ def test_rounding_in_16_bits_does_not_keep_a_model_from_the_shared_forward_pass(
         ("llama4", None, OwnPass, Keeping),
     ],
 )
-def test_a_models_caches_and_attention_decide_how_its_batches_run(
+def test_a_models_cache_classes_and_attention_decide_how_its_rows_are_batched(
     make_model, kind, kv_bits, way, keeping
 ) -> None:
     batch = batch_for(make_model(kind, kv_bits))

@@ -27,7 +27,7 @@ def left(tmp_path: Path, own: str) -> int | None:
     return cgroups.left_bytes(tmp_path / "own", tmp_path / "fs")
 
 
-def test_version_2_leaves_the_limit_minus_the_used_memory_that_cannot_be_reclaimed(tmp_path: Path) -> None:
+def test_cgroup_v2_leaves_the_limit_minus_the_used_memory_that_cannot_be_reclaimed(tmp_path: Path) -> None:
     stat = f"anon {200 * MIB}\nfile {150 * MIB}\ninactive_file {100 * MIB}"
     group(tmp_path / "fs", {"memory.max": 512 * MIB, "memory.current": 300 * MIB, "memory.stat": stat})
     assert left(tmp_path, "0::/\n") == 312 * MIB
@@ -44,7 +44,7 @@ def test_the_tightest_limit_of_a_group_and_its_parents_counts(tmp_path: Path) ->
     assert cgroups.limit_bytes(tmp_path / "own", fs) == 100 * MIB, "whatever is used of it"
 
 
-def test_version_1_limits_are_read_from_their_own_files_among_other_controllers(tmp_path: Path) -> None:
+def test_cgroup_v1_limits_are_read_from_the_memory_controllers_group(tmp_path: Path) -> None:
     files = {
         "memory.limit_in_bytes": 256 * MIB,
         "memory.usage_in_bytes": 100 * MIB,

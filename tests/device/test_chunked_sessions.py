@@ -66,7 +66,7 @@ def test_rows_with_chunked_attention_in_a_batch_get_the_tokens_of_attention_with
 
 
 @pytest.mark.parametrize("end", [3 * CHUNK + 1, 3 * CHUNK + 5, 4 * CHUNK - 1, 4 * CHUNK])
-def test_a_rewind_within_the_last_chunk_prefills_one_token_and_one_beyond_it_starts_over(
+def test_a_rewind_within_the_last_chunk_prefills_one_token_and_a_longer_one_prefills_all(
     make_model, make_rig, end
 ) -> None:
     model = make_model(KIND)

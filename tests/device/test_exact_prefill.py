@@ -41,7 +41,7 @@ def model(build_model) -> Any:
     return build_model("llama", **WIDE)
 
 
-def test_the_name_of_a_paged_policy_lists_its_numbers_and_says_exact() -> None:
+def test_the_name_of_a_paged_policy_contains_its_numbers_and_the_word_exact() -> None:
     """Because of the word, KV that an older version stored after an inexact prefill is not found."""
     assert str(POLICY) == "paged(4,256,320,197-232,exact)"
 
@@ -196,7 +196,9 @@ async def test_a_prompt_is_prefilled_again_from_a_damaged_or_missing_block_on(
     assert np.abs(np.frombuffer(bits[0], np.float32) - np.array(expected)).max() < 1e-3
 
 
-async def test_forgetting_a_damaged_block_leaves_no_copy_of_it(model, tmp_path) -> None:
+async def test_erasing_a_session_deletes_its_damaged_block_from_quarantine_once_no_turn_uses_it(
+    model, tmp_path
+) -> None:
     tokens = prompt(50 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)
@@ -221,7 +223,9 @@ async def test_forgetting_a_damaged_block_leaves_no_copy_of_it(model, tmp_path) 
         assert list((tmp_path / "quarantine").iterdir()) == []
 
 
-async def test_a_turn_fails_with_the_reason_if_the_disk_takes_no_writes(model, tmp_path, monkeypatch) -> None:
+async def test_a_paged_turn_fails_with_the_reason_if_no_block_can_be_saved(
+    model, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr(cutting, "PATIENCE_S", 0.1)
     monkeypatch.setattr(finding, "PATIENCE_S", 0.1)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:

@@ -59,7 +59,7 @@ async def _live(model: Any, directory: Path, keep_behind: int | None) -> tuple[l
 
 
 @pytest.mark.parametrize("kind", first([*SHARES], 2))
-async def test_deleting_kv_behind_the_windows_from_disk_changes_no_answer(
+async def test_deleting_kv_from_before_sliding_windows_from_disk_changes_no_answer(
     make_model, tmp_path: Path, kind: str
 ) -> None:
     """This includes answers after restarts, and after a rewind to a part that must be prefilled again."""

@@ -153,7 +153,7 @@ async def test_an_answer_completes_even_if_copying_the_kv_of_its_last_tokens_fai
         assert more == alone(model, tokens + said, 5)[0]
 
 
-async def test_a_prompt_that_fails_every_time_ends_with_an_error_and_harms_no_answer(
+async def test_a_prompt_that_fails_every_time_ends_with_an_error_and_changes_no_other_answer(
     make_model, trials, tmp_path, buffers
 ) -> None:
     """The prompt is tried twice. An answer beside it restarts as often as needed."""

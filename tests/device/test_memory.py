@@ -19,14 +19,14 @@ from worker.device.memory import Estimator, Shape, attention_bytes, shape_of
 GIB = 2**30
 
 
-def test_the_estimate_for_attention_and_kv_of_a_long_prompt_equals_a_known_value() -> None:
+def test_the_memory_estimate_for_attention_and_kv_of_a_long_prompt_equals_a_known_value() -> None:
     """110,000 tokens in chunks of 2,048 for 16 heads of 256, and 10 layers of 2 KV heads in 16 bits."""
     shape = Shape(num_heads=16, head_dim=256, hidden=4096, intermediate=1, vocabulary=1)
     kv = 110_000 * 10 * 2 * 256 * 2 * 2
     assert (attention_bytes(shape, 2048, 110_000, fused=False) + kv) / GIB == pytest.approx(15.557, abs=5e-4)
 
 
-def test_a_fused_attention_kernel_saves_the_memory_of_scores_for_some_head_sizes_only() -> None:
+def test_only_some_head_sizes_use_fused_attention_which_needs_no_memory_for_scores() -> None:
     small, large = (Shape(8, dim, 512, 1, 1) for dim in (128, 129))
     assert attention_bytes(small, 10, 1000, fused=True) == 8 * 10 * 128 * 4
     assert attention_bytes(small, 10, 1000, fused=False) == 8 * 10 * (128 + 1000) * 4
@@ -38,7 +38,7 @@ def test_a_fused_attention_kernel_saves_the_memory_of_scores_for_some_head_sizes
     assert not small.fuses(_PROFILES["cpu"].fused_head_dims)
 
 
-def test_attention_with_latent_keys_is_counted_with_their_head_size_and_unfused() -> None:
+def test_memory_for_latent_attention_is_estimated_with_latent_head_sizes_and_without_fusion() -> None:
     """In such configurations (deepseek_v3) the field `head_dim` has only the size of the rotary part."""
     config = {
         "num_attention_heads": 128,
@@ -54,7 +54,7 @@ def test_attention_with_latent_keys_is_counted_with_their_head_size_and_unfused(
     assert not shape.fuses(_PROFILES["metal"].fused_head_dims)
 
 
-def test_scratch_memory_grows_with_the_number_of_layers_whose_arrays_a_device_keeps() -> None:
+def test_estimated_scratch_memory_grows_with_the_number_of_layers_whose_arrays_are_kept() -> None:
     """Metal frees a command buffer's inputs only after it has run, and ten buffers may be in flight."""
     shape = Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000)
     one, ten, four = (
@@ -114,7 +114,7 @@ def test_a_prefill_step_takes_no_more_memory_than_estimated(
     assert expected / 5 <= mx.get_peak_memory() - max(before, after) <= expected
 
 
-def test_the_memory_reserved_for_a_step_shrinks_with_the_longest_possible_session() -> None:
+def test_memory_is_reserved_for_a_step_of_the_longest_session_that_can_fit() -> None:
     """No session can be longer than the KV that fits into memory, so no step needs more than that."""
     shape = Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000)
     estimator = Estimator(
@@ -139,7 +139,9 @@ def test_the_memory_reserved_for_a_step_shrinks_with_the_longest_possible_sessio
 
 
 @pytest.mark.parametrize("policy", [Policy(4, 1020), Policy.paged(1024, sink=4)])
-def test_a_windowed_or_paged_policy_reserves_less_memory_for_a_step_than_full(policy: Policy) -> None:
+def test_a_windowed_or_paged_policy_reserves_less_memory_for_a_step_than_full_attention(
+    policy: Policy,
+) -> None:
     """So more memory is left for the KV of sessions."""
     estimator = Estimator(
         shape=Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000),

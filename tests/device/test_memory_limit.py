@@ -46,7 +46,9 @@ def least_limit(estimator: Estimator, num_tokens: int, weight_bytes: int) -> int
     return weight_bytes + low
 
 
-def test_idle_sessions_are_dropped_from_the_device_least_recently_used_first(make_rig, model) -> None:
+def test_when_memory_is_short_the_least_recently_used_idle_sessions_are_dropped_first(
+    make_rig, model
+) -> None:
     rig = make_rig(model, limit_bytes=limit_of(4, scratch=2**17))
     turns = [append(prompt(200), name=f"s{i}") for i in range(8)]
     for turn in turns:
@@ -62,7 +64,7 @@ def test_idle_sessions_are_dropped_from_the_device_least_recently_used_first(mak
 
 
 @pytest.mark.parametrize("ending", ["answered", "cancelled", "stopped"])
-def test_a_turn_that_waits_for_memory_continues_once_it_is_freed_and_can_be_cancelled(
+def test_a_turn_that_waits_for_memory_continues_once_memory_is_freed_and_can_be_cancelled(
     make_rig, model, ending: str
 ) -> None:
     """Until the event loop has dropped idle sessions, the thread only takes commands."""
@@ -94,7 +96,7 @@ def is_short(event: object) -> bool:
     return isinstance(event, Short)
 
 
-def test_a_fork_drops_other_idle_sessions_before_its_own_source(make_rig, model) -> None:
+def test_a_fork_that_lacks_memory_drops_other_idle_sessions_before_the_forked_one(make_rig, model) -> None:
     limit = limit_of(14)
     rig = make_rig(model, limit_bytes=limit)
     rig.run(append(prompt(1000), name="source"))
@@ -136,7 +138,7 @@ def test_a_prompt_too_large_for_the_device_fails_and_leaves_other_sessions_intac
     assert rig.tokens(after) == alone(model, prompt(20), 4)[0]
 
 
-def test_a_prompt_continues_once_memory_that_waits_for_the_disk_is_freed(make_rig, model) -> None:
+def test_a_prompt_that_lacks_memory_waits_and_continues_once_memory_is_freed(make_rig, model) -> None:
     limit = limit_of(4, scratch=2**18)
     held = [mx.ones((SESSION // 4,)) for _ in range(3)]
     mx.eval(held)
@@ -164,7 +166,7 @@ def test_a_prompt_without_enough_memory_waits_until_running_answers_end(make_rig
     assert order == [rig.end(running), rig.end(waiting)]
 
 
-def test_memory_for_a_restore_is_freed_before_it_is_granted_and_held_until_it_is_released(
+def test_memory_for_a_restore_is_freed_then_granted_and_reserved_until_it_is_released(
     make_rig, model
 ) -> None:
     limit = limit_of(8, scratch=2**20)
@@ -292,7 +294,7 @@ def test_the_setting_wired_memory_is_refused_on_a_device_other_than_metal() -> N
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_wired_memory_sets_metals_wired_limit_and_metals_refusal_is_an_error(
+def test_the_setting_wired_memory_sets_metals_limit_or_fails_with_metals_reason(
     make_model, monkeypatch, refused: bool
 ) -> None:
     """Metal's functions are replaced."""

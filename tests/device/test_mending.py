@@ -84,7 +84,7 @@ async def test_a_stopping_worker_stores_the_snapshots_that_a_full_queue_dropped(
 
 
 @pytest.mark.parametrize("num_passes", [0, 1, 2, 4, 8, 16, 32])
-async def test_a_session_erased_while_its_dropped_snapshots_are_stored_again_leaves_none(
+async def test_a_session_erased_while_its_dropped_snapshots_are_stored_again_leaves_no_snapshot(
     make_model: Callable[..., Any], tmp_path: Path, trials: Path, num_passes: int
 ) -> None:
     model = make_model("llama")

@@ -94,7 +94,9 @@ def test_rows_that_join_and_leave_merged_caches_get_the_same_tokens_as_alone(mak
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_kv_of_a_merged_row_read_after_any_step_equals_that_of_a_row_alone(make_model, kind) -> None:
+def test_kv_read_from_a_merged_row_between_steps_continues_with_the_tokens_of_a_row_alone(
+    make_model, kind
+) -> None:
     """The KV that is read covers exactly the tokens known so far."""
     model = make_model(kind)
     batch = batch_for(model)
@@ -171,7 +173,7 @@ def test_merged_rows_roll_back_after_a_failed_step_and_lose_no_token(
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "exaone4"])
-def test_a_row_with_caches_of_its_own_cannot_be_rolled_back(make_model, kind) -> None:
+def test_a_row_with_its_own_recurrent_or_windowed_caches_cannot_be_rolled_back(make_model, kind) -> None:
     model = make_model(kind)
     batch = batch_for(model)
     batch.step([begin(model, prompt(9))])
@@ -259,7 +261,7 @@ class Forgetful(merged_module._Window):
 @pytest.mark.parametrize(
     ("kind", "like"), [("deepseek_v3", Careless), ("mamba2", Swapped), ("exaone4", Forgetful)]
 )
-def test_caches_whose_merged_logits_differ_from_a_row_alone_are_not_merged(
+def test_caches_are_not_merged_if_their_merged_logits_differ_from_those_of_a_row_alone(
     make_model, monkeypatch, kind, like
 ) -> None:
     """The comparison at load detects a wrong mask, order or position."""
@@ -270,7 +272,7 @@ def test_caches_whose_merged_logits_differ_from_a_row_alone_are_not_merged(
     assert batch_kinds.merged_for(model, Trials()) is None
 
 
-def test_window_caches_that_keep_their_first_tokens_are_not_merged(make_model, monkeypatch) -> None:
+def test_sliding_window_caches_with_sink_tokens_are_not_merged(make_model, monkeypatch) -> None:
     """mlx-lm would drop those tokens, silently (mlx-lm#1631)."""
     model = make_model("exaone4")
     sinks = [RotatingKVCache(8, keep=2)]
@@ -335,7 +337,7 @@ def test_sampling_with_a_seed_draws_the_same_tokens_alone_and_merged(make_model)
         assert np.max(drawn) < VOCABULARY
 
 
-def test_merged_caches_name_the_rows_whose_kv_the_next_step_will_grow(make_model) -> None:
+def test_merged_caches_announce_all_rows_before_a_step_that_allocates_memory(make_model) -> None:
     """Merged KV grows by 256 tokens for all rows at once; the first time right after a join."""
     model = make_model("deepseek_v3")
     merged = batch_kinds.merged_for(model, Trials())
@@ -376,7 +378,7 @@ def test_sessions_answered_side_by_side_over_several_turns_get_the_same_tokens_a
 
 
 @pytest.mark.parametrize(("kind", "merged_rows"), thinned(KINDS, [1, 2]))
-def test_merged_rows_run_ahead_and_get_the_same_tokens_when_rows_leave_or_are_read(
+def test_merged_rows_launch_steps_ahead_and_get_the_same_tokens_if_rows_leave_or_are_read(
     make_model, kind, merged_rows
 ) -> None:
     """If a row leaves or its KV is read, the step in flight is undone and repeated with the same tokens."""

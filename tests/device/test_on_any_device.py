@@ -43,7 +43,7 @@ def _is_divisible(module: Any, group: int) -> bool:
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % group == 0
 
 
-async def test_the_same_prompt_gets_the_same_answer_from_finite_logits(open_model) -> None:
+async def test_the_same_prompt_gets_the_same_answer_in_two_sessions(open_model) -> None:
     async with open_model() as process:
         _, first, bits = await process.generate(prompt(5 * BLOCK), 12, name="one")
         _, again, _ = await process.generate(prompt(5 * BLOCK), 12, name="two")

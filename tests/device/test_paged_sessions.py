@@ -113,7 +113,7 @@ def test_tokens_attend_to_recalled_chunks_exactly_as_with_masks_over_the_session
     assert mx.abs(mx.concatenate(found) - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
 
 
-def test_a_paged_session_equals_full_attention_until_it_outgrows_the_device(model) -> None:
+def test_a_paged_session_has_the_logits_of_full_attention_until_it_outgrows_its_device_limit(model) -> None:
     tokens = prompt(MOST + 40)
     found = _run(Forward(model), layers.make(model, POLICY), tokens, len(tokens))
     expected = model(mx.array([tokens]), cache=make_prompt_cache(model))[0]
@@ -240,7 +240,7 @@ def test_a_model_runs_without_key_sketches_if_choosing_their_layers_fails(model,
     assert (batch.sketched, batch.has_rings) == ((), True)
 
 
-async def test_size_estimates_the_same_kv_per_token_as_a_worker_for_a_model_with_windows(
+async def test_turnkeep_size_estimates_the_same_kv_per_token_as_a_worker_for_a_model_with_windows(
     build_model, tmp_path
 ) -> None:
     """Two of eight layers keep all tokens, and neither is among the first."""
@@ -266,7 +266,7 @@ def test_the_most_relevant_chunk_takes_the_slot_of_the_least_relevant_one() -> N
     assert sorted(pages.slots) == [-1, 0, 2]
 
 
-def test_a_chunk_relevant_to_this_question_beats_one_relevant_to_every_question() -> None:
+def test_a_chunk_that_only_this_question_matches_is_recalled_before_one_that_all_match() -> None:
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
     for asked in ({5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.8}):
         pages.note(mx.array([asked.get(page, 0.0) for page in range(40)]))
@@ -326,7 +326,7 @@ async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_pa
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-async def test_a_restart_reads_key_sketches_from_some_blocks_or_prefills_if_one_of_these_is_damaged(
+async def test_a_restart_reads_key_sketches_from_few_blocks_and_prefills_if_one_is_damaged(
     model, tmp_path, is_damaged: bool
 ) -> None:
     """Of 40 blocks, the 16th and the 32nd have the sketches (2-bit copies of keys) of all before them."""
@@ -365,7 +365,9 @@ def _sketches(caches: list[Any], num_tokens: int) -> list[np.ndarray]:
     return [np.array(part[..., :num_tokens, :]) for cache in caches for part in cache.sketch]
 
 
-async def test_a_prompt_queries_the_sketches_once_in_each_layer(model, tmp_path, monkeypatch) -> None:
+async def test_a_prompt_is_compared_with_the_key_sketches_only_once_in_each_layer(
+    model, tmp_path, monkeypatch
+) -> None:
     """They are not compared again when the prompt's end is rerun with recalled chunks."""
     tokens, asked, note = prompt(16 * CHUNK + 42), [], Pages.note
     monkeypatch.setattr(Pages, "note", lambda self, one: asked.append(one) or note(self, one))
@@ -416,7 +418,7 @@ async def test_an_answer_continues_without_a_chunk_that_is_no_longer_on_disk(
         assert (outcome.num_prefilled, len(answer)) == (2, 12)
 
 
-async def test_an_answer_gets_recalled_chunks_even_while_its_publishing_is_blocked(
+async def test_an_answer_recalls_chunks_even_while_its_tokens_cannot_be_published(
     model, tmp_path, monkeypatch
 ) -> None:
     """Publishing blocks without NATS, for example. The answer continues, and still needs its chunks."""
@@ -448,7 +450,7 @@ async def test_an_answer_gets_recalled_chunks_even_while_its_publishing_is_block
     assert len(published) == 40
 
 
-async def test_a_turn_cancelled_while_it_waits_for_chunks_from_disk_ends(
+async def test_a_turn_cancelled_while_it_recalls_chunks_from_disk_ends_early(
     model, tmp_path, monkeypatch
 ) -> None:
     tokens = as_tokens(prompt(16 * CHUNK))
@@ -542,7 +544,7 @@ async def test_a_rewind_waits_for_blocks_being_written_by_a_slow_disk_but_not_by
         may_end.set()
 
 
-async def test_a_restore_waits_for_memory_that_a_turn_waiting_for_the_disk_may_free(
+async def test_memory_requests_count_a_turn_that_waits_for_the_disk_as_running(
     model, tmp_path, monkeypatch
 ) -> None:
     tokens, may_go_on, busy = prompt(16 * CHUNK), asyncio.Event(), []

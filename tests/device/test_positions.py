@@ -69,7 +69,7 @@ def same(one: mx.array | None, other: mx.array | None) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rope_parameters_alone_has_the_effect_of_the_older_rope_fields(family: str) -> None:
+def test_the_config_field_rope_parameters_has_the_effect_of_the_older_rope_theta(family: str) -> None:
     usual = said(family, rope_theta=10_000.0)
     newer = said(family, rope_parameters={"rope_type": "default", "rope_theta": THETA})
     older = said(family, rope_theta=THETA)
@@ -85,7 +85,7 @@ def test_rope_parameters_alone_has_the_effect_of_the_older_rope_fields(family: s
 @pytest.mark.packaging
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in UNROTATED])
-def test_a_rope_scaling_is_applied_or_refused_under_each_of_its_field_names(
+def test_a_rope_scaling_has_the_same_effect_under_each_field_name_or_is_refused(
     family: str, scaling: dict[str, Any]
 ) -> None:
     parameters = {"rope_type": "default", "rope_theta": THETA}

@@ -241,7 +241,7 @@ async def test_the_next_turn_stores_the_blocks_that_a_full_queue_dropped(open_pr
         assert outcome.num_prefilled <= 1
 
 
-async def test_a_turn_completes_although_the_store_fails_to_take_its_snapshot(
+async def test_a_turn_completes_although_saving_its_snapshot_raises_an_error(
     open_process, monkeypatch
 ) -> None:
     """A turn never waits for its KV to be stored."""
@@ -393,7 +393,7 @@ async def test_dropped_recurrent_states_do_not_keep_later_states_from_being_stor
         assert outcome.num_prefilled == 1
 
 
-async def test_a_damaged_state_costs_a_prefill_from_the_stored_state_before_it(
+async def test_after_a_damaged_recurrent_state_prefill_starts_at_the_stored_state_before_it(
     open_process, tmp_path
 ) -> None:
     tokens = prompt(2 * BLOCK + 5)

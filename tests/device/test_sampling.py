@@ -143,7 +143,7 @@ def test_a_penalty_too_small_for_float32_keeps_the_order_of_the_tokens_that_it_f
     assert draws(values, Sampling(0.0, repetition_penalty=penalty), 1, set(favoured.tolist())) == favoured[-1]
 
 
-def test_a_draw_depends_only_on_the_seed_and_the_tokens_index() -> None:
+def test_for_given_logits_a_draw_depends_only_on_the_seed_and_the_tokens_index() -> None:
     """A draw depends neither on earlier draws nor on MLX's own random generator."""
     values, sampling = mx.array(logits(1)), Sampling(1.5, seed=42)
     forwards = [int(draw(values, sampling, index, ()).item()) for index in range(30)]

@@ -42,7 +42,7 @@ def some_draw(dice: random.Random) -> Draw:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_penalties_and_biases_change_logits_as_their_definitions_say(seed) -> None:
+def test_penalties_biases_and_min_tokens_change_logits_as_their_definitions_say(seed) -> None:
     """The reference is plain Python: presence and frequency as OpenAI's API, repetition as CTRL."""
     dice = random.Random(seed)
     logits = rows(seed, 8)
@@ -156,7 +156,7 @@ def test_top_k_keeps_the_first_of_equal_logits_whichever_rows_share_the_batch() 
     assert [np.flatnonzero(row).tolist() for row in kept] == [list(range(n)) for n in (4, 900, VOCABULARY)]
 
 
-def test_only_rows_with_top_p_and_no_top_k_wait_for_their_logits_on_a_cpu() -> None:
+def test_on_a_cpu_only_sampled_rows_with_top_p_and_no_top_k_wait_for_their_logits() -> None:
     assert waits_for_logits(Sampling(1.0, top_p=0.9)) == (mx.default_device() == mx.cpu)
     for sampling in (Sampling(), Sampling(0.0, top_p=0.9), Sampling(1.0, top_p=0.9, top_k=40), Sampling(0.7)):
         assert not waits_for_logits(sampling)

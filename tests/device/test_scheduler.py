@@ -200,7 +200,7 @@ def test_the_higher_priority_runs_first_and_the_lower_one_gets_the_rest_of_the_b
     assert carry_out(scheduler).prefill == ((high, 4), (low, 4))
 
 
-def test_a_lower_priority_is_not_starved() -> None:
+def test_turns_of_a_lower_priority_are_not_starved() -> None:
     """A priority rises while its turns wait, even if new turns of a higher one keep coming."""
     low = Turn(1000, priority=-1)
     scheduler = scheduler_of(low)

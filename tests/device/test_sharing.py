@@ -126,7 +126,9 @@ def test_a_session_cancelled_while_it_waits_for_a_shared_prefix_keeps_its_own_kv
     assert waiting.num_prefilled == 0
 
 
-def test_a_source_that_has_changed_shares_only_equal_tokens_and_a_missing_one_none(make_rig, model) -> None:
+def test_a_changed_source_session_shares_only_equal_tokens_and_a_missing_one_shares_none(
+    make_rig, model
+) -> None:
     """The event loop, which names the source, may be a step behind the device."""
     rig = make_rig(model)
     rig.run(append(COMMON[:10] + prompt(40, salt=50), name="a"))
@@ -159,7 +161,7 @@ def test_no_turn_waits_for_the_last_token_of_another_turns_prompt() -> None:
     assert sharing.ready() == []
 
 
-def test_a_turn_does_not_wait_for_a_source_of_lower_priority() -> None:
+def test_a_turn_does_not_wait_for_a_shared_prefix_from_a_turn_of_lower_priority() -> None:
     sharing = Sharing()
     leader = generate(COMMON, 8, name="a")
     leader.target = len(COMMON)

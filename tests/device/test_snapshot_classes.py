@@ -203,7 +203,7 @@ def test_a_snapshot_does_not_change_while_its_caches_continue(make_caches, kind)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PLAIN])
-def test_a_state_is_copied_and_restored_only_at_its_own_position(make_caches, kind) -> None:
+def test_a_layers_state_is_copied_and_restored_only_at_its_own_token_position(make_caches, kind) -> None:
     model, new = make_caches(kind)
     caches = new()
     run(model, caches, prompt(2 * BLOCK)[:BLOCK])
@@ -236,7 +236,7 @@ def test_a_state_is_copied_and_restored_only_at_its_own_position(make_caches, ki
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "baichuan_m1", "mamba2"])
-def test_checking_restored_states_leaves_mlxs_default_device_unchanged(make_caches, kind) -> None:
+def test_checking_restored_recurrent_states_leaves_mlxs_default_device_unchanged(make_caches, kind) -> None:
     """All threads share one default device, which the device thread uses. A second CPU stands for the GPU."""
     model, new = make_caches(kind)
     caches = new()
@@ -281,7 +281,7 @@ def test_checking_restored_states_leaves_mlxs_default_device_unchanged(make_cach
         prove(arrays, BLOCK + 1)
 
 
-def test_a_snapshot_that_lacks_queue_space_omits_states_before_keys_and_values(make_caches) -> None:
+def test_a_snapshot_that_lacks_queue_space_omits_recurrent_states_before_keys_and_values(make_caches) -> None:
     """Later blocks cannot be used without the keys and values of earlier ones."""
     model, new = make_caches("qwen3_next")
     caches = new()
@@ -302,7 +302,7 @@ def test_a_snapshot_that_lacks_queue_space_omits_states_before_keys_and_values(m
         assert cut == expected
 
 
-def test_queue_space_for_one_state_is_kept_for_the_end_of_a_turn(make_caches, make_rig) -> None:
+def test_a_turn_reserves_queue_space_for_the_recurrent_state_at_its_end(make_caches, make_rig) -> None:
     """At earlier block boundaries a state is stored only if the queue has space for two."""
     model, new = make_caches("mamba2")
     caches = new()

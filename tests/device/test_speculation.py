@@ -125,7 +125,7 @@ def test_rows_that_share_a_pool_draft_together_and_get_the_same_tokens_as_withou
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafts_of_a_draft_model_follow_the_grammar_of_their_row(
+def test_under_a_grammar_some_drafts_of_a_bad_draft_model_are_accepted_and_change_no_token(
     make_model, draft_model, grammar, temperature
 ) -> None:
     """Drafts follow the grammar, so even a bad draft model is right where only one token is allowed."""
@@ -143,7 +143,7 @@ def test_drafts_of_a_draft_model_follow_the_grammar_of_their_row(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_text_that_a_grammar_leaves_no_choice_about_is_drafted(make_model, grammar, temperature) -> None:
+def test_text_that_a_grammar_fully_determines_is_drafted(make_model, grammar, temperature) -> None:
     """One row has no grammar. In another, the model spells the text with other tokens than the draft."""
     model = make_model("llama")
     spelled = Sampling(
@@ -164,7 +164,7 @@ def test_text_that_a_grammar_leaves_no_choice_about_is_drafted(make_model, gramm
 
 
 @pytest.mark.parametrize("off", [0.003, 0.3])
-def test_the_drafter_that_promises_the_higher_gain_drafts_first(make_model, draft_model, off) -> None:
+def test_the_drafter_with_the_higher_expected_gain_drafts_first(make_model, draft_model, off) -> None:
     """The text repeats itself, so prompt lookup drafts well. The draft model is mostly right or wrong."""
     model, asked = make_model("llama"), []
     drafter = draft_model(off=off)
@@ -256,7 +256,7 @@ def test_a_long_answer_restarts_its_draft_kv_and_keeps_it_short(make_model, draf
 
 
 @pytest.mark.parametrize("vocabularies", [(VOCABULARY, VOCABULARY + 32), (VOCABULARY, VOCABULARY - 16)])
-def test_a_draft_model_may_have_another_number_of_logits_than_its_model(
+def test_a_draft_model_may_have_another_number_of_logits_than_the_target_model(
     make_model, build_model, vocabularies
 ) -> None:
     model = make_model("llama")
@@ -283,7 +283,7 @@ class SameTokens:
         return True
 
 
-def test_a_model_whose_state_cannot_undo_a_draft_is_refused_with_a_draft_model(make_model, tmp_path) -> None:
+def test_a_draft_model_is_refused_for_a_model_whose_state_cannot_undo_a_draft(make_model, tmp_path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     model, draft = (
         replace(loaded(make_model(kind)), tokenizer=SameTokens(), folder=tmp_path)  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ def turns() -> list[Turn]:
 
 
 @pytest.mark.parametrize("why", ["idle sessions leave", "a restore is under way", "the disk has it"])
-def test_a_step_that_finds_no_memory_does_not_change_the_order_and_age_of_waiting_turns(
+def test_a_step_postponed_for_lack_of_memory_leaves_order_and_age_of_waiting_turns_unchanged(
     estimator, why: str
 ) -> None:
     room, scheduler, untouched = Room(estimator), Scheduler(4, BLOCK), Scheduler(4, BLOCK)

@@ -68,7 +68,7 @@ def test_the_kv_of_a_windowed_session_stays_at_the_size_of_its_sinks_and_window(
     assert rig.device.kv(POLICY).held(10**6) == (23 + SLACK) * per_token
 
 
-def test_a_rewind_within_the_kept_tokens_prefills_one_token_and_one_beyond_them_starts_over(
+def test_a_rewind_within_the_ring_prefills_one_token_and_a_longer_one_prefills_all(
     make_model, build_model, make_rig
 ) -> None:
     model = make_model("llama")
@@ -105,7 +105,7 @@ def test_a_fork_copies_the_ring_and_leaves_its_source_unchanged(make_model, buil
     _assert_greedy(naive, context, rig.tokens(again), 5)
 
 
-def test_a_long_windowed_session_holds_memory_only_for_its_sinks_window_and_slack(
+def test_a_long_windowed_session_has_kv_only_for_sinks_window_and_a_margin_for_rewinds(
     make_model, make_rig
 ) -> None:
     model = make_model("llama")
@@ -116,7 +116,7 @@ def test_a_long_windowed_session_holds_memory_only_for_its_sinks_window_and_slac
     assert all(array.shape[2] <= 23 + SLACK for cache in held.caches for array in cache.state)
 
 
-def test_windowed_rows_join_a_pool_once_and_are_never_moved(make_model, make_rig, monkeypatch) -> None:
+def test_windowed_rows_join_a_pool_once_and_never_move_to_another(make_model, make_rig, monkeypatch) -> None:
     joined: list[int] = []
     join = Pool.join
     monkeypatch.setattr(Pool, "join", lambda pool, caches: joined.append(pool.capacity) or join(pool, caches))
@@ -127,7 +127,7 @@ def test_windowed_rows_join_a_pool_once_and_are_never_moved(make_model, make_rig
     assert all(rig.end(turn).num_cached > SLACK + 23 for turn in turns)
 
 
-def test_rows_of_several_windows_get_in_one_batch_what_they_get_alone(make_model, make_rig) -> None:
+def test_rows_with_different_windows_get_the_same_tokens_in_one_batch_as_alone(make_model, make_rig) -> None:
     model, policies = make_model("llama"), [POLICY, Policy(3, 28)]
 
     def answers(*numbers: int) -> list[Sequence[int]]:
@@ -165,7 +165,7 @@ def test_a_step_of_a_long_windowed_prompt_takes_no_more_memory_than_estimated(ma
     assert all(measured <= estimated for estimated, measured in rig.steps)
 
 
-def test_a_windowed_row_counts_only_the_tokens_in_its_ring(make_model, make_rig) -> None:
+def test_a_windowed_row_counts_only_the_tokens_in_its_ring_as_cached(make_model, make_rig) -> None:
     """Attention to quantised KV dequantises only these tokens, not the whole session."""
     rig = make_rig(make_model("llama", 8))
     turn = generate(prompt(2000), 400, policy=POLICY)
