@@ -133,7 +133,7 @@ def _livelier(weights: mx.array) -> mx.array:
 
 
 def serve(model: Any) -> Served:
-    """Find out how a worker would serve a model, and whether a session restored from KV continues alike."""
+    """Find out how a worker would serve a model, and whether a restored session continues bit for bit."""
     try:
         run(model, make_prompt_cache(model), prompt(3))
     except RuntimeError as error:
@@ -178,7 +178,7 @@ def _is_restored(model: Any) -> bool:
 
 
 def table() -> list[str]:
-    """Return the page's rows, one for each architecture: the outcome in float32, then in bfloat16."""
+    """Return the table's rows, one for each architecture: the outcome in float32, then in bfloat16."""
     rows = []
     for family in FAMILIES:
         model = build(family)

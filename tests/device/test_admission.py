@@ -304,7 +304,9 @@ async def test_a_large_waiting_turn_ends_before_small_turns_that_came_later(make
     assert engine.num_waiting == 0
 
 
-async def test_a_tenant_with_many_turns_that_wait_for_memory_does_not_hold_up_another(make_engine) -> None:
+async def test_a_tenant_with_many_turns_that_wait_for_memory_does_not_block_another_tenant(
+    make_engine,
+) -> None:
     engine = await make_engine(300)
     order: list[str] = []
 
@@ -386,7 +388,7 @@ async def test_a_cancelled_turn_no_longer_waits_for_memory(make_engine) -> None:
     assert await running is not None
 
 
-def test_the_turns_behind_a_waiting_turn_start_when_it_is_cancelled() -> None:
+def test_turns_behind_a_waiting_turn_start_when_the_waiting_turn_is_cancelled() -> None:
     admission = Admission(Ledger(CAPACITY))
     older = begin(admission, "older", 60)
     large = begin(admission, "large", 90)

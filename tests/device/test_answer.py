@@ -35,7 +35,7 @@ def push_until_over(answer: Answer, tokens: list[int]) -> list[str]:
 
 
 @given(data=st.data())
-def test_an_answer_replayed_from_its_first_tokens_continues_like_the_original(
+def test_an_answer_resumed_from_its_first_tokens_continues_like_the_original(
     tokenizer, new_answer, data
 ) -> None:
     """Resumed after any token, it has the same further text and end, and the same text if cancelled."""

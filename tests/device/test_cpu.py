@@ -110,7 +110,7 @@ def test_only_large_float32_attention_runs_in_numpy() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 128])
-def test_swiglu_in_numpy_equals_mlxs_even_for_very_large_gates(tokens: int) -> None:
+def test_swiglu_in_numpy_equals_mlxs_swiglu_even_for_very_large_gates(tokens: int) -> None:
     gate, x = 30 * normal(tokens, 1, 512, seed=3), normal(tokens, 1, 512, seed=4)
     gate = mx.concatenate([gate, mx.full((tokens, 1, 2), -200.0), mx.full((tokens, 1, 2), 200.0)], axis=-1)
     x = mx.concatenate([x, mx.ones((tokens, 1, 4))], axis=-1)

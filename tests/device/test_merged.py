@@ -264,7 +264,7 @@ class Forgetful(merged_module._Window):
 def test_caches_are_not_merged_if_their_merged_logits_differ_from_those_of_a_row_alone(
     make_model, monkeypatch, kind, like
 ) -> None:
-    """The comparison at load detects a wrong mask, order or position."""
+    """The trial at model load detects a wrong mask, order or position."""
     model = make_model(kind)
     assert batch_kinds.merged_for(model, Trials()) is not None
     wrong = {own: like if issubclass(like, of) else of for own, of in merged_module._USUAL.items()}

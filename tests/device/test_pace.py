@@ -41,7 +41,7 @@ def test_prompt_pieces_are_small_until_step_times_have_been_measured() -> None:
     ("token_s", "row_s", "budget"),
     [(0.003, 0.05, 64), (0.003, 0.2, 16), (0.0001, 0.01, 128), (0.02, 0.3, 16)],
 )
-def test_prompt_pieces_fill_the_time_that_answers_leave_of_a_steps_limit(
+def test_prompt_pieces_fill_the_part_of_the_stall_limit_that_answers_leave(
     token_s: float, row_s: float, budget: int
 ) -> None:
     """50 ms for the answers leave 200 ms, in which 64 tokens of 3 ms fit and 128 do not."""

@@ -1,4 +1,4 @@
-"""Paged sessions: all KV on SSD, part on the device, relevant chunks recalled."""
+"""Paged sessions have all KV on SSD and part of it on the device; relevant chunks are recalled."""
 
 from __future__ import annotations
 

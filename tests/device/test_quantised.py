@@ -138,7 +138,7 @@ def test_rows_with_quantised_kv_roll_back_after_a_failed_step_and_lose_no_token(
 def test_sessions_with_quantised_kv_get_the_right_tokens_after_a_fork_and_a_rewind(
     make_model, make_rig
 ) -> None:
-    """The device thread forks one session and rewinds another; its size after that is checked, too."""
+    """The device thread forks one session and rewinds another, whose KV size is checked, too."""
     model = make_model("llama", 4)
     rig = make_rig(model)
     first = generate(prompt(30), 6, name="a")

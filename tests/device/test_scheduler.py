@@ -1,4 +1,4 @@
-"""The scheduler: each turn in one phase, tenants in rotation, a tenant's shortest work first."""
+"""The scheduler runs tenants in rotation, and a tenant's shortest prompt first."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_prompt_that_needs_long_pieces_runs_in_steps_without_other_prompts() -
     assert [one.ran for one in others] == [[3], [3, 5, 6, 2]]
 
 
-def test_a_tenant_with_many_prompts_does_not_hold_up_another() -> None:
+def test_a_tenant_with_many_prompts_does_not_block_another_tenant() -> None:
     many = [Turn(80, tenant="many") for _ in range(10)]
     one = Turn(80, tenant="one")
     scheduler = scheduler_of(*many, one)

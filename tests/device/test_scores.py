@@ -1,4 +1,4 @@
-"""The log probabilities of a prompt's tokens equal the model's own, however it runs rows."""
+"""The log probabilities of a prompt's tokens equal the model's own, in every kind of batch."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ def test_prompt_tokens_get_the_models_log_probabilities_alone_and_beside_answers
         assert rig.tokens(again) == rig.tokens(other)
 
 
-def test_a_scored_prompt_copies_shared_kv_only_up_to_before_its_first_scored_token(
-    make_rig, make_model
-) -> None:
+def test_a_scored_prompt_copies_shared_kv_only_up_to_its_first_scored_token(make_rig, make_model) -> None:
     model, tokens = make_model("llama"), prompt(60)
     rig = make_rig(model)
     leader = append(tokens, name="leader")

@@ -1,4 +1,4 @@
-"""Sessions that start with the same tokens: one of them prefills these, the others copy."""
+"""Of sessions that start with the same tokens, one prefills these, and the others copy its KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of the next step when memory is short; a test decides how much is free."""
+"""How the next step is chosen when memory is short. The memory is simulated."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_the_first_token_does_not_wait_for_the_snapshot_of_the_prompts_last_bloc
 def test_an_answer_snapshots_only_new_tokens_of_its_partial_block_and_merges_short_pieces(
     make_rig, model, edges, cut
 ) -> None:
-    """Existing pieces stay, except those that are not longer than the new one."""
+    """Stored pieces of the block stay, except those that are not longer than the new piece."""
     rig = make_rig(model, room=lambda: 2**30)
     rig.run(append(prompt(27)))
     turn = generate(prompt(27), 5, num_kept=26, edges=edges)

@@ -74,7 +74,7 @@ def test_a_model_with_nan_logits_at_its_start_is_refused(make_rig, model) -> Non
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("at", [0, 50, 4999])
-def test_a_nan_or_infinite_logit_makes_only_its_own_row_unsound(value: float, at: int) -> None:
+def test_a_nan_or_infinite_logit_is_reported_for_its_own_row_only(value: float, at: int) -> None:
     logits = mx.random.normal((len(SAMPLINGS) + 1, 5000), key=mx.random.key(1))
     draws = [Draw(sampling, 0) for sampling in (*SAMPLINGS.values(), GREEDY)]
     assert all(draw_all(logits, draws).are_sound.tolist())

@@ -99,7 +99,7 @@ class Times:
         return self._plain[num_rows, ahead].known or self._plain[num_rows, not ahead].known
 
     def late(self, num_rows: int, *, ahead: bool) -> float:
-        """Return the time of a plain step not launched ahead, over one launched ahead; 1 if not `ahead`."""
+        """Return how many times longer a plain step takes if not launched ahead; 1 if `ahead` is false."""
         alone_s, ahead_s = (self.plain_s(num_rows, ahead=kind) for kind in (False, True))
         return max(alone_s / ahead_s, 1.0) if ahead and alone_s and ahead_s else 1.0
 
@@ -134,7 +134,7 @@ class Times:
             self._patience = _FORGOTTEN[0]
 
     def checked(self, num_rows: int, num_drafted: float) -> float:
-        """Estimate the time of a step with draft tokens, over that of a plain step not launched ahead."""
+        """Estimate a step's time with draft tokens, as a multiple of a plain step's not launched ahead."""
         return 1 + num_drafted * max(self._each[num_rows].or_before(_CHECKED), 0.0)
 
 
