@@ -91,6 +91,7 @@ class RingCache:
         """Make an unquantised ring with the same parameters from arrays with each token at its place.
 
         The ring has run `num_tokens` tokens; after the sinks it has the tokens from `first_held` on.
+        """
         ring = RingCache(self.sink, self.window, grid=self.grid)
         ring.keys, ring.values, ring.offset = (keys,), (values,), num_tokens
         ring.first_held = max(first_held, num_tokens - self.window - SLACK)

@@ -69,6 +69,7 @@ class KvSize:
         """Return the KV bytes of a session of `num_tokens` tokens, if windows keep `ahead` extra tokens.
 
         Rings take no extra tokens, since their size includes spare ones.
+        """
         if not num_tokens:
             return 0
         windows = (
