@@ -1,4 +1,4 @@
-"""`turnkeep serve --gateway`: a gateway that begins and ends with its worker."""
+"""`turnkeep serve --gateway`: a gateway that starts and ends with its worker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def until_served(http: httpx2.AsyncClient, *, served: bool) -> None:
 async def test_the_gateway_of_a_worker_starts_and_ends_with_the_worker(
     worker_process: Any, tiny_model: Path
 ) -> None:
-    """Also if the worker starts while the killed one's gateway is still running."""
+    """Also if a worker is killed and starts again while its old gateway is still running."""
     port = free_port()
     process = worker_process("--gateway", str(port), model=tiny_model)
     process.start()

@@ -1,4 +1,4 @@
-"""Digests that identify conversations, and their index: pure."""
+"""The digests that identify conversations (`boundaries`), and the index that finds sessions by them. Pure."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def answered(index: Index, held: Held, prompt: bytes, given: Generated) -> None:
 
 @pytest.mark.parametrize("reason", ["cancelled", "expired", "model_changed", "given_up"])
 def test_the_index_marks_an_answer_that_was_ended_early_as_failed(reason: str) -> None:
-    """A retry must get a whole answer."""
+    """So a client that repeats the request gets a new, whole answer."""
     index, held = Index(), Held("s", 0, 1.0)
     asked = Asked(held, RequestName(b"x", b"", 0), set(), 0)
     index.add(held)

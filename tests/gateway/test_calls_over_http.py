@@ -1,4 +1,4 @@
-"""Tool calls over HTTP, from a model that has a token for one."""
+"""Tool calls over HTTP, from a model that has one token with the text of a whole call."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def served(local_worker: Start, door: Start, calling_model: Path) -> Any:
 
 
 def options(*tokens: int, **more: Any) -> dict[str, Any]:
-    """The answer is of these tokens; the end is only possible where it is one of them."""
+    """Return request options that force an answer of these tokens; it can end early only if END is one."""
     bias = {str(token): 100 for token in tokens} | ({} if END in tokens else {str(END): -100})
     return {"model": "m", "tools": TOOLS, "logit_bias": bias, "temperature": 0, "max_tokens": 1, **more}
 
@@ -118,7 +118,7 @@ async def test_a_malformed_tool_call_is_returned_as_text_with_finish_reason_stop
 
 
 async def test_openais_client_gets_structured_output_and_a_required_tool_call(served: Any) -> None:
-    """The model is random: only a grammar makes such answers."""
+    """The model is random, so only the grammar can make it answer like this."""
     create = served.openai.chat.completions.create
     schema = {
         "type": "object",

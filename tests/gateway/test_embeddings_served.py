@@ -27,7 +27,7 @@ async def posted(served: Any, path: str, **body: Any) -> httpx2.Response:
 
 
 async def test_openais_client_gets_the_same_vectors_as_base64_and_as_floats(served: Any) -> None:
-    """By itself the library asks for base64, and gives floats to its caller."""
+    """By default the library requests base64, and returns floats to its caller."""
     create = served.openai.embeddings.create
     listed = await create(model="m", input=TEXTS)
     assert [(one.object, one.index) for one in listed.data] == [("embedding", 0), ("embedding", 1)]

@@ -1,4 +1,4 @@
-"""Clients that lie, hurry, dawdle or flood, over raw sockets: after each the gateway serves as before."""
+"""Malformed, slow and oversized requests over raw sockets: after each the gateway serves others as before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
 
 @pytest.fixture
 async def served(local_worker: Start, door: Start) -> AsyncIterator[Any]:
-    """After the test a request is answered, and no connection or task is left."""
+    """A gateway; after the test, assert that it answers a request, and that no connection or task is left."""
     worker = await local_worker()
     started = await door(worker.settings.nats, worker.settings.prefix)
     yield started
@@ -42,7 +42,7 @@ def sessions(served: Any) -> list[Any]:
 
 
 class Wire:
-    """A connection of bytes."""
+    """A raw TCP connection to the gateway."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -62,7 +62,7 @@ class Wire:
         return received
 
     async def head(self) -> bytes:
-        """Read the head of the next answer, and drop its body."""
+        """Read the next response; return its head without the body."""
         head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 20)
         length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
         await self.reader.readexactly(int(length.partition(b":")[2]))

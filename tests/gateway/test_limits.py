@@ -31,7 +31,7 @@ class Clock:
 
 
 def refusal(key: Key) -> float | None:
-    """Begin and end a request; return after how long it may be sent again if it is refused."""
+    """Begin and end a request; if it is refused, return the seconds until it may be sent again, else None."""
     try:
         with key.one_request():
             return None

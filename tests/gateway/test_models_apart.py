@@ -1,4 +1,4 @@
-"""A gateway with several models, each with its own prefix."""
+"""A gateway with several models, each with a subject prefix and a worker of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 async def served(local_worker: Any, door: Any, tmp_path: Path) -> Any:
-    """A gateway with the models `one` and `two`, which are workers here, and `gone`, which has none."""
+    """A gateway with the models `one` and `two`, which have workers, and `gone`, which has none."""
     one = await local_worker()
     prefixes = {"one": one.settings.prefix, "two": f"{one.settings.prefix}-two", "gone": "no-worker-here"}
     await local_worker(prefix=prefixes["two"], data_dir=tmp_path / "two")

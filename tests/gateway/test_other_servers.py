@@ -1,4 +1,4 @@
-"""Requests as users of other servers write them."""
+"""Requests with fields and encodings that clients of other inference servers use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Content that the model cannot read becomes a placeholder in each API, unless a setting refuses it."""
+"""In each API a text replaces content that the model cannot read, unless the gateway refuses such content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""If the assistant's message is the last, the answer continues it and has only the rest."""
+"""If a request's last message is the assistant's, the answer continues this message, without repeating it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def served(local_worker: Start, door: Start, endless_model: Path) -> Any:
 async def ask(
     http: httpx2.AsyncClient, path: str, messages: list[dict[str, Any]], **more: Any
 ) -> tuple[str, int, int, str]:
-    """Return the answer's text, how many tokens its prompt has and how many of them were cached, and how."""
+    """Send a request; return text, number of prompt tokens and cached ones, and how the session was found."""
     body = {"messages": messages, "max_tokens": 8, "logit_bias": LETTERS, "temperature": 0.9, **more}
     answer = await http.post(path, json=body)
     assert answer.status_code == 200, answer.text

@@ -1,4 +1,4 @@
-"""Refusals over HTTP: their statuses, and errors in OpenAI's shape."""
+"""Requests that the gateway refuses: HTTP statuses, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ async def test_a_huge_max_tokens_generates_until_the_context_is_full(
 async def test_an_invalid_message_from_the_worker_is_a_server_error(
     served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as a log probability that is null instead of a number."""
+    """Here a log probability that is null instead of a number."""
 
     def broken(body: bytes) -> Any:
         return decode_chunk(body.replace(b'"logprob":-', b'"logprob":null,"was":-'))

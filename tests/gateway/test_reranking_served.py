@@ -1,4 +1,4 @@
-"""Reranking over HTTP, as Cohere's and Jina's clients ask for it."""
+"""Reranking over HTTP, as Cohere's and Jina's clients request it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def served(local_worker: Start, door: Start, reranker: Path) -> Any:
 async def test_documents_are_ranked_by_score_and_named_by_their_index_in_the_request(
     served: Any, http: httpx2.AsyncClient, path: str
 ) -> None:
-    """As Jina's clients read them, and those of llama.cpp's server."""
+    """In the format of Jina and of llama.cpp's server."""
     scores = (await served.client.rerank(QUERY, DOCUMENTS)).scores
     best = sorted(range(4), key=lambda index: -scores[index])
     answer = await http.post(path, json={"model": "m", "query": QUERY, "documents": DOCUMENTS})

@@ -1,4 +1,4 @@
-"""The gateway's metrics, and its report of what it found of a conversation."""
+"""The gateway's metrics, its header `x-turnkeep-explain`, and which web pages may send requests."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ async def test_pages_of_this_machine_and_of_allowed_sites_may_send_requests_and_
 async def test_a_host_header_of_an_unknown_domain_is_refused_unless_the_gateway_has_keys(
     local_worker: Start, door: Start, tmp_path: Path
 ) -> None:
-    """Against DNS rebinding: the page has the same origin, so a GET carries no Origin."""
+    """Prevents DNS rebinding: a page whose domain resolves to the gateway sends a GET without an Origin."""
     (tmp_path / "keys").write_text("secret acme\n")
     worker = await local_worker()
     nats, prefix = worker.settings.nats, worker.settings.prefix

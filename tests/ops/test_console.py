@@ -1,4 +1,4 @@
-"""`turnkeep console`: access, what it shows of sessions, its actions on them, and its streams."""
+"""The HTTP API of `turnkeep console`: access, sessions, actions, streams; and the command's options."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ TOKEN = "of-these-tests"
 
 
 class OnShelf:
-    """Three models that are here, one that is known, and a download at its middle."""
+    """A fake `Shelf`: three models on this machine, a recommended one, and a download that is half done."""
 
     def __init__(self) -> None:
         self.pulled = list[str]()
@@ -111,7 +111,7 @@ async def plainly(_: Client, given: Any) -> dict[str, Any]:
 async def serving(
     client: Client, live: Any = None, *, read_only: bool = False, others: Sequence[Client] = ()
 ) -> AsyncIterator[str]:
-    """A console of a client in this process, and of others of more prefixes; yields its address."""
+    """Serve a console in this process for `client`, and one for each of `others`; yield the address."""
     clients = [client, *others]
     served = [Served(f"p{number}" if number else "turnkeep", f"m:{number}") for number in range(len(clients))]
     consoles = {
@@ -135,7 +135,7 @@ async def serving(
 
 
 class Page:
-    """What the page does, with its token."""
+    """A client of the console's API, which sends requests as the console's page does."""
 
     def __init__(self, url: str) -> None:
         self.http = httpx2.AsyncClient(base_url=url, timeout=60, headers={"Origin": url})
@@ -290,7 +290,7 @@ async def test_the_session_list_has_pages_first_words_states_costs_search_and_fi
 async def test_session_costs_include_a_new_result_even_if_the_number_of_entries_is_unchanged(
     local_worker: Start,
 ) -> None:
-    """The note of an attempt is removed when its result comes: the number of entries stays the same."""
+    """A worker's note of an attempt is removed when the result is stored, so the number does not change."""
     worker = await local_worker()
     await worker.stop()
     usage = {"prompt_tokens": 1, "cached_tokens": 0, "prefilled_tokens": 47, "completion_tokens": 64}

@@ -1,4 +1,4 @@
-"""`turnkeep serve --console`: the console shows its worker's log, and has it serve another model."""
+"""`turnkeep serve --console`: the console shows its worker's log, and can switch the worker's model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.process
 
 
 async def get(http: httpx2.AsyncClient, path: str, until: Callable[[Any], bool]) -> Any:
-    """Ask until the answer is as wanted; the console may be away meanwhile."""
+    """Send a GET until the response fulfils `until`; meanwhile the console may be down."""
     async with asyncio.timeout(60):
         while True:
             try:
@@ -51,7 +51,7 @@ def served(lines: list[str]) -> list[str]:
 
 @asynccontextmanager
 async def console_of(worker: WorkerProcess) -> AsyncIterator[httpx2.AsyncClient]:
-    """What a page of the console beside a worker has: its address, and its token."""
+    """Yield an HTTP client for the console of a worker, with the console's token as a cookie."""
     while not (printed := re.search(r"the console is at (\S+?)/(\?token=\S+)", worker.log)):
         assert worker.running, worker.log
         await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Markdown in answers: how it is rendered, what stays text, and answers that still grow."""
+"""Markdown in answers: the parsed tree, what stays plain text, and answers that still grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `exporter`, `top` and `console` keep of metrics messages, which anybody may have published."""
+"""The metrics messages that `exporter`, `top` and `console` keep in memory, some of them forged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HUGE = 10**400
 
 
 def forged(**changes: Any) -> Metrics:
-    """What a client decodes of a message that no worker has sent."""
+    """Return a metrics message with fields that no worker sends, as a client decodes it."""
     return decode_metrics(json.dumps(json.loads(encode(metrics("w1"))) | changes).encode())
 
 

@@ -111,7 +111,11 @@ BUILD = {"worker": "w", "version": "1", "dtype": "float32", "device": "cpu", "kv
 
 
 def difference(*, was: Any = None, now: Any = None, told: dict[str, Any] | None = None) -> Difference | None:
-    """Replay two answers of the tokens 1 and 2; fields and headers of the second one are changed."""
+    """Compare a record of two answers, of the tokens 1 and 2 each, with a replay.
+
+    The second answer has the headers `was` in the record, and the headers `now` and fields `told` in the
+    replay.
+    """
     sides = []
     for changed, headers in ((told or {}, now or {}), ({}, was or {})):
         entries = []

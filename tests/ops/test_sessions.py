@@ -1,4 +1,4 @@
-"""`turnkeep sessions` and `turnkeep show`: what they print of the log of a real worker."""
+"""`turnkeep sessions` and `turnkeep show`: what they print for a real worker's log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def listed(worker: LocalWorker, *options: object) -> list[dict[str, Any]]:
 
 
 async def filled(start: Start) -> LocalWorker:
-    """The log of a stopped worker: a session in each state, and another tenant's."""
+    """Fill a log with sessions in several states, one of another tenant; return the worker, stopped."""
     worker = await start()
     for name in ("idle", "closed", "failed"):
         await worker.client.session(name).append(tokens=[5] * 10)

@@ -1,4 +1,4 @@
-"""`turnkeep top`: figures from messages, keys, a screen of 80 x 24, and the command on a real terminal."""
+"""`turnkeep top`: computed figures, keys, the screen of 80 x 24, and the command on a real terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Clock:
 
 
 def figures(*changes: dict[str, object]) -> Figures:
-    """The figures of a worker that has sent these messages."""
+    """Return the figures of a worker that has sent one message with each of these changes."""
     fleet = Fleet(300, window_s=60)
     for change in changes:
         fleet.hear(structs.replace(metrics("w1"), **change))

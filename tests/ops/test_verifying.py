@@ -1,4 +1,4 @@
-"""`turnkeep log verify`: a sound log has no faults, whatever was done in it; damage is named."""
+"""`turnkeep log verify`: it reports no fault in an undamaged log, and names lost and changed entries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def verified(worker: LocalWorker, *arguments: object) -> tuple[int, str]:
 
 
 async def lived(start: Start, **settings: Any) -> LocalWorker:
-    """A worker with a session of every kind of request."""
+    """Start a worker, and send every kind of request but a close to its session `garden`."""
     worker = await start(**settings)
     session = worker.client.session("garden")
     await session.append(text="x" * 40, request_id="a")
@@ -90,7 +90,7 @@ async def test_an_imported_session_that_continues_verifies_without_faults(
 
 
 async def test_verify_reports_each_missing_entry_and_no_undamaged_session(local_worker: Start) -> None:
-    """A missing last entry may go unseen: the log may just end there."""
+    """A missing last entry cannot be detected: the log could have ended before it."""
     worker = await lived(local_worker)
     await worker.client.session("other").append(text="sound")
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
@@ -119,7 +119,7 @@ async def test_verify_reports_each_missing_entry_and_no_undamaged_session(local_
 
 
 async def test_verify_finds_a_fault_if_any_run_of_consecutive_entries_is_missing(local_worker: Start) -> None:
-    """Whatever block of an open session a disk loses, except the last entry."""
+    """For each run of entries of an open session that leaves at least the last entry."""
     worker = await lived(local_worker)
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
     seqs = sorted(one.seq for one in (*requests, *results))
@@ -131,7 +131,7 @@ async def test_verify_finds_a_fault_if_any_run_of_consecutive_entries_is_missing
 
 
 async def test_verify_reports_a_result_that_was_changed_or_duplicated(local_worker: Start) -> None:
-    """Changed tokens, digests, positions and types; a second result; unreadable requests."""
+    """Changes tokens, digests, positions and types of results, adds a result, makes requests unreadable."""
     worker = await lived(local_worker)
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
     changing = [one for one in results if HISTORY_HEADER in one.headers and b"repeat_of" not in one.body]
@@ -189,7 +189,7 @@ async def test_verify_accepts_a_result_written_by_a_newer_version(local_worker: 
 async def test_a_partly_removed_closed_session_verifies_without_faults(
     local_worker: Start, second_life: bool
 ) -> None:
-    """A worker may die in between: it removes what precedes the close, then results, then the close."""
+    """A worker may crash during the removal: of requests before the close, then results, then the close."""
     worker = await lived(local_worker)
     session = worker.client.session("garden")
     closed = await session.close()
