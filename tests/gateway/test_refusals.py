@@ -102,7 +102,7 @@ async def test_an_invalid_or_unsupported_field_is_refused_with_its_name(
         assert error["param"].partition("[")[0] in {*body}, body
 
 
-async def test_other_fields_of_openais_clients_are_accepted(http: httpx2.AsyncClient) -> None:
+async def test_common_optional_fields_of_chat_requests_are_accepted(http: httpx2.AsyncClient) -> None:
     more = {
         "user": "u",
         "store": True,

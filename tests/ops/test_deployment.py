@@ -295,7 +295,7 @@ async def test_the_services_of_the_compose_file_are_healthy_and_serve_a_tenant(h
 def test_nats_accepts_the_configuration_that_the_command_in_the_kubernetes_manifest_makes(
     tmp_path: Path,
 ) -> None:
-    """Only the syntax is checked here; tests/ops/test_cluster.py runs three such nodes with a worker."""
+    """`nats-server -t` only checks the configuration; tests/ops/test_cluster.py runs three such nodes."""
     (line,) = re.findall(
         r"^#   python -m ops\.nats\.tenants (nats default --cluster \S+)", MANIFEST, re.MULTILINE
     )

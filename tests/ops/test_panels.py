@@ -48,7 +48,7 @@ def test_dashboard_panels_have_distinct_positions_and_alerts_have_distinct_names
 
 
 def busy(seconds: float) -> Metrics:
-    """Return metrics of a worker in which all events of the queries occur, ten each second."""
+    """Return metrics of a worker in which, after `seconds`, every event has occurred that a query counts."""
     events = int(seconds * 10)
     histogram = Histogram(bounds=(0.1, 1.0), counts=(events, events, 0), sum=seconds, count=2 * events)
     names = ("queue_time", "request_duration", "time_to_first_token", "time_per_output_token")
@@ -76,7 +76,7 @@ def busy(seconds: float) -> Metrics:
 
 
 class Prometheus:
-    """A Prometheus process that scrapes one exporter and evaluates the alert rules, each `every` (500 ms)."""
+    """A Prometheus process that scrapes one exporter and evaluates the alert rules, by default each 500 ms."""
 
     def __init__(self, folder: Path, exporter: str, every: str = "500ms") -> None:
         self._url = f"http://127.0.0.1:{free_port()}"

@@ -32,7 +32,7 @@ async def verified(worker: LocalWorker, *arguments: object) -> tuple[int, str]:
 
 
 async def lived(start: Start, **settings: Any) -> LocalWorker:
-    """Start a worker, and send every kind of request but a close to its session `garden`."""
+    """Start a worker; send appends, generates and rewinds to the session `garden`, one of them twice."""
     worker = await start(**settings)
     session = worker.client.session("garden")
     await session.append(text="x" * 40, request_id="a")
@@ -90,7 +90,7 @@ async def test_an_imported_session_that_continues_verifies_without_faults(
 
 
 async def test_verify_reports_each_missing_entry_and_no_undamaged_session(local_worker: Start) -> None:
-    """A missing last entry cannot be detected: the log could have ended before it."""
+    """A missing last entry may stay undetected: the log could have ended before it."""
     worker = await lived(local_worker)
     await worker.client.session("other").append(text="sound")
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
@@ -118,8 +118,10 @@ async def test_verify_reports_each_missing_entry_and_no_undamaged_session(local_
     assert results[3].seq in {one["seq"] for one in damaged["faults"]}
 
 
-async def test_verify_finds_a_fault_if_any_run_of_consecutive_entries_is_missing(local_worker: Start) -> None:
-    """For each run of entries of an open session that leaves at least the last entry."""
+async def test_verify_finds_a_fault_if_any_run_of_entries_before_the_last_two_is_missing(
+    local_worker: Start,
+) -> None:
+    """Tries each run of consecutive entries of an open session, up to the last but two."""
     worker = await lived(local_worker)
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
     seqs = sorted(one.seq for one in (*requests, *results))
