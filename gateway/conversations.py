@@ -461,7 +461,7 @@ class Conversations:
                     await self._remove(held)
 
     async def _remove(self, held: Held, *, forget: bool = True) -> None:
-        """Drop a session from the index, and close it unless another gateway has used it since."""
+        """Drop a session from the index; close the session unless another gateway has used it since."""
         self.index.drop(held)
         if held.position is None:
             return

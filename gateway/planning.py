@@ -22,9 +22,9 @@ How = Literal["continued", "forked", "begun", "repeated"]
 
 
 class Plan(NamedTuple):
-    """How to send a turn: to the session `asked.held` at `position`, without the first `num_known` messages.
+    """How to send a `Turn`: to session `asked.held` at `position`, without its first `num_known` messages.
 
-    The session has these messages already. `known` has all boundaries of the turn. A fork has a `parent` and,
+    The session has those messages already. `known` has all boundaries of the turn. A fork has a `parent` and,
     if known, the parent's position at the time of planning; `parent` is None if the log has the fork already.
     If the plan `is_apart`, other gateways may send the same request to this session; if it `reopens` the
     session, the session was closed.

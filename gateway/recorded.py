@@ -119,7 +119,7 @@ def digest(api: str, body: bytes) -> str:
 
 
 def new_note(own_id: str, created: int, turn: Turn, api: str = RESPONSES, body: str = "") -> Note:
-    """Build the note for a turn; `body` is the digest of the request's body. Raises `Fault`."""
+    """Build the note for a `Turn`; `body` is the digest of the request's body. Raises `Fault`."""
     asked = {**turn.asked, **({"include_usage": True} if turn.include_usage else {})}
     is_kept = turn.n == 1 and (turn.is_kept or api != RESPONSES)
     note = Note(own_id[-16:], created, turn.model, asked, None, api, body, is_kept)

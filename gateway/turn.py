@@ -138,7 +138,7 @@ class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in 
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> Fault:
-    """Build the fault, with status 400, of a request that is invalid or not supported."""
+    """Build the `Fault`, with status 400, of a request that is invalid or not supported."""
     return Fault(400, message, param=param, code=code)
 
 
@@ -256,7 +256,7 @@ def field_of(message: str) -> str | None:
 
 
 def fault_of(error: TurnkeepError) -> Fault:
-    """Convert an error of the protocol to a fault, with an HTTP status and OpenAI's type and code."""
+    """Convert an error of the protocol to a `Fault`, with an HTTP status and OpenAI's type and code."""
     match error:
         case RequestFailedError(code="context_exceeded" | "memory_exceeded" as code):
             return _too_long(code, error.message)
@@ -286,7 +286,7 @@ def fault_of(error: TurnkeepError) -> Fault:
 
 
 def _too_long(code: str, message: str) -> Fault:
-    """Build the fault of a prompt that is too long, in OpenAI's wording: agents compact when they see it."""
+    """Build the `Fault` of a too long prompt, in OpenAI's wording: agents compact when they see it."""
     words, overflow = f"is exceeded: {message}.", None
     if code == "context_exceeded" and (found := _OVERFLOW.search(message)):
         words = f"is {found[2]} tokens. However, your messages resulted in {found[1]} tokens."

@@ -1,4 +1,4 @@
-"""Translates Anthropic's `/v1/messages`: requests into turns, results into answers. Pure."""
+"""Translates Anthropic's `/v1/messages`: requests into `Turn`s, results into answers. Pure."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 @parts_checked()
 def read(body: bytes) -> Turn:
-    """Parse a request's body into a turn. Raises `Fault`."""
+    """Parse a request's body into a `Turn`. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body, ("n",))
     openai.refuse(asked, _REFUSED)
     if not asked.messages:

@@ -300,7 +300,7 @@ class Gateway:
         return turn if self._placeholders else all_read(turn)
 
     async def _turn(self, tenant: str, dialect: Dialect, body: bytes) -> Turn:
-        """Parse a request into a turn, preceded by the conversation that it continues. Raises `Fault`."""
+        """Parse a request into a `Turn`, preceded by the conversation that it continues. Raises `Fault`."""
         known = await self._lookups.items(tenant, body) if dialect is _RESPONSES else {}
         turn = self._readable(responses.read(body, known) if known else dialect.read(body))
         if not turn.previous:

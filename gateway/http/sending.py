@@ -59,9 +59,9 @@ class Asker(NamedTuple):
 
 
 class Answer(Response):
-    """The HTTP response with a turn's answers, which it cancels if the client disconnects.
+    """The HTTP response with the answers to a `Turn`.
 
-    It does not cancel answers with `Answering.stays`.
+    If the client disconnects, the answers are cancelled unless `Answering.stays`.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ GENERATE: Final = _Words(_generated)
 
 
 def error(fault: Fault) -> dict[str, Any]:
-    """Convert a fault to the JSON of Ollama's errors."""
+    """Convert a `Fault` to the JSON of Ollama's errors."""
     return {"error": fault.message}
 
 

@@ -1,4 +1,4 @@
-"""Parses Ollama's requests to `/api/chat` and `/api/generate` into turns. Pure."""
+"""Parses Ollama's requests to `/api/chat` and `/api/generate` into `Turn`s. Pure."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ _GENERATE: Final = msgspec.json.Decoder(Generate)
 
 
 def chat(body: bytes) -> Turn:
-    """Parse a request to `/api/chat` into a turn. Raises `Fault`."""
+    """Parse a request to `/api/chat` into a `Turn`. Raises `Fault`."""
     asked, warnings = openai.request(_CHAT, body)
     warnings = [one for one in warnings if one.where not in _HARMLESS]
     if not asked.messages:
@@ -206,7 +206,7 @@ def at_once(body: bytes) -> dict[str, Any] | None:
 
 
 def no_such(path: str) -> Fault:
-    """Build the fault for a path of Ollama's API that the gateway does not serve."""
+    """Build the `Fault` for a path of Ollama's API that the gateway does not serve."""
     why = f"/api/{path} is not served here: `turnkeep model` pulls, shows and removes models"
     if path == "embeddings":
         why = "/api/embeddings is not served: ask /api/embed"

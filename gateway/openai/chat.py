@@ -1,4 +1,4 @@
-"""Translates OpenAI's `/v1/chat/completions`: requests into turns, results into answers. Pure."""
+"""Translates OpenAI's `/v1/chat/completions`: requests into `Turn`s, results into answers. Pure."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ _SENT: Final = msgspec.json.Decoder(_Sent)
 
 @parts_checked()
 def read(body: bytes) -> Turn:
-    """Parse a request's body into a turn. Raises `Fault`."""
+    """Parse a request's body into a `Turn`. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body)
     openai.refuse(asked, _REFUSED)
     if asked.modalities not in (None, [], ["text"]):

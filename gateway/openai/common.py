@@ -170,7 +170,7 @@ def _likelihood(token: LikelyToken) -> dict[str, Any]:
 
 
 def error(fault: Fault) -> dict[str, Any]:
-    """Convert a fault to the JSON of OpenAI's errors."""
+    """Convert a `Fault` to the JSON of OpenAI's errors."""
     fields = {"message": fault.message, "type": fault.kind, "param": fault.param, "code": fault.code}
     return {"error": fields}
 

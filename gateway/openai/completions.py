@@ -33,7 +33,7 @@ DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
 def read(body: bytes) -> Turn:
-    """Parse a request's body into a turn. Raises `Fault`."""
+    """Parse a request's body into a `Turn`. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body)
     openai.refuse(asked, ("suffix",))
     if asked.echo and asked.stream:

@@ -32,7 +32,7 @@ _ASKED: Final = (
 
 
 def read(body: bytes) -> Turn:
-    """Parse a request into a turn whose last message asks for a summary. Raises `Fault`."""
+    """Parse a request into a `Turn` whose last message asks for a summary. Raises `Fault`."""
     given = {name: value for name, value in decoded(_BODY, body).items() if value is not None}
     said = given.get("input") or []
     if not said and not given.get("previous_response_id"):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Turn(Struct, frozen=True, kw_only=True):
-    """A request and its result. `request` is None if it is invalid, `result` if there is no valid result."""
+    """A request and its result. `request` is None if it is invalid; `result` is None if none is valid."""
 
     number: int
     seq: int

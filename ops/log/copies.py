@@ -57,7 +57,7 @@ class CopyError(TurnkeepError):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """What an exported file contains: `session.json`.
+    """The content of `session.json`, which says what an exported file contains.
 
     `digest` is that of the file's log; `kv` has the name and size in bytes of each snapshot in the file.
     """

@@ -76,7 +76,7 @@ def busy(seconds: float) -> Metrics:
 
 
 class Prometheus:
-    """A Prometheus process that scrapes one exporter and evaluates the alert rules, by default each 500 ms."""
+    """A Prometheus process that scrapes one exporter and evaluates the alert rules twice a second."""
 
     def __init__(self, folder: Path, exporter: str, every: str = "500ms") -> None:
         self._url = f"http://127.0.0.1:{free_port()}"
