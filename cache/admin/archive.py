@@ -65,11 +65,11 @@ class Transferred:
 def export(
     directory: Path, digests: Sequence[str] | None, target: Path, access: Access = PLAIN
 ) -> Transferred:
-    """Write chains of snapshots to a tar file: the chains that end in `digests`, or all if it is None.
+    """Write chains of snapshots to a tar file: those that end in `digests`, or with None all chains.
 
     A chain is a sequence of snapshots, each continuing the one before. `digests` are hex names of snapshots,
     or prefixes of such names. Takes no lock, and verifies every file. Raises `CacheError`, and leaves no
-    archive, if a snapshot is unknown, doubtful, or was evicted meanwhile.
+    archive, if a snapshot is unknown, fails verification, or was evicted meanwhile.
     """
     check(directory, access)
     paths = _chains(directory, digests, access)
@@ -162,7 +162,7 @@ def import_files(
 
 
 def _members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
-    """Yield an archive's members one by one; `file` is then positioned at the start of the member's content.
+    """Yield an archive's members; at each one `file` is positioned at the start of the member's content.
 
     Reads only headers of 512 bytes. Extended headers are skipped, however long: a snapshot's name is short,
     and its own header has its size. Raises `tarfile.TarError`.

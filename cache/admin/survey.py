@@ -147,9 +147,9 @@ def verify(
 ) -> Survey:
     """Verify every file: length, checksum, name, layout. Calls `progress(done, total)` with bytes read.
 
-    The result lists doubtful files. Files of other format versions are counted, but not verified. With
-    `quarantine` doubtful files are moved to quarantine, under the directory's lock. Raises `CacheError`, and
-    `OSError` if the process cannot open more files or lacks memory.
+    The result lists the files that failed. Files of other format versions are counted, but not verified. With
+    `quarantine`, files that failed are moved to quarantine, under the directory's lock. Raises `CacheError`,
+    and `OSError` if the process cannot open more files or lacks memory.
     """
     check(directory, access)
     with closing(Folder(directory, access)) if quarantine else nullcontext() as folder:
@@ -192,7 +192,7 @@ def _proved(directory: Path, progress: Callable[[int, int], None], access: Acces
 
 
 def _read(directory: Path, access: Access) -> tuple[list[Row], Survey, dict[str, str]]:
-    """Read pins, model names and rows from a copy of the index; rows that differ from files from headers."""
+    """Read pins, model names and rows from a copy of the index; make new rows where the files differ."""
     survey = Survey()
     known, names = {}, {}
     with suppress(sqlite3.Error, OSError), _copied(directory / "index.sqlite") as db:

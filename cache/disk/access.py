@@ -123,7 +123,7 @@ class Access:
         return stored
 
     def check(self, directory: Path) -> None:
-        """Raise `SealedError` if the directory's contents need another key, a key at all, or no key."""
+        """Raise `SealedError` if the key does not fit the directory (see there for the three cases)."""
         try:
             found = (directory / SEAL).read_text()
         except FileNotFoundError:

@@ -98,7 +98,7 @@ class Catalog:
             return self._in_memory(error)
 
     def _in_memory(self, error: sqlite3.Error) -> sqlite3.Connection:
-        """Use a database in memory where the file cannot be written, for instance on a full disk.
+        """Open a database in memory instead of the file, which cannot be written (on a full disk, say).
 
         Copies the readable part of the file to memory. Later changes are lost when the process ends.
         """

@@ -106,7 +106,7 @@ class Folder:
         os.close(self._lock)
 
     def claim(self) -> None:
-        """Record in the directory which key encrypts it, if it is encrypted and this is not recorded yet.
+        """Record in an encrypted directory which key it is encrypted with, unless that is recorded.
 
         Raises `SealedError` if the directory's contents do not fit the key.
         """
@@ -178,7 +178,7 @@ class Folder:
         self.path(digest).unlink(missing_ok=True)
 
     def quarantine(self, digest: bytes) -> None:
-        """Move a doubtful file to quarantine, and remove the oldest files there beyond `QUARANTINE_FILES`.
+        """Move a file that failed verification to quarantine, which keeps the latest `QUARANTINE_FILES`.
 
         A file that cannot be moved stays, and fails verification again when next read.
         """

@@ -128,8 +128,8 @@ def restore(
 ) -> ReadOutcome:
     """Read the `wanted` KV from files in order, with the help of the other I/O threads.
 
-    If a file is doubtful, it goes to quarantine, and the tokens before it are restored, unless some layer has
-    a state or sees only some tokens: a shorter session would then need another state and other files.
+    A file that fails verification goes to quarantine, and the tokens before it are restored, unless a layer
+    has a state or sees only some tokens: a shorter session would then need another state and other files.
 
     Page faults of new memory take most of the time, and two threads handle them twice as fast. Raises
     `TimeoutError` after `limit_s`, and then quarantines nothing.
@@ -245,9 +245,9 @@ class _Reading:
 
 @contextmanager
 def _on_share_of_processors(share: int, num_shares: int) -> Iterator[None]:
-    """Bind the calling thread to one of equal shares of the processors, if the system supports it.
+    """Bind the calling thread to a share of the processors in the block, if the system supports it.
 
-    Linux was seen to run two threads on one processor for a whole restore, while another was idle.
+    Linux has been seen to run two threads on one processor for a whole restore, while another was idle.
     """
     if sys.platform != "linux":
         yield

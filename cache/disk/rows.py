@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> Name:
-        """The snapshot's `Name`: which KV it holds."""
+        """The snapshot's `Name`: of which tokens it has KV."""
         return Name(self.parent, self.start, self.tokens, bool(self.resumable & 1))
 
     def is_of(self, packed: bytes) -> bool:

@@ -315,7 +315,7 @@ class Writer(Generic[NodeT]):
         await passed
 
     async def stop(self, timeout_s: float) -> bool:
-        """Abandon the queued writes and end the thread; False if it did not end in time.
+        """Abandon the queued writes, and end the thread; False if the thread did not end in time.
 
         The thread is a daemon: a hanging system call does not delay the end of the process.
         """
@@ -523,7 +523,7 @@ class Writer(Generic[NodeT]):
             return None
 
     def _in_catalog(self, change: Callable[[list[T]], None], rows: list[T]) -> bool:
-        """Change the catalog; False if that fails (logged once per episode). The next start repairs it."""
+        """Change the catalog; False if that fails. Logs the first of several failures in a row."""
         try:
             change(rows)
         except Exception as error:  # noqa: BLE001  # the thread must go on, whatever SQLite raises

@@ -71,7 +71,7 @@ class Form:
         self.prefixes = Prefixes(index, identity.block_tokens, layout)
 
     def carried(self, span: Span) -> Span | None:
-        """Return the earlier tokens whose sketches the file of `span` has too; None for most files."""
+        """Return the earlier tokens whose sketches are in the file of `span` too; None for most files."""
         return carried(span, self.identity.block_tokens) if self.layout.carried else None
 
     def file(self, node: Node, end: int, *, state: bool = False) -> ChainFile:
@@ -80,7 +80,7 @@ class Form:
         return ChainFile(node.digest, span.start, state=state, carried=self.carried(span))
 
     def carriers(self, match: Match) -> dict[Node, Span]:
-        """Map each node of a match whose file has sketches of earlier tokens too to these tokens."""
+        """Map the match's nodes whose files also have sketches of earlier tokens to these earlier tokens."""
         every = match.nodes[CARRIER - 1 :: CARRIER]  # all but the last ones are whole blocks
         found = {node: self.carried(Span(node.start, node.end)) for node in every}
         return {node: span for node, span in found.items() if span is not None}
@@ -151,7 +151,7 @@ class Loading:
         only: Only | None = None,
         num_carried: int = 0,
     ) -> Restored | None:
-        """Read the `wanted` nodes' files, release the match, and handle a doubtful file; None on failure."""
+        """Read the `wanted` nodes' files, release the match, reject a damaged file; None after a failure."""
         nodes, files = [node for node, _ in wanted], [file for _, file in wanted]
         limit_s = LOAD_S + sum(node.size_bytes for node in nodes) / _LOAD_BYTES_PER_S
         help_out = partial(self._readers.submit, limit_s=limit_s)
@@ -205,6 +205,6 @@ class Loading:
         return await self._readers.close(timeout_s)
 
     def _keep_no_copy(self, doubtful: Node) -> None:
-        """Remove a doubtful file from quarantine if its snapshot was forgotten during the read."""
+        """Remove a damaged file from quarantine if its snapshot was forgotten during the read."""
         if doubtful.doomed:
             self._writer.unlink([doubtful.row], quarantined=True)

@@ -123,7 +123,7 @@ class Node(Parent):
 
     @property
     def name(self) -> Name:
-        """The snapshot's `Name`: which KV it holds."""
+        """The snapshot's `Name`: of which tokens it has KV."""
         return Name(self.parent, self.start, self.tokens, self.resumable)
 
     @property

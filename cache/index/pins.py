@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Pinned:
     """A pinned prefix of `num_tokens` tokens; `num_stored` of them are in snapshots of `size_bytes` in total.
 
-    `pinned_bytes` is the size of all pins together. `noted` says whether the pin itself is recorded on disk.
+    `pinned_bytes` is the size of all pins together. `noted` says whether the pin is recorded on disk.
     """
 
     num_tokens: int
@@ -36,7 +36,7 @@ class Pinned:
 
 
 class _Path(NamedTuple):
-    """A byte position in a pin's tokens, and the nodes that have tokens from there on, with their number."""
+    """A byte position in a pin's tokens, and for each node with tokens from there how many they share."""
 
     at: int
     found: dict[Node, int]

@@ -100,7 +100,7 @@ def _mended(
 
 
 def _adopted(folder: Folder, strays: set[bytes]) -> tuple[dict[bytes, Row], set[bytes]]:
-    """Make rows for files without one, and quarantine doubtful files; return rows and model identities."""
+    """Make rows for files without one; quarantine damaged files. Return the rows and the model identities."""
     adopted: dict[bytes, Row] = {}
     identities: set[bytes] = set()
     for digest in strays:
@@ -131,7 +131,7 @@ def _repair(catalog: Catalog, wrong: list[Row], identities: set[bytes], lacking:
 def _is_right(row: Row) -> bool:
     """Whether a row agrees with its checksum or, if an older version wrote it, its tokens with its digest.
 
-    The file's length is verified when it is read. A file of another format version has no known tokens.
+    The file's length is verified when the file is read. A file of another format version has no known tokens.
     """
     try:
         fields = columns([row])

@@ -1,7 +1,7 @@
 """Removes snapshots: first from the index, children before parents, then from the disk.
 
 Belongs to the event loop. Knows which snapshots are being loaded or written, and makes sure that a write does
-not restore a removed snapshot. The callers know the reason: eviction, `forget`, a doubtful file.
+not restore a removed snapshot. The callers know the reason: eviction, `forget`, a damaged file.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Removal:
                 node.doomed = False  # a snapshot that was saved meanwhile continues it
 
     def reject(self, node: Node, doubt: str) -> bool:
-        """Remove a doubtful snapshot and all its descendants, even pinned ones: they became unreachable.
+        """Remove a snapshot whose file failed verification, and all its descendants, even pinned ones.
 
         False if the snapshot has been removed already, by another load or by `forget`.
         """

@@ -127,7 +127,7 @@ class Room:
             _log.warning("cache_shrunk", evicted=self.evicted - before, max_bytes=self.max_bytes)
 
     def pin(self, pin: Pin) -> TrackedPin:
-        """Pin a prefix: its stored snapshots, and those stored later. Raises `PinRefusedError`."""
+        """Protect a prefix's snapshots, stored now or later, from eviction. Raises `PinRefusedError`."""
         new = self._pins.get(pin) is None
         tracked = self._pins.add(pin)
         most = int(PIN_SHARE * self.max_bytes)

@@ -103,8 +103,8 @@ def _under(policy: Policy, pages: Pages | None, cache: Any, *, rings: bool, is_s
 def unsupported(caches: Sequence[Any]) -> str | None:
     """Return the first cache class that snapshots do not support; None if all are supported.
 
-    `caches` must have run some tokens. A cache that is still empty then is unsupported. A subclass is
-    unsupported, since it may hold more than its base.
+    `caches` must have processed some tokens: a cache that is still empty is unsupported. So is a subclass of
+    a supported class, since it may have more contents.
     """
     for _, cache in leaves(caches):
         if not states.is_known(cache):
@@ -127,7 +127,7 @@ def describe(caches: Sequence[Any]) -> str:
 def layout(
     caches: Sequence[Any], new: Callable[..., list[Any]], sketched: Collection[int] | None = None
 ) -> ModelLayout:
-    """Return the layout of a model's snapshots. `caches` have run some tokens.
+    """Return the layout of a model's snapshots, from caches that have processed some tokens.
 
     `new` makes empty caches, under a policy if it gets one as argument. For `sketched` see `make`.
     """
@@ -263,7 +263,7 @@ def _states(caches: Sequence[Any], end: int) -> dict[str, mx.array]:
 def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int) -> list[Any]:
     """Fill a model's new caches with the evaluated arrays of a session's first `num_tokens` tokens.
 
-    Arrays with a token axis may be longer; the unused room is written before it is read. A ring's arrays
+    Arrays with a token axis may be longer: the caches then use the rest for further tokens. A ring's arrays
     contain exactly its sinks and its window. Raises `ValueError` if the arrays do not fit such caches at that
     position.
     """
@@ -416,7 +416,7 @@ def grows(caches: Sequence[Any], num_tokens: int) -> bool | None:
 
 
 def sizes(caches: Sequence[Any], sketched: Collection[int] | None = None) -> KvSize:
-    """Measure the size of a model's KV on caches that have run some tokens; for `sketched` see `make`."""
+    """Measure a model's KV size on caches that have processed some tokens; for `sketched` see `make`."""
     per_token = fixed = sketch = 0
     windows: Counter[tuple[int, bool, bool]] = Counter()
     for path, cache in leaves(caches):

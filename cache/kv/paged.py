@@ -222,7 +222,7 @@ class PagedCache(RingCache):
         return max(0, held - self.capacity) // CHUNK
 
     def places_for(self, end: int) -> int:
-        """Return the number of places in the arrays that a session of `end` tokens takes."""
+        """Return how many places, slots included, the arrays need for a session of `end` tokens."""
         if end <= self.window:
             return super().places_for(end)
         passed = min(-(-(end - self.window) // CHUNK), len(self.pages.slots))

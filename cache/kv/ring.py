@@ -110,7 +110,7 @@ class RingCache:
         return 0 <= start < end <= self.offset and (end <= self.sink or first >= self.first_held)
 
     def places(self, start: int, end: int) -> Iterator[slice]:
-        """Yield the places of the tokens `[start, end)` in order, as few slices as possible."""
+        """Yield the places of the tokens `[start, end)` in the arrays, in order, as slices."""
         yield from _places(start, end, self.sink, self.capacity)
 
     def tokens(self, start: int, end: int) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
@@ -128,7 +128,7 @@ class RingCache:
         return keys, values
 
     def rounded(self, array: mx.array) -> mx.array:
-        """Return keys or values with the precision of the cache: rounded if the cache is quantised."""
+        """Return keys or values with the precision of the cache: as dequantised if the cache is quantised."""
         return self._unpacked(self.packed(array), array.shape[2]) if self.bits else array
 
     def packed(self, array: mx.array) -> tuple[mx.array, ...]:

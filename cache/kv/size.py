@@ -58,7 +58,7 @@ class KvSize:
         return self.fixed_bytes + sum(one.num_tokens * one.bytes_per_token for one in self.windows)
 
     def under(self, policy: Policy) -> KvSize:
-        """Return the size of the same model's KV under a policy."""
+        """Return the KV size of the same model for sessions with this policy."""
         if policy.most_tokens is None or not self.bytes_per_token:
             return self
         spare = policy.spare
