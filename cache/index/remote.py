@@ -138,7 +138,7 @@ class Remote:
             self._jobs.put(partial(self._trying, partial(self._put, one.parent, one.digest)))
 
     def remove(self, node: Node) -> None:
-        """Queue the removal of a useless snapshot from the tier: doubtful, or contained in a larger one."""
+        """Queue the removal of a snapshot from the tier that is damaged, or contained in a larger one."""
         self._there.discard(node.digest)
         self._jobs.put(partial(self._trying, partial(self._remove, self._key(node.parent, node.digest))))
 
@@ -174,9 +174,9 @@ class Remote:
         return node is not None and not node.is_hollow
 
     async def fetch(self, found: Found) -> tuple[int, float]:
-        """Fetch snapshots into this worker's directory; return the bytes and the seconds that it took.
+        """Fetch snapshots into this worker's directory; return the bytes, and the seconds needed.
 
-        The first snapshot that is missing, doubtful or refused ends the fetch: later ones need it.
+        The first snapshot that is missing, damaged or refused ends the fetch: later ones need it.
         """
         began, before, forgotten = monotonic(), self.counts.fetched_bytes, self._num_forgotten
         last = node = None
@@ -271,7 +271,7 @@ class Remote:
                 self._jobs.put(partial(one[1].unlink, missing_ok=True))
 
     def _failed(self, error: Exception) -> None:
-        """Pause finds and uploads, twice as long after each failure in a row. Any thread."""
+        """Pause `find` and uploads after a failed call, twice as long after each in a row. Any thread."""
         self.counts.failed += 1
         self._there.clear()  # some of them may not have been put
         if not self._pause_s:

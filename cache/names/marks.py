@@ -23,7 +23,7 @@ _BYTES: Final = 8
 
 
 class Erased(NamedTuple):
-    """Up to which entry (`seq`) of a log its erasures are done here, as of `time_s` (seconds since 1970)."""
+    """The entry `seq` up to which a log's erasures are done in this cache, as of `time_s` (since 1970)."""
 
     log: str
     seq: int
@@ -31,7 +31,7 @@ class Erased(NamedTuple):
 
 
 class Marks(msgspec.Struct, frozen=True):
-    """The marks of a sequence of tokens; the first is at the last multiple of `STRIDE` until `shared`.
+    """The marks of a sequence of tokens, from the last multiple of `STRIDE` on that is not after `shared`.
 
     The first `shared` tokens must not be erased, because another sequence has them too.
     """

@@ -45,7 +45,7 @@ class Policy:
     def paged(cls, resident: int, pins: Iterable[tuple[int, int]] = (), *, sink: int) -> Policy:
         """Return the policy of a paged session with `resident` tokens on the device, and pinned spans `pins`.
 
-        Sinks and pinned chunks come first; other chunks and the window each get half of the other tokens.
+        Sinks and pinned chunks come first; other chunks and the window share the remaining tokens equally.
 
         Raises `ValueError` for pins that overlap, or that leave less than four chunks.
         """
