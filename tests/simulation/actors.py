@@ -102,7 +102,7 @@ class Read(NamedTuple):
 
 @dataclass
 class Plan:
-    """The parameters of a history, drawn from its seed. Times are in seconds."""
+    """The parameters of a simulated history (one run), drawn from its seed. Times are in seconds."""
 
     num_clients: int
     num_requests: int
@@ -630,7 +630,7 @@ async def _crash_server(history: History, random: Random) -> None:
 
 
 async def _poison(history: History, _: Random) -> None:
-    """Make the next append kill every worker process that runs it."""
+    """Make the next append request kill every worker process that runs it."""
     history.poison = "poison"
 
 

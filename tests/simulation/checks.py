@@ -630,7 +630,7 @@ def _check_told(chunks: list[Chunk], request: Request, log: Logged) -> Iterator[
 
 
 def _is_given_up(result: Result) -> bool:
-    """Whether a request failed because it ended too many workers. Its published chunks then stay."""
+    """Whether a request failed because too many workers crashed on it. Its published chunks then stay."""
     what = ("has ended every worker", "reading its log has ended")
     return isinstance(result, Failed) and any(one in result.message for one in what)
 

@@ -54,7 +54,7 @@ PATIENCE_S: Final = 150.0
 
 @dataclass
 class Outcome:
-    """The result of a seed's history. `wrong` has one line for each violation of an invariant."""
+    """The result of a simulated history. `wrong` has one line for each violation of an invariant."""
 
     seed: int
     wrong: list[str]
@@ -73,7 +73,7 @@ def simulate(
     favoured: Mapping[str, Any] | None = None,
     without: frozenset[str] = frozenset(),
 ) -> Outcome:
-    """Run the history of a seed, and check it; with `tell` record its story.
+    """Run the simulated history of a seed, and check it; with `tell` record its story, a line per event.
 
     `favoured` replaces fields of the plan that the seed determines. `without` names the acts, and the
     disturbances (`PLAIN`), to leave out.

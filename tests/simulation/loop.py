@@ -75,7 +75,7 @@ class Process:
             self._loop.outside(self._loop.time() + for_s, self._go_on)
 
     def holds(self, handle: _Handle) -> bool:
-        """Whether a due handle must not run now. Keeps the handles of a stalled process."""
+        """Whether a due callback must not run now. Keeps the callbacks of a stalled process for later."""
         if self._held is not None:
             self._held.append(handle)
         return self.is_dead or self._held is not None

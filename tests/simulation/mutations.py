@@ -1,4 +1,4 @@
-"""Removes safeguards of worker, client and gateway one at a time, to prove that histories then fail."""
+"""Removes safeguards of worker, client and gateway one at a time, to prove that simulated runs then fail."""
 
 from __future__ import annotations
 

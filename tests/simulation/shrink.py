@@ -1,4 +1,4 @@
-"""Reduces a failing history to the few acts and disturbances that cause the failure."""
+"""Reduces a failing simulated run (a history) to the few acts and disturbances that cause the failure."""
 
 from __future__ import annotations
 
