@@ -160,7 +160,7 @@ class Attack:
             )
 
     async def ask(self, key: SessionKey, heard: Heard, client: Client | None) -> None:
-        """Send a random request by `client`, or without one by `heard`; wait for the result up to a limit."""
+        """Send a random request by `client`, or if None by `heard`; wait for the result up to a limit."""
         self.sent += 1
         body = json.dumps(self.request(key)).encode()
         if self.rng.random() < 0.06:
@@ -273,7 +273,7 @@ async def attack(
 
 
 async def ask_fresh(victim: Target, heard: Heard, run: Attack, verdict: Verdict) -> None:
-    """Send a request to each session after a restart without snapshots; blame each one that fails."""
+    """After a restart without snapshots, send a request to each session; a failure is a contradiction."""
     victim.process.kill()
     shutil.rmtree(victim.process.data_dir / "snapshots", ignore_errors=True)
     victim.start()
@@ -288,7 +288,7 @@ async def ask_fresh(victim: Target, heard: Heard, run: Attack, verdict: Verdict)
 
 
 async def settled(url: str, run: Attack, heard: Heard, model: Path) -> Verdict:
-    """Judge the log again and again until it has no fault, or `SETTLE_S` have passed; return the verdict."""
+    """Check the log repeatedly until it has no fault, or for `SETTLE_S` seconds; return the verdict."""
     deadline_s = monotonic() + SETTLE_S
     while True:
         verdict = judge(await read_log(url), run.acked, heard, model)

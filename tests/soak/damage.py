@@ -108,7 +108,7 @@ def request(rng: random.Random, number: int) -> dict[str, Any]:
 
 
 async def damage(where: Path, *, requests: int, seed: int) -> tuple[Run, Verdict]:
-    """Send each request to a damaged and an undisturbed worker; return the record and the verdict."""
+    """Send each request to a worker with damaged files, and to an undisturbed one; return the findings."""
     run, rng, model = Run(), random.Random(seed), tiny_model(where, endless=True)
     async with (
         target(where / "data", model, *OPTIONS) as victim,

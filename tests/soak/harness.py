@@ -85,7 +85,7 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
 
 
 def tiny_model(where: Path, *, endless: bool = False, **changes: int) -> Path:
-    """Make the tiny model in a folder, unless it is there; `endless` means one that never ends an answer."""
+    """Make the tiny model in a folder, unless it is there. An `endless` one never ends an answer."""
     tiny, without_end = where / "tiny", where / "endless"
     if not tiny.exists():
         make_tiny_model(tiny, **changes)
