@@ -353,8 +353,8 @@ async def _loop(
 ) -> None:
     """Send each session's turns, `at_once` sessions at a time.
 
-    `dues` has, for each session, when its turns are due, in seconds from the level's start. None is due at
-    once after the answer before it.
+    `dues` has, for each session, when its turns are due, in seconds from the level's start; None means
+    directly after the answer before it.
     """
     plan, sent = run.plan, counted()
 

@@ -34,8 +34,8 @@ Setting = str | int | float | bool | tuple[int | float | str, ...] | None
 class Option:
     """The option of a plan's field. `smoke` is the value under `--smoke`; None if that is the default.
 
-    `type` is a click type, needed only where the field's annotation is not enough. From an annotation follow
-    numbers above 0, several numbers joined by commas, a repeatable option (a tuple of strings), or a flag.
+    `type` is a click type. Without it the field's annotation decides: numbers must be above 0, a tuple of
+    numbers is joined by commas, a tuple of strings is a repeatable option, and a bool is a flag.
     """
 
     help: str

@@ -68,7 +68,7 @@ class NoServerError(NoWorkerError, ConnectionError):
 
 
 class NoAnswerError(NoWorkerError):
-    """The NATS server is connected, but no worker serves the subject, or none answered in time."""
+    """The NATS server can be reached, but no worker serves the subject, or none answered in time."""
 
 
 class NotPermittedError(TurnkeepError):

@@ -192,7 +192,7 @@ def test_copying_from_an_empty_cache_raises_an_error(model) -> None:
         layers.cut(make_prompt_cache(model), 0, 1)
 
 
-def test_live_bytes_count_tokens_not_allocations(model) -> None:
+def test_live_bytes_is_the_size_of_the_tokens_kv_and_not_of_the_allocated_memory(model) -> None:
     caches = make_prompt_cache(model)
     assert layers.live_bytes(caches) == 0
     prefill(model, caches, prompt(20))

@@ -107,7 +107,7 @@ async def test_another_model_finds_no_snapshots_and_leaves_the_files_in_place(op
     assert await num_restored(await open_store(), TOKENS) == 10
 
 
-async def test_wanted_names_only_the_spans_that_are_not_yet_stored_or_queued(open_store) -> None:
+async def test_the_method_wanted_returns_only_spans_that_are_not_yet_stored_or_queued(open_store) -> None:
     store = await open_store()
     assert store.wanted("a", TOKENS, 0, 10) == [Span(0, 4), Span(4, 8), Span(8, 10)]
     assert store.save("a", TOKENS, Span(0, 4), cut(TOKENS, Span(0, 4)))

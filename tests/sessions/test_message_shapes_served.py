@@ -12,7 +12,7 @@ from raw_wire import Start, append, generate
 from tests.parts import CHAT_TEMPLATE
 
 
-async def test_a_conversation_with_tool_calls_and_parts_is_rendered_and_survives_a_restart(
+async def test_a_conversation_with_tool_calls_and_text_parts_is_rendered_and_continues_after_a_restart(
     wire: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
     """The template concatenates a message's content with text, as most templates do."""
