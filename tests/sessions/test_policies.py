@@ -107,7 +107,7 @@ async def test_a_session_logged_without_a_policy_stays_under_the_policy_full(wor
     assert isinstance(refused, Failed)
 
 
-async def test_a_failed_first_request_does_not_fix_the_sessions_policy(world: World) -> None:
+async def test_a_failed_first_request_does_not_set_the_sessions_cache_policy(world: World) -> None:
     world.crash(Policy(4, 40))
     assert isinstance(await world.ask(Generate(id="empty")), Failed)
     world.crash(FULL)
