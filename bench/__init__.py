@@ -1,1 +1,1 @@
-"""The benchmarks: they drive a worker from outside, by `protocol`; only `programs` imports the worker."""
+"""The benchmarks: they send requests to a worker as any client; only `programs` imports the worker's code."""

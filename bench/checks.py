@@ -1,8 +1,9 @@
-"""Compares measurements with what the worker promises; a check holds, fails or cannot tell. Pure.
+"""Compares measurements with what the worker promises. A check holds, fails or cannot tell. Pure.
 
 An exact check counts violations and cannot fail by chance, so it decides the command's exit code. A
-statistical check compares an interval with the bound in its name: it fails if the whole interval is beyond
-the bound, and cannot tell if the interval contains it. A true value at the bound fails once in forty runs.
+statistical check compares a confidence interval with the bound in the check's name. It fails if the whole
+interval is beyond the bound, and cannot tell if the interval contains the bound. If the true value is at the
+bound, it fails once in forty runs.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ T = TypeVar("T")
 
 #: How late the measuring loop may be at p99: its lateness is part of every time that it measures.
 LAG_BOUND_S: Final = 0.05
-#: The most that a held token may cost, as a share of its prefill; attention to it costs a few percent.
+#: The most that a cached token may cost, as a share of its prefill; attention to it costs a few percent.
 BELIEVED: Final = 0.25
 GROWTH_PER_HOUR: Final = 8 * 2**20
-#: A process first fills its own caches: growth is not judged in short runs, nor in a run's first quarter.
+#: A process first fills its own caches, so growth is not judged in short runs, nor in a run's first quarter.
 MIN_GROWTH_S: Final = 600.0
 WARM_UP: Final = 0.25
 #: The number of blocks of a long run.
@@ -45,7 +46,7 @@ class Verdict(StrEnum):
 
 
 class Check(Struct, frozen=True, kw_only=True):
-    """One checked promise. `exact`: the check cannot fail by chance."""
+    """One promise of the worker, and whether it was kept. `exact`: the check cannot fail by chance."""
 
     name: str
     outcome: Verdict
@@ -54,12 +55,12 @@ class Check(Struct, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> bool:
-        """Whether the check ends the command with exit code 1."""
+        """Whether the command exits with code 1 because of this check."""
         return self.exact and self.outcome is Verdict.FAILS
 
 
 def count(name: str, of: Collection[T], broken: Callable[[T], object], things: str = "turns") -> Check:
-    """Check exactly that no element of `of` is `broken`; without elements the verdict is "cannot tell"."""
+    """Make an exact check that `broken` is true for no element of `of`; it cannot tell without elements."""
     wrong = sum(bool(broken(one)) for one in of)
     detail = f"{wrong:,} of {len(of):,} {things} break it" if wrong else f"{len(of):,} {things}"
     outcome = Verdict.FAILS if wrong else Verdict.HOLDS if of else Verdict.CANNOT_TELL
@@ -75,10 +76,10 @@ def bounded(
     unit: Unit = "",
     log: bool = False,
 ) -> Check:
-    """Compare means over blocks with a bound: `numbers` has, for each label, one number per block.
+    """Make a check that the mean of each label's `numbers`, one number per block, is within the bounds.
 
     The confidence level applies to all labels together: the more labels, the wider each interval. A label may
-    also have an estimate, or a single number that is known exactly. The worst verdict counts.
+    also have an estimate, or a single number that is known exactly. The check gets the worst label's verdict.
     """
     sure = 1 - (1 - stats.CONFIDENCE) / max(len(numbers), 1)
 
@@ -118,16 +119,16 @@ def common(turns: Sequence[Turn], lags_s: Sequence[float]) -> Iterable[Check]:
 
 
 def kept_time(lags_s: Sequence[float]) -> Check:
-    """Check that the measuring event loop was hardly late while turns were in flight."""
+    """Check that the bench's event loop, which measures all times, was hardly late while turns ran."""
     name = f"the measuring loop was late by at most {number(LAG_BOUND_S, 's')} at p99"
     return bounded(name, {"": stats.quantile(lags_s, 0.99)}, at_most=LAG_BOUND_S, unit="s")
 
 
 def held_tokens_are_cheap(runs: Mapping[str, Sequence[Turn]]) -> Check:
-    """Check that tokens reported as cached hardly delay the first chunk, by the client's clock.
+    """Check that cached tokens hardly delay the first chunk, by the client's clock.
 
-    `runs` are named sets of turns, each judged separately. A turn's fact `held` is its session's position
-    before the turn; None if unknown.
+    `runs` are named sets of turns; each set gets its own estimate. A turn's fact `held` is the number of
+    tokens that its session had before the turn; None if unknown.
     """
     name = f"a token that a session holds costs at most {BELIEVED:.0%} of a prefilled one's time"
     return bounded(
@@ -136,10 +137,10 @@ def held_tokens_are_cheap(runs: Mapping[str, Sequence[Turn]]) -> Check:
 
 
 def _costs(turns: Sequence[Turn]) -> list[float]:
-    """Return, for each block, the cost of a held token as a share of a prefilled token's.
+    """Return, for each block, the time of a cached token as a share of a prefilled token's time.
 
-    The time of a prefilled token is taken from turns that found almost no cached tokens. The cost is a slope
-    within a block: how the wait, without the turn's own prefill, grows with the session's length.
+    The time of a prefilled token is that of turns which found almost no cached tokens. The time of a cached
+    token is a slope: how the wait, minus the turn's own prefill, grows with the session's length.
     """
     answered = [turn for turn in turns if turn.error is None]
     cold = [
@@ -154,7 +155,7 @@ def _costs(turns: Sequence[Turn]) -> list[float]:
 
 
 def keeps_its_size(readings: Sequence[Sample]) -> Check:
-    """Check that a process's memory without KV hardly grows; a reading's `x` is its time in seconds."""
+    """Check that a process's memory without KV hardly grows. A reading has its time as `x`, in seconds."""
     name = "the process without its KV grows by at most 8 MiB an hour"
     times = [reading.x or 0.0 for reading in readings]
     begin, end = min(times, default=0.0), max(times, default=0.0)

@@ -1,6 +1,6 @@
-"""`turnkeep bench`: every bench is a command. A fault that a user can cause or fix is one line, exit code 1.
+"""`turnkeep bench`: makes each bench a command. Faults that a user can cause or fix print one line.
 
-A failed exact check ends a bench with exit code 1 too, so that CI notices.
+After such a fault, or a failed exact check, the exit code is 1, so that CI notices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Benches(click.Group):
         return [*NAMES, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of this name: a bench's, or another one."""
+        """Return the command of this name, which is a bench's or one of the others, such as `compare`."""
         return command(_bench(cmd_name)) if cmd_name in NAMES else super().get_command(ctx, cmd_name)
 
 

@@ -1,8 +1,8 @@
 """`turnkeep bench compare`: shows two reports side by side; gives a verdict on five alternating pairs.
 
-A machine's speed varies more between runs than within a run. So two runs cannot
-show whether the code or the machine's speed has changed, and two reports get no verdict. Five pairs of
-alternating runs (A B A B ...) get a verdict, with each pair as a block.
+A machine's speed varies more between runs than within a run. So two reports get no verdict: they cannot show
+whether the code or the machine's speed has changed. Five pairs of alternating runs (A B A B ...) get a
+verdict; each pair is a block.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def load(paths: Sequence[Path], benches: Mapping[str, AnyBench]) -> tuple[AnyBen
 
 
 def interleaved(pairs: Sequence[Pair]) -> bool:
-    """Whether the runs alternated: no other run was made between the two runs of a pair."""
+    """Say whether the runs alternated: whether the two runs of each pair directly followed each other."""
     order = sorted(range(2 * len(pairs)), key=lambda i: pairs[i // 2][i % 2].started_at)
     return all(one // 2 == other // 2 for one, other in zip(order[::2], order[1::2], strict=True))
 
@@ -68,7 +68,7 @@ def table(bench: AnyBench, pairs: Sequence[Pair]) -> Table:
 
 
 def warnings(pairs: Sequence[Pair]) -> list[str]:
-    """List the reasons why the runs are hard to compare, and whether ratios get a verdict."""
+    """Return sentences that say why the runs are hard to compare, and whether ratios get a verdict."""
     cut = [report for pair in pairs for report in pair if not report.complete]
     found = [f"a report is not complete: {report.ending}" for report in cut]
     here, there = (_setting(report) for report in pairs[0])
@@ -89,7 +89,7 @@ def _reading(ratio: Estimate | None, measure: Measure) -> str:
 
 
 def _setting(report: Report) -> dict[str, object]:
-    """Return the settings that must be equal in comparable runs."""
+    """Return a report's settings and facts that must be equal in comparable runs."""
     environment = report.environment | {"load_average": None}  # differs between any two runs
     worker = {
         f"worker's {name}": getattr(report.worker, name, None)

@@ -81,7 +81,7 @@ def render(bench: AnyBench, report: Report, *, warn: Callable[[str], None]) -> s
 
 
 def _publish(bench: AnyBench, report: Report, run: Run[Any]) -> None:
-    """Print and save the report; remove its file if nothing was measured."""
+    """Print the report and write its file and page; delete the file if nothing was measured."""
     path = run.report_file.path
     if not report.complete and not report.turns and not report.samples:
         if path is not None:
@@ -99,9 +99,10 @@ def _publish(bench: AnyBench, report: Report, run: Run[Any]) -> None:
 
 
 def until_stopped(work: Coroutine[Any, Any, Report]) -> Report:
-    """Run `work`; raise KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, once `work` has cleaned up.
+    """Run `work` and return its report. Ctrl-C, SIGTERM and SIGHUP cancel it.
 
-    Faults during that cleanup are ignored, except a report that cannot be written.
+    Then raises KeyboardInterrupt once `work` has cleaned up; of faults in that cleanup, only a `ReportError`
+    is raised.
     """
 
     async def guarded() -> Report | None:

@@ -1,7 +1,7 @@
 """Real input for the benches: conversations from installed packages, as text and as tokens.
 
-Downloads nothing and runs none of the packages' code: reads their data files. Only the user's side is used;
-the model under test is the other side.
+Downloads nothing and runs none of the packages' code: reads their data files. Takes only the users' messages
+from a conversation; the measured model answers them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BUILT_IN: Final = Path(__file__).with_name("questions.jsonl")
 
 
 class Source(Struct, frozen=True, kw_only=True):
-    """The source of a bench's input, and its licence."""
+    """Where a bench's input comes from, and the licence of that text."""
 
     name: str
     version: str
@@ -41,12 +41,12 @@ class Corpus:
     conversations: tuple[tuple[str, ...], ...]
 
     def texts(self) -> Iterator[str]:
-        """Return every utterance, conversation by conversation, in an endless cycle."""
+        """Return all messages in order, conversation by conversation, repeated without end."""
         return itertools.cycle(said for conversation in self.conversations for said in conversation)
 
 
 def paragraphs(path: Path) -> Iterator[str]:
-    """Yield the paragraphs of a file, each on one line, in an endless cycle. Raises `BenchError`."""
+    """Yield the paragraphs of a file, each joined to one line, repeated without end. Raises `BenchError`."""
     try:
         found = [" ".join(part.split()) for part in path.read_text("utf-8").split("\n\n")]
     except (OSError, UnicodeDecodeError) as error:
@@ -65,7 +65,7 @@ def built_in() -> Corpus:
 def mt_bench() -> Corpus:
     """Read MT-Bench: 80 questions of two turns (Zheng et al., "Judging LLM-as-a-Judge", 2023).
 
-    Raises `BenchError` with the command that installs it.
+    Raises `BenchError`, with the command to install it, if it is not installed.
     """
     try:
         distribution = importlib.metadata.distribution(_MT_BENCH)
@@ -113,7 +113,7 @@ class Texts:
         self._texts = texts
 
     def next_tokens(self, number: int) -> tuple[int, ...]:
-        """Return exactly `number` tokens of the next texts; the last text is truncated."""
+        """Return exactly `number` tokens of the next texts, and drop the rest of the last text."""
         found: list[int] = []
         while len(found) < number:
             found += self.tokens_of(f"{next(self._texts)}\n\n")

@@ -1,7 +1,7 @@
 """`turnkeep bench device`: measures this device, and suggests a worker's constants for it.
 
 Two programs take turns: `bench.programs.device` runs the worker's own batch, snapshots and NATS server, and
-`bench.programs.in_process` runs mlx-lm. A round is a block.
+`bench.programs.in_process` runs mlx-lm. A round is a block of the statistics.
 """
 
 from __future__ import annotations
@@ -124,14 +124,17 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def prompt_blocks(shares: Mapping[int, float], block: int) -> int | None:
-    """Return the fewest blocks of a piece with nearly the best rate; `shares` maps tokens to shares of it."""
+    """Return how many blocks of a prompt to prefill at once: the fewest with nearly the best rate.
+
+    `shares` has, by the tokens of a piece, the rate as a share of the best rate; `block` is a block's tokens.
+    """
     return min((piece // block for piece, share in shares.items() if share >= FAST_ENOUGH), default=None)
 
 
 def rows_together(ratios: Mapping[int, float]) -> int | None:
-    """Return the least number of rows from which decoding them together is never slower.
+    """Return the least number of rows from which decoding them together is not slower than one by one.
 
-    `ratios` are the rates of rows together, divided by those of rows apart, by the number of rows.
+    `ratios` has, by the number of rows, the rate of rows together divided by the rate of rows apart.
     """
     least = None
     for num in sorted(ratios, reverse=True):
@@ -142,16 +145,20 @@ def rows_together(ratios: Mapping[int, float]) -> int | None:
 
 
 def kept_layers(kept: Mapping[int, float], block: int) -> int | None:
-    """Return how many layers' temporary arrays were in memory at once, at the most.
+    """Return how many layers had temporary arrays in memory at once, at the most.
 
-    Pieces shorter than a block do not count, since growing caches take more memory than such a piece.
+    `kept` has the measured numbers by the tokens of a piece. Pieces shorter than a block are ignored, since
+    growing caches take more memory than such a piece.
     """
     most = max((number for piece, number in kept.items() if piece >= block), default=None)
     return None if most is None else max(1, math.ceil(most - ROUNDING))
 
 
 def suggested(choose: Callable[[dict[int, float]], int | None], figures: Mapping[int, Estimate]) -> str:
-    """Format the suggested constant; several values if the ends of the figures' intervals suggest others."""
+    """Format the constant that `choose` suggests from the figures.
+
+    Several values if it suggests other constants from the ends of the figures' intervals.
+    """
     chosen = []
     for end in ("value", "low", "high"):
         ends = {x: getattr(one, end if math.isfinite(one.high) else "value") for x, one in figures.items()}
@@ -187,7 +194,7 @@ def _known(estimates: Mapping[int, Estimate | None]) -> dict[int, Estimate]:
 
 
 def rate_of(turns: Sequence[Turn]) -> float | None:
-    """Return the tokens per second of concurrent answers while all of them run; None without such a time."""
+    """Return the tokens per second of all answers while all run; None if they never run at the same time."""
     times = [[*accumulate(turn.gaps_s, initial=turn.first_s or 0.0)] for turn in turns]
     began_s, ended_s = max(some[0] for some in times), min(some[-1] for some in times)
     num_tokens = sum(began_s < at <= ended_s for some in times for at in some)
@@ -228,7 +235,7 @@ async def _measure(run: Run[Plan], said: Described, program: Program, mlx: Progr
     prompts = [texts.next_tokens(max(plan.context, said.block + 1)) for _ in range(max(4, *plan.rows))]
 
     async def ask(case: str, asked: tuple[Any, ...]) -> dict[str, Any]:
-        """Send a request to the worker's program or mlx-lm's; return figures by the measures' names."""
+        """Send a request to one of the two programs; return the figures by the names of their measures."""
         side = mlx if case == MLX else program
         line = await side.exchange(msgspec.json.encode(asked) + b"\n", plan.timeout)
         if case != MLX:
@@ -238,7 +245,7 @@ async def _measure(run: Run[Plan], said: Described, program: Program, mlx: Progr
             return {PREFILL.name: plan.prompt / (turns[0].first_s or math.inf)}
         return {DECODING.name: rate_of(turns) or []}
 
-    # Measurements to compare follow each other: the case, the level, and the request of each.
+    # Groups of measurements to compare, which directly follow each other: case, level and request of each.
     groups: list[list[tuple[str, int | None, tuple[Any, ...]]]] = [
         [(WORKER, piece, ("prefill", piece, prompt)) for piece in plan.pieces],
         [("", None, ("restore", restored))],

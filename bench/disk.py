@@ -1,8 +1,8 @@
-"""Runs a worker on a simulated bad disk: every sync of its writer thread is slow, or fails.
+"""Runs a worker on a simulated bad disk: every fsync of the cache's writer thread is slow, or fails.
 
 `python -m bench.disk SECONDS|fails MODULE ...` patches `os.fsync`, then runs the module. The patch waits
 without the GIL, as a real sync does. It affects only the cache's writer thread, not the log or the model, and
-does not simulate what a bad disk does inside the kernel. `bench.overhead` starts it.
+does not simulate what a bad disk does inside the kernel. `bench.overhead` starts this module.
 """
 
 from __future__ import annotations

@@ -23,7 +23,10 @@ class ReportError(BenchError):
 
 @asynccontextmanager
 async def in_background(*work: Coroutine[Any, Any, Any], wait: bool = False) -> AsyncGenerator[None]:
-    """Run coroutines while the block runs; at the block's end cancel them, or wait for them."""
+    """Run coroutines while the `async with` block runs; at its end cancel them, or with `wait` await them.
+
+    A fault in one of them cancels the others and the block, and is raised.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
@@ -35,6 +38,6 @@ async def in_background(*work: Coroutine[Any, Any, Any], wait: bool = False) -> 
 
 
 async def together(*work: Coroutine[Any, Any, Any]) -> None:
-    """Run all coroutines to their end; after a fault, cancel the others and raise it."""
+    """Run coroutines concurrently to their end; if one raises, cancel the others and raise its exception."""
     async with in_background(*work, wait=True):
         pass

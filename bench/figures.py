@@ -19,7 +19,7 @@ _FROM: Final = {3600.0: 2 * 3600.0, 60.0: 120.0}
 
 
 def scale(size: float, unit: Unit) -> tuple[float, str]:
-    """Return the divisor and the name of the unit that fits a number of this size."""
+    """Return the divisor and the name of the unit, such as ms or MB, that suits a number of this size."""
     scales = _SCALES.get(unit)
     if scales is None:
         return 1.0, unit

@@ -101,12 +101,12 @@ class Plan:
 
 
 def _user(of: Callable[[Turn], Any]) -> Callable[[Turn], Any]:
-    """Restrict a measure to turns of the load, without openings and answers beside a long prompt."""
+    """Make a measure None for turns outside the load: session openings, and answers beside a long prompt."""
     return lambda turn: None if turn.case in {OPENING, ANSWER} else of(turn)
 
 
 def _late(turn: Turn) -> float:
-    """Return how late a turn was sent, which is part of its user's wait."""
+    """Return how many seconds after it was due a turn was sent. A user waits for that time too."""
     return turn.fact("late_s") or 0.0
 
 
@@ -155,7 +155,7 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
 
 
 def _generated(turns: Sequence[Turn]) -> list[float]:
-    """Return the tokens generated per second, for equal parts of the time at full load.
+    """Return the tokens generated per second in each of several equal parts of the time at full load.
 
     The tokens of an answer are assumed to be spread evenly from its first chunk to its end.
     """
@@ -176,9 +176,9 @@ def _generated(turns: Sequence[Turn]) -> list[float]:
 
 
 def _served(turns: Sequence[Turn]) -> list[float]:
-    """Return the tokens per second of each session that did about as much work as most.
+    """Return the tokens per second of each session with about as many tokens as the median session.
 
-    Sessions with a failed turn are kept, with the few tokens that they got.
+    Sessions with a failed turn count too, with the few tokens that they got.
     """
     by_number = stats.grouped((turn.fact("number"), turn) for turn in turns)
     tokens = {one: sum(len(turn.tokens) for turn in some) for one, some in by_number.items()}
@@ -190,7 +190,10 @@ def _served(turns: Sequence[Turn]) -> list[float]:
 
 
 def _stalls(answers: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield gaps between chunks: while answers run alone (nothing is prefilled), and beside a long prompt."""
+    """Yield the gaps between chunks of answers: before a long prompt is sent, and while it is prefilled.
+
+    Also yield each block's longest gap beside the prompt, as a share of the prompt's time.
+    """
     longest: defaultdict[int, float] = defaultdict(float)
     for turn in answers:
         alone_s, sent_s, over_s = (turn.fact(name) or 0.0 for name in ("alone_s", "sent_s", "over_s"))
@@ -231,7 +234,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def _forgotten(turn: Turn) -> bool:
-    """Whether a turn does not continue where its session's last answer ended."""
+    """Say whether the worker lost a part of the session: the turn does not continue at its last position."""
     held, told = turn.fact("held"), turn.fact("told")
     if held is None:
         return False
@@ -247,7 +250,7 @@ async def measure(run: Run[Plan]) -> None:
 
     def note(at_s: float, metrics: Metrics) -> None:
         beside_bytes = metrics.process_bytes - metrics.resident_kv_bytes
-        sizes.append((len(run.turns), beside_bytes))  # not of `metrics.sessions`: workers unload idle ones
+        sizes.append((len(run.turns), beside_bytes))  # not `metrics.sessions`: workers unload idle sessions
         run.sample(PROCESS, "", at_s, 0, beside_bytes)
         run.sample(KV, "", at_s, 0, metrics.resident_kv_bytes / max(metrics.max_memory_bytes, 1))
 
@@ -270,7 +273,7 @@ async def measure(run: Run[Plan]) -> None:
 
 @dataclass(slots=True)
 class _Talk:
-    """A session, its next texts, and its position `held`; None if that is unknown."""
+    """A session and its next messages. `held` is the number of its tokens, None if that is unknown."""
 
     run: Run[Plan]
     session: Session
@@ -283,7 +286,10 @@ class _Talk:
     async def say(
         self, max_tokens: int, utterances: int = 1, *, begun: asyncio.Event | None = None, **facts: Any
     ) -> Turn:
-        """Send a turn. The first text contains the session's name, so that sessions share no KV."""
+        """Send a turn of `utterances` messages, and wait for the answer.
+
+        The first text contains the session's name, so that sessions share no KV.
+        """
         name = () if self.held else (f"[{self.session.key.session}]",)
         text = "\n\n".join((*name, *islice(self.texts, utterances)))
         messages = [{"role": "user", "content": text}]
@@ -299,7 +305,10 @@ class _Talk:
 async def _level(
     run: Run[Plan], client: Client, utterances: Sequence[int], at_once: int = AT_ONCE, **opening: Any
 ) -> AsyncGenerator[list[_Talk]]:
-    """Begin sessions whose first prompts have these numbers of `utterances`; close them afterwards."""
+    """Begin a session for each number in `utterances`, which is the number of messages in its first prompt.
+
+    The sessions are closed after the block.
+    """
     chats, name = run.corpus.conversations, uuid4().hex[:8]
 
     def talk(number: int) -> _Talk:
@@ -344,7 +353,8 @@ async def _loop(
 ) -> None:
     """Send each session's turns, `at_once` sessions at a time.
 
-    A turn is sent when it is due, in seconds from the level's start, or (None) after the answer before it.
+    `dues` has, for each session, when its turns are due, in seconds from the level's start; None means
+    directly after the answer before it.
     """
     plan, sent = run.plan, counted()
 
@@ -366,7 +376,10 @@ async def _loop(
 
 
 def _poisson(run: Run[Plan], rate: float) -> list[list[float]]:
-    """Draw when each session's turns are due: a Poisson process, with a uniformly drawn session per turn."""
+    """Draw when each session's turns are due, in seconds: a Poisson process with `rate` turns per second.
+
+    The session of each turn is drawn uniformly.
+    """
     plan, draw = run.plan, np.random.default_rng(run.plan.seed)
     times = np.sort(draw.uniform(0, plan.duration, draw.poisson(rate * plan.duration)))
     owners = draw.integers(plan.sessions, size=times.size)
@@ -374,7 +387,7 @@ def _poisson(run: Run[Plan], rate: float) -> list[list[float]]:
 
 
 async def _long_prompt(run: Run[Plan], client: Client, block: int) -> None:
-    """Prefill a long prompt while several answers run, all of which began before."""
+    """Time answers beside a long prompt, which is sent when all these answers have begun."""
     plan, begun = run.plan, [asyncio.Event() for _ in range(ANSWERS)]
     answers: list[Turn] = []
     times: list[float] = []
@@ -402,7 +415,7 @@ async def _long_prompt(run: Run[Plan], client: Client, block: int) -> None:
 
 
 async def _most_bytes(run: Run[Plan], client: Client) -> int:
-    """Grow one session of the crowd to its full length; return the bytes of its KV."""
+    """Run a session of the length that the crowd's sessions reach; return the bytes of its KV."""
     plan = run.plan
     run.progress(len(run.turns), None, "sizing the crowd's sessions")
     async with _level(run, client, [0]) as (talk,):
@@ -413,11 +426,11 @@ async def _most_bytes(run: Run[Plan], client: Client) -> int:
 
 
 async def _crowd(run: Run[Plan], client: Client, size: int, sizes: Sequence[tuple[int, int]]) -> None:
-    """Begin all sessions, many at a time; then send turns one by one, in random order."""
+    """Begin a crowd of `size` sessions, many at a time; then send turns one by one, in random order."""
     plan, before, turns = run.plan, len(sizes), len(run.turns)
     asked = order(size, plan.crowd_turns or 2 * size, plan.seed)
     async with _level(run, client, [plan.history] * size, CROWD_AT_ONCE, case=BEGINNING) as talks:
-        # Leaves out the first sessions, which fill the process's own caches.
+        # The first sessions are left out, since they fill the process's own caches.
         late = [(sent - turns, taken) for sent, taken in sizes[before:] if sent - turns > size / 4]
         points = [(STRETCHES * begun // (size + 1), begun, taken) for begun, taken in late]
         for block, slope in enumerate(stats.slopes(points)):
@@ -430,7 +443,7 @@ async def _crowd(run: Run[Plan], client: Client, size: int, sizes: Sequence[tupl
 
 
 async def _ask(run: Run[Plan], talk: _Talk) -> Turn:
-    """Send a turn to a session of the crowd, after querying the worker for where its KV is."""
+    """Send a turn to a session of the crowd; first ask the worker where the session's KV is."""
     told, resident = None, False
     with contextlib.suppress(TurnkeepError):  # the following turn reports it
         if talk.turns == KEPT_TURNS:
@@ -444,7 +457,7 @@ async def _ask(run: Run[Plan], talk: _Talk) -> Turn:
 
 
 def order(sessions: int, turns: int, seed: int) -> list[int]:
-    """Draw which session each turn is for: every session once, the rest by Zipf's law, in random order."""
+    """Draw the session of each turn, in random order: each session once, further turns by Zipf's law."""
     draw = np.random.default_rng(seed)
     shares = 1.0 / np.arange(1, sessions + 1) ** SKEW
     popular = draw.choice(draw.permutation(sessions), max(turns - sessions, 0), p=shares / shares.sum())

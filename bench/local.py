@@ -40,7 +40,7 @@ class Process:
     def __init__(
         self, name: str, command: Sequence[str], *, logged: bool = False, like: Process | None = None
     ) -> None:
-        """Prepare a process that loads the same OpenBLAS as `like`; `logged` keeps its output for messages.
+        """Prepare a process that loads the same OpenBLAS as `like`; with `logged`, faults quote its output.
 
         Processes can be compared only if all multiply with the same library: a worker loads OpenBLAS before
         MLX on a Linux CPU.
@@ -61,7 +61,7 @@ class Process:
 
     @property
     def blas(self) -> list[Path]:
-        """The BLAS libraries that the process has loaded; empty if the system does not provide this."""
+        """The BLAS libraries that the process has loaded; empty on systems that do not list them (macOS)."""
         try:
             found = {Path(region.path) for region in psutil.Process(self.pid).memory_maps()}
         except (psutil.Error, AttributeError):  # not on macOS
@@ -96,10 +96,13 @@ class Process:
             self._reap(process)
 
     def stop(self) -> None:
-        """Stop the process as Ctrl-C does, which stops a worker's NATS server too; kill what is left."""
+        """Stop the process by SIGTERM, and kill it and its children if they are still running after that.
+
+        A worker that ends on SIGTERM also stops its NATS server.
+        """
         if self._process is not None:
             self.find_children()
-            # Cleared first, so that other threads do not take the stop for a crash: `exit_code` is None.
+            # Clear `_process` first: then `exit_code` is None, and no other thread takes this for a crash.
             process, self._process = self._process, None
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -127,7 +130,10 @@ class Process:
             raise BenchError(": ".join([f"{self.name} ended with exit code {self.exit_code}", *said]))
 
     async def until(self, reached: Callable[[], Awaitable[T]]) -> T:
-        """Call `reached` until it succeeds; return its result. Raises `BenchError` at a time limit."""
+        """Call `reached` until it raises no connection error; return its result.
+
+        Raises `BenchError` at a time limit, or if the process ends.
+        """
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline_s:
             self.check_alive()
@@ -137,7 +143,7 @@ class Process:
         raise BenchError(f"{self.name} was not ready within {READY_TIMEOUT_S:.0f} s")
 
     def find_children(self) -> None:
-        """Find the children of the process, for `stop`."""
+        """Remember the children of the process, so that `stop` can kill them."""
         with contextlib.suppress(psutil.NoSuchProcess):
             if self._process is not None:
                 found = psutil.Process(self._process.pid).children(recursive=True)
@@ -156,7 +162,7 @@ class LocalWorker(Process):
     ) -> None:
         """Prepare a worker; `program` is the module to run, with its arguments before `serve`.
 
-        It uses the NATS server of the worker `beside`, else its own.
+        The worker uses the NATS server of the worker `beside` if one is given, else its own.
         """
         port = str(free_port())
         self.place = f"127.0.0.1:{port}"
@@ -185,7 +191,7 @@ class LocalWorker(Process):
     def model_folder(self) -> Path:
         """The MLX folder of the worker's model: a local folder, a download, or a converted GGUF file.
 
-        Known once the worker is ready. Raises `BenchError`.
+        Available once the worker is ready. Raises `BenchError`.
         """
         named = dict(zip(self._options, self._options[1:], strict=False)).get("--model")
         given = named or os.environ.get("TURNKEEP_MODEL", "")
@@ -205,21 +211,24 @@ class LocalWorker(Process):
 
 
 class Program(Process):
-    """A measuring program, `python -m module`, which reads and prints lines; it may end without a fault."""
+    """A program that a bench runs by `python -m module`: it reads lines and prints a reply to each.
+
+    An exit with code 0 is no fault.
+    """
 
     def __init__(self, module: str, *arguments: object, like: Process | None = None) -> None:
-        """Prepare the program."""
+        """Prepare the program of a module; `like` as for `Process`."""
         command = [sys.executable, "-m", module, *map(str, arguments)]
         super().__init__("the measuring process", command, logged=True, like=like)
         self._pipes = subprocess.PIPE
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code if the program failed; None while it runs, or after an end without a fault."""
+        """The exit code if the program failed; None while it runs, or if it exited with code 0."""
         return super().exit_code or None
 
     async def exchange(self, line: bytes = b"", timeout_s: float | None = None) -> bytes:
-        """Write `line`; return the next line of output, empty once the program has ended without a fault.
+        """Write `line`; return the next line of output, or b"" once the program has exited with code 0.
 
         Raises `BenchError` after `timeout_s`, or with the program's last line of errors if it has failed.
         """
@@ -271,7 +280,7 @@ def free_port() -> int:
 
 
 async def reach(url: str, **where: Any) -> Client:
-    """Connect to a worker without waiting for it. Raises `NoWorkerError` if it does not answer."""
+    """Connect to a running worker. Raises `NoWorkerError` if no worker answers; does not wait for one."""
     client = await connect(url, **where)
     try:
         with contextlib.suppress(RequestFailedError):  # expected: there is no such session

@@ -1,6 +1,6 @@
 """A client for streamed chat completions of OpenAI-compatible servers; and `mlx_lm.server` as a process.
 
-A failed request becomes a turn with its class of error; nothing is raised.
+A failed request returns a turn with the class of its error, and raises nothing.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Server:
         self.name, self.url, self.model = name, url, model
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        # The environment's proxy and `.netrc` are for other hosts.
+        # Ignore the environment's proxy and `.netrc`, which are for other hosts.
         self._http = httpx2.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
 
     async def __aenter__(self) -> Self:
-        """If the user has named no model, use the first one that the server lists."""
+        """Choose the model: the one that the user has named, else the first that the server lists."""
         if self.model is None:
             with contextlib.suppress(httpx2.HTTPError, msgspec.DecodeError, LookupError, TypeError):
                 reply = await self._http.get(f"{self.url}/models", timeout=CONNECT_TIMEOUT_S)
@@ -80,7 +80,7 @@ class Server:
     ) -> Turn:
         """Stream a greedy answer to `messages`, and time it. An error is returned in the turn, not raised.
 
-        If the server does not count tokens, the deltas are counted.
+        If the server reports no token counts, each delta counts as a token.
         """
         usage: _Usage | None = None
         first_s = error = message = None

@@ -138,9 +138,9 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def _speed_left(found: Findings[Plan], side: str, batch: int) -> list[float]:
-    """Return, for each round, the share of the decoding speed that is left while blocks are copied and saved.
+    """Return, for each round, the decoding speed with snapshots as a share of the speed without them.
 
-    Computed from the delay of the steps next to a completed block, since whole answers vary by more than the
+    Computed from the delay of the steps after a completed block, since whole answers vary by more than this
     delay. All sessions together complete a block every `block_tokens` tokens.
     """
     off, on = (found.blocks(BESIDE, case, batch) for case in (OFF, side))
@@ -150,9 +150,9 @@ def _speed_left(found: Findings[Plan], side: str, batch: int) -> list[float]:
 
 
 def _agreeing(turns: Sequence[Turn]) -> dict[str, list[float]]:
-    """Return, for each side and round, the share of tokens that equal those in process.
+    """Return, for each side and round, the share of tokens that equal those of mlx-lm alone.
 
-    After a session's first differing answer, its later ones do not count.
+    After a session's first different answer, its later answers do not count.
     """
     answers = stats.grouped((((turn.case, *turn.place), turn.session), turn.tokens) for turn in turns)
     equal, of = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
@@ -169,7 +169,7 @@ def _agreeing(turns: Sequence[Turn]) -> dict[str, list[float]]:
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield each side's samples over all its sessions: speeds, and the mean delay that a block causes."""
+    """Yield each side's samples over all its sessions: speeds, and the mean delay by saving a block."""
     pairs = [((turn.case, *turn.place), turn) for turn in turns if turn.error is None]
     at_once = stats.grouped(((place, turn.facts["turn"]), turn) for place, turn in pairs)
     for (place, _), some in at_once.items():
@@ -187,7 +187,7 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
 
 
 def steps(turn: Turn) -> list[float]:
-    """Return the times between tokens. Between tokens of one chunk the time is 0."""
+    """Return the seconds between an answer's tokens; 0 between tokens of the same chunk."""
     gaps_s = (0.0, *turn.gaps_s)  # the first chunk has no gap before it
     found: list[float] = []
     for gap_s, number in zip(gaps_s, turn.counts or (1,) * len(gaps_s), strict=True):
@@ -196,9 +196,9 @@ def steps(turn: Turn) -> list[float]:
 
 
 def decoding(turns: Sequence[Turn]) -> float | None:
-    """Return the tokens per second between the moment when all answers have begun and the last token.
+    """Return the tokens per second from the moment when all answers have begun to the last token.
 
-    None if most tokens came before that moment, since the rest is too short to measure.
+    None if most tokens came before that moment, since the remaining time is too short to measure.
     """
     begins = [turn.at_s + (turn.first_s or 0.0) for turn in turns]
     pairs = zip(turns, begins, strict=True)
@@ -210,9 +210,9 @@ def decoding(turns: Sequence[Turn]) -> float | None:
 def beside_blocks(turn: Turn) -> list[float]:
     """Return, for each completed block, how much longer `WINDOW` steps took than the steps around them.
 
-    A sampled token completes the block, so copying and writing the block can delay the steps after that
-    token. They are compared with the median of the steps before and after them. So a cost of milliseconds is
-    visible although whole answers vary by seconds.
+    A sampled token completes the block, so copying and writing the block can delay the `WINDOW` steps after
+    that token. These are compared with the median of the steps before and after them. So a cost of
+    milliseconds is visible although whole answers vary by seconds.
     """
     steps_s, found, block_tokens = steps(turn), [], int(turn.fact("block_tokens") or 0)
     first = block_tokens - ((turn.position or 0) - len(turn.tokens)) % block_tokens
@@ -225,7 +225,7 @@ def beside_blocks(turn: Turn) -> list[float]:
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Start all sides and run the rounds; a warm-up round of one turn comes first, and is not kept."""
+    """Start all sides and run the rounds, after a warm-up round of one turn that is not recorded."""
     plan, order = run.plan, random.Random(run.plan.seed)  # noqa: S311  # an order, not a secret
     async with contextlib.AsyncExitStack() as stack:
         sides, folder = await _start(run, stack)
@@ -249,7 +249,7 @@ async def measure(run: Run[Plan]) -> None:
 
 
 def _keep(run: Run[Plan], case: str, block: int, prompts: Prompts, answers: list[list[Turn]]) -> None:
-    """Add the answers of one side to the run. Raises `BenchError` if a turn failed."""
+    """Record the answers of one side. Raises `BenchError` if a turn failed."""
     sent = [0] * len(prompts[0])
     for number, (asked, turns) in enumerate(zip(prompts, answers, strict=True)):
         for i, (prompt, turn) in enumerate(zip(asked, turns, strict=True)):
@@ -265,7 +265,10 @@ def _keep(run: Run[Plan], case: str, block: int, prompts: Prompts, answers: list
 
 
 class Side(NamedTuple):
-    """One side of the comparison. `answer` runs sessions of several turns, all prompts of a turn at once."""
+    """One side of the comparison: a process of mlx-lm, or a worker.
+
+    `answer` runs new sessions of several turns, and sends the prompts of all sessions' next turn at once.
+    """
 
     case: str
     pid: int
@@ -273,7 +276,7 @@ class Side(NamedTuple):
 
 
 def _in_process(run: Run[Plan], program: Program) -> Side:
-    """Make the side of mlx-lm alone; the program measures its own times."""
+    """Make the side of mlx-lm alone, whose program measures the times itself."""
 
     async def answer(prompts: Prompts) -> list[list[Turn]]:
         at_s = run.elapsed_s
@@ -289,12 +292,12 @@ def _in_process(run: Run[Plan], program: Program) -> Side:
 def _through(run: Run[Plan], case: str, worker: LocalWorker) -> Side:
     """Make the side of a worker, which answers over NATS as for any client.
 
-    Each run of sessions has a new tenant, which finds nothing in the cache.
+    Each call of `answer` uses a new tenant, for which the cache has nothing.
     """
     timeout_s, max_tokens = run.plan.turn_timeout, run.plan.max_tokens
 
     async def counters(idle: Session) -> SnapshotCounters:
-        """Return the snapshot counters once all snapshots are written; on the slow disk, at once."""
+        """Return the snapshot counters, except on the slow disk only when all snapshots are written."""
         metrics = (await idle.info()).worker if case == SLOW else await run.wait_for_snapshots(idle)
         return metrics.snapshots
 
@@ -302,7 +305,7 @@ def _through(run: Run[Plan], case: str, worker: LocalWorker) -> Side:
         answers = []
         async with connect(worker.url, tenant=f"bench-{uuid4().hex[:12]}") as client:
             idle, *sessions = (client.session(f"s{i}") for i in range(-1, len(prompts[0])))
-            await idle.open(timeout_s=timeout_s)  # only for its `info`
+            await idle.open(timeout_s=timeout_s)  # only to read the worker's counters by `info`
             before = await counters(idle)
             for asked in prompts:
                 pairs = zip(sessions, asked, strict=True)
@@ -320,7 +323,7 @@ def _through(run: Run[Plan], case: str, worker: LocalWorker) -> Side:
 
 
 async def _start(run: Run[Plan], stack: contextlib.AsyncExitStack) -> tuple[list[Side], Path]:
-    """Start all sides; return them, and the folder of their model."""
+    """Start all sides; return the sides, and the folder of their common model."""
     plan, sides = run.plan, dict[str, Side]()
     common = ("--max-batch", f"{max(MIN_BATCH, *plan.batch)}", "--block-tokens", f"{plan.block_tokens}")
 
@@ -332,7 +335,7 @@ async def _start(run: Run[Plan], stack: contextlib.AsyncExitStack) -> tuple[list
 
     first = await start(WORKER)
     folder = first.model_folder
-    # With speculation the speed of a lone answer depends on its text.
+    # No drafts: with speculation the speed of a single answer depends on its text.
     same = ("--model", str(folder), "--max-draft", "0")
     await together(
         start(OFF, *same, "--snapshots", "off"),
@@ -349,7 +352,7 @@ async def _start(run: Run[Plan], stack: contextlib.AsyncExitStack) -> tuple[list
 
 
 def _prompt(texts: Texts, order: random.Random, plan: Plan, number: int) -> Tokens:
-    """Return a prompt with a unique beginning, since a corpus repeats itself."""
+    """Return a prompt whose first token is unique among its turn's, since a corpus repeats itself."""
     most = plan.prompt_tokens
     return (FIRST_ID + number, *texts.next_tokens(order.randint(most // 2, most) - 1))
 

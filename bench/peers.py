@@ -1,7 +1,7 @@
 """`turnkeep bench peers`: the same conversations with a worker and with OpenAI-compatible servers.
 
-Every measurement runs on one side after the other: only one works at any time, and each goes first equally
-often. The sides are paired by block: a chat, a round of streams, or a restart.
+Every measurement runs on one side after the other: only one side works at any time, and each goes first
+equally often. The sides are paired by block: a chat, a round of streams, or a restart.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield the tokens per second of each round, over all its streams."""
+    """Yield the tokens per second of each round of concurrent chats, over all its chats."""
     concurrent = [turn for turn in turns if turn.facts.get("part") == CONCURRENT]
     for place, streams in stats.grouped(((turn.case, *turn.place), turn) for turn in concurrent).items():
         if not any(turn.error for turn in streams):
@@ -135,11 +135,11 @@ class Peer:
         self._run, self._server = run, server
 
     def chat(self) -> Any:
-        """Begin a chat. The result is an argument of the other methods."""
+        """Begin a chat; return the object that the other methods take as `chat`."""
         return []
 
     async def ask(self, chat: Any, text: str, max_tokens: int) -> Turn:
-        """Send a message and time the answer. An error is returned, and leaves the chat unchanged."""
+        """Send a message and time the answer. An error is returned in the turn, and the chat is unchanged."""
         run, messages = self._run, [*chat, {"role": "user", "content": text}]
         with run.timing():
             turn = await self._server.ask(
@@ -153,14 +153,14 @@ class Peer:
         """Wait until the side has finished its work after the answer, such as writing snapshots."""
 
     async def restart(self, *, kill: bool) -> None:
-        """End the process and start it again."""
+        """End the process, with `kill` by SIGKILL, and start it again."""
         if isinstance(self.process, MlxServer):
             await asyncio.to_thread(self.process.kill if kill else self.process.stop)
             self.process.start()
             await self.process.ready()
 
     async def warm_up(self) -> None:
-        """Run a short chat, which loads the model. Raises `BenchError` if there is no answer."""
+        """Run a short chat, so that the side loads its model. Raises `BenchError` if there is no answer."""
         chat = self.chat()
         turn = await self.ask(chat, "Hello!", 2)
         if turn.error is not None:
@@ -180,7 +180,7 @@ class Turnkeep(Peer):
         return self._client.session(f"bench-{uuid4().hex[:12]}")
 
     async def ask(self, chat: Any, text: str, max_tokens: int) -> Turn:
-        """Send one generate."""
+        """Send one generate and time the answer. An error is returned in the turn."""
         said = [{"role": "user", "content": text}]
         return await self._run.ask(chat, texts=True, messages=said, max_tokens=max_tokens, temperature=0.0)
 
@@ -190,12 +190,12 @@ class Turnkeep(Peer):
             await self._run.wait_for_snapshots(chat)
 
     async def restart(self, *, kill: bool) -> None:
-        """Restart the worker; the client reconnects by itself."""
+        """Restart the worker, with `kill` after SIGKILL; the client reconnects by itself."""
         await self._run.restart(self._worker, kill=kill)
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Start the sides and run the parts."""
+    """Start all sides, then run the parts of the bench that the plan names."""
     plan, model = run.plan, run.where.model
     names = [TURNKEEP, *(peer if peer == OWN else parse(peer).name for peer in plan.peer)]
     if len(set(names)) < len(names):
@@ -223,7 +223,10 @@ async def measure(run: Run[Plan]) -> None:
 
 
 def _shuffled(run: Run[Plan]) -> Iterator[str]:
-    """Yield texts with distinct beginnings, since a server may cache prefixes."""
+    """Yield the corpus's messages in random order, each with a number before it that grows by the round.
+
+    So no text has the beginning of another, which a server may have cached.
+    """
     texts = [said for one in run.corpus.conversations for said in one]
     order = random.Random(run.plan.seed)  # noqa: S311  # an order, no secret
     for number in itertools.count(1):
@@ -237,12 +240,12 @@ class _Parts:
         self._run, self._plan, self._sides, self._texts = run, run.plan, sides, texts
 
     async def chat(self) -> None:
-        """Run chats turn by turn."""
+        """Run the part of single chats: one chat per side at a time, turn by turn."""
         for block in range(self._plan.chats):
             await self._converse(CHAT, 1, [(x, block) for x in range(1, self._plan.turns + 1)])
 
     async def concurrent(self) -> None:
-        """Run several chats at once."""
+        """Run the part of concurrent chats, for each number of chats at once."""
         for streams in self._plan.concurrency:
             places = [(streams, block) for block in range(self._plan.rounds)]
             await self._converse(CONCURRENT, streams, places)
@@ -265,7 +268,7 @@ class _Parts:
                 text = self._texts.next_text(min(plan.turn_tokens, length))
                 for side in list(chats):
                     if not await self._ask(FILL, length, block, side, [(chats[side], text)], most):
-                        del chats[side]  # its conversation would be shorter than the others'
+                        del chats[side]  # this side's conversation would be shorter than the others'
             for ending in (WARM, *((STOP, KILL) if block % 2 == 0 else (KILL, STOP))):
                 text = self._texts.next_text(RESTART_TURN_TOKENS)
                 for side in _rotated(chats, block):
@@ -277,9 +280,9 @@ class _Parts:
     async def _ask(
         self, part: str, x: int, block: int, side: Peer, asked: Sequence[tuple[Any, str]], most: int
     ) -> bool:
-        """Time concurrent turns of one side, and the CPU use of the others; return whether all were answered.
+        """Run and record concurrent turns of one side, with the CPU use of the others; wait until it is idle.
 
-        Waits until the side is idle.
+        Return whether all turns were answered.
         """
         others = [other.process.pid for other in self._sides if other is not side and other.process]
         began_s, used_s = time.monotonic(), sum(map(cpu_s, others))

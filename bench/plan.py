@@ -32,10 +32,10 @@ Setting = str | int | float | bool | tuple[int | float | str, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The option of a plan's field. `smoke` is the value under `--smoke`; None if it is the default.
+    """The option of a plan's field. `smoke` is the value under `--smoke`; None if that is the default.
 
-    `type` is a click type, where the annotation is not enough: numbers are above 0, a tuple of numbers is
-    joined by commas, a tuple of strings is a repeatable option, a bool a flag.
+    `type` is a click type. Without it the field's annotation decides: numbers must be above 0, a tuple of
+    numbers is joined by commas, a tuple of strings is a repeatable option, and a bool is a flag.
     """
 
     help: str
@@ -67,8 +67,8 @@ TurnTimeout = Annotated[float, Option("A turn that takes longer has failed.", me
 class Where:
     """The options of every bench: the worker to measure, and the folder for the report.
 
-    The worker is the one at `nats`, or one that the bench starts; `program` is the module to start, with its
-    arguments before `serve`.
+    Without `nats`, the URL of a running worker's server, the bench starts a worker itself; `program` is the
+    module to start, with its arguments before `serve`.
     """
 
     out: Annotated[Path | None, Option("Folder for the JSON report and its page.")] = None
@@ -92,7 +92,7 @@ REMOTE: Final = ("nats", "prefix", "tenant")
 
 
 class Numbers(click.ParamType[Any]):
-    """A click type for numbers joined by commas; its value is sorted, without duplicates."""
+    """A click type: numbers joined by commas. The option's value is a sorted tuple without duplicates."""
 
     name = "N,..."
 
@@ -145,7 +145,7 @@ def short_form(plan: type[Any]) -> dict[str, Any]:
 
 
 def smoke(plan: type[Any]) -> click.Option:
-    """Return the flag `--smoke`, which does not change settings that the command line names."""
+    """Return the flag `--smoke`, which sets the short run's values; values on the command line win."""
 
     def shorten(context: click.Context, _: click.Parameter, wanted: bool) -> None:
         if wanted:

@@ -1,7 +1,7 @@
 """Draws five kinds of plot of a bench's findings, as SVG with the page's colours.
 
-Matplotlib draws with placeholder colours, which are replaced by the page's variables, so that a plot fits
-light and dark mode.
+Matplotlib draws with placeholder colours. This module replaces them by the page's CSS variables, so that a
+plot suits light and dark mode.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .stats import Estimate
 from .turns import Measure, Sample
 
 _STYLE: Final = Path(__file__).with_name("plots.mplstyle")
-#: The style's placeholder colours, and the page's variables that replace them.
+#: The placeholder colours, and the page's CSS variables that replace them.
 _COLOURS: Final = {
     "#010101": "var(--ink)",
     "#020202": "var(--faint)",
@@ -92,7 +92,7 @@ def _cloud(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
 
 
 def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
-    """Draw typical values with their intervals, if they have one."""
+    """Draw the typical values at each x, with their intervals if these are known."""
     measure = plot.measures[0]
     divisor, name = _scale([measure], findings)
     xs = sorted({sample.x for sample in findings.of(measure) if sample.x is not None})
@@ -123,9 +123,9 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
 
 
 def _sizes(estimate: Estimate, measure: Measure) -> tuple[float, float]:
-    """Return how far an interval reaches below and above its value.
+    """Return how far an estimate's interval reaches below and above its value; (0, 0) without an interval.
 
-    A share's interval is limited to 0 and 100%.
+    A share's interval is limited to the range from 0 to 100%.
     """
     value, low, high = estimate.value, estimate.low, estimate.high
     if math.isinf(high):
@@ -164,9 +164,10 @@ _KINDS: Final[dict[str, Callable[[Any, Plot, Findings[Any]], None]]] = {
 def _groups(
     plot: Plot, findings: Findings[Any], *, all_levels: bool = False
 ) -> list[tuple[str | None, str, list[Sample]]]:
-    """Split samples into lines: one for each measure, case, and (unless `all_levels`) level.
+    """Return the plot's lines, each as label, colour and samples: one for each measure, case and level.
 
-    If there are more lines than colours, only the last level is shown.
+    With `all_levels` a line has the samples of all levels. If there are more lines than colours, only the
+    last level is shown.
     """
     found = []
     for measure in plot.measures:
@@ -184,7 +185,7 @@ def _groups(
 
 
 def _scale(measures: Sequence[Measure], findings: Findings[Any]) -> tuple[float, str]:
-    """Choose the unit that fits the third quartile."""
+    """Return the divisor and name of the unit that suits the third quartile of the measures' samples."""
     unit: Unit = measures[0].unit
     sizes = sorted(abs(sample.value) for measure in measures for sample in findings.of(measure))
     return scale(sizes[int(0.75 * (len(sizes) - 1))], unit)
@@ -205,7 +206,7 @@ def _vertical(axes: Any, plot: Plot) -> None:
 
 
 def _numbers(axis: Any, *, log: bool, whole: bool = False) -> None:
-    """Write plain numbers on an axis; a short logarithmic one has ticks at 1, 2 and 5 of each power."""
+    """Label an axis with plain numbers; a short logarithmic axis has ticks at 1, 2 and 5 times each power."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
     if log:

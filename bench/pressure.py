@@ -129,15 +129,18 @@ def _most(readings: Sequence[Sample]) -> float:
 
 
 def planned(turn: Turn) -> bool:
-    """Whether a failed turn was intended: a cancelled request, or a refusal, which has its own check."""
+    """Say whether the bench intended a turn to fail: it cancelled the request, or expects refusals.
+
+    Other checks decide whether each refusal was right.
+    """
     return turn.error == REFUSED or (turn.error == "expired" and bool(turn.facts["cancelled"]))
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Measure the size of sessions, set the limits, load the worker, and repeat some sessions alone."""
+    """Measure a session's size, set the memory limits by it, send the load; repeat some sessions alone."""
     plan = run.plan
     options = ["--metrics-interval-s", "0.1s", "--max-batch", f"{plan.rows}"]
-    options += ["--spare-memory", "0"]  # it would hide the growth of the process
+    options += ["--spare-memory", "0"]  # spare memory would hide the growth of the process
     async with run.worker(*options, "--max-context", f"{plan.room}") as (_, client):
         await _size(run, client)
     # `device_memory` leaves exactly `room` tokens for KV, which some requests need in full. `max_context` is
@@ -156,12 +159,15 @@ async def measure(run: Run[Plan]) -> None:
 
 
 async def _size(run: Run[Plan], client: Client) -> None:
-    """Measure the KV of `room` tokens, and what a worker reserves beside KV: weights and largest step."""
+    """Measure the bytes of `room` tokens' KV, and those that a worker reserves for weights and largest step.
+
+    The run's facts get them as the limits `max_memory` and `device_memory`.
+    """
     timeout_s, probe, last = run.plan.turn_timeout, client.session("probe"), client.session("last")
     full = await probe.append(tokens=(FIRST_ID,) * run.plan.room, timeout_s=timeout_s)
     kv = full.kv_live_bytes + full.kv_live_bytes // full.tokens  # the last token has no KV yet
     await probe.close(timeout_s=timeout_s)
-    # Metrics are updated after a step, here that of a tiny session.
+    # Metrics are updated after a step, so run the step of a tiny session.
     await last.append(tokens=(FIRST_ID, FIRST_ID), timeout_s=timeout_s)
     worker = await run.wait_for_snapshots(last)
     beside_kv = worker.device_memory_bytes - worker.max_memory_bytes
@@ -171,7 +177,10 @@ async def _size(run: Run[Plan], client: Client) -> None:
 
 @dataclass(slots=True)
 class _Member:
-    """A session of the load: its position after the last result, and its requests, to repeat them."""
+    """A session of the load. `held` is the number of its tokens after the last result.
+
+    `done` has the verb, the arguments and the answer's tokens of each request, so that it can be repeated.
+    """
 
     name: str
     held: int = 0
@@ -189,7 +198,7 @@ class _Load:
         self._dice = [random.Random(f"{run.plan.seed}-{i}") for i in range(run.plan.clients)]  # noqa: S311
 
     def watch(self, at_s: float, metrics: Metrics) -> None:
-        """Keep the memory readings of a metrics message."""
+        """Record the memory readings of a metrics message."""
         sizes = [(PROCESS, "", metrics.process_bytes)]
         if metrics.mlx_active_bytes:  # 0 before the first step
             sizes += [(DEVICE, ALLOCATED, metrics.mlx_active_bytes), (DEVICE, PEAK, metrics.mlx_peak_bytes)]
@@ -198,12 +207,12 @@ class _Load:
             self._run.sample(measure, case, at_s, self.block, size_bytes)
 
     async def stretch(self, seconds: float) -> None:
-        """Send requests for `seconds`, and wait for all answers: a block."""
+        """Run one block of the statistics: send requests for `seconds`, and wait for all answers."""
         end_s = self._run.elapsed_s + seconds
         await together(*(self._ask(dice, end_s) for dice in self._dice))
 
     async def read_log(self) -> None:
-        """Count the results of every request in the log."""
+        """Record how many results the log has for each request."""
         for block, member in enumerate(self._members):
             log = await self._client.log(member.name)
             results = Counter(decode_result(entry.body).seq for entry in log if entry.kind == "out")
@@ -222,7 +231,7 @@ class _Load:
                     facts = turn.facts | {"same": "yes" if turn.tokens == answer else "no"}
                     self._run.keep(replace(turn, case=AGAIN, block=block, facts=facts))
                     if turn.tokens != answer:
-                        break  # later answers have another context
+                        break  # later answers have different contexts
             await session.close(timeout_s=self._plan.turn_timeout)
 
     async def _ask(self, dice: random.Random, end_s: float) -> None:
@@ -241,7 +250,7 @@ class _Load:
                 self._run.keep(replace(turn, case=case, block=self.block, own_tokens=own, facts=facts))
             if turn.error is None:
                 member.held = turn.position or 0
-                if turn.finish_reason == "cancelled":  # its repetition must be as long
+                if turn.finish_reason == "cancelled":  # the repetition's answer must be as long
                     request = request | {"max_tokens": len(turn.tokens)}
                 if turn.tokens or verb in {"append", "rewind"}:
                     member.done.append((verb, request, turn.tokens))
@@ -251,7 +260,10 @@ class _Load:
     async def _send(
         self, session: Session, verb: str, request: dict[str, Any], cancel_after_s: float | None = None
     ) -> Turn:
-        """Send a request. A fault is returned in the turn, not raised."""
+        """Call the method `verb` of a session and time it; a fault is returned in the turn, not raised.
+
+        With `cancel_after_s` also cancel the request after that time.
+        """
         run, name, at_s = self._run, uuid4().hex, self._run.elapsed_s
 
         async def cancel() -> None:
@@ -275,16 +287,20 @@ class _Load:
 
 
 def kind_of(size: int, room: int) -> str:
-    """Return the case (table row) of a request that grows its session to `size` of `room` tokens."""
+    """Return the case (table row) of a request after which its session has `size` tokens.
+
+    `room` is the number of tokens for which the worker's memory has room.
+    """
     if size > room:
         return NEVER
     return ALONE if size > ALONE_FROM * room else LONG if size > LONG_FROM * room else SHORT
 
 
 def draw(dice: random.Random, room: int, held: int) -> tuple[str, dict[str, Any], float | None]:
-    """Draw the next request of a session of `held` tokens: verb, arguments, seconds until it is cancelled.
+    """Draw the next request of a session that has `held` tokens, in a memory for `room` tokens.
 
-    A request is refused only if the prompt and one token of the answer do not fit.
+    Returns the method, its arguments, and the seconds after which to cancel the request (None: never). A
+    worker must refuse a request only if the prompt and one token of the answer do not fit.
     """
     if held > FULL * room and dice.random() < 0.5:
         if dice.random() < 0.5:

@@ -1,7 +1,7 @@
 """`turnkeep bench recall`: how many planted facts a session finds if only part of its KV is on the device.
 
 Each long text has secret codes at several depths, and a question for each code. Every cache policy gets the
-same texts; a text is a block. The right answers are the result; times are reported beside them.
+same texts; a text is a block of the statistics. The main result is the share of right answers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def policies(self) -> dict[str, CachePolicy]:
-        """The cache policy of each case. Tables show the cases in this order."""
+        """The cache policy of each case, by the case's name. Tables show the cases in this order."""
         found = {FULL: CachePolicy("full")}
         for tokens in sorted(self.resident, reverse=True):
             found[_case(WINDOW, tokens)] = CachePolicy("sink_window", SINK, tokens - SINK)
@@ -69,7 +69,7 @@ def _case(way: str, resident: int) -> str:
 
 
 def _way(case: str) -> tuple[str, int]:
-    """Return a case's policy, and its number of tokens on the device; 0 for all."""
+    """Split a case's name into the policy and the number of tokens on the device; 0 means all tokens."""
     way, _, resident = case.rpartition(", ")
     return (way, int(resident.replace(",", ""))) if way else (case, 0)
 
@@ -117,7 +117,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def _prefills_more(turn: Turn) -> bool:
-    """Whether more was prefilled than the question and the token before it."""
+    """Say whether a turn prefilled more than its question and the last token before it."""
     return turn.prefilled_tokens > turn.prompt_tokens - (turn.fact("held") or 0) + 1
 
 
@@ -150,7 +150,7 @@ def planted(texts: Texts, tokens: int, facts: Sequence[Fact]) -> tuple[int, ...]
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Prefill each text under each policy, and ask its questions; after each answer rewind to the text."""
+    """Prefill each text under each policy, and ask its questions; rewind to the text's end between them."""
     plan, drawn = run.plan, random.Random(run.plan.seed)  # noqa: S311  # codes in a text, not secrets
     if max(plan.resident) >= plan.tokens or max(plan.depths) > 100 or len(plan.depths) > len(NAMES):
         raise BenchError(

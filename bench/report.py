@@ -1,6 +1,6 @@
-"""The report of a bench, and its file, which is replaced atomically.
+"""The report of a bench, and the file to which it is written atomically.
 
-A report holds raw measurements; tables and plots are made from it.
+A report has the raw measurements; other modules make tables and plots from it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _GIT_TIMEOUT_S: Final = 10
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """One run. `complete` is false during a run and after an interruption; `ending` says how the run ended.
+    """The report of one run. `complete` is false during the run, and if it was interrupted.
 
-    `facts` describe the conditions of the run; `samples` are values that cannot be computed from the turns.
-    `worker` are the worker's metrics after the first turns.
+    `ending` says how the run ended, `facts` under which conditions it ran. `samples` are values that cannot
+    be computed from the turns, `worker` the first metrics that were read from the worker.
     """
 
     schema: str
@@ -63,7 +63,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
 
 def describe() -> dict[str, Any]:
-    """Describe this machine; the worker's may be another one, unless the bench started the worker."""
+    """Describe this machine, on which the bench runs; a worker that it did not start may run elsewhere."""
     packages = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -107,7 +107,7 @@ def _output(*command: str) -> str | None:
 
 
 class ReportFile:
-    """The file of one run's report, named by bench and time. Without a folder nothing is written."""
+    """The file of one run's report, named by bench and time. Without a folder, `save` writes nothing."""
 
     def __init__(self, folder: Path | None, bench: str, every_s: float) -> None:
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
@@ -117,7 +117,7 @@ class ReportFile:
 
     @property
     def due(self) -> bool:
-        """Whether a checkpoint is due."""
+        """Whether it is time to save the report of the unfinished run again."""
         return self.path is not None and time.monotonic() - self._written_s >= self._every_s
 
     def save(self, report: Report) -> None:

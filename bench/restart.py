@@ -1,8 +1,8 @@
 """`turnkeep bench restart`: the time to the next token after a restart, a kill or an eviction.
 
-Sessions of one length get the same tokens. Each case has a tenant of its own, so that no case finds another
-one's KV. A round gives every case a turn, then the event of the case (a restart, for example), then measures
-the next turn. The cases are paired by round.
+Sessions of one length get the same tokens. Each case has its own tenant, so that no case finds the KV of
+another case. A round runs, for each case, a turn, then the case's event (for example a restart), then the
+turn that is measured. The cases are paired by round.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def _waits(found: Findings[Plan], case: str) -> list[float]:
-    """Return, for each round, a case's extra wait over `WARM` as a share of a cold turn's extra wait.
+    """Return, for each round, how long a case's cached tokens took, as a share of a cold turn's prefill.
 
-    Computed at the longest length, where the effect is largest, minus the share of tokens that were
-    prefilled.
+    That is the wait beyond that of a session in memory, as a share of the same for a cold turn, minus the
+    share of tokens that the case prefilled. Computed at the longest length, where the effect is largest.
     """
     length = max(found.plan.tokens)
     warm, mine, cold = (found.blocks(FIRST, one, length) for one in (WARM, case, COLD))
@@ -130,7 +130,7 @@ def _waits(found: Findings[Plan], case: str) -> list[float]:
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Begin a session of each length for each case but the cold one, then run the rounds."""
+    """Begin a session of each length for each case except the cold case, then run the rounds."""
     plan, order = run.plan, random.Random(run.plan.seed)  # noqa: S311  # an order, not a secret
     async with run.worker("--block-tokens", f"{BLOCK_TOKENS}") as (worker, client):
         memory, context = await _room_for_one(client, plan)
@@ -138,7 +138,7 @@ async def measure(run: Run[Plan]) -> None:
         texts = Texts(worker.model_folder, run.corpus.texts())
         lives = _Lives(run, worker, memory, context)
         await lives.restart()
-        lengths = sorted(plan.tokens, reverse=True)  # the longest first: it fails at once if it does not fit
+        lengths = sorted(plan.tokens, reverse=True)  # longest first, to fail at once if that does not fit
         for length in lengths:
             run.progress(0, None, f"beginning with {length:,} tokens")
             await lives.begin(length, texts.next_tokens(length))
@@ -147,7 +147,7 @@ async def measure(run: Run[Plan]) -> None:
             for length in order.sample(lengths, len(lengths)):
                 lead, own = texts.next_tokens(plan.turn_tokens), texts.next_tokens(plan.turn_tokens)
                 cases = [*order.sample(CASES[:-1], 4), COLD]
-                # The cold turn repeats the context of the one in memory, so it comes after that one.
+                # The cold turn repeats the context of the session in memory, so it comes after that turn.
                 cases.insert(order.randint(cases.index(WARM) + 1, 4), cases.pop())
                 for case in cases:
                     where = f"round {block + 1} of {plan.rounds}, {length:,}, {case}"
@@ -169,12 +169,12 @@ class _Lives:
         self._contexts: dict[int, Tokens] = {}  # its context at the last turn
 
     async def restart(self, *, kill: bool = False) -> tuple[float, float]:
-        """End the worker and start it again; return the seconds that each took."""
+        """End the worker, with `kill` by SIGKILL, and start it again; return the seconds that each took."""
         limits = ("--max-memory", f"{self._memory}", "--max-context", f"{self._context}")
         return await self._run.restart(self._worker, *limits, kill=kill)
 
     async def begin(self, length: int, tokens: Tokens) -> None:
-        """Prefill a session for every case but the cold one."""
+        """Prefill the sessions of this length, one for each case except the cold case."""
         self._sent[length] = tokens
         for case in CASES[:-1]:
             async with self._session(case, length) as session:
@@ -182,9 +182,9 @@ class _Lives:
                 await self._run.wait_for_snapshots(session)
 
     async def turn(self, case: str, length: int, lead: Tokens, own: Tokens) -> Turn:
-        """Run a turn, then the case's event, then measure the next turn.
+        """Run a turn with the tokens `lead`, then the case's event; then measure a turn with `own`.
 
-        The measured turn uses an open connection, and the worker is ready and idle.
+        The measured turn uses an open connection to a worker that is ready and idle.
         """
         facts: dict[str, float | str | None] = {}
         if case in RESTARTED:
@@ -210,9 +210,9 @@ class _Lives:
         return replace(turn, facts=facts)
 
     async def _interrupt(self, tokens: Tokens) -> float | None:
-        """Kill the worker in mid-answer; return the seconds from the answer's last token to its next one.
+        """Kill the worker during an answer; return the seconds until the restarted worker's next token.
 
-        None if the answer ended before.
+        None if the answer had ended before the kill.
         """
         async with connect(self._worker.url, tenant=f"cut-{uuid4().hex[:12]}") as client:
             session, begun = client.session("cut"), asyncio.Event()
@@ -230,7 +230,7 @@ class _Lives:
 
     @asynccontextmanager
     async def _session(self, case: str, length: int) -> AsyncGenerator[Session]:
-        """Connect, and yield the session of a case; a cold session is new each time."""
+        """Connect, and yield the session of a case and length; for the cold case a new session each time."""
         tenant = f"cold-{uuid4().hex[:12]}" if case == COLD else case.replace(" ", "-")
         async with connect(self._worker.url, tenant=tenant) as client:
             yield client.session(f"s{length}")
@@ -242,7 +242,7 @@ class _Lives:
         return turn
 
     async def _push_out(self) -> None:
-        """Spill all idle sessions by a prompt that fills the memory, then cancel the prompt."""
+        """Spill all idle sessions to SSD: send a prompt that fills the worker's memory, then cancel it."""
         async with connect(self._worker.url, tenant=f"push-{uuid4().hex[:12]}") as client:
             session, timeout_s = client.session("push"), self._run.plan.turn_timeout
             await session.append(tokens=(0,), timeout_s=timeout_s)
@@ -259,7 +259,7 @@ class _Lives:
 
 
 async def _room_for_one(client: Client, plan: Plan) -> tuple[int, int]:
-    """Choose a memory limit that one session can fill; return its bytes and tokens."""
+    """Choose a memory limit that a single session can fill; return the limit in bytes and in tokens."""
     session = client.session("probe")
     probe = await session.append(tokens=(0,) * 64, timeout_s=plan.turn_timeout)
     await session.close(timeout_s=plan.turn_timeout)

@@ -1,6 +1,6 @@
 """One run of any bench: its workers, its clock, and its report.
 
-A bench keeps raw values; nothing is computed or written while a turn is in flight.
+A run records raw values; it computes and writes nothing while a turn is in flight.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FAULT_PAUSE_S: Final = 0.2
 
 
 class Run(Generic[P]):
-    """Starts workers and times turns for a bench's measuring coroutine; keeps the measurements so far."""
+    """Starts workers, times turns and records measurements for a bench's measuring coroutine."""
 
     def __init__(self, bench: str, plan: P, where: Where) -> None:
         self.plan = plan
@@ -84,11 +84,11 @@ class Run(Generic[P]):
     async def ask(
         self, session: Session, *, begun: asyncio.Event | None = None, texts: bool = False, **request: Any
     ) -> Turn:
-        """Send one generate and time it, for at most the plan's `turn_timeout`; only `keep` records the turn.
+        """Send one generate, wait up to the plan's `turn_timeout`, and return the timed turn.
 
-        A fault is returned in the turn, not raised. `request` are the arguments of `Session.generate`. The
-        first chunk sets `begun`. With `texts` the answer's text is a fact of the turn. An answer without text
-        has no chunk: its first token arrives with the result.
+        The turn is not recorded: call `keep`. A fault is returned in the turn, not raised. `request` are the
+        arguments of `Session.generate`. The first chunk sets `begun`. With `texts` the turn's facts have the
+        answer's text. An answer without chunks counts as beginning when the result arrives.
         """
         _end_where_cancelled()
         timeout_s: float = self.plan.turn_timeout  # type: ignore[attr-defined]  # of all plans with turns
@@ -115,7 +115,7 @@ class Run(Generic[P]):
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
-        """Measure the event loop's lag while the block runs, and write no report meanwhile."""
+        """Measure the event loop's lag during the `with` block, and write no report meanwhile."""
         self._in_flight += 1
         try:
             yield
@@ -123,11 +123,11 @@ class Run(Generic[P]):
             self._in_flight -= 1
 
     def keep(self, *turns: Turn) -> None:
-        """Add measured turns to the report."""
+        """Record measured turns in the report."""
         self.turns += turns
 
     def sample(self, measure: Measure, case: str, x: float | None, block: int, value: float) -> None:
-        """Add a value that cannot be computed from turns to the report."""
+        """Record a value that cannot be computed from turns."""
         self._samples.append(Sample(measure.name, case, x, block, value))
 
     def warn(self, message: str) -> None:
@@ -150,8 +150,8 @@ class Run(Generic[P]):
     ) -> AsyncGenerator[tuple[LocalWorker, Client]]:
         """Run the bench's own worker on an empty data directory, with additional `serve` options.
 
-        Yields the worker, once it answers, and a connection. The bench may kill, stop and start the worker,
-        which is stopped at the end; its directory is removed.
+        Yields the worker, once it answers, and a connection. The bench may kill, stop and start the worker.
+        At the end the worker is stopped and its directory removed.
         """
         with tempfile.TemporaryDirectory(prefix="turnkeep-bench-") as folder:
             model = () if self.where.model is None else ("--model", self.where.model)
@@ -162,7 +162,7 @@ class Run(Generic[P]):
                     yield worker, client
 
     async def _ready(self, worker: LocalWorker) -> Client:
-        """Wait until a starting worker answers; meanwhile show its progress bars instead of the bench's."""
+        """Wait until a starting worker answers; hide the bench's bar, as the worker shows its own bars."""
         was_shown = self._bars.live.is_started
         self._bars.stop()
         try:
@@ -173,7 +173,7 @@ class Run(Generic[P]):
 
     @contextlib.contextmanager
     def owning(self, process: Process) -> Iterator[None]:
-        """Start a process and stop it afterwards; if it ends by itself, the run ends (`BenchError`)."""
+        """Run a process during the `with` block; if it ends by itself, the run fails with a `BenchError`."""
         self._processes.append(process)
         process.start()
         try:
@@ -195,7 +195,10 @@ class Run(Generic[P]):
 
     @asynccontextmanager
     async def watching(self, client: Client, note: Callable[[float, Metrics], None]) -> AsyncGenerator[None]:
-        """Call `note` with each metrics message and its arrival time while the block runs."""
+        """During the `async with` block, call `note` with the arrival time and each metrics message.
+
+        The arrival time is in seconds since the run began.
+        """
 
         async def listen() -> None:
             name = None
@@ -258,7 +261,7 @@ class Run(Generic[P]):
         )
 
     async def _pulse(self) -> None:
-        """Measure the loop's own lag while turns are in flight, and notice dead processes."""
+        """Measure the event loop's lag while turns are in flight. Raises `BenchError` if a process ends."""
         while True:
             due_s = time.monotonic() + PULSE_S
             in_flight = self._in_flight
@@ -273,7 +276,10 @@ class Run(Generic[P]):
 
 
 def _end_where_cancelled() -> None:
-    """Raise `CancelledError` again if a library swallowed it, as `wait_for` of Python 3.11 may."""
+    """Raise `CancelledError` if the task was cancelled but a library swallowed the exception.
+
+    `asyncio.wait_for` of Python 3.11 may do so.
+    """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -1,7 +1,8 @@
 """`turnkeep bench session`: one session over many turns, and the cost of each turn as the session grows.
 
-A block is a section of the run. A session under `full` is rewound to its beginning when its context is full,
-which the report says. A session with a window never ends, and the size of its KV must stay constant.
+A block of the statistics is a section of the run. A session under the policy `full` is rewound to its
+beginning when its context is full; the report counts this. A session under `sink_window` never ends, and the
+size of its KV must stay constant.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Plan:
         return DEFAULT_TURNS if self.turns is None and self.duration is None else self.turns
 
     def stretch(self, turn: int, elapsed_s: float) -> int:
-        """Return the block of a turn, counted from 0."""
+        """Return the number of the block, from 0, to which a turn belongs."""
         if self.limit is None:
             return int(STRETCHES * elapsed_s / (self.duration or 1.0))
         return turn // max(MIN_TURNS, math.ceil(self.limit / STRETCHES))
@@ -108,9 +109,9 @@ PLOTS = (
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield samples: KV by its formula, first chunks after a restart, bytes written per token of each block.
+    """Yield samples: KV by its formula, first chunks after a restart, and bytes written per generated token.
 
-    Written bytes are counted by block, since snapshots are written after their turns.
+    Written bytes are counted by block, since a turn's snapshots are written after the turn.
     """
     answered = [turn for turn in turns if turn.error is None]
     formula = kv_formula(answered)
@@ -120,7 +121,7 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
             yield Sample(RESTARTED.name, "", turn.fact("held"), turn.block, turn.first_s)
     known = [(turn, size) for turn in turns if (size := turn.fact("written_bytes")) is not None]
     steps = ((turn.block, (later - size, turn)) for (_, size), (turn, later) in pairwise(known))
-    # A restarted worker counts its bytes from 0 again: those steps are left out.
+    # A restarted worker counts its written bytes from 0 again: differences across a restart are left out.
     for block, some in stats.grouped(step for step in steps if step[1][0] >= 0).items():
         if tokens := sum(len(turn.tokens) for _, turn in some):
             yield Sample(WRITTEN.name, "", some[-1][1].x, block, sum(more for more, _ in some) / tokens)
@@ -149,10 +150,10 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 
 
 def kv_formula(turns: Sequence[Turn]) -> Callable[[int], float]:
-    """Return the bytes of KV as a function of a session's tokens, fitted to most turns; 0 if no turn has KV.
+    """Return the bytes of KV as a function of a session's tokens, as most turns report; 0 if no turn has KV.
 
     Each of the first tokens (as many as the fact `kept`, or all) takes the same number of bytes. Each further
-    token takes no bytes, or in a paged session (which has the fact `paged`) the bytes of its sketch.
+    token takes none, or in a paged session (with the fact `paged`) the bytes of its sketch (2-bit keys).
     """
     sizes = [(turn.kv_live_bytes, tokens) for turn in turns for tokens in _lengths(turn)]
     kept = (turns[0].fact("kept") if turns else None) or math.inf
@@ -175,7 +176,10 @@ def _voted(sizes: Iterable[float]) -> float:
 
 
 def _own_tokens(turn: Turn) -> float:
-    """Return the most tokens a turn may prefill: new, rewritten, and the last one of the turn before."""
+    """Return how many tokens a turn may prefill: new and rewritten ones, and the last token before them.
+
+    Infinity if the session's position before the turn is unknown.
+    """
     held = turn.fact("held")
     kept = held if turn.rewritten_from is None else turn.rewritten_from
     if held is None or kept is None:
@@ -184,7 +188,7 @@ def _own_tokens(turn: Turn) -> float:
 
 
 def _cache(plan: Plan) -> CachePolicy | None:
-    """Return the session's cache policy. Raises `BenchError` for options that do not go together."""
+    """Return the cache policy, None for the default. Raises `BenchError` for conflicting options."""
     if plan.window is not None and plan.resident is not None:
         raise BenchError("take --window or --resident")
     if plan.resident is not None:
@@ -206,7 +210,7 @@ async def measure(run: Run[Plan]) -> None:
     if run.where.nats is not None:
         raise BenchError("only a worker of the bench's own is restarted: leave out --nats or --restart-every")
     async with run.worker() as (worker, first):
-        await first.close()  # else it would reconnect after each restart
+        await first.close()  # otherwise this client would reconnect after each restart
         while not talk.is_over:
             if run.turns:
                 await run.restart(worker)
@@ -215,7 +219,7 @@ async def measure(run: Run[Plan]) -> None:
 
 
 class _Conversation:
-    """Runs the turns of the session, and keeps its position before the next turn."""
+    """Runs the turns of the session, and remembers the session's position before the next turn."""
 
     def __init__(self, run: Run[Plan]) -> None:
         self._run, self._texts, self._cache = run, run.corpus.texts(), _cache(run.plan)
@@ -230,13 +234,13 @@ class _Conversation:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last turn was run."""
+        """Whether the plan's last turn has run."""
         plan = self._run.plan
         ended = plan.duration is not None and self._elapsed_s >= plan.duration
         return ended or (plan.limit is not None and len(self._run.turns) >= plan.limit)
 
     async def go_on(self, client: Client, most: int | None = None) -> None:
-        """Run the remaining turns, at most `most`. The first of them may follow a restart."""
+        """Run the remaining turns, at most `most`. The first turn of a further call follows a restart."""
         run, plan = self._run, self._run.plan
         session = client.session(self.name, cache=self._cache)
         first = len(run.turns)
@@ -269,7 +273,7 @@ class _Conversation:
 
 
 async def _ask(run: Run[Plan], session: Session, text: str, held: int | None) -> Turn:
-    """Send one turn to a session of `held` tokens, then read the worker's memory and writes."""
+    """Send one turn to a session of `held` tokens; then record the worker's memory and disk use as facts."""
     messages = [{"role": "user", "content": text}]
     turn = await run.ask(session, messages=messages, max_tokens=run.plan.max_tokens)
     facts: dict[str, float | str | None] = {"held": held}

@@ -1,6 +1,7 @@
 """Defines the parts of a bench; looks up a run's measurements by measure, case and level. Pure.
 
-A bench is data and one measuring coroutine; tables, ratios, plots and pages follow from the samples.
+A bench is data and one measuring coroutine; other modules make tables, ratios, plots and pages from the
+samples.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """A comparison, block by block, of a measure in every other case with the case `base`."""
+    """A comparison to report: a measure in each other case against the case `base`, block by block."""
 
     measure: Measure
     base: str
@@ -36,8 +37,8 @@ class Against:
 class Plot:
     """One plot; `caption` says how to read it, `x` names the x axis if it has no levels.
 
-    `cdf`, `over time` (x in seconds) and `points` show a line or cloud for each of `measures` and each case;
-    `by x` shows the first measure's typical values with intervals; `bars` stacks all for each case.
+    `cdf`, `over time` (x in seconds) and `points` show a line or cloud for each of `measures` and each case.
+    `by x` shows the first measure's typical values with intervals. `bars` stacks all measures of a case.
     """
 
     kind: Literal["cdf", "over time", "by x", "bars", "points"]
@@ -55,8 +56,8 @@ class Bench(Generic[P]):
     `cases` gives the order of cases in tables and legends; other cases come last. `levels` names `x` if it is
     one of a few levels with table rows of their own (lengths, batch sizes); otherwise `x` is only an axis.
     `remote`: the bench can measure a running worker. `planned` says whether a failed turn is intended.
-    `follows` makes samples that need several turns (for example tokens/s). `closing` makes the
-    rows of a last table, whose head begins with its title. `notes` are for the page, with fields of `{plan}`.
+    `follows` computes samples that need several turns (for example tokens/s). `closing` makes a last table's
+    rows; the first cell is its title. `notes` is a text for the page, with `{plan.NAME}` for settings.
     """
 
     name: str
@@ -80,12 +81,15 @@ class Bench(Generic[P]):
         return (self.plan.__doc__ or "").partition("\n")[0].rstrip(".")
 
     def findings(self, report: Report) -> Findings[P]:
-        """Return the findings of a report, to look up its measurements."""
+        """Return a report's measurements as `Findings`, for looking them up."""
         plan = msgspec.convert(report.plan, self.plan, dec_hook=lambda kind, value: kind(value))
         return Findings(self, plan, report.turns, report.samples, report.facts)
 
     def checked(self, found: Findings[P], lags_s: Sequence[float]) -> tuple[Check, ...]:
-        """Return the checks of all benches (not if the run has only samples), then this bench's own."""
+        """Return the checks that all benches share, then this bench's own checks.
+
+        The shared checks are left out if the run has samples and no turns.
+        """
         turns = [turn for turn in found.turns if not self.planned(turn)]
         shared = common(turns, lags_s) if found.turns or not found.given else ()
         return (*shared, *self.checks(found))
@@ -106,7 +110,7 @@ class Findings(Generic[P]):
 
     @cached_property
     def answered(self) -> list[Turn]:
-        """The turns without a fault."""
+        """The turns without an error."""
         return [turn for turn in self.turns if turn.error is None]
 
     @cached_property
@@ -155,7 +159,7 @@ class Findings(Generic[P]):
         return stats.by_block((sample.block, sample.value) for sample in self.of(measure, case, level))
 
     def numbers(self, measure: Measure) -> dict[str, list[float]]:
-        """Return the blocks' medians of each case, over all levels."""
+        """Return, for each case, the median of each block, over all levels."""
         return {case: [*self.blocks(measure, case).values()] for case in self.cases(measure)}
 
     def estimate(self, measure: Measure, case: str, level: float | None = None) -> Estimate | None:
@@ -163,7 +167,7 @@ class Findings(Generic[P]):
         return stats.mean(self.blocks(measure, case, level).values(), log=measure.log)
 
     def compared(self, against: Against, case: str, level: float | None = None) -> list[float]:
-        """Return the ratios of a case to the case `base`, or the differences from it, block by block."""
+        """Return, block by block, the ratio of a case to `against.base`, or its difference from that case."""
         compare = {"ratio": stats.ratios, "difference": stats.differences}[against.kind]
         return compare(*(self.blocks(against.measure, one, level) for one in (against.base, case)))
 

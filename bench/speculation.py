@@ -1,7 +1,7 @@
 """`turnkeep bench speculation`: answers without drafts, with prompt lookup, and with a draft model.
 
 One program, `bench.programs.speculation`, has a batch for each side over the same weights. The sides take
-turns in a random order with the same prompts. A round is a block.
+turns in a random order with the same prompts. A round is a block of the statistics.
 """
 
 from __future__ import annotations

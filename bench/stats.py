@@ -1,4 +1,4 @@
-"""The statistics of the reports: intervals, ratios and slopes over the blocks' numbers. Pure.
+"""The statistics of the reports: intervals, ratios and slopes, from one number per block. Pure.
 
 A block (a round, a session, a section of a long run) is independent of other blocks. Values within a block
 depend on each other (turns share the machine's state, rows share a step), so a block is reduced to its
@@ -31,7 +31,7 @@ V = TypeVar("V")
 
 
 class Estimate(Struct, frozen=True):
-    """A mean over blocks with its interval, which is unbounded if there are too few blocks."""
+    """A mean over blocks and its confidence interval, which is infinite if there are too few blocks."""
 
     value: float
     low: float
@@ -41,7 +41,7 @@ class Estimate(Struct, frozen=True):
 def mean(numbers: Iterable[float], *, log: bool = False, confidence: float = CONFIDENCE) -> Estimate | None:
     """Estimate the mean of the blocks' numbers; with `log` the geometric mean.
 
-    None without numbers, or with `log` if a number is not above 0.
+    None if there are no numbers, or with `log` if a number is 0 or negative.
     """
     found = list(numbers)
     if not found or (log and min(found) <= 0):
@@ -68,7 +68,7 @@ def by_block(values: Iterable[tuple[int, float]]) -> Blocks:
 
 
 def ratios(base: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
-    """Divide `other` by `base`, block by block, which cancels the state of the machine."""
+    """Divide `other` by `base`, block by block. This cancels the speed of the machine in each block."""
     return [other[block] / base[block] for block in base if block in other and base[block] > 0]
 
 
@@ -88,7 +88,7 @@ def slopes(points: Iterable[tuple[int, float, float]]) -> list[float]:
 
 
 def trend(points: Sequence[tuple[float, float]]) -> Estimate | None:
-    """Fit one line to the blocks of a long run, each a point `(x, y)`: least squares, Student's t.
+    """Estimate the slope of a long run, whose blocks are the points `(x, y)`: least squares, Student's t.
 
     Blocks must be long enough to be independent. None with fewer than three points, or only one x.
     """
@@ -102,9 +102,9 @@ def trend(points: Sequence[tuple[float, float]]) -> Estimate | None:
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """Return the quantile at `share`; None if fewer than `BEYOND` values lie beyond it.
+    """Return the quantile at `share`; None if fewer than `BEYOND` values lie beyond the quantile.
 
-    Beyond means below it if `share` is under a half, else above it.
+    Beyond means below the quantile if `share` is under a half, else above.
     """
     if len(values) * min(share, 1 - share) < BEYOND - 1e-9:
         return None

@@ -28,7 +28,10 @@ class Table:
 
 
 def tables(findings: Findings[Any]) -> list[Table]:
-    """Return one table for all measures with a single row, one per other measure, and the closing table."""
+    """Return the tables of a report: one for all measures with a single row, one for each other measure.
+
+    The bench's closing table, if it has one, is the last.
+    """
     shown = [measure for measure in findings.bench.measures if findings.cases(measure)]
     short = [measure for measure in shown if findings.places(measure) == [(None, "")]]
     others = [table(findings, measure.name, [measure]) for measure in shown if measure not in short]
@@ -71,7 +74,7 @@ def table(findings: Findings[Any], title: str, measures: Sequence[Measure]) -> T
 
 
 def printing() -> Console:
-    """Return a console for a bench's output; without a terminal it is wide enough for tables."""
+    """Return a console for a bench's output; if it is not a terminal, it is wide enough for the tables."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, PRINTED_WIDTH)
@@ -106,7 +109,7 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def label(name: str, level: float | None, case: str) -> str:
-    """Return the name of a table row: its level and case."""
+    """Return the label of a table row: the level, `name` being what it counts, and the case."""
     if level is None:
         return case or "all"
     at = f"{level:,g} {name}"

@@ -1,4 +1,4 @@
-"""The data of a bench: turns, timed by the client; single values; and the measures of both. Pure."""
+"""The data of a bench: turns, which the client times; samples, single values; and measures of both. Pure."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def place(self) -> tuple[float | None, int]:
-        """Level and block, which identify the corresponding turn in every case."""
+        """Level and block: turns of different cases with the same place are compared."""
         return self.x, self.block
 
     @property
     def num_tokens(self) -> float:
-        """The number of the answer's tokens; taken from the facts if the tokens themselves are unknown."""
+        """The number of the answer's tokens; from the fact `tokens` if the token ids are unknown."""
         return len(self.tokens) or self.fact("tokens") or 0
 
     @property
@@ -63,13 +63,13 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return (self.total_s - self.first_s) / (self.num_tokens - 1)
 
     def fact(self, name: str) -> float | None:
-        """Return a fact that is a number; None if there is none."""
+        """Return the fact `name` if that is a number; otherwise None."""
         value = self.facts.get(name)
         return value if isinstance(value, int | float) else None
 
 
 class Sample(Struct, frozen=True, array_like=True):
-    """One value of a measure."""
+    """One value of a measure, with its case, level and block."""
 
     measure: str
     case: str
@@ -80,10 +80,10 @@ class Sample(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One quantity. `of` returns a turn's values: one, several or None. Without `of` the values are samples.
+    """A measured quantity. `of` returns a turn's values: one, several or None; without it use samples.
 
     `log`: values are above 0, and the typical value is a geometric mean; not for shares, or values that may
-    be 0. `levels` names `x`, if it is one of a few levels that are not the bench's.
+    be 0. `levels` names what `x` counts, if that differs from the bench's `levels`.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The interface of a running cache: match, load, save, forget, pin, limits, barrier, stats.
 
 Belongs to the event loop, which owns the index and all counts; blocking work runs on the writer thread and
-on I/O threads. Names KV by tenant and tokens; knows nothing of sessions.
+on I/O threads. Callers name KV by tenant and tokens; the store knows nothing of sessions.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ _SETTLE_S: Final = 0.005
 
 @dataclass(frozen=True, slots=True)
 class HeldPrefix:
-    """The snapshots of some tokens, stored or queued, protected from eviction until `release`.
+    """The stored and queued snapshots of some tokens, which `Store.hold` protects from eviction.
 
     `edges` are the positions where the pieces of the last, partial block start and end; the first is a block
-    boundary. A hold on the last node holds its whole chain.
+    boundary. `last` is the last snapshot; holding it protects its whole chain.
     """
 
     edges: tuple[int, ...]
@@ -85,7 +85,7 @@ class HeldPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """The result of an erasure; `settled` if certainly no copy is left on disk or in the remote tier."""
+    """The result of an erasure. `settled` is true if certainly no copy is left on disk or in the tier."""
 
     num_snapshots: int
     settled: bool
@@ -96,7 +96,7 @@ def _start(span: Span) -> int:
 
 
 def access_by(key_file: Path | None) -> Access:
-    """Return an `Access` that encrypts with the key in `key_file`; without a key file, one that does not.
+    """Return an `Access` that encrypts with the key in `key_file`, or without a key file does not encrypt.
 
     Raises `KeyFileError`.
     """
@@ -110,7 +110,7 @@ def access_by(key_file: Path | None) -> Access:
 
 
 def tier_at(place: str, access: Access, *, max_bytes: int, min_free_bytes: int) -> Tier:
-    """Open a remote tier: an object store's URL, or a directory, created if missing. Blocking.
+    """Open a remote tier at `place`, the URL of an object store or a directory (made if missing). Blocking.
 
     The limits apply to a directory only. Raises `OSError`, `SealedError` if the files in a directory need
     another key than that of `access`, and `ModuleNotFoundError` if the library for object stores is missing.
@@ -123,7 +123,7 @@ def tier_at(place: str, access: Access, *, max_bytes: int, min_free_bytes: int) 
 
 
 def file_bytes(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> int:
-    """Return the size that a snapshot's file would have."""
+    """Return how many bytes the unencrypted file of a snapshot with these tensors would have."""
     return snapshot_format.encode(name, identity, tensors).size_bytes
 
 
@@ -190,9 +190,9 @@ class Store:
     ) -> Store:
         """Lock the directory, reconcile the index with the files, and return the store.
 
-        Snapshots of other models stay, count against `max_bytes`, and age until they are evicted. `layout`
-        describes the model's own caches: a file that differs is moved to quarantine. If the layout has
-        states, KV can be restored only up to the end of a snapshot with a state. `queue_bytes` limits the
+        Snapshots of other models stay, count against `max_bytes`, and are evicted when least recently used.
+        `layout` describes the model's own caches: a file that differs is moved to quarantine. If the layout
+        has states, KV can be restored only up to the end of a snapshot with a state. `queue_bytes` limits the
         snapshots that wait in memory for the disk; `min_free_bytes` of the file system stay free. KV that no
         layer sees is evicted once all sessions are `keep_behind` tokens past it; with None, only when disk
         space is needed. `model` is the model's name in listings. `clock` (seconds since 1970) orders uses,
@@ -216,9 +216,9 @@ class Store:
     def chain(self, tenant: str, policy: Policy = FULL, of: Tokens | None = None) -> Chain:
         """Return the chain that names a tenant's blocks under a policy.
 
-        A turn passes its chain to the other methods, so that each block is hashed once. With `of`, the chain
-        is shared by these tokens and all tokens that extend them. A method that gets a tenant instead of a
-        chain uses the policy `FULL`.
+        A turn passes its chain to the other methods, so that each block is hashed once. With `of`, these
+        tokens and all tokens that extend them share the chain. A method that gets a tenant instead of a chain
+        uses the policy `FULL`.
         """
         form = self._form(policy)
         self._writer.note_identity(form.digest, self._model)
@@ -237,7 +237,7 @@ class Store:
         return of.chains.setdefault(root, chain)
 
     def match(self, tenant: str | Chain, tokens: Sequence[int]) -> Match:
-        """Find the longest stored prefix of `tokens`; it is not evicted until it is loaded or released."""
+        """Find the longest stored prefix of `tokens`; protect it from eviction until `load` or `release`."""
         chain = self._chain(tenant)
         num_tokens, nodes = self._form(chain.policy).prefixes.longest(chain, as_tokens(tokens))
         if nodes:
@@ -253,9 +253,9 @@ class Store:
         timeout_s: float,
         is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Wait until the queued snapshots of these tokens are on disk, if they reach beyond position `least`.
+        """Wait until the queued snapshots of these tokens are on disk, if they extend beyond `least` tokens.
 
-        The wait ends after `timeout_s`, or once `is_stopped` returns true.
+        The wait ends early after `timeout_s`, or once `is_stopped` returns true.
         """
         chain = self._chain(tenant)
         edges, last = self._form(chain.policy).prefixes.known(chain, as_tokens(tokens))
@@ -266,7 +266,7 @@ class Store:
             await asyncio.sleep(_SETTLE_S)
 
     async def find_remote(self, chain: Chain, tokens: Sequence[int]) -> Found | None:
-        """Find snapshots in the remote tier that extend the stored prefix of `tokens`, if any."""
+        """Find snapshots in the remote tier that extend the stored prefix of `tokens`; None if none."""
         if self._remote is None or self._closing:
             return None
         prefixes = self._form(chain.policy).prefixes
@@ -274,9 +274,9 @@ class Store:
         return await self._remote.find(chain, as_tokens(tokens), edges[-1], prefixes.needed)
 
     async def fetch(self, found: Found) -> tuple[int, float]:
-        """Fetch snapshots from the remote tier into this directory; return the bytes and the seconds it took.
+        """Fetch snapshots from the remote tier into this directory; return the bytes, and the seconds needed.
 
-        A snapshot that cannot be fetched, or does not fit, is left out, and so are all that continue it.
+        Skips a snapshot that cannot be fetched or does not fit, and all snapshots that continue it.
         """
         if self._remote is None or self._closing:
             return 0, 0.0
@@ -285,7 +285,7 @@ class Store:
     def hold(self, tenant: str | Chain, tokens: Sequence[int]) -> HeldPrefix:
         """Protect the snapshots of these tokens, stored or queued, from eviction until `release`.
 
-        While they are held, a turn can save their continuation, even if other sessions save or forget KV.
+        So a turn can save snapshots that continue them, whatever other sessions save or forget meanwhile.
         """
         chain = self._chain(tenant)
         edges, last = self._form(chain.policy).prefixes.known(chain, as_tokens(tokens))
@@ -305,10 +305,10 @@ class Store:
         self._room.check()
 
     async def load(self, match: Match, *, room_tokens: int = 0) -> Restored | None:
-        """Read a match, on I/O threads, into evaluated arrays with room for `room_tokens` tokens in total.
+        """Read a match on I/O threads into evaluated arrays, with memory for `room_tokens` tokens in total.
 
         Reads only the KV that tokens after the match see. For a layer that sees only some tokens, the arrays
-        hold just these tokens, in the form for `RingCache.fill`.
+        have just these tokens, in the form for `RingCache.fill`.
 
         A file that fails verification is moved to quarantine, the snapshots that continue it are removed, and
         the prefix before it is returned. Returns None if no prefix is left; if the prefix needs a state or
@@ -325,8 +325,8 @@ class Store:
     ) -> tuple[tuple[Span, ...], Arrays]:
         """Read the KV of those `spans` that are stored, for the layers to which the chain's policy applies.
 
-        `tokens` reach to the end of the last span. Returns the spans that were read, in order, and the arrays
-        of their tokens, concatenated; no spans if nothing was read.
+        `tokens` must include the last span. Returns the spans that were read, in order, and arrays of all
+        their tokens; no spans if nothing was read.
         """
         match = self.match(chain, tokens)
         found = tuple(sorted((span for span in spans if span.end <= match.num_tokens), key=_start))
@@ -343,10 +343,10 @@ class Store:
         end: int,
         timeout_s: float,
     ) -> StoredPast | None:
-        """Wait until the KV of the first `end` tokens is stored; return a reader of it, layer by layer.
+        """Wait until the KV of the first `end` tokens is stored; return a `StoredPast`, which reads the KV.
 
-        `tokens` reach to the end of their last block, which is full. None after `timeout_s`. The caller must
-        hold the prefix while it reads.
+        `tokens` must include the whole block with token `end - 1`. Returns None after `timeout_s`. The caller
+        must hold the prefix (`hold`) while it reads.
         """
         form = self._form(chain.policy)
         until = self._monotonic() + timeout_s
@@ -369,11 +369,11 @@ class Store:
         self._loading.end_past(past)
 
     def wanted(self, tenant: str | Chain, tokens: Sequence[int], start: int, end: int) -> list[Span]:
-        """Return the spans of `[start, end)` that are neither stored nor queued, and so should be saved.
+        """Return the spans of `[start, end)` to save: those that are neither stored nor queued.
 
         The spans are full blocks, the first of which may begin before `start`, then a piece of the last,
         partial block up to `end` (see `blocks.tail_start`). Empty if the prefix before `start` is not stored,
-        since no match could reach the spans; with `start` 0 the missing prefix is returned too.
+        since then no match could find the spans; with `start` 0 the missing prefix is returned too.
         """
         if self._writer.paused:
             return []
@@ -383,7 +383,7 @@ class Store:
     def save(
         self, tenant: str | Chain, tokens: Sequence[int], span: Span, tensors: tuple[Tensor, ...]
     ) -> bool:
-        """Queue the KV of `span` for the disk; False if it was dropped. `tokens` must reach its end.
+        """Queue the KV of `span` for the disk; False if it was dropped. `tokens` must include the span.
 
         Returns True also if the same KV is stored or queued already. Once the snapshot is on disk, smaller
         snapshots of the same tokens are removed. Raises `ValueError` if the tensors do not fit the span or
@@ -413,7 +413,7 @@ class Store:
         return True
 
     def room(self) -> int:
-        """Return how many bytes `save` can queue now. Safe on any thread; call it before copying KV."""
+        """Return how many bytes `save` can queue now. Safe on any thread; called before KV is copied."""
         return self._writer.room_bytes
 
     @property
@@ -422,7 +422,7 @@ class Store:
         return not self._writer.counts.in_flight_bytes and not self._writer.paused
 
     def skip(self, num_snapshots: int) -> None:
-        """Count snapshots as dropped whose KV was not copied because `room` was too small."""
+        """Count snapshots as dropped that the caller did not copy, because `room` was too small."""
         self._writer.drop("disk_error" if self._writer.paused else "queue_full", num_snapshots)
 
     def free_memory(self) -> None:
@@ -433,12 +433,12 @@ class Store:
         self._writer.abandon_queued("memory")
 
     def forget(self, tenant: str, tokens: Sequence[int], *, shared: int = 0) -> int:
-        """Remove the snapshots of these tokens, except snapshots that other sequences of tokens share.
+        """Remove the snapshots of these tokens, except those that other sequences of tokens share.
 
-        Shared are snapshots that a remaining one continues, and those of the first `shared` tokens. Covers
-        all identities: other models, policies, `kv_bits`. Returns how many snapshots were removed. A
-        snapshot that a load or a turn holds is removed when it is released; a pinned one stays. After a
-        `barrier` no removed snapshot comes back, not even through a write in flight.
+        Shared snapshots are those that a remaining snapshot continues, and those of the first `shared`
+        tokens. Covers all identities: other models, policies, `kv_bits`. Returns how many snapshots were
+        removed. A snapshot that a load or a turn uses is removed at its release; a pinned one stays. After a
+        `barrier` no removed snapshot comes back, not even by a write in flight.
         """
         return self._forget(tenant, pack(tokens), shared)
 
@@ -454,16 +454,16 @@ class Store:
         """Call `forget` at once, then wait at most `timeout_s` until the removal is durable.
 
         Removes copies in quarantine and in the remote tier too. The result is not settled if time ran out, if
-        a turn still holds one of the snapshots, if a removal failed, or if there are files of another format
+        a turn still uses one of the snapshots, if a removal failed, or if there are files of another format
         version, whose tokens are unknown.
         """
         return await self._erase(tenant, pack(tokens), timeout_s, shared)
 
     async def erase_marked(self, tenant: str, marks: Marks, timeout_s: float = 2.0) -> bool:
-        """Erase the snapshots of a sequence that another worker has forgotten, as `erase` does.
+        """Erase, like `erase`, the snapshots of tokens that another worker has forgotten, given their marks.
 
-        Returns false if a turn still holds one of the snapshots. Snapshots that differ from the sequence only
-        after its last mark are erased too.
+        Returns false if a turn still uses one of the snapshots. Snapshots that differ from the tokens only
+        after the last mark are erased too.
         """
         found = self._marked(tenant, marks)
         for packed in found:
@@ -471,7 +471,7 @@ class Store:
         return not any(node.doomed for packed in found for node in self._within(tenant, packed))
 
     def _marked(self, tenant: str, marks: Marks) -> set[bytes]:
-        """Return the packed tokens of the longest chains, stored or queued, that agree with marks."""
+        """Return the packed tokens of each longest chain, stored or queued, that agrees with the marks."""
         found: set[bytes] = set()
         for identity in self._identities:
             trails = [(blocks.root(identity, tenant), marks.begin(tenant))]
@@ -486,11 +486,11 @@ class Store:
         return found
 
     def erased_up_to(self, log: str) -> Erased | None:
-        """Return how far a log's erasures are done, as last stored by `note_erased`; None if never."""
+        """Return up to which entry a log's erasures are done, as `note_erased` stored it; None if never."""
         return self._erased.get(log)
 
     def note_erased(self, erased: Erased) -> None:
-        """Store how far a log's erasures are done; the writer records it after these erasures."""
+        """Store up to which entry a log's erasures are done. Written to disk after the queued erasures."""
         self._erased[erased.log] = erased
         self._writer.note_erased(erased)
 
@@ -516,7 +516,7 @@ class Store:
         """Remove everything from this directory: the snapshots of all tenants and models, pins, quarantine.
 
         False if time ran out or a removal failed. Snapshots that are saved after the call stay. No earlier
-        snapshot comes back, not even through a write in flight.
+        snapshot comes back, not even by a write in flight.
         """
         if self._remote is not None:
             self._remote.forget()
@@ -526,9 +526,9 @@ class Store:
         return await self.barrier(timeout_s) and erasure.clean
 
     async def pin(self, tenant: str | Chain, tokens: Sequence[int], timeout_s: float = 2.0) -> Pinned:
-        """Pin a prefix, also across restarts: its snapshots, stored now or later, are not evicted.
+        """Protect a prefix's snapshots, stored now or later, from eviction until `unpin`, across restarts.
 
-        Raises `PinRefusedError` if it is too large, `ValueError` if it is empty.
+        Raises `PinRefusedError` if the prefix is too large, `ValueError` if it is empty.
         """
         if not tokens:
             raise ValueError("a pinned prefix has at least one token")
@@ -574,7 +574,7 @@ class Store:
         return True
 
     async def barrier_remote(self, timeout_s: float) -> bool:
-        """Wait until the remote tier has the snapshots stored before this call; False after `timeout_s`."""
+        """Wait for all uploads to the remote tier that are queued now; False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 if self._remote is not None:
@@ -599,8 +599,8 @@ class Store:
         """Write the queue, end the threads and unlock the directory. False if time ran out.
 
         Snapshots that are not written in time are dropped. If the writer hangs, the directory stays locked; a
-        hanging read ends with the process. Saves are refused from now on; closing again does nothing.
-        `discard` removes everything instead of writing the queue.
+        hanging read ends with the process. Later saves are refused; closing again does nothing. With
+        `discard`, everything is removed instead of writing the queue.
         """
         if self._closing:
             return True
@@ -627,7 +627,7 @@ class Store:
         await self._writer.barrier()
 
     def _form(self, policy: Policy) -> Form:
-        """Return the identity and the layout of the model's snapshots under a policy."""
+        """Return the `Form` of the model's snapshots under a policy, made at the policy's first use."""
         form = self._forms.get(policy)
         if form is None:
             full = self._forms[FULL]
@@ -678,7 +678,7 @@ class Store:
         return node
 
     def _pass_over(self, names: Iterable[Name]) -> None:
-        """Add snapshots of the remote tier as gaps, whose names the next ones need."""
+        """Add snapshots of the remote tier as gaps, without files: fetched snapshots continue them."""
         nodes = []
         for name in names:
             if self._index.get(name.digest) is None:

@@ -33,7 +33,7 @@ class Door(NamedTuple):
     def answer_tokens(self) -> int:
         """The limit of answer tokens to configure in an agent; leaves room for the conversation.
 
-        A smaller share of a small context: small models often write up to the limit, and agents then retry.
+        The share of a small context is smaller: small models often write up to the limit, and agents retry.
         """
         share = 16 if self.context_tokens < _SMALL_CONTEXT else 4
         return min(self.context_tokens // share, _MOST_ANSWERED)
@@ -152,7 +152,7 @@ def _aider(door: Door) -> Start:
 
 
 def _other(door: Door) -> Start:
-    """Set the environment variables that OpenAI's and Anthropic's client libraries read."""
+    """Start any other program with the variables that OpenAI's and Anthropic's client libraries read."""
     return Start(
         {
             "OPENAI_BASE_URL": door.openai_url,

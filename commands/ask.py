@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from .flags import Given
 
-#: How long to wait for the removal of a session that was made for one question.
+#: How long to wait for the removal of a temporary session.
 _CLOSE_S: Final = 2.0
 #: The exit code after Ctrl-C.
 _INTERRUPTED: Final = 130
@@ -178,10 +178,10 @@ async def answer(
     count: int | None = None,
     reasoning: str | None = None,
 ) -> bool:
-    """Stream the answer; if no session was named, remove the one that was created for the question.
+    """Ask `text` in the session `name`, and stream the answer; without a name, in a temporary session.
 
-    Returns False if Ctrl-C ended it. With `as_json`, print the whole result at the end instead. With `count`,
-    print that many answers, and leave the session unchanged.
+    Returns False if Ctrl-C ended the answer. With `as_json`, print the whole result at the end instead. With
+    `count`, print that many answers, and leave the session unchanged.
     """
     session = client.session(name or f"ask-{uuid4().hex[:12]}")
     instructed = [{"role": "system", "content": system}] if system else []

@@ -228,7 +228,7 @@ def du(where: _Where, as_json: bool) -> None:
 
 
 def _usage_rows(found: survey.Survey) -> list[list[str]]:
-    """Return a table row for each model, that with the most bytes first."""
+    """Return a table row for each model, in descending order of bytes."""
     return [
         [_model(usage.model), str(usage.num_chains), str(usage.num_files), size(usage.size_bytes)]
         for usage in sorted(found.usage, key=lambda usage: -usage.size_bytes)

@@ -93,7 +93,7 @@ async def chat(
 async def converse(
     client: Client, name: str, system: str | None, sampling: Sampling, reasoning: str | None = None
 ) -> None:
-    """Read lines and stream answers until the input ends. Raises `TurnkeepError` if it cannot start."""
+    """Read lines and stream answers until input ends. Raises `TurnkeepError` if the session cannot start."""
     build(Generate, **sampling)  # report a wrong option before the first question
     await _Chat(client, name, sampling, reasoning).run(system)
 
@@ -139,7 +139,7 @@ class _Chat:
                 _say(f"turnkeep: {error}")
 
     async def _enter(self) -> list[Exchange]:
-        """Start or continue the session, and print which of the two; return the session's last exchanges."""
+        """Start or continue the session, and print where it stands; return the session's last exchanges."""
         info = await self._begin()
         if not self._defaults:
             self._sampling = self._defaults = preferred(info.worker.sampling, self._given)
@@ -256,7 +256,7 @@ class _Chat:
 
 
 async def _lines(past: Sequence[str]) -> AsyncIterator[str]:
-    """Yield the non-empty lines that the user types or pipes in; keep leading spaces."""
+    """Yield the non-empty lines that the user types or pipes in. The prompt's history begins with `past`."""
     if not sys.stdin.isatty():
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
             if text := decoded(line).rstrip():

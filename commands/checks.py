@@ -1,4 +1,4 @@
-"""Checks whether a worker could run here: what was found, what is missing, and how to fix it.
+"""Checks whether a worker could run on this machine; says what was found, what is missing, and the remedy.
 
 Starts no worker; each check imports its heavy modules itself.
 """
@@ -41,7 +41,7 @@ _MIN_PYTHON: Final = (3, 11)
 _MIN_FREE_BYTES: Final = 256 * 2**20
 _STYLES: Final[dict[State, str]] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
-#: A program that runs in its own process: a broken MLX may crash the process that imports it.
+#: This program runs in a process of its own: a broken MLX may crash the process that imports it.
 _ASK_MLX: Final = """
 import json
 import mlx.core as mx
@@ -213,7 +213,7 @@ def _port(settings: Settings) -> Check:
 
 
 def _models(settings: Settings, *, runs: bool) -> list[Check]:
-    """Check the model and the draft model; together, if both are here and MLX `runs`."""
+    """Check the model and the draft model; if both are here and MLX `runs`, also whether they fit."""
     model = _model(settings)
     if (name := settings.draft_model) is None:
         return [model]
@@ -224,7 +224,7 @@ def _models(settings: Settings, *, runs: bool) -> list[Check]:
 def _drafting(settings: Settings, draft: Check) -> Check:
     """Check whether the draft model can draft for the model, and whether there is memory for both.
 
-    Converts no GGUF file, and says nothing of one that was not converted yet.
+    Converts no GGUF file: if one of the two is not converted yet, returns the check `draft` unchanged.
     """
     from worker.models import catalog, model
 

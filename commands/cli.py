@@ -1,7 +1,7 @@
 """The command line. Every error that a user can cause or fix is one line on standard error.
 
 Exit codes: 0 done, 1 the command failed, 2 wrong usage or settings, 130 interrupted, 143 terminated. Commands
-that talk to a worker are ordinary clients; only `serve`, `model`, `cache` and `doctor` use this machine.
+that talk to a worker are ordinary clients; others, such as `serve`, `model` and `cache`, use local files.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in _COMMANDS and cmd_name not in self.commands:
             module = vars(import_module(f".{_COMMANDS[cmd_name][0]}", __package__))
-            # The function of a command named like a word of Python has an underscore at its end.
+            # If a command is named like a keyword or builtin of Python, its function ends with an underscore.
             self.add_command(module.get(f"{cmd_name}_") or module[cmd_name])
             _show_whole_sentences(self)
         return super().get_command(ctx, cmd_name)
@@ -170,7 +170,7 @@ def main() -> None:
 
 
 def _show_whole_sentences(group: click.Group) -> None:
-    """List commands with their whole first sentences; click would truncate them at the terminal's width.
+    """Make help show the whole first sentence of each command; click would truncate it.
 
     Also gives each command a `--help` with sections.
     """

@@ -1,4 +1,4 @@
-"""The commands `close`, `rm` and `rewind`: they end a session, or remove the end of one."""
+"""The commands `close`, `rm` and `rewind`: close or remove a session, or remove its last exchanges."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def _end(client: Client, name: str, timeout_s: float, *, forget: bool, can
 
 
 async def _say_what_runs(session: Session) -> None:
-    """Print that closing has to wait for a running request, which may take minutes, if one is running."""
+    """If a request is running, print that the close waits for its end, which may take minutes."""
     with contextlib.suppress(TurnkeepError):  # the close that follows reports the error better
         if active := (await session.info(limit=0)).active:
             stops = f"turnkeep cancel {session.key.session}"

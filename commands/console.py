@@ -80,7 +80,7 @@ def console(
 
 
 def _place(settings: Settings) -> Place:
-    """Return the addresses and commands that the page shows to connect to this prefix."""
+    """Return the addresses and commands with which users connect to this prefix; the page shows them."""
     from ops.console.app import Place
 
     from .launch import own_gateway
@@ -92,9 +92,10 @@ def _place(settings: Settings) -> Place:
 
 
 def token_of(settings: Settings, of: str) -> str:
-    """Return a console's access token; it is derived from the token of the worker's own NATS server.
+    """Return the access token of the console `of`, derived from the token of the worker's NATS server.
 
-    So open pages survive a restart, and a reader of that token gains no new rights. Without one: random.
+    It is the same after a restart, so open pages still work; it gives no more rights than the NATS token.
+    Without a NATS token it is random.
     """
     secret = None if settings.nats else own_token(settings.data_dir)
     if secret is None:

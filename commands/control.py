@@ -87,7 +87,7 @@ async def info(client: Client, session: str | None, as_json: bool) -> None:
 
 
 async def print_info(client: Client, name: str | None, *, as_json: bool = False) -> None:
-    """Print the state of a session and of its worker; without a `name`, only that of the worker."""
+    """Print the state of a session and of its worker; without a `name`, only the worker's state."""
     if name is None:
         metrics = await _metrics(client)
         if as_json:
@@ -141,7 +141,7 @@ def _policy(session: SessionInfo) -> list[tuple[str, str]]:
 
 
 def _waiting(session: SessionInfo) -> str:
-    """Name the waiting requests in the reply, and count those that it leaves out."""
+    """Return the ids of waiting requests that the worker has listed, and the number of further ones."""
     num_more = session.num_waiting - len(session.waiting)
     return (", ".join(session.waiting) or "none") + (f" and {num_more} more" if num_more > 0 else "")
 
@@ -279,7 +279,7 @@ def _print_metrics(metrics: Metrics) -> None:
 
 
 async def _metrics(client: Client) -> Metrics:
-    """Ask the worker for its metrics. A user without the right to ask waits for the next published ones."""
+    """Ask the worker for its metrics; a user without permission to ask waits for the next published ones."""
     with contextlib.suppress(NotPermittedError):
         return await client.worker_metrics()
     with contextlib.suppress(TimeoutError):

@@ -1,8 +1,8 @@
 """`turnkeep demo`: a conversation that survives `kill -9`, in about a minute.
 
 Starts `turnkeep serve` as a user would, talks to the worker through the client, kills it during an answer and
-between two turns, and shows what each turn cost; with two workers the other one goes on. Needs only an
-installed Turnkeep.
+between two turns, and shows what each turn cost. With two workers, the second one continues the answer of the
+killed one. Needs only an installed Turnkeep.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Demo:
         self._worker.stop()
 
     async def _begin(self, session: Session) -> float:
-        """Append the notes and ask a first question; return the prefill rate in tokens per second."""
+        """Append `lighthouse.txt`, and ask a first question; return the prefill rate in tokens per second."""
         self._say("A system prompt of two pages, appended and prefilled ahead of the first question")
         with self._console.status("prefill"):
             notes = await session.append(messages=[{"role": "system", "content": NOTES.read_text("utf-8")}])
@@ -107,7 +107,11 @@ class Demo:
         source: str = "memory",
         kill: Callable[[], Awaitable[str]] | None = None,
     ) -> tuple[int, int, float]:
-        """Ask and print the answer. `kill` is called after some tokens, and returns where KV is from then."""
+        """Ask and print the answer. Return its prompt tokens, those prefilled, and the first token's delay.
+
+        `kill` is called after some tokens, and returns where the next worker finds the KV. `source` is where
+        the KV is before.
+        """
         self._console.print(f"\n[bold cyan]>[/] {question}")
         # Without the penalty, such a small model repeats itself.
         said = [{"role": "user", "content": question}]
@@ -125,7 +129,7 @@ class Demo:
         usage, seconds = generation.result.usage, generation.result.seconds
         decode_s = seconds.total - seconds.first_token
         rate = f"{(usage.completion_tokens - 1) / decode_s:.1f}" if decode_s > 0 else "-"
-        # Use the position: if a fast worker sent the whole answer before it was killed, no prompt ran again.
+        # Not from usage: if a fast worker had sent the whole answer before the kill, no prompt was prefilled.
         context = generation.result.position - usage.completion_tokens
         costs = (context, usage.cached_tokens, usage.prefilled_tokens)
         self._row(question, source, *costs, f"{seconds.first_token:.2f} s", rate)

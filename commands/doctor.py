@@ -1,4 +1,4 @@
-"""The command `doctor`: prints whether a worker could run on this machine; `checks` checks it."""
+"""The command `doctor`: prints whether a worker could run here; the module `checks` has the checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands `export` and `import`: copy a session's log over NATS, its KV from or to the local cache."""
+"""The commands `export` and `import`: copy a session's log, over NATS, and its KV in the local cache."""
 
 from __future__ import annotations
 
@@ -210,9 +210,9 @@ def _check_kv(manifest: copies.Manifest, tenant: str, settings: Settings, source
 
 
 def _short(value: object) -> str:
-    """Shorten and escape a field of an identity for printing.
+    """Shorten and escape a field of a model's identity for printing.
 
-    The value comes from a file, so it is not trusted; some values are long digests.
+    The field comes from a file, so it is not trusted; some fields are long digests.
     """
     return ascii(value).strip("'")[:24]
 

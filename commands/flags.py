@@ -90,7 +90,7 @@ tool_option = click.option(
 
 
 def check_target(target: Path, *, force: bool) -> None:
-    """Raise `TurnkeepError` if a file has no folder, or exists and `force` does not allow overwriting it."""
+    """Raise `TurnkeepError` if the file's folder does not exist, or the file exists, without `force`."""
     if not target.parent.is_dir():
         raise TurnkeepError(f"there is no folder {target.parent} for the file; make it first")
     if target.exists() and not force:
@@ -137,9 +137,9 @@ def _address(_: click.Context, __: click.Parameter, value: str) -> tuple[str, in
 
 
 def listen_option(port: int, reached: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--listen` to a command that serves over HTTP, passed as host and port.
+    """Add `--listen` to a command that serves over HTTP; its value is passed as host and port.
 
-    By default it is `port` of the loopback address; `reached` is help text on addresses open to others.
+    The default is `port` of the loopback address; `reached` is help text on other addresses.
     """
     return click.option(
         "--listen",
@@ -154,7 +154,7 @@ def listen_option(port: int, reached: str) -> Callable[[Callable[..., Any]], Cal
 def keep_option(
     least_s: float, default_s: float, kept: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--keep-s` to a command that watches workers; `kept` is its help text."""
+    """Add `--keep-s`, at least `least_s`, to a command that watches workers; `kept` is its help text."""
     kind = Number(least_s, 7 * 86400)
     return click.option(
         "--keep-s", metavar="SECONDS", type=kind, default=default_s, show_default=True, help=kept
@@ -213,7 +213,7 @@ class Given:
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--config` and the options of the named settings (of all, without names), passed as `given`.
+    """Add `--config` and an option for each named setting (without names: for all), passed as `given`.
 
     If `prefix` is among the names, also add `--model`, passed as the flag `of` of `given`.
     """

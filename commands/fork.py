@@ -91,7 +91,7 @@ async def tree(client: Client, session: str | None, tenants: str, as_json: bool)
 
 
 def _rows(branch: Branch, before: str, below: str) -> Iterator[tuple[str, ...]]:
-    """Yield a line for a branch, after the prefix `before`, then lines of its forks, after `below`."""
+    """Yield the table row of a branch, indented by `before`, and of its forks, indented by `below`."""
     row = branch.row
     yield (
         f"{before}{branch.session}",

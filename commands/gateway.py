@@ -121,7 +121,7 @@ def _origin(given: str) -> str:
 
 
 def _end_at_eof(server: Server) -> None:
-    """Stop the server if the process at the other end of standard input has ended."""
+    """Stop the server if standard input has ended: the parent process has closed it, or has died."""
     if not os.read(sys.stdin.fileno(), 4096):
         server.should_exit = True
         asyncio.get_running_loop().remove_reader(sys.stdin)

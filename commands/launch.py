@@ -106,7 +106,7 @@ def launch(
 
 
 def _advice(data_dir: Path, needed: int) -> str:
-    """Suggest models with a context of `needed` tokens: on this machine, or else known models that fit it."""
+    """Suggest models on this machine with a context of `needed` tokens, else known ones that fit on it."""
     from worker.models.catalog import list_models
     from worker.models.known import fits, known, needed_bytes
 
@@ -131,7 +131,7 @@ def own_gateway(data_dir: Path) -> int | None:
 
 
 def _awaited_door(url: str, key: str, wanted: str | None, data_dir: Path, own: int | None) -> Door:
-    """Call `_door`; if a worker is just starting, wait for its gateway, whose port is `own`."""
+    """Return the result of `_door`; if a worker is starting, wait for its gateway, on the port `own`."""
     is_told = False
     while True:
         try:
@@ -155,7 +155,7 @@ class _NoGatewayError(TurnkeepError):
 
 
 def _door(url: str, key: str, wanted: str | None) -> Door:
-    """Ask a gateway for its models; choose `wanted` or the first one. Raises `TurnkeepError`."""
+    """Return the gateway at `url` with its model `wanted`, or its first one. Raises `TurnkeepError`."""
     if not url.startswith(("http://", "https://")):
         raise TurnkeepError(f"{url!r} is no URL of a gateway; it is like http://127.0.0.1:{_PORT}")
     request = urllib.request.Request(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"})  # noqa: S310  # see above

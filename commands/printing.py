@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def in_whole_words(line: str) -> list[str]:
-    """Wrap a line between words to the terminal's width, keeping its indent; return it whole in a pipe."""
+    """Wrap a line between words to the terminal's width, with its indent; in a pipe, return it unchanged."""
     if not sys.stdout.isatty():
         return [line]
     words = line.lstrip()
@@ -47,7 +47,7 @@ def table(
 
     On a terminal the column `cut` is truncated to the remaining width, or left out if that is too small. A
     column in `same` is left out if all its cells are equal. Columns of single words, such as names, are not
-    wrapped if the others can still show whole words. Cells are printed literally, never as markup.
+    wrapped if the other columns then still show whole words. Cells are printed literally, never as markup.
     """
     if not sys.stdout.isatty():
         _print_plain([[str(cell) for cell in row] for row in (heads, *rows)])

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 def terminal_progress(
     begins: Callable[[str], object] = lambda _: None, *, of_bytes: bool = True
 ) -> Iterator[Progress]:
-    """Yield a callback that shows progress, in bytes or plain numbers; any thread may call it.
+    """Yield a callback `(done, total, what)` that shows progress; any thread may call it.
 
-    Calls `begins(what)` once per step. A bar is shown only while its step runs: a permanent live display
-    would keep redrawing its line and erase other output there.
+    The numbers are bytes if `of_bytes`. Calls `begins(what)` once per step. A bar is shown only while its
+    step runs: a permanent live display would keep redrawing its line and erase other output there.
     """
     begun: set[str] = set()
 

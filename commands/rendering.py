@@ -56,10 +56,10 @@ class MarkdownScreen(Screen):
         self._num_lines += text.count("\n")
 
     def _last_begin(self) -> int:
-        """Return the index up to which later text changes no block: the last block's start, or its end.
+        """Return the length of the text's beginning whose blocks are complete: later text cannot change them.
 
-        Uses complete lines only: the beginning of a line may parse as a paragraph, and the whole line as an
-        item of the list above it.
+        It excludes the last block, unless an empty line has ended it. Only complete lines are parsed: the
+        beginning of a line may look like a paragraph, and the whole line be an item of the list above.
         """
         whole = self._block[: self._block.rindex("\n") + 1]
         spans = [
@@ -79,7 +79,7 @@ class MarkdownScreen(Screen):
         return MarkdownIt().enable(["table", "strikethrough"])  # the same as in rich
 
     def _replace(self, whole: str, rest: str, between: str) -> None:
-        """Redraw a complete block over its raw text on the terminal, then print the text that follows it."""
+        """Replace the raw text `whole` on the terminal by its rendered blocks, then print the text `rest`."""
         if self._num_lines < shutil.get_terminal_size().lines - 1:
             self._words = WordWrap()
             more = f"{between}{self._words.feed(rest)}"

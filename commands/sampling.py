@@ -49,7 +49,7 @@ def whole(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def cut(result: Generated, max_tokens: int) -> str:
-    """Explain why an answer was cut short; empty if it was not."""
+    """Return a text that says why an answer was cut short; empty if it was not."""
     if result.finish_reason != "length":
         return ""
     num = result.usage.completion_tokens

@@ -25,9 +25,9 @@ _TAB = "    "
 
 
 def width() -> int:
-    """Return the number of usable cells in a line.
+    """Return how many cells of a terminal's line are used: all but the last, or 8 if there are fewer.
 
-    The last cell is not used: after it the cursor's position is undefined.
+    After the last cell the cursor's position would be undefined.
     """
     return max(shutil.get_terminal_size().columns - 1, 8)
 

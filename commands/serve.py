@@ -1,8 +1,8 @@
 """`turnkeep serve`: runs a worker, or a supervisor of several, in the foreground, from settings to exit.
 
-The console beside it prints its requests on standard output, one per line: `serve NAME` restarts the worker
-with that model, `serve-undrafted NAME` with it and without the draft model, `serve` with the model that was
-unloaded, and `unload NAME` without a model.
+The console runs in a child process, and prints its requests to `serve` on its standard output, one per line.
+`serve NAME` restarts the worker with that model, `serve-undrafted NAME` does so without the draft model;
+`serve` loads the unloaded model again, and `unload NAME` unloads it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ log = structlog.get_logger()
 #: The device thread holds the interpreter lock while it builds a step's graph; at the default of 5 ms the
 #: event loop would wait that long each time that it wants to run.
 _SWITCH_INTERVAL_S = 0.001
-#: How long a gateway or a console may take to end; its clients retry at the next one.
+#: How long a gateway or a console may take to end; its clients retry when it runs again.
 _BESIDE_S = 3.0
 #: The signals that end a worker or make it reload its settings, and the time to handle pending ones.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -70,7 +70,7 @@ class Manner:
 
     `options` are the words of the command line that lead to the same settings. `beside` maps the commands to
     run beside the worker, `gateway` and `console`, to their options. `of` names one of several models; then,
-    or with `until_eof`, the worker prints `ready` once it serves, and ends with its standard input.
+    or with `until_eof`, the worker prints `ready` once it serves, and ends when its standard input does.
     `unloaded` names the model that was unloaded. `log` holds lines not yet sent to the console, `wishes` the
     console's requests.
     """
@@ -177,7 +177,7 @@ def _beside(
 ) -> dict[str, list[str]]:
     """Wait until the ports are free; return the options of the gateway and the console beside a worker.
 
-    The console is also `told` these options, if they have a value.
+    The console also gets the options `told`, except those that are None or empty.
     """
     from worker.wire.broker import wait_for_port
 
@@ -246,14 +246,14 @@ def keep_place(settings: Settings, manner: Manner) -> None:
 
 
 def _begin_again(manner: Manner) -> None:
-    """Replace this process by the command that the console asked for, if any: only that frees all memory."""
+    """Replace this process (exec) by the command that the console asked for, if any: this frees memory."""
     if manner.wishes:
         command = [*PROGRAM, *again(sys.argv[1:], manner.wishes[-1])]
         os.execv(sys.executable, command)  # noqa: S606  # this program
 
 
 def again(words: Sequence[str], wish: str) -> list[str]:
-    """Return a command line changed as the console asks (`wish`), without the words of an earlier request."""
+    """Return the command line `words`, changed for the console's request `wish` and for no earlier one."""
     verb, _, name = wish.partition(" ")
     changed = [*words]
     if changed[-2:-1] == ["--unloaded"]:
@@ -286,7 +286,7 @@ def supervise(models: dict[str, Settings], manner: Manner) -> None:
 
 
 def _restart(app: App | Unloaded, manner: Manner, wish: str) -> None:
-    """Stop the worker, so that the command restarts as the console asks (`wish`)."""
+    """Stop the worker; the process then restarts as the console's request `wish` says."""
     log.info("beginning again", wish=wish)
     manner.wishes.append(wish)
     app.stop()
@@ -404,7 +404,7 @@ async def _obey(
     reload: Callable[[], None],
     manner: Manner,
 ) -> None:
-    """Handle signals: stop the worker, or cancel its start; reload on SIGHUP if there is no terminal."""
+    """On a signal stop the worker, at a second one exit; without a terminal, SIGHUP reloads instead."""
     told = False
     async for number in received:
         if number == signal.SIGHUP and not os.isatty(0):

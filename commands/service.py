@@ -1,4 +1,4 @@
-"""The commands `service` and `completion`: a worker that the system starts; completion in a shell."""
+"""The commands `service` (a worker as a service of systemd or launchd) and `completion` (for shells)."""
 
 from __future__ import annotations
 

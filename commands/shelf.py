@@ -1,6 +1,6 @@
-"""The models of this machine, for the console: lists, downloads, serves and unloads them. Any thread.
+"""Lists, downloads, serves and unloads the models of this machine, for the console. Any thread.
 
-Prints requests to the worker on standard output, where the `serve` that runs the console reads them.
+Requests to the worker are printed on standard output, which the `turnkeep serve` that runs the console reads.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Shelf:
         unloaded: str | None = None,
         draft_model: str | None = None,
     ) -> None:
-        """Take the options of the `turnkeep serve` that runs this console (`worker`), if one does.
+        """Take `worker`, the options of the `turnkeep serve` that runs this console; None if none does.
 
-        `models` are those of turnkeep.toml. A single worker may have unloaded its model, whose name is
-        `unloaded`, and may have a `draft_model`.
+        `models` are those of turnkeep.toml; without any, there is a single worker. `unloaded` is the model
+        that this worker has unloaded, and `draft_model` its draft model.
         """
         self.unloaded = unloaded
         self._settings = settings
@@ -93,7 +93,7 @@ class Shelf:
         return machine | {"served": self._served(), "here": here, "good": good, "pulls": pulls}
 
     def _served(self) -> list[dict[str, Any]]:
-        """Return the models that this console can load and unload, except a single worker's loaded model."""
+        """Return the models to load or unload: those of turnkeep.toml, or the one that was unloaded."""
         if self._worker is None:
             return []
         if self.unloaded is not None:

@@ -30,7 +30,7 @@ _SETTINGS: Final = (
     *("data_dir", "model", "draft_model", "dtype", "kv_bits", "cache_policy", "device_memory", "max_memory"),
     *("snapshots", "max_disk", "block_tokens", "max_batch", "max_context"),
 )
-#: The length of the session for which a supervisor reserves memory in each model.
+#: A supervisor gives each model enough memory for one session of this length.
 _USUAL_TOKENS: Final = 32_768
 _UNKNOWN: Final = "not known before it is measured; turnkeep bench load measures it on this machine"
 

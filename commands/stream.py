@@ -98,7 +98,7 @@ class _Stream:
         return self._stopping is None
 
     def _what_becomes_of_it(self) -> str:
-        """Return, as a phrase, what happens to a question in the log after the user stops waiting."""
+        """Return a phrase that says what happens to a question in the log after the user stops waiting."""
         if self._kept:
             return "is in the log and will be answered"
         if self._session.connected:
@@ -171,7 +171,7 @@ class _Stream:
             warned = state is None
 
     async def _ask_state(self) -> str | None:
-        """Return the request's state, to be shown; empty if it is answering, None if no worker replies."""
+        """Return the request's state as a text; empty if its answer has begun, None if no worker replies."""
         try:
             async with asyncio.timeout(_PATIENCE_S if self._session.connected else 0):
                 info = await self._session.info()

@@ -1,4 +1,4 @@
-"""Connects a command to NATS: keeps a client with the settings' credentials while the command runs."""
+"""Connects commands to NATS, with the credentials in the settings, and finds the server of a local worker."""
 
 from __future__ import annotations
 
@@ -111,7 +111,10 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
 
 
 def _refused(here: Settings) -> NotPermittedError | None:
-    """Return an error that names the token of the server that refused; None if it is on another machine."""
+    """Return an error that says where to find the token of the server that refused the credentials.
+
+    Returns None if that server is not one of a worker on this machine.
+    """
     from worker.wire.broker import served_by
 
     if here.nats is not None:
@@ -163,7 +166,7 @@ def _just_begun(data_dir: Path) -> int | None:
 
 
 def located(settings: Settings) -> Settings:
-    """Add the NATS server that the data directory's worker uses, if the settings name no server."""
+    """Return the settings; if they name no NATS server, with the one of the data directory's worker."""
     if settings.nats is not None or settings.nats_port is not None:
         return settings
     nats = noted_nats(settings.data_dir)
@@ -171,7 +174,7 @@ def located(settings: Settings) -> Settings:
 
 
 def url_of(settings: Settings) -> str:
-    """Return the address of the NATS server."""
+    """Return the URL of the NATS server to which a client with these settings connects."""
     here = located(settings)
     return over_tls(here, here.nats or f"nats://127.0.0.1:{here.own_port}")
 
@@ -195,7 +198,7 @@ def _is_elsewhere(settings: Settings) -> bool:
 
 
 def _instead(settings: Settings) -> str:
-    """Return advice for the user when no server answers at the address in the settings."""
+    """Return advice to the user, for when no server answers at the address in the settings."""
     if settings.nats is not None:
         return "start it, or name another one with --nats or NATS_URL"
     if _is_elsewhere(settings):

@@ -1,1 +1,1 @@
-"""HTTP APIs of OpenAI, Anthropic and Ollama over durable sessions. Imports no other folder but `protocol`."""
+"""Serves OpenAI's, Anthropic's and Ollama's HTTP APIs, as a client of the worker. Imports only `protocol`."""

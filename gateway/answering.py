@@ -1,4 +1,4 @@
-"""The events of running answers, which `conversations` queues and the HTTP responses read."""
+"""Defines the events of running answers: `conversations` queues them, the HTTP responses read them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Found(NamedTuple):
-    """Event: the session that answers a turn, and how much of the conversation it holds already.
+    """Event: the session that answers a turn, and how much of the conversation this session has already.
 
-    It holds the first `num_known` messages, which are `position` tokens. If an earlier answer was not found,
-    `differs` names the first message (number, role, size) that no known conversation has.
+    The session has the first `num_known` messages, which are `position` tokens. If an earlier answer was not
+    found, `differs` names the first message (number, role, size) that no known conversation has.
     """
 
     session: str
@@ -43,15 +43,15 @@ Event = Found | Begun | Chunk | Generated | TurnkeepError
 
 
 class Answering:
-    """The answers to one turn while they run. `events` queues each event with the number of its answer."""
+    """The answers to one turn while they run. `events` is a queue of (number of the answer, event)."""
 
     def __init__(
         self, on_end: Callable[[How, Generated], None], note: Note, key_id: str = "", *, stays: bool = False
     ) -> None:
-        """`on_end` gets each result, even without a client. `note` is stored with the request in the log.
+        """`on_end` is called with each result, even if the client has disconnected.
 
-        `key_id` is the answer's id if the request has an idempotency key. If the answer `stays`, it goes on
-        after its client disconnects, and `Begun` tells the client that the log has the request.
+        The log stores `note` with the request. `key_id` is the answer's id if the request has an idempotency
+        key. An answer that `stays` goes on after its client disconnects, and sends `Begun`.
         """
         self.on_end = on_end
         self.note = note

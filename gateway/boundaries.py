@@ -26,7 +26,7 @@ _ENCODER: Final = msgspec.json.Encoder(order="deterministic")
 
 
 def chain(messages: Sequence[Message], options: Mapping[str, Any]) -> list[bytes]:
-    """Return the digest of the options that change the prompt, then a chained digest after each message."""
+    """Return a digest of the options that change the prompt, then one chained digest for each message."""
     found, calls = [_digest(b"chat", _rendered(options))], list[str]()
     for message in messages:
         text, given = message.content or "", message.tool_calls or ()
@@ -46,9 +46,10 @@ def prompt_of(prompt: str | Sequence[int], options: Mapping[str, Any]) -> bytes:
 
 
 def answered(prompt: bytes, result: Generated, prefix: str = "") -> set[bytes]:
-    """Return the possible digests of a conversation after an answer to the prompt with the digest `prompt`.
+    """Return the possible digests of a conversation after an answer; `prompt` is the digest before it.
 
-    The answer begins with `prefix`. White space at its ends gives two digests, since many clients strip it.
+    The answer begins with `prefix`. An answer with white space at its ends has two digests, since many
+    clients strip the white space.
     """
     calls, said = _calls(result.tool_calls), prefix + result.text
     return {_digest(prompt, ["assistant", text, None, calls]) for text in (said, said.strip())}
@@ -76,7 +77,10 @@ def _arguments(text: str) -> list[Any]:
 
 
 def _place(call_id: str | None, calls: Sequence[str]) -> int | str | None:
-    """Return the answered call's index among the last `calls`, as clients may change ids; else its id."""
+    """Return the index in `calls` (ids) of the call that a tool result answers; if it is not there, its id.
+
+    The index is better than the id, which clients may change.
+    """
     return calls.index(call_id) if call_id in calls else call_id
 
 

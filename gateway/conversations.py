@@ -1,8 +1,8 @@
 """Answers one tenant's turns: finds the session with most of a conversation, and sends it only the rest.
 
-Each answer is a task of its own, which waits for the result even if no client listens any more, so that the
-index always has the session's position. The task outlasts restarts of worker and NATS: an answer ends early
-only if its client disconnects.
+Each answer has a task, which waits for the result even after its client has disconnected, so the index always
+has the session's position. The task survives restarts of the worker and of NATS: an answer ends early only if
+its client disconnects.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How long to wait for the result of the request that has moved a session's position.
+#: How long to wait for the result of another request that has changed a session's position.
 _CATCH_UP_S: Final = 1.0
 #: Attempts to send a turn, the last one to a new session.
 _ATTEMPTS: Final = 4
@@ -81,9 +81,9 @@ class Conversations:
     """The conversations of one tenant with one model, and the sessions that hold them."""
 
     def __init__(self, client: Client, *, idle_s: float, is_stopping: Callable[[], bool]) -> None:
-        """Sessions unused for `idle_s` are removed.
+        """Sessions unused for `idle_s` seconds are removed.
 
-        While `is_stopping()`, answers without a client are not cancelled: their clients may come back.
+        While `is_stopping()`, answers are not cancelled when their clients disconnect: these may come back.
         """
         self.index = Index()
         self.client = client
@@ -98,7 +98,10 @@ class Conversations:
         self._beginning: dict[str, Answering] = {}
 
     async def start(self) -> None:
-        """Fill the index from the log and start removing idle sessions, once. Raises `TurnkeepError`."""
+        """Fill the index from the log and start to remove idle sessions; later calls do nothing.
+
+        Raises `TurnkeepError`.
+        """
         async with self._loading:
             if not self._is_loaded:
                 await recover(self.client, self.index)
@@ -131,18 +134,18 @@ class Conversations:
         *,
         stays: bool = False,
     ) -> Answering:
-        """Start a turn's answers; the last event of each is its result or an error. See `Answering`."""
+        """Start a turn's answers; each answer's last event is its result or an error. See `Answering`."""
         answering = Answering(on_end, note, key_id, stays=stays)
         for number in range(turn.n):
             self.beside(self._answer(turn, number, answering))
         return answering
 
     async def recorded(self, answer_ids: set[str], *, conversation: bool = True) -> dict[str, Recorded]:
-        """Find answers in the log, by their ids. Raises `TurnkeepError`."""
+        """Find answers in the log by id, with the `conversation` before each. Raises `TurnkeepError`."""
         return await recorded.find(self.client, answer_ids, conversation=conversation)
 
     def follow(self, found: Recorded) -> Answering:
-        """Start a stream of events of an answer that is in the log."""
+        """Start to queue the events, from the first on, of an answer that is in the log."""
         answering = Answering(_ignore, found.note)
         answering.following = self.beside(self._follow(found, answering))
         return answering
@@ -217,7 +220,7 @@ class Conversations:
             return
 
     async def _plan(self, turn: Turn, number: int, answering: Answering, *, is_last: bool) -> Plan | Recorded:
-        """Decide how to send a turn, or find its answer by its idempotency key. Raises `TurnkeepError`."""
+        """Decide how to send a turn, or find the answer under its idempotency key. Raises `TurnkeepError`."""
         if not answering.key_id:
             return make_plan(self.index, turn, number, is_last=is_last)
         while (other := self._beginning.get(answering.key_id)) is not None:
@@ -228,7 +231,7 @@ class Conversations:
         return stands.answer or plan_apart(self.index, turn, stands)
 
     def _begin(self, answering: Answering) -> None:
-        """Release requests that wait with the same key: the log has this request now, or never will."""
+        """Let waiting requests with the same key go on: the log has this request now, or never will."""
         answering.begun.set()
         if self._beginning.get(answering.key_id) is answering:
             del self._beginning[answering.key_id]
@@ -244,7 +247,7 @@ class Conversations:
             tell(error)
 
     def _missing(self, turn: Turn, plan: Plan) -> str | None:
-        """Return and log where a conversation differs from known ones, if its last answer was not found."""
+        """If a conversation's last answer was not found, log and return where it differs from known ones."""
         told, differs = turn.messages or (), None
         num_seen = self._seen.add(plan.known) - 1
         num_old = max((at for at, one in enumerate(told, 1) if one.role == "assistant"), default=0)
@@ -262,7 +265,7 @@ class Conversations:
     async def _carry_out(
         self, turn: Turn, plan: Plan, answering: Answering, tell: Callable[[Event], None]
     ) -> Generated:
-        """Send a turn as planned, add its result to the index, and return it."""
+        """Send a turn as planned, pass its chunks to `tell`, add its result to the index, and return it."""
         asked, held = plan.asked, plan.asked.held
         asked.num_users += 1
         answering.running.add(asked)
@@ -346,7 +349,10 @@ class Conversations:
         piece: Sequence[Message],
         rendering: Mapping[str, Any],
     ) -> Appended:
-        """Append messages; if their request id has failed before, use another. Raises `TurnkeepError`."""
+        """Append messages; if an append with the same id has failed before, use a new id.
+
+        Raises `TurnkeepError`.
+        """
         key, attempt = session_key(self.client.tenant, asked.held.name), 0
         while True:
             asked.appending = append_id(boundary, position, attempt)
@@ -357,7 +363,10 @@ class Conversations:
             attempt += 1
 
     async def _open(self, plan: Plan) -> None:
-        """Fork or reopen the session as planned, or await the request that does. Raises `TurnkeepError`."""
+        """Fork or reopen the session as planned. For a repeated request, wait until the first has done so.
+
+        Raises `TurnkeepError`.
+        """
         asked = plan.asked
         if plan.how == "repeated":
             if asked.opening is not None:
@@ -388,7 +397,7 @@ class Conversations:
         self._note_opened(asked)
 
     async def _catch_up(self, held: Held, position: int | None) -> None:
-        """Wait a moment for the result of the request that has moved a session's position."""
+        """Wait up to a second for the result of another request that has changed a session's position."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CATCH_UP_S):
                 while held.num_running and held.position == position:  # noqa: ASYNC110  # its task signals nobody
@@ -397,7 +406,7 @@ class Conversations:
             self._note_moved(held)
 
     def _note_moved(self, held: Held) -> None:
-        """Note that another gateway has continued a session, so that its position is unknown now."""
+        """Record in the index that another gateway has continued a session, whose position is now unknown."""
         if self.index.rewrites:
             self.index.drop(held)
         else:
@@ -409,13 +418,13 @@ class Conversations:
             asked.opening = None
 
     def _note_failed(self, plan: Plan) -> None:
-        """Mark a request so that no turn repeats it. If a repeat failed, the first one may still run."""
+        """Mark a request, so that no turn reuses its answer; if a repeat failed, the first may still run."""
         plan.asked.is_certain, plan.asked.claim_until_s = False, 0.0
         if plan.how != "repeated":
             plan.asked.state = "failed"
 
     def _learnt(self, plan: Plan, error: RequestFailedError) -> RequestFailedError:
-        """Correct the index after a refused request, which changed no session; return the error to raise."""
+        """Correct the index after a request was refused; return the error to raise."""
         held = plan.asked.held
         if error.code == "position_conflict":
             self._note_moved(held)
@@ -434,7 +443,7 @@ class Conversations:
             self.beside(self._cancel(asked))
 
     async def _cancel(self, asked: Asked) -> None:
-        """Ask the worker repeatedly to cancel an answer, until it ends or a client wants it again."""
+        """Ask the worker repeatedly to cancel an answer, until the answer ends or a client wants it again."""
         pause_s = 0.0
         if asked.opening is not None:
             await asked.opening.wait()
@@ -452,7 +461,7 @@ class Conversations:
                     await self._remove(held)
 
     async def _remove(self, held: Held, *, forget: bool = True) -> None:
-        """Drop a session from the index, and close it unless another gateway has used it since."""
+        """Drop a session from the index; close the session unless another gateway has used it since."""
         self.index.drop(held)
         if held.position is None:
             return
@@ -479,12 +488,12 @@ def _headers(turn: Turn, plan: Plan, sent: _Sent, note: Note) -> dict[str, str]:
 
 
 def _rendering(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generate options that append and count requests take too: those that change the prompt."""
+    """Return the generate options that change the prompt; append and count requests have them too."""
     return {name: options.get(name) for name in ("tools", "chat_template_kwargs")}
 
 
 def _with_appended(result: Generated, sent: _Sent) -> Generated:
-    """Return a result that counts its turn's appended tokens as prefilled, and has the appends' warnings."""
+    """Add a turn's appends to its result: count their tokens as prefilled, not cached; add their warnings."""
     used = result.usage
     num_new = min(sent.num_prefilled, used.cached_tokens)
     counts = {"cached_tokens": -num_new, "prefilled_tokens": num_new}

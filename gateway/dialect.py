@@ -1,4 +1,4 @@
-"""Defines a dialect, one HTTP API: functions that read its requests, and write answers, events and errors."""
+"""Defines `Dialect`: an HTTP API, as functions that read requests and write answers, events and errors."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ EVENT_STREAM: Final = "text/event-stream"
 
 
 class Events(Protocol):
-    """Writes the events, or lines, of one streamed response."""
+    """Encodes the events, or lines, of one streamed response."""
 
     @property
     def heartbeat(self) -> bytes:
-        """Bytes to send when no event comes, which clients accept as a sign that the stream lives."""
+        """Bytes to send while there is no event; clients ignore them, but know that the stream is alive."""
 
     def start(self, index: int) -> bytes:
-        """Write the events that open answer number `index`."""
+        """Encode the events that open answer number `index`."""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """Write the events for a chunk of an answer; empty bytes if it adds nothing."""
+        """Encode the events for a chunk of an answer; return empty bytes if the chunk adds nothing."""
 
     def finish(self, index: int, result: Generated) -> bytes:
-        """Write the events that close an answer."""
+        """Encode the events that close an answer."""
 
     def end(self, results: Sequence[Generated]) -> bytes:
-        """Write the events that close the stream."""
+        """Encode the events that close the stream."""
 
     def error(self, fault: Fault) -> bytes:
-        """Write the error event that ends the stream."""
+        """Encode the error event that ends the stream."""
 
 
 def _never(_body: bytes) -> None:
-    """Return None: no request to this API is answered without a worker."""
+    """Return None: every request to this API needs a worker."""
 
 
 class Dialect(NamedTuple):
     """One HTTP API: how to read its requests, and write its answers, events and errors.
 
     `names` maps the protocol's field names to this API's, where they differ. `begun` writes an answer without
-    a result, for APIs with background answers. `at_once` answers requests that need no worker, else None.
+    a result, for APIs with background answers. `at_once` answers a request that needs no worker, and returns
+    None for others.
     """
 
     name: str
@@ -60,5 +61,5 @@ class Dialect(NamedTuple):
 
     @property
     def is_marked(self) -> bool:
-        """Whether events have ids, after which a client can resume the stream."""
+        """Whether events have ids, by which a client can resume the stream."""
         return self.media_type == EVENT_STREAM

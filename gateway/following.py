@@ -37,7 +37,10 @@ KEY_REUSED: Final = "key_reused"
 
 
 class Standing(NamedTuple):
-    """What the log has for an idempotency key: its request's last attempt, and its session's fork point."""
+    """What the log has for an idempotency key: the request's last attempt, and the session's fork point.
+
+    The fork point, in `opened`, is a boundary's digest and a position; None if the session is no fork.
+    """
 
     session: str
     last: Recorded | None = None
@@ -45,13 +48,13 @@ class Standing(NamedTuple):
 
     @property
     def num_failed(self) -> int:
-        """The number of attempts that have failed, which is the nonce of the next one."""
+        """The number of failed attempts, which is the nonce of the next attempt's request id."""
         name = RequestName.parse(self.last.request.id) if self.last else None
         return name.nonce + 1 if name else 0
 
     @property
     def answer(self) -> Recorded | None:
-        """The last attempt, if it is answered, runs, or failed for good; None if a new one may be sent."""
+        """The last attempt if it has an answer, runs, or failed for good; None if the request may be sent."""
         failed = self.last.result if self.last else None
         may_try = isinstance(failed, Failed) and (failed.retryable or failed.code in MISTAKEN)
         return None if may_try else self.last
@@ -63,7 +66,10 @@ def id_of(key: str) -> str:
 
 
 async def standing(client: Client, answer_id: str, body: str) -> Standing:
-    """Read a keyed request's state from the log. Raises `RequestFailedError` if its body was another."""
+    """Read from the log the state of a request with an idempotency key.
+
+    Raises `RequestFailedError` if the logged request had another body (`body` is a digest).
+    """
     session = PREFIX + answer_id[:32]
     last = (await recorded.find(client, {answer_id}, conversation=False)).get(answer_id)
     if last is not None and last.note.body != body:
@@ -86,7 +92,7 @@ def key_reused() -> RequestFailedError:
 
 
 async def first_copy(client: Client, answer_id: str) -> Recorded | None:
-    """Read the first copy of the last attempt under a key. Retries while the log cannot be read."""
+    """Read the first stored copy of a request's last attempt. Retries while the log cannot be read."""
     while True:
         try:
             return (await recorded.find(client, {answer_id}, conversation=False)).get(answer_id)
@@ -110,7 +116,7 @@ async def follow(client: Client, found: Recorded, tell: Callable[[Chunk], None])
 
 
 async def cancel(client: Client, answer_id: str) -> Recorded | None:
-    """Cancel an answer if it runs; return its record in the log, None without one. Raises `TurnkeepError`."""
+    """Cancel a running answer. Return what the log has of it then, or None. Raises `TurnkeepError`."""
     pause_s = FIRST_PAUSE_S
     while True:
         found = (await recorded.find(client, {answer_id})).get(answer_id)

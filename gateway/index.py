@@ -1,7 +1,9 @@
-"""Maps the boundaries of conversations to one tenant's sessions and positions in them. In memory, no I/O.
+"""Maps the boundaries of conversations to a tenant's sessions and positions in them. In memory, no I/O.
 
-The log has the same facts, and `recovery` reads them after a restart: a request's id begins with the digest
-of its prompt, and the tags of a fork's `open` contain the digest of the conversation up to the fork point.
+A boundary is a digest of a conversation up to a message (see `boundaries`).
+
+`recovery` can rebuild this from the log after a restart: a request's id begins with the digest of its prompt,
+and the tags of a fork's `open` contain the digest of the conversation up to the fork point.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ _MOST_MARKS: Final = 2_000
 
 
 class Mark(NamedTuple):
-    """The place of a boundary in a session: after a prompt with the assistant's header, or after an answer.
+    """A boundary's position in a session: after a prompt with the assistant's header, or after an answer.
 
-    Appended messages have no such header after them, so they count as an answer: more messages may follow.
+    `is_answer` is also set after appended messages: these have no such header, so more messages may follow.
     """
 
     position: int
@@ -50,7 +52,7 @@ class Held:
     used_s: float
     num_running: int = 0
     marks: dict[bytes, Mark] = field(default_factory=dict)
-    prompt: bytes | None = None  # the last one
+    prompt: bytes | None = None  # the boundary of the last prompt
     asked: set[tuple[bytes, bytes]] = field(default_factory=set)
 
 
@@ -82,12 +84,12 @@ class RequestName(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Asked:
-    """The last request with one prompt and the same options: all that is needed to send it again unchanged.
+    """The last of several requests with equal prompt and options, with all that is needed to repeat it.
 
-    It sent the messages after the boundary with the digests `bases`, at the position `expected`. `opening`
-    is None once the session is in the log. If `is_certain`, the answer is the same each time. A request that
-    was found in the log after a restart may be repeated once, until `claim_until_s`. `prefix` is the given
-    beginning of the answer. `appending` is the id of the append before it, while that runs.
+    The request sent the messages after the boundary with the digests `bases`, at the position `expected`.
+    `opening` is None once the session is in the log. If `is_certain`, the answer is the same each time. A
+    request that was found in the log after a restart may be repeated once, until `claim_until_s`. `prefix` is
+    the beginning of the answer that the client gave. `appending` is the id of the append that runs before it.
     """
 
     held: Held
@@ -109,7 +111,7 @@ def append_id(boundary: bytes, position: int, attempt: int = 0) -> str:
 
 
 def appended_to(request_id: str) -> bytes | None:
-    """Return the boundary after an append, from its request id; None if no gateway made that."""
+    """Return the boundary after an append, read from the append's id; None if no gateway made the id."""
     digest, at, _ = request_id.partition("-at-")
     try:
         return bytes.fromhex(digest) if at else None
@@ -123,7 +125,7 @@ def tags(base: bytes) -> list[str]:
 
 
 def base_of(tags: tuple[str, ...]) -> bytes | None:
-    """Return the boundary after which a fork begins, from its tags; None if no gateway made them."""
+    """Return the boundary after which a fork begins, read from its `tags`; None if no gateway made them."""
     base = next((tag[len(_BEGINS) :] for tag in tags if tag.startswith(_BEGINS)), "")
     try:
         return bytes.fromhex(base) or None if TAG in tags else None
@@ -161,7 +163,7 @@ class Index:
         held.asked.clear()
 
     def find(self, boundary: bytes) -> tuple[Held, Mark] | None:
-        """Return the session that has this boundary, and the place in it; None if no session has it."""
+        """Return the session that has this boundary, and its `Mark` there; None if no session has it."""
         held = self._held.get(boundary)
         return None if held is None else (held, held.marks[boundary])
 
@@ -178,7 +180,7 @@ class Index:
         # A client that repeats a request whose answer was stopped wants a whole answer.
         asked.state = "failed" if result.finish_reason in STOPPED else "answered"
         is_over = asked.state == "answered" and not asked.is_certain and not asked.claim_until_s
-        if is_over and self.asked.get(asked.name.key) is asked:  # no repeated request may get it
+        if is_over and self.asked.get(asked.name.key) is asked:  # no equal request may get this answer
             del self.asked[asked.name.key]
             held.asked.discard(asked.name.key)
         if held.name not in self.sessions:
@@ -208,7 +210,7 @@ class Index:
         self._mark(held, boundary, Mark(result.position, is_answer=True))
 
     def old(self, before_s: float) -> Iterator[Held]:
-        """Yield sessions without running requests, unused since `before_s` or over `MOST_SESSIONS`."""
+        """Yield sessions without running requests: unused since `before_s`, or the oldest of too many."""
         beyond = len(self.sessions) - MOST_SESSIONS
         for number, held in enumerate([*self.sessions.values()]):
             if held.used_s >= before_s and number >= beyond:
@@ -220,7 +222,7 @@ class Index:
         other = self._held.get(boundary)
         if other not in (None, held):
             if other.position == other.marks[boundary].position:
-                return  # it can continue from there without a fork
+                return  # the other session can continue from there without a fork
             del other.marks[boundary]
         held.marks[boundary] = mark
         self._held[boundary] = held

@@ -1,4 +1,4 @@
-"""API keys from a file, each with its tenant and its limits."""
+"""Reads API keys from a file, each with its tenant and limits, and checks requests against the limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PAUSE_S: Final = 1.0
 class Limits(NamedTuple):
     """A key's limits: requests per minute, tokens per minute, and requests at once. None means no limit.
 
-    Prefilled tokens and the tokens of answers count.
+    `tokens` limits prefilled and generated tokens together.
     """
 
     requests: int | None = None
@@ -38,7 +38,7 @@ _UNLIMITED: Final = Limits()
 
 
 class _Bucket:
-    """A token bucket that holds a limit per minute: full at first, and refilled continuously."""
+    """A token bucket for a limit of `size` per minute: full at first, and refilled continuously."""
 
     def __init__(self, size: int | None, clock: Callable[[], float]) -> None:
         self._size = size

@@ -1,4 +1,4 @@
-"""Finds answers in the logs of all models, for requests that refer to one by its id or key."""
+"""Finds answers in the logs of all models, for requests that name an answer by its id or idempotency key."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ class Lookups:
         return found
 
     async def cut(self, tenant: str, headers: Mapping[str, str], digest: str) -> tuple[Kept, Place] | None:
-        """Find the answer whose broken stream a client resumes by `Last-Event-ID`, and the place in it.
+        """Find the answer whose stream a client resumes by `Last-Event-ID`, and the place of this event.
 
-        None without that header, or if the request has not reached the log. Raises `Fault`, `TurnkeepError`.
+        Return None without that header, or if the request has not reached the log. `digest` is that of the
+        request. Raises `Fault`, `TurnkeepError`.
         """
         if (read := places.read(headers.get("last-event-id", ""))) is None:
             return None
@@ -69,9 +70,9 @@ class Lookups:
         return found, read[1]
 
     async def key_id(self, tenant: str, headers: Mapping[str, str], model: str) -> str:
-        """Return the id of the answer to a request with an `Idempotency-Key`; empty without one.
+        """Return the answer's id for a request with an `Idempotency-Key`; empty without this header.
 
-        Raises `Fault` if a request for another model had this key.
+        Raises `Fault` if an earlier request with this key was for another model.
         """
         if (key := headers.get("idempotency-key")) is None:
             return ""
@@ -100,7 +101,10 @@ def own_id(answer_id: str) -> str:
 
 
 def after(answer: Recorded, headers: Mapping[str, str], query: Mapping[str, str]) -> Place | None:
-    """Return the place after which a client wants an answer's stream; None for all of it. Raises `Fault`."""
+    """Return the place after which a client resumes an answer's stream; None for the whole stream.
+
+    Raises `Fault`.
+    """
     if (number := number_in(query, "starting_after")) is not None:
         return places.behind_number(number)
     read = places.read(headers.get("last-event-id", ""))

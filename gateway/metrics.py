@@ -1,4 +1,4 @@
-"""Counts requests, answers and tokens of the gateway, and writes the counts for Prometheus and NATS."""
+"""Counts the gateway's requests, answers and tokens, and formats the counts for Prometheus and NATS."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Counters:
         self.num_running = 0
 
     def note(self, how: str, result: Generated) -> None:
-        """Count an answer and its tokens; `how` says how its conversation was found."""
+        """Count an answer and its tokens; `how` is one of `planning.How`, such as `continued` or `forked`."""
         self.answers[how] += 1
         self.num_resumed += bool(result.resumed_tokens)
         if how != "repeated":
@@ -41,7 +41,7 @@ class Counters:
             self.tokens["generated"] += used.completion_tokens
 
     def counting(self, app: ASGIApp, paths: Iterable[str]) -> ASGIApp:
-        """Wrap an application to count its requests by path and status; others than `paths` count as one."""
+        """Wrap an application to count its requests by path and status; paths not in `paths` are `other`."""
         known = {*paths}
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,7 +61,7 @@ class Counters:
         return counted
 
     def message(self, gateway: str, num_conversations: int, interval_s: float) -> GatewayMetrics:
-        """Build the metrics message for NATS from all counts; the next follows after `interval_s`."""
+        """Build the metrics message for NATS from all counts; messages are `interval_s` apart."""
         by_status = Counter[str]()
         for (_, status), count in self.requests.items():
             by_status[str(status)] += count
@@ -79,7 +79,7 @@ class Counters:
         )
 
     def page(self, num_conversations: int) -> bytes:
-        """Write all counts in Prometheus's text format."""
+        """Return all counts in Prometheus's text format."""
         by_path = {
             f'path="{path}",status="{status}"': count for (path, status), count in self.requests.items()
         }

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Named(Struct):
-    """The field for the model in requests of all dialects; some of Ollama's requests call it `name`."""
+    """The model's name in a request of any dialect: `model`, or `name` in some of Ollama's requests."""
 
     model: str | None = None
     name: str | None = None
@@ -70,9 +70,9 @@ class Models:
         raise _no_model(name, [one["id"] for one in found])
 
     async def described(self, tenant: str, *, now: bool = False) -> list[dict[str, Any]]:
-        """Describe all models; one of several whose worker does not answer is described by its name only.
+        """Describe all models. If there are several, one whose worker does not answer gets no context length.
 
-        Unless `now`, metrics of the last second are used again. Raises `NoWorkerError`.
+        Workers' metrics are up to a second old, unless `now`. Raises `NoWorkerError` if no worker answers.
         """
         found = await asyncio.gather(*(self._looked_at(tenant, name, now=now) for name in self.names))
         if not any(found):
@@ -95,18 +95,18 @@ def wanted(body: bytes) -> str:
 
 
 def page(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Write a list of models as OpenAI and Anthropic do."""
+    """Return a list of models in the format of OpenAI and Anthropic."""
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]}
     return {"object": "list", "data": models, "has_more": False, **ends}
 
 
 def page_v0(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Write a list of models as LM Studio does."""
+    """Return a list of models in the format of LM Studio."""
     return {"object": "list", "data": [_model_v0(one) for one in models]}
 
 
 def _model(name: str, worker: Metrics | None) -> dict[str, Any]:
-    """Describe a model in OpenAI's and Anthropic's fields, with its context length as other servers do."""
+    """Describe a model in fields of OpenAI, Anthropic and, for the context length, other servers."""
     name = name or (worker.model if worker else "")
     return {
         "id": name,

@@ -19,10 +19,10 @@ _HEAD_BYTES: Final = 512
 def ahead(
     messages: Sequence[Message], options: Mapping[str, Any], max_bytes: int, header_bytes: int = 0
 ) -> list[Sequence[Message]]:
-    """Return groups of messages to append first, if all are too large for one request; usually none.
+    """Return groups of messages, each to be sent in an append before the generate; empty if none is needed.
 
-    A request in the log may have `max_bytes`, of which the last needs up to `header_bytes` for its header.
-    The first piece has the tools too. Raises `MessageTooLargeError` if a message alone is too large.
+    A request has at most `max_bytes`, and the generate needs `header_bytes` of that for its header. The first
+    append has the tools too. Raises `MessageTooLargeError` if a single message is too large.
     """
     sizes = [len(encode(message)) + 1 for message in messages]
     num_rest = _HEAD_BYTES + header_bytes + len(encode(dict(options)))
@@ -40,7 +40,7 @@ def ahead(
 
 
 def _groups(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield start and end of consecutive groups of at most `most` in total; a larger item stands alone."""
+    """Yield (start, end) of consecutive groups whose total is at most `most`; a larger item is one group."""
     start = total = 0
     for at, size in enumerate(sizes):
         if at > start and total + size > most:

@@ -1,4 +1,4 @@
-"""Decides how to send a turn: to which session, new, continued or forked, and which messages. No I/O."""
+"""Decides how to send a turn: to a new, continued or forked session, and with which messages. No I/O."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ How = Literal["continued", "forked", "begun", "repeated"]
 
 
 class Plan(NamedTuple):
-    """How to send a turn: to the session `asked.held` at `position`, without its first `num_known` messages.
+    """How to send a `Turn`: to session `asked.held` at `position`, without its first `num_known` messages.
 
-    `known` are all its boundaries. A fork has a `parent`, which was at `parent_position` when planned, None
-    if unknown; a fork that the log has already has none. If it `is_apart`, other gateways may send the
-    same request to this session; if it `reopens`, the session was closed.
+    The session has those messages already. `known` has all boundaries of the turn. A fork has a `parent` and,
+    if known, the parent's position at the time of planning; `parent` is None if the log has the fork already.
+    If the plan `is_apart`, other gateways may send the same request to this session; if it `reopens` the
+    session, the session was closed.
     """
 
     asked: Asked
@@ -42,9 +43,9 @@ class Plan(NamedTuple):
 
 
 def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
-    """Decide how to send a turn, and record that in the index, so that no other turn takes the session.
+    """Decide how to send a turn; record the request in the index, so that no other turn uses the session.
 
-    `number` is the answer's among several. If this `is_last` of the attempts, it goes to a new session.
+    `number` is the number of the answer among the turn's `n`. The `is_last` attempt goes to a new session.
     """
     now_s = time.time()
     options, known, key = _named(turn, number)
@@ -76,10 +77,10 @@ def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
 
 
 def plan_apart(index: Index, turn: Turn, stands: Standing) -> Plan:
-    """Decide how to send a turn with an idempotency key to the key's own session, which no other turn uses.
+    """Decide how to send a turn with an idempotency key, to a session that only this key uses.
 
-    Each gateway gives the request the same id. Raises `RequestFailedError` if the session was opened for
-    another request.
+    All gateways give the request the same id. Raises `RequestFailedError` if the session was opened for
+    another request with this key.
     """
     options, known, key = _named(turn, 0)
     place: tuple[int, Held | None, int] | None
@@ -104,7 +105,7 @@ def plan_apart(index: Index, turn: Turn, stands: Standing) -> Plan:
 
 
 def _named(turn: Turn, number: int) -> tuple[dict[str, Any], list[bytes], tuple[bytes, bytes]]:
-    """Return a turn's options, its boundaries, and the two digests that identify equal requests."""
+    """Return a turn's options, its boundaries, and the two digests that equal requests have in common."""
     options = dict(turn.options)
     if options.get("seed") is not None:
         options["seed"] += number
@@ -124,7 +125,7 @@ def _noted(index: Index, asked: Asked, made: Plan) -> Plan:
 
 
 def _place(index: Index, known: list[bytes]) -> tuple[int, Held, int] | None:
-    """Find the longest beginning that a session holds: its number of messages, session and position."""
+    """Find the session with most of a conversation; return the number of messages, session and position."""
     for num_known in range(len(known) - 1, 0, -1):
         if (found := index.find(known[num_known])) is None:
             continue
@@ -139,9 +140,9 @@ def _place(index: Index, known: list[bytes]) -> tuple[int, Held, int] | None:
 
 
 def _may_repeat(asked: Asked, now_s: float) -> bool:
-    """Whether a new request equal to `asked` gets the same answer.
+    """Whether a new request equal to `asked` gets the answer of `asked`.
 
-    A sampled answer only if it is from before this gateway's start: its client may not have received it.
+    A sampled answer is given again only if it is from before this gateway's start: its client may lack it.
     """
     if asked.state == "failed":
         return False

@@ -30,9 +30,9 @@ class Presence:
         self._seen_s = float("-inf")
 
     async def worker(self, *, patience_s: float = 0.0, now: bool = False) -> Metrics:
-        """Return the worker's metrics, at most a second old; with `now`, fetch them again.
+        """Return the worker's metrics, at most a second old; with `now`, fetch new ones.
 
-        Waits up to `patience_s` for a worker that has answered before. Raises `NoWorkerError`.
+        Wait up to `patience_s` for a worker that has answered before. Raises `NoWorkerError`.
         """
         if now:
             self._seen_s = float("-inf")
@@ -50,7 +50,7 @@ class Presence:
         return self._metrics
 
     async def _while_connected(self, asking: Coroutine[Any, Any, Metrics]) -> Metrics:
-        """Wait for a worker's metrics while NATS is connected. Raises `NoWorkerError`."""
+        """Wait for a worker's metrics. Raises `NoWorkerError`, also once NATS is disconnected."""
         task = asyncio.create_task(asking)
         try:
             while self._client.connected and not task.done():

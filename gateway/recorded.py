@@ -59,11 +59,11 @@ _OWN: Final = ("type", "id", "messages", "text", "tokens", "expect_position")
 
 
 class Note(Struct, frozen=True, omit_defaults=True):
-    """A header that the log stores with a request: fields that its answer repeats, and a fork's history.
+    """The content of a request's header in the log: fields that the answer repeats, and a fork's history.
 
     `before` has the messages before the fork; if they are too long, only the parent's log has them. `api`
-    names the dialect; `body` is a digest of the request's body. Only a client that resumes a broken stream
-    finds an answer that is not `is_kept`, such as one of several.
+    names the dialect; `body` is a digest of the request's body. An answer that is not `is_kept`, such as one
+    of several, is found only by a client that sends the same request again.
     """
 
     id: str
@@ -84,7 +84,7 @@ class Note(Struct, frozen=True, omit_defaults=True):
 class _Exchange(NamedTuple):
     """A session's request and its result; `prompt` is the conversation before an answer or after an append.
 
-    A close that forgets makes all exchanges before it void, even if the worker has not removed them yet.
+    A `Close` with `forget` voids all earlier exchanges, even if the worker has not removed them yet.
     """
 
     seq: int
@@ -95,9 +95,9 @@ class _Exchange(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A generate request from the log, at the stream sequence `seq`, and its result (None if it has none).
+    """A generate request from the log, at the stream sequence `seq`, and its result (None if there is none).
 
-    The `messages` of `turn` are the whole conversation, or None if the log no longer has all of it.
+    `turn.messages` is the whole conversation, or None if the log no longer has all of it.
     """
 
     session: str
@@ -109,7 +109,7 @@ class Recorded(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The answer's id, as `answer_id` makes it."""
+        """The answer's id; see `answer_id`."""
         return answer_id(self.session, self.note)
 
 
@@ -119,7 +119,7 @@ def digest(api: str, body: bytes) -> str:
 
 
 def new_note(own_id: str, created: int, turn: Turn, api: str = RESPONSES, body: str = "") -> Note:
-    """Build the note for a turn; `body` is the digest of its request's body. Raises `Fault`."""
+    """Build the note for a `Turn`; `body` is the digest of the request's body. Raises `Fault`."""
     asked = {**turn.asked, **({"include_usage": True} if turn.include_usage else {})}
     is_kept = turn.n == 1 and (turn.is_kept or api != RESPONSES)
     note = Note(own_id[-16:], created, turn.model, asked, None, api, body, is_kept)
@@ -129,7 +129,7 @@ def new_note(own_id: str, created: int, turn: Turn, api: str = RESPONSES, body: 
 
 
 def num_bytes(note: Note) -> int:
-    """Return the most bytes that a note's header can have."""
+    """Return the largest size in bytes that a note's header can have."""
     return MOST_BYTES if note.has_messages else len(_packed(note))
 
 
@@ -162,9 +162,10 @@ def continued(turn: Turn, before: Recorded | None) -> Turn:
 
 
 async def find(client: Client, wanted: set[str], *, conversation: bool = True) -> dict[str, Recorded]:
-    """Find answers in the log; return those found, by id, each with the `conversation` before it if wanted.
+    """Find the answers with the ids `wanted` in the log; return those found, by id.
 
-    If a request failed and was sent again, the last attempt is returned. Raises `NoWorkerError`.
+    With `conversation`, each `turn` has the messages before the answer. If a request failed and was sent
+    again, return the last attempt. Raises `NoWorkerError`.
     """
     found: dict[str, Recorded] = {}
     for session in {one[:32] for one in wanted if _ID.fullmatch(one)}:
@@ -186,7 +187,7 @@ async def find(client: Client, wanted: set[str], *, conversation: bool = True) -
 async def _exchanges(
     client: Client, key: SessionKey, *, conversation: bool = True
 ) -> AsyncIterator[_Exchange]:
-    """Yield a session's appends, generates and closes that forget, in log order, repeated ones too."""
+    """Yield a session's appends, generates, and closes with `forget`, in log order; repeated ones too."""
     results = await _results(client, key)
     said: _Conversation = ()  # up to the last answer
     prompts: dict[str, _Conversation] = {}

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How many sessions are read whole, last used first; of the others, only age and position are known.
+#: How many sessions, last used first, are read whole; for the others, only the last result is read.
 _MOST_READ: Final = 2_000
 _AT_ONCE: Final = 16
 #: How long after its end an answer from before the restart can go to the next equal request.
@@ -46,7 +46,7 @@ CLAIM_S: Final = 600.0
 
 
 class _End(NamedTuple):
-    """A session's position after some of its results, and its last boundary's digests (None if unknown)."""
+    """A session's state after a result: its position, and its last boundary's digests (None if unknown)."""
 
     bases: set[bytes] | None
     position: int
@@ -93,7 +93,7 @@ async def recover(client: Client, index: Index) -> None:
 def _fold(
     index: Index, held: Held, entries: list[tuple[Stored, Result]], prefixes: Mapping[str, str]
 ) -> _End:
-    """Add a session's results to the index; `prefixes` has the given beginnings of answers, by request id."""
+    """Add a session's results to the index; `prefixes` maps request ids to answer prefixes from clients."""
     end = _End(None, 0)
     for one, result in entries:
         if result.position is None or result.repeat_of is not None:
@@ -128,7 +128,7 @@ def _fold(
 
 
 def _note_running(index: Index, held: Held, stored: Stored, end: _End) -> None:
-    """Add a request without a result to the index, so that an equal request gets its answer."""
+    """Add a request that has no result yet to the index, so that an equal request gets the same answer."""
     held.position = None
     try:
         request = decode_request(stored.body)

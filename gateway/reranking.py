@@ -1,4 +1,4 @@
-"""Answers reranking requests in the shapes of Cohere and Jina; the worker scores the documents."""
+"""Answers reranking requests in the formats of Cohere and Jina; the worker scores the documents."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ASKED: Final = msgspec.json.Decoder(Asked, dec_hook=as_whole)
 
 
 async def rerank(client: Client, body: bytes) -> tuple[dict[str, Any], int]:
-    """Score a request's documents; return the answer, best documents first, and the number of tokens.
+    """Score a request's documents; return the response, best documents first, and the number of tokens.
 
     Raises `Fault`, `TurnkeepError`.
     """

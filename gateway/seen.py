@@ -19,7 +19,7 @@ class Seen:
         self._old: set[bytes] = set()
 
     def add(self, known: Sequence[bytes]) -> int:
-        """Add a conversation's boundaries; return how many of them, from the first on, were known already."""
+        """Add a conversation's boundaries; return how many of them, from the first on, were known before."""
         num = len(known)
         while num and known[num - 1] not in self._young and known[num - 1] not in self._old:
             num -= 1

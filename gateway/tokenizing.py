@@ -1,4 +1,4 @@
-"""Converts texts to tokens and tokens to text, in the shapes of llama.cpp and vLLM.
+"""Converts texts to tokens and tokens to text, in the formats of llama.cpp and vLLM.
 
 The gateway has no tokenizer, so the worker prefills the prompt and returns its tokens.
 """

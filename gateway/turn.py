@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from turnkeep_client.content_blocks import Warned
     from turnkeep_client.messages import Message
 
-#: More than any context: a worker lowers `max_tokens` to the room that the session's context has left.
+#: More than any context: a worker lowers `max_tokens` to the tokens that still fit in the session's context.
 ALL_THAT_FITS: Final = 2**31 - 1
 #: The most answers to one prompt.
 MOST_ANSWERS: Final = 16
@@ -67,17 +67,17 @@ _T = TypeVar("_T")
 
 
 class Whole(int):
-    """An integer in a request, which some clients write as 2.0."""
+    """An integer in a request; some clients write 2.0 for 2."""
 
 
 class Turn(Struct, frozen=True, kw_only=True):
     """One request: a whole conversation, or a prompt as `text` or `tokens`, and how to answer it `n` times.
 
     `options` are fields of the protocol's generate request. `model` is the client's name for the model.
-    `asked` has other fields of the request that the answer repeats. Clients can read an answer that `is_kept`
-    later by its id. `previous` is the id of an earlier answer: the conversation up to it comes before the
-    messages. `warnings` go into a header of the response. If there are several `prompts` (`text` or `tokens`
-    is the first), the `n` answers are those to all prompts, in their order.
+    `asked` has other fields of the request, which the answer repeats. Clients can read an answer that
+    `is_kept` later by its id. `previous` is the id of an earlier answer: the conversation up to that answer
+    comes before the messages. `warnings` go into a header of the response. If there are several `prompts`
+    (`text` or `tokens` is the first), `n` counts the answers to all prompts, in the prompts' order.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -95,7 +95,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     prompts: tuple[str | tuple[int, ...], ...] = ()
 
     def alone(self, number: int) -> tuple[Turn, int]:
-        """Return a turn with only the prompt of answer `number`, and the answer's number for that prompt."""
+        """Return a turn with only the prompt of answer `number`, and the answer's number for this prompt."""
         if not self.prompts:
             return self, number
         which, own = divmod(number, self.n // len(self.prompts))
@@ -133,12 +133,12 @@ class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in 
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers of the error: `retry-after`, if the client should try again."""
+        """HTTP headers of the error: `retry-after`, if the client should send the request again."""
         return {} if self.retry_after_s is None else {"retry-after": str(math.ceil(self.retry_after_s))}
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> Fault:
-    """Build the fault, with status 400, of a request that is invalid or not supported."""
+    """Build the `Fault`, with status 400, of a request that is invalid or not supported."""
     return Fault(400, message, param=param, code=code)
 
 
@@ -158,7 +158,7 @@ def told(warnings: Sequence[Warned]) -> dict[str, str]:
 
 
 def all_read(turn: Turn) -> Turn:
-    """Return `turn` if the model can read all of its content, else raise `Fault`."""
+    """Return `turn` if the model can read all of the content, else raise `Fault`."""
     for one in turn.warnings:
         if one.is_lost:
             raise refused(one.refusal, one.where)
@@ -241,7 +241,7 @@ def check(turn: Turn, names: Mapping[str, str]) -> Turn:
 
 
 def renamed(fault: Fault, names: Mapping[str, str]) -> Fault:
-    """Change the field in a fault to its name in the dialect; without a field, to that of the messages."""
+    """Rename a fault's field to the dialect's name; a fault without a field gets that of the messages."""
     if fault.status == 400 and fault.kind == "invalid_request_error":
         name = fault.param or "messages"
         field = re.split(r"[.\[]", name, maxsplit=1)[0]
@@ -256,7 +256,7 @@ def field_of(message: str) -> str | None:
 
 
 def fault_of(error: TurnkeepError) -> Fault:
-    """Convert an error of the protocol to a fault, with an HTTP status and OpenAI's type and code."""
+    """Convert an error of the protocol to a `Fault`, with an HTTP status and OpenAI's type and code."""
     match error:
         case RequestFailedError(code="context_exceeded" | "memory_exceeded" as code):
             return _too_long(code, error.message)
@@ -286,7 +286,7 @@ def fault_of(error: TurnkeepError) -> Fault:
 
 
 def _too_long(code: str, message: str) -> Fault:
-    """Build the fault of a prompt that is too long, in OpenAI's wording: agents compact when they see it."""
+    """Build the `Fault` of a too long prompt, in OpenAI's wording: agents compact when they see it."""
     words, overflow = f"is exceeded: {message}.", None
     if code == "context_exceeded" and (found := _OVERFLOW.search(message)):
         words = f"is {found[2]} tokens. However, your messages resulted in {found[1]} tokens."

@@ -1,1 +1,1 @@
-"""Monitoring of running workers, and commands on the log. Imports `protocol`, and `cache` for tokens."""
+"""Monitors workers, and has the commands on the log. Imports `protocol`, and `cache.names` for tokens."""

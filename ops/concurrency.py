@@ -1,4 +1,4 @@
-"""Runs the tasks of a command concurrently."""
+"""Runs the coroutines of a command concurrently until one of them ends."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 async def until_one_ends(*parts: Coroutine[Any, Any, None]) -> None:
-    """Run all parts until the first one ends, cancel the others, and re-raise the first one's exception.
+    """Run all coroutines until the first one ends, cancel the others, and re-raise the first one's exception.
 
-    Unlike a task group it raises the exception itself, which the command line shows as one line.
+    A task group would raise an exception group, which the command line could not show as one line.
     """
     tasks = [asyncio.create_task(part) for part in parts]
     try:

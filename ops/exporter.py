@@ -1,7 +1,7 @@
-"""`turnkeep exporter`: workers' metrics over HTTP, for Prometheus.
+"""`turnkeep exporter`: serves workers' metrics over HTTP, for Prometheus.
 
-The event loop receives the workers' messages and reads the state of the log's consumer. A scrape only formats
-what is in memory, on a thread of its own, so it never waits for NATS.
+The event loop receives the workers' messages and reads the state of the log's consumer. Each scrape runs on
+its own thread, and only formats values in memory, so it never waits for NATS.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOOK_S: Final = 2.0
 
 
 class ExporterError(TurnkeepError):
-    """The exporter cannot run; the message gives the remedy."""
+    """The exporter cannot run; the message says how to fix that."""
 
 
 async def run(client: Client, host: str, port: int, *, keep_s: float) -> NoReturn:
@@ -58,9 +58,9 @@ class Exporter:
             self._fleet.hear(metrics)
 
     async def look(self) -> NoReturn:
-        """Read the state of the log's consumer periodically.
+        """Read the state of the log's consumer every `_LOOK_S` seconds.
 
-        The state is unknown if there is no consumer, or if this user may not read it.
+        The state is unknown (None) if there is no consumer, or if this NATS user may not read it.
         """
         while True:
             self._backlog = await self._looked()

@@ -119,8 +119,8 @@ HISTOGRAMS: Final[tuple[tuple[str, ...], ...]] = (
 def families(sightings: Sequence[Sighting], backlog: Backlog | None, *, connected: bool) -> Iterator[Metric]:
     """Yield all metric families.
 
-    A silent worker has only `up`, `last_seen_seconds` and the info metrics, since all others are out of
-    date. Without a `backlog` the metrics of the log's consumer are left out.
+    A silent worker has only `up`, `last_seen_seconds` and the info metrics, since all its other values are
+    old. If `backlog` is None, leave out the metrics of the log's consumer.
     """
     yield _single("nats_connected", "Whether the exporter has a connection to NATS.", connected)
     if backlog is not None:
@@ -143,7 +143,7 @@ def families(sightings: Sequence[Sighting], backlog: Backlog | None, *, connecte
 
 
 def _consumer(backlog: Backlog) -> Iterator[Metric]:
-    """Yield the figures of the log's consumer."""
+    """Yield the metrics of the log's consumer."""
     yield _single("consumer_pending", "Requests in the log that wait for a worker.", backlog.num_pending)
     text = "Requests that workers hold; one of each session at work."
     yield _single("consumer_ack_pending", text, backlog.num_ack_pending)
@@ -152,7 +152,7 @@ def _consumer(backlog: Backlog) -> Iterator[Metric]:
 
 
 def _known(sightings: Sequence[Sighting]) -> Iterator[Metric]:
-    """Yield the metrics that silent workers have too: up, last seen, version and KV layers."""
+    """Yield the metrics of all workers, silent ones too: up, last seen, version and KV layers."""
     up = GaugeMetricFamily("turnkeep_up", "Whether the worker publishes metrics.", labels=_WORKER)
     last_seen = GaugeMetricFamily(
         "turnkeep_last_seen_seconds", "Time since the worker's last metrics.", labels=_WORKER
@@ -189,7 +189,7 @@ def _filled(
 
 
 def _values(value: Any) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yield the numbers of a field, each with the keys that lead to it if the field has nested mappings."""
+    """Yield the numbers of a field; if the field is a mapping, nested or not, each with the number's keys."""
     if not isinstance(value, dict):
         yield (), value
         return

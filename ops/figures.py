@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Figures:
-    """Rates, shares and percentiles of one worker; None if there was no event to compute a figure from."""
+    """Rates, shares and histograms from a worker's recent messages; a figure without events is None."""
 
     def __init__(self, sighting: Sighting) -> None:
         now, before = sighting.metrics, sighting.before
@@ -32,7 +32,7 @@ class Figures:
         self.cached_per_s = self._per_s(cached)
         self.cached_share = share(cached, cached + prefilled)
         self.accepted_share = share(accepted, drafted)
-        #: The speedup by drafts; 2 if they double the speed of answers.
+        #: The speedup of answers by drafts: 2 is twice as fast.
         self.draft_gain = share(decoding_s + saved_s, decoding_s) if drafted else None
         self.kv_share = share(now.resident_kv_bytes, now.max_memory_bytes)
         self.disk_share = share(now.snapshots.stored_bytes, now.snapshots.capacity_bytes)
@@ -40,7 +40,7 @@ class Figures:
         self.duration = since(now.request_duration, before.request_duration if before else None)
         self.first_token = since(now.time_to_first_token, before.time_to_first_token if before else None)
         self.per_token = since(now.time_per_output_token, before.time_per_output_token if before else None)
-        #: Tokens per second of the time in which answers ran.
+        #: Tokens per second, counting only the time in which answers ran.
         self.generated_per_s = share(self.per_token.count, decoding_s) if before and self.per_token else None
         self.batch = since(now.batch_size, before.batch_size if before else None)
         self.num_drops = sum(now.snapshots.dropped.values())
@@ -55,7 +55,7 @@ def share(part: float, whole: float) -> float | None:
 
 
 def since(now: Histogram | UnsetType, before: Histogram | UnsetType | None) -> Histogram | None:
-    """Subtract the counts of `before` from those of `now`; None if no value was added."""
+    """Subtract the histogram `before` from `now`; return None if no value was added in between."""
     if not isinstance(now, Histogram):
         return None
     if isinstance(before, Histogram) and before.bounds == now.bounds:
@@ -65,12 +65,12 @@ def since(now: Histogram | UnsetType, before: Histogram | UnsetType | None) -> H
 
 
 def mean(histogram: Histogram | None) -> float | None:
-    """Return the mean value; None without a histogram."""
+    """Return the mean of a histogram's values; None if there is no histogram."""
     return histogram.sum / histogram.count if histogram else None
 
 
 def percentile(histogram: Histogram | None, part: float) -> float | None:
-    """Return the value below which a share `part` of the values lies, by linear interpolation in a bucket.
+    """Return the percentile `part` (0 to 1) of a histogram's values, by linear interpolation in a bucket.
 
     A value above the last bound counts as this bound, as in Prometheus's `histogram_quantile`.
     """
@@ -86,6 +86,6 @@ def percentile(histogram: Histogram | None, part: float) -> float | None:
 
 
 def listed(counts: Mapping[str, float]) -> str:
-    """List counts by kind, the largest first: `queue_full 3, disk_limit 1`."""
+    """Format counts by kind, the largest first: `queue_full 3, disk_limit 1`."""
     found = sorted(((count, kind) for kind, count in counts.items() if count), reverse=True)
     return ", ".join(f"{kind} {count:g}" for count, kind in found)

@@ -1,8 +1,8 @@
 """Keeps the recent metrics messages of each worker, and their age. No I/O.
 
-`exporter`, `top` and `console` compute all their figures from these messages. Everybody with the right to
-publish on the metrics subject can forge messages. So messages that no worker can have sent are ignored, and
-the memory for messages is limited.
+`exporter`, `top` and `console` compute all their figures from these messages. Every NATS user who may publish
+on the metrics subject can forge messages. So this module ignores messages that no worker can have sent, and
+limits the memory for messages.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ _MAX_ENTRIES: Final = 2000
 class Sighting:
     """A worker's last message, `age_s` seconds old.
 
-    `before` is the oldest kept message of the same run of the worker; None if the last message is the only
-    one.
+    `before` is the oldest message in memory since the worker's last start; None if that is the last message.
     """
 
     metrics: Metrics
@@ -48,7 +47,7 @@ class Sighting:
 
 
 class Fleet:
-    """Keeps each worker's messages of the last `window_s`; forgets a worker that was silent for `forget_s`.
+    """Keeps each worker's messages of the last `window_s`; forgets workers that are silent for `forget_s`.
 
     One thread may call `hear` while others call `sightings`.
     """
@@ -81,7 +80,7 @@ class Fleet:
         return is_new
 
     def _make_room(self, now_s: float) -> bool:
-        """Return whether one more worker has room; if necessary, first forget the longest silent worker."""
+        """Return whether one more worker may be added; if necessary, forget the worker silent for longest."""
         if len(self._heard) < MAX_WORKERS:
             return True
         name, (heard_s, messages) = min(self._heard.items(), key=lambda item: item[1][0])
@@ -91,7 +90,7 @@ class Fleet:
         return True
 
     def sightings(self) -> list[Sighting]:
-        """Return the workers that are not forgotten, sorted by name."""
+        """Return the last message of each worker that is not forgotten, sorted by the worker's name."""
         now_s = self._clock()
         found = [
             Sighting(messages[-1], now_s - heard_s, messages[0] if len(messages) > 1 else None)
@@ -128,7 +127,7 @@ class Gateways:
 
 
 def _is_possible(value: Any) -> bool:
-    """Return whether a message, or a part of one, is within the limits that all workers observe."""
+    """Whether the numbers, texts and sizes in a message, or a part of one, are within a worker's limits."""
     match value:
         case int() | float():
             return abs(value) < _MAX_NUMBER

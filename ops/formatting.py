@@ -8,7 +8,7 @@ _BAR_CELLS: Final = 12
 
 
 def bar(part: float | None) -> str:
-    """Draw a share (0 to 1) as a bar of characters."""
+    """Draw a share (0 to 1) as a bar of 12 characters."""
     num_full = round(min(max(part or 0.0, 0.0), 1.0) * _BAR_CELLS)
     return "█" * num_full + "░" * (_BAR_CELLS - num_full)
 
@@ -24,7 +24,7 @@ def count(value: float | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format a number with one decimal."""
+    """Format a number with one decimal place; None is `-`."""
     return "-" if value is None else f"{value:.1f}"
 
 
@@ -43,7 +43,7 @@ def seconds(value_s: float | None) -> str:
 
 
 def span(value_s: float) -> str:
-    """Format a long time in its largest unit: `45s`, `3m`, `2h`, `5d`."""
+    """Format a long time in the largest unit that fits: `45s`, `3m`, `2h`, `5d`."""
     for unit_s, name in ((2 * 86400, "d"), (3600, "h"), (60, "m")):
         if value_s >= unit_s:
             return f"{value_s / min(unit_s, 86400):.0f}{name}"

@@ -1,6 +1,6 @@
-"""Keeps the workers' history for the console: current figures, and points over time.
+"""Keeps the workers' history for the console's charts: current figures, and points over time.
 
-One thread adds points, others read.
+One thread adds points, while others may read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: Most points of a worker's history; a page is not wide enough to draw more.
 MOST_POINTS: Final = 720
-#: Least time between two points: the default interval of a worker's messages.
+#: The shortest time between two points: the default interval of a worker's messages.
 LEAST_STEP_S: Final = 5.0
 
 #: The figures of a point. Rates, shares and percentiles cover the fleet's window; None without events.
@@ -55,9 +55,9 @@ class History:
         self._points: dict[str, list[_Point]] = {}
 
     def take(self, sightings: Sequence[Sighting], at_s: float) -> None:
-        """Add a point for each worker. A silent worker's point has no figures, so its curves have a gap.
+        """Add a point for each worker. The point of a silent worker has no figures, so the curves have a gap.
 
-        If the last point came less than half of `step_s` after the one before it, the new point replaces it.
+        If the last two points are less than half of `step_s` apart, the new point replaces the last one.
         """
         now, points = {}, {}
         for one in sightings:
@@ -80,7 +80,7 @@ class History:
         self._now, self._points = now, points
 
     def shown(self, worker: str | None = None) -> dict[str, Any]:
-        """Return the figures of all workers, and the history of `worker` (None: of one that is up)."""
+        """Return the figures of all workers, and the history of `worker` (if unknown, of one that is up)."""
         now = self._now
         if worker not in now:
             worker = min(now, key=lambda name: (not now[name]["up"], name), default=None)

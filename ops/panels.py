@@ -1,7 +1,6 @@
-"""The Grafana dashboard and the alert rules, as data; `python -m ops.panels` writes both files.
+"""Generates the Grafana dashboard and the alert rules; `python -m ops.panels` writes both files.
 
-All expressions use metrics of `exposition`; a test runs each expression on a Prometheus that scrapes an
-exporter.
+All expressions use metrics of `exposition`; a test runs each one on a Prometheus that scrapes an exporter.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _SOURCE: Final = {"type": "prometheus", "uid": "${source}"}
 
 @dataclass(frozen=True)
 class Panel:
-    """One graph: expressions by curve name. Each name has one curve for each value of the labels `by`."""
+    """One graph: PromQL expressions by name. Each has one curve for each combination of the labels `by`."""
 
     title: str
     unit: str
@@ -35,7 +34,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Alert:
-    """An alert that fires once `figure` met `compare` for the time `for_`; `absent`: once it has no value."""
+    """An alert rule: fires once `figure` fulfils `compare` for the time `for_` (`absent`: has no value)."""
 
     name: str
     figure: str
@@ -178,11 +177,10 @@ PANELS: Final = (
 
 
 def _new(name: str, minutes: int, labels: str = "") -> str:
-    """Return an expression for the increase of a counter in the last `minutes`.
+    """Return a PromQL expression for a counter's increase in the last `minutes`, with a series' first value.
 
-    PromQL's `increase` handles resets, but leaves out a series' first value. This value is new if the first
-    half of the time has samples of the worker but none of the series, or if the worker is not older than the
-    second half.
+    PromQL's `increase` ignores that value. It is an increase if, in the first half of the time, there are
+    samples of the worker but not of the series, or if the worker has started in the second half.
     """
     series, half = f"turnkeep_{name}{labels}", minutes // 2
     before = f"[{half}m] offset {half}m"
@@ -314,7 +312,7 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
 
 
 def rules() -> dict[str, Any]:
-    """Build the alert rules, as Prometheus reads them."""
+    """Build the alert rules in Prometheus's format."""
     return {
         "groups": [
             {

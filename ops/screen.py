@@ -1,7 +1,7 @@
-"""The screen of `turnkeep top`: reacts to keys, and draws. Pure; `top` owns the terminal.
+"""Draws the screen of `turnkeep top`, and changes its state by keys. Pure; `top` owns the terminal.
 
-Fits 80 x 24: a table of the workers, and below it the selected worker, or an opened session. On a narrower
-terminal, lines are wrapped, and the table omits columns whose figures are also below the table.
+The screen fits 80 x 24: a table of the workers, and below it the selected worker, or an opened session. On a
+narrower terminal, lines are wrapped, and the table omits columns whose values are also below the table.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .fleet import Sighting
 
-#: Lines around the table's rows: title, column heads, a gap. The details and the keys come below.
+#: Lines besides the table's rows, the details and the keys: title, column heads, a gap.
 _OTHER_LINES: Final = 3
 _DETAIL_LINES: Final = 11
 _MIN_ROWS: Final = 3
@@ -38,7 +38,7 @@ _NO_BREAK: Final = "\u00a0"
 
 
 class Mode(Enum):
-    """How typed keys are interpreted."""
+    """What typed keys mean: commands, the text of the filter, or a session's name."""
 
     WATCH = "watch"
     FILTER = "filter"
@@ -49,7 +49,7 @@ class Mode(Enum):
 class _Column:
     head: str
     cell: Callable[[Sighting, Figures], str]
-    #: The sort key of the rows; the largest first, except names.
+    #: The sort key of the rows: the largest value comes first, except for names.
     order: Callable[[Sighting, Figures], Any]
 
 
@@ -84,13 +84,13 @@ _COLUMNS: Final = (
 _NAMES: Final = 2  # number of leading columns with names, which are shortened if there is no room
 #: The least characters to show of a worker's name, and of a model's.
 _MIN_NAMES: Final = (16, 8)
-#: The columns in the order in which they are omitted if the names would be shorter than that.
+#: The columns in the order in which they are omitted while names would be shorter than `_MIN_NAMES`.
 _LEAST: Final = ("model", "drop", "disk", "sess", "found", "KV", "first", "tok/s")
 
 
 @dataclass
 class State:
-    """The state of the screen, as set by keys. `session` is the opened session; `left`: the user has quit."""
+    """What the user has set by keys. `session` is the opened session; `left` is set when the user quits."""
 
     mode: Mode = Mode.WATCH
     sort: int = 0
@@ -102,7 +102,7 @@ class State:
     left: bool = False
 
     def press(self, key: str, shown: Sequence[str]) -> None:
-        """Update the state for a key; `shown` are the names of the workers in the table's order."""
+        """Update the state after a key; `shown` has the names of the workers in the table's order."""
         if self.mode is not Mode.WATCH:
             self._type(key)
             return
@@ -149,7 +149,7 @@ class State:
             self.session = ""
 
     def rows(self, sightings: Sequence[Sighting]) -> list[tuple[Sighting, Figures]]:
-        """Filter and sort the workers; equal values are sorted by name."""
+        """Return the table's rows: the workers that match the filter, sorted; at equal values by name."""
         wanted = self.filter.lower()
         found = [
             (one, Figures(one))
@@ -222,7 +222,7 @@ def _heading(title: str, sightings: Sequence[Sighting], num_shown: int) -> str:
 def _fitting(
     state: State, rows: Sequence[tuple[Sighting, Figures]], columns: int
 ) -> list[tuple[int, _Column]]:
-    """Choose the table's columns that fit, each with its index. The sort column always stays."""
+    """Choose the columns that fit, each with its index in `_COLUMNS`. The sort column is never omitted."""
     found = list(enumerate(_COLUMNS))
 
     def width(index: int, column: _Column) -> int:
@@ -273,7 +273,7 @@ def _keys(state: State, columns: int) -> list[Text]:
 
 
 def worker_lines(one: Sighting, own: Figures) -> list[tuple[str, str]]:
-    """Describe a worker as lines: pairs of label and value."""
+    """Describe a worker in lines, each a pair of label and value."""
     now = one.metrics
     about = f"{now.model} on {now.device}, turnkeep {now.version}"
     if not one.up:
@@ -287,7 +287,7 @@ def worker_lines(one: Sighting, own: Figures) -> list[tuple[str, str]]:
 
 
 def _work(now: Metrics, own: Figures) -> list[tuple[str, str]]:
-    """Describe sessions, requests and speeds."""
+    """Describe a worker's sessions, requests and speeds in lines."""
     of_log = f", log {amount(now.log_bytes)} of {amount(now.log_max_bytes)}" if now.log_max_bytes else ""
     policies = listed(now.sessions_by_policy)
     return [
@@ -321,7 +321,7 @@ def _work(now: Metrics, own: Figures) -> list[tuple[str, str]]:
 
 
 def _room(now: Metrics, own: Figures) -> list[tuple[str, str]]:
-    """Describe memory, disk and snapshots, and the results since the start."""
+    """Describe a worker's memory, disk and snapshots, and its results since the start, in lines."""
     saved, ignored = now.snapshots, listed(now.ignored)
     results = "; ".join(f"{kind} {listed(outcomes)}" for kind, outcomes in now.requests.items())
     return [
@@ -353,7 +353,7 @@ def _room(now: Metrics, own: Figures) -> list[tuple[str, str]]:
 
 
 def gateway_lines(gateways: Sequence[GatewayMetrics]) -> list[tuple[str, str]]:
-    """Describe the totals of all gateways since their starts in one line; without a gateway, in none."""
+    """Describe the sums of all gateways' counts since their starts in one line; no line without a gateway."""
     if not gateways:
         return []
     found, tokens, num_requests = Counter[str](), Counter[str](), 0
@@ -375,7 +375,7 @@ def gateway_lines(gateways: Sequence[GatewayMetrics]) -> list[tuple[str, str]]:
 
 
 def session_lines(info: SessionInfo) -> list[tuple[str, str]]:
-    """Describe a session as lines: pairs of label and value."""
+    """Describe a session in lines, each a pair of label and value."""
     progress = info.progress
     num_more = info.num_waiting - len(info.waiting)
     waiting = ", ".join(info.waiting) + (f" and {num_more} more" if num_more > 0 else "")
@@ -398,7 +398,7 @@ def _also(text: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """Replace control characters: whoever publishes on the subject must not control the terminal."""
+    """Replace control characters, so that nobody who publishes metrics can control the terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 

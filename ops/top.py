@@ -1,4 +1,4 @@
-"""`turnkeep top`: shows the workers of a prefix live on a terminal, from their metrics messages.
+"""`turnkeep top`: shows the workers of a subject prefix live on a terminal, from their metrics messages.
 
 Owns the terminal and the tasks; `screen` draws, `fleet` keeps the messages. Sends requests only while a
 session is open on the screen: one `info` a second.
@@ -51,7 +51,7 @@ _KEYS: Final = {
 
 
 async def run(client: Client, title: str) -> None:
-    """Show the workers until `q`. Raises `TurnkeepError` without a terminal, or if the connection ends."""
+    """Show the workers until the user types `q`. Raises `TurnkeepError` without a terminal or connection."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise TurnkeepError("top needs a terminal; turnkeep info --json prints one metrics message")
     top = _Top(client, title)
@@ -61,7 +61,7 @@ async def run(client: Client, title: str) -> None:
 
 
 class _Top:
-    """Connects keys, messages and the screen, and keeps their state. Event loop only."""
+    """Redraws the screen when a key or a message comes; owns the state of both. Event loop only."""
 
     def __init__(self, client: Client, title: str) -> None:
         self._client = client
@@ -142,7 +142,7 @@ def keys(typed: str) -> list[str]:
 
 @contextlib.contextmanager
 def _typing(press: Callable[[str], None]) -> Iterator[None]:
-    """Call `press` with each typed key at once, without echo, while the block runs."""
+    """Call `press` with typed keys at once, while the block runs; the terminal does not echo them."""
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Makes the files by which systemd and launchd run a worker. Pure, except `python -m ops.units`.
+"""Generates the files by which systemd and launchd run a worker. Pure, except `python -m ops.units`.
 
 `turnkeep service` installs them for a user; `python -m ops.units` writes the examples in ops/deploy.
 """
@@ -94,12 +94,12 @@ _PLAIN: Final = re.compile(r"[\w./:=@+,-]+")
 
 
 def unit(command: Sequence[str], *, of_user: bool = True) -> str:
-    """Return a systemd unit that runs a worker by this command, for a user or for the machine."""
+    """Return a systemd unit that runs a worker by `command`, as a user's service or as a system service."""
     return _UNIT.format(command=" ".join(map(_quoted, command)), **(_USER if of_user else _SYSTEM))
 
 
 def command_in(text: str) -> list[str]:
-    """Return the words of the command in a unit that `unit` has made; empty without a command."""
+    """Return the words of the command in a unit file that `unit` has made; empty without a command."""
     found = re.search(r"^ExecStart=(.*)$", text, re.MULTILINE)
     words = re.findall(r'"((?:[^"\\]|\\.)*)"|(\S+)', found[1]) if found else []
     return [re.sub(r"\\(.)|%(%)|\$(\$)", r"\1\2\3", quoted) or plain for quoted, plain in words]
@@ -132,7 +132,7 @@ def agent(command: Sequence[str], folder: Path, log: Path) -> bytes:
 
 
 def models() -> dict[Path, bytes]:
-    """Return the example files of ops/deploy, by path, for a program in /opt/turnkeep."""
+    """Return the example files in ops/deploy, by path; they run a program that is in /opt/turnkeep."""
     place = Path("/opt/turnkeep")
     serve = [f"{place}/bin/turnkeep", "serve", "--config"]
     system = unit([*serve, "/etc/turnkeep/turnkeep.toml"], of_user=False).encode()

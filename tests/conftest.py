@@ -1,4 +1,4 @@
-"""Parts that most tests need: a tiny model, a NATS server, workers in this process and as processes."""
+"""Fixtures that most tests need: a tiny model, a NATS server, workers in this process and as processes."""
 
 import asyncio
 import contextlib
@@ -28,13 +28,13 @@ from worker.models.blas import preload
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 preload()  # as a worker does, before anything imports MLX
 
-# Each HTTP client would read the system's authorities, for 20 ms.
+# Each HTTP client would read the system's certificate authorities, which takes 20 ms.
 httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 
-# Rich's tracebacks have all variables: a tenth of a second and more for each.
+# Rich's tracebacks print all variables, which takes a tenth of a second and more for each.
 structlog.get_config()["processors"][-1].exception_formatter = structlog.dev.plain_traceback
 
-# How long an example takes says how busy the machine is. `make soak` runs more examples.
+# Examples have no deadline: their time depends on the machine's load. `make soak` runs more examples.
 EXAMPLES = int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "50"))
 settings.register_profile("any pace", deadline=None, max_examples=EXAMPLES)
 settings.load_profile("any pace")
@@ -67,18 +67,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that mount file systems."""
+    """Add the mark `mounts` to the tests that mount file systems."""
     for item in items:
         if MOUNTING & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.mounts)
 
 
-#: What keeps uv, pip and npm from asking a registry.
+#: Settings by which uv, pip and npm contact no registry.
 OFFLINE = {"UV_OFFLINE": "1", "PIP_NO_INDEX": "1", "npm_config_offline": "true"}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let only the tests with the mark `registry` ask one; skip these where the registry does not answer."""
+    """Keep package managers offline, except in tests marked `registry`; skip these without a registry."""
     mark = item.get_closest_marker("registry")
     if mark is None:
         os.environ.update(OFFLINE)
@@ -92,7 +92,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @functools.cache
 def unanswered(client: str) -> str:
-    """Ask a client's registry about one package; return what the client says if there is no answer."""
+    """Ask the registry of uv or npm about one package; return the client's error, or "" if it answers."""
     with tempfile.TemporaryDirectory() as folder:
         if client == "uv":
             venv.create(folder)
@@ -124,19 +124,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def endless_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model without an end-of-turn token: an answer lasts as long as it was asked to."""
+    """The tiny model without an end-of-turn token: each answer has as many tokens as its limit allows."""
     return make_endless_model(tiny_model, tmp_path_factory.mktemp("models") / "endless")
 
 
 @pytest.fixture(scope="session")
 def embedding_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model as Qwen3-Embedding comes: without a head, and each text ends with a token of its own."""
+    """The tiny model in the form of Qwen3-Embedding: no output head, and an end token after each text."""
     return make_embedding_model(tiny_model, tmp_path_factory.mktemp("models") / "embedding")
 
 
 @pytest.fixture(scope="session")
 def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that judges documents by "yes" and "no"."""
+    """A tiny model in the form of Qwen3-Reranker, which scores documents by the tokens "yes" and "no"."""
     return make_reranker(tmp_path_factory.mktemp("models") / "reranker")
 
 
@@ -159,7 +159,7 @@ def model_with_template(tiny_model: Path) -> Callable[[str, str], Path]:
 
 @pytest.fixture(scope="session")
 def packaged_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packaged model, converted once a run; once for all where TURNKEEP_TEST_DATA names a folder."""
+    """The packaged model, converted once a run, or once for all runs in the folder TURNKEEP_TEST_DATA."""
     from worker.models import model
 
     base = tmp_path_factory.getbasetemp()
@@ -173,10 +173,10 @@ def packaged_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A NATS server with JetStream for the whole run; tests keep apart by their subject prefix."""
+    """A NATS server with JetStream for the whole run; each test has its own subject prefix."""
     port = free_port()
     store = tmp_path_factory.mktemp("nats")
-    # Streams reserve what they may grow to; every test makes some, and none grows.
+    # Streams reserve their maximum size; tests make many streams, which stay small.
     config = {"listen": f"127.0.0.1:{port}", "jetstream": {"store_dir": str(store), "max_file_store": 2**60}}
     (store / "server.conf").write_text(json.dumps(config))
     command = [nats_server_program(), "-c", str(store / "server.conf")]
@@ -240,7 +240,7 @@ async def local_worker(
 
 @pytest.fixture
 def worker_process(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., WorkerProcess]]:
-    """Make worker processes, not started yet; whatever still runs after the test is stopped."""
+    """Make worker processes that the test starts; those that still run after the test are stopped."""
     made: list[WorkerProcess] = []
 
     def make(*options: str, model: Path | None = tiny_model, port: int | None = None) -> WorkerProcess:
@@ -255,28 +255,28 @@ def worker_process(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., W
     for process in made:
         if not process.running:
             with contextlib.suppress(Exception):
-                process.start()  # it adopts its NATS server, and then takes it down
+                process.start()  # it takes over the NATS server that a killed worker left, and stops it
         if process.running:
             process.stop()
 
 
 @pytest.fixture
 def mounted() -> Iterator[Callable[[str], Path]]:
-    """Mount a tmpfs with given options (`size=1m`, `ro`); skips where that is not allowed."""
+    """Mount a tmpfs with given options (`size=1m`, `ro`); skip the test where mounting is not allowed."""
     with Mounts() as mounts:
         yield lambda options: mounts.mount("-t", "tmpfs", "-o", options, "tmpfs")
 
 
 @pytest.fixture
 def disk_image(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mount a file with a file system of its own; skips where that is not allowed, or cannot be made."""
+    """Mount an image file with a file system; skip the test where making or mounting it is impossible."""
     with Mounts() as mounts:
 
         def make(size_bytes: int, options: str, *command: str) -> Path:
             if shutil.which(command[0]) is None:
                 pytest.skip(f"there is no {command[0]} here")
             image = tmp_path / "image"
-            if not image.exists():  # else what was left in it is looked at again
+            if not image.exists():  # an existing image keeps its content
                 with image.open("wb") as file:
                     file.truncate(size_bytes)
             made = subprocess.run([*command, str(image)], check=False, capture_output=True, text=True)
@@ -288,10 +288,10 @@ def disk_image(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 @pytest.fixture
 def read_only() -> Iterator[Callable[[Path, bool], None]]:
-    """Remount a folder read-only (True) or writable again, while files in it are open; skips as others do.
+    """Make a folder read-only (True) or writable again while files in it are open, or skip the test.
 
-    The kernel refuses that for a mount through which a file was opened for writing. So another mount of the
-    same folder lies over it: whatever is opened from then on is opened there.
+    The kernel does not remount a mount through which a file is open for writing. So a bind mount of the same
+    folder covers it; files opened from then on are opened through the bind mount.
     """
     with Mounts() as mounts:
         over: set[Path] = set()
@@ -307,7 +307,7 @@ def read_only() -> Iterator[Callable[[Path, bool], None]]:
 
 
 class Mounts:
-    """Mounts that end with a test, also where it fails."""
+    """Mounts file systems for a test, and unmounts them at its end, even if it fails."""
 
     def __init__(self) -> None:
         self._mounts: list[tuple[Path, bool]] = []
@@ -316,7 +316,7 @@ class Mounts:
         return self
 
     def mount(self, *arguments: str, over: Path | None = None) -> Path:
-        """Mount something on a new folder, or over one that is there."""
+        """Call `mount` with these arguments and a new folder, or the folder `over`; return the folder."""
         # Not below pytest's own folder: a run that is killed leaves the mount behind, and the next run's
         # clean-up would stumble over it.
         folder = over or Path(tempfile.mkdtemp(prefix="turnkeep-disk-"))

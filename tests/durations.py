@@ -52,7 +52,7 @@ class Meter:
 
 @dataclass
 class Took:
-    """What some tests took together."""
+    """How many tests were added up, and the sums of their times."""
 
     num_tests: int = 0
     wall_s: float = 0.0
@@ -69,7 +69,7 @@ class Took:
 
 
 def file_of(case: ET.Element) -> str:
-    """Return the file of a test: of `tests.ops.test_top.TestCase`, the longest part that is one."""
+    """Return a test's file: the longest part of its class name (`tests.ops.test_top.Case`) that is one."""
     parts = case.get("classname", "").split(".")
     return next(
         (
@@ -82,7 +82,7 @@ def file_of(case: ET.Element) -> str:
 
 
 def read(report: Path) -> dict[tuple[str, str], Took]:
-    """Return what each test of a report took, by its file and name."""
+    """Return the times of each test of a report, by its file and name."""
     tests: dict[tuple[str, str], Took] = {}
     for case in ET.parse(report).iter("testcase"):
         cpu_s = sum(float(one.get("value", 0)) for one in case.iter("property") if one.get("name") == CPU)
@@ -91,7 +91,7 @@ def read(report: Path) -> dict[tuple[str, str], Took]:
 
 
 def slowest(tests: dict[tuple[str, str], Took], name: Callable[[str, str], str]) -> list[tuple[str, Took]]:
-    """Add up the tests of a name; the slowest ones first."""
+    """Add up the tests for which `name(file, test)` is the same; return the slowest sums first."""
     sums: defaultdict[str, Took] = defaultdict(Took)
     for test, took in tests.items():
         sums[name(*test)] += took

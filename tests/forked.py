@@ -1,8 +1,7 @@
-"""Starts the program from a process that has imported it: imports are most of the work of a start.
+"""Starts `turnkeep` by forking a process that has imported it, since imports are most of a start's work.
 
-That process is the fork server of `multiprocessing`, one for each process of the tests. A child has
-arguments, environment, working directory and standard streams of its own, and ends by a signal as a new
-process would.
+That process is the fork server of `multiprocessing`; each test process has one. A child has its own
+arguments, environment, working directory and standard streams, and signals end it like a new process.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from typing import Any, Self
 CAN_FORK = sys.platform == "linux"
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["tests.imported"])
-#: A start asks all processes for their exit codes, and an exit code can be read only once.
+#: Starting a process polls the exit codes of all others, and each exit code can be read only once.
 _LOCK = threading.Lock()
 
 
 class Forked:
-    """`python -m commands ARGUMENTS` or `python FILE ARGUMENTS`; what tests use of `subprocess.Popen`."""
+    """A forked process of `python -m commands ...` or `python FILE ...`, with a part of Popen's methods."""
 
     def __init__(
         self,
@@ -42,9 +41,9 @@ class Forked:
         new_session: bool = False,
         own_terminal: bool = False,
     ) -> None:
-        """`streams` are the descriptors of its standard streams; the caller closes its own ones.
+        """Start the process; `streams` are the descriptors of its standard streams, which the caller closes.
 
-        With `own_terminal` its standard input becomes the terminal of its session of processes.
+        With `own_terminal` its standard input becomes its controlling terminal.
         """
         passed = tuple(map(_Passed, streams))
         options = (new_session, own_terminal)
@@ -58,7 +57,7 @@ class Forked:
     def logging_to(
         cls, output: Path, command: list[str], environment: dict[str, str], stdin: int | None = None
     ) -> Self:
-        """Start a process whose output is appended to a file; without input if `stdin` is not given."""
+        """Start a process whose output is appended to a file; without `stdin` its input is /dev/null."""
         with Path(os.devnull).open() as nothing, output.open("ab") as log:
             return cls(command, environment, (stdin or nothing.fileno(), log.fileno(), log.fileno()))
 
@@ -94,7 +93,7 @@ class Forked:
 
 
 class Piped(Forked):
-    """A process with its standard streams in pipes; its output is collected from the start on."""
+    """A forked process whose standard streams are pipes; threads collect its output."""
 
     def __init__(self, command: list[str], environment: dict[str, str], *, new_session: bool = False) -> None:
         pipes = [os.pipe() for _ in range(3)]
@@ -108,7 +107,7 @@ class Piped(Forked):
         self._readers.shutdown(wait=False)
 
     def communicate(self, content: bytes = b"", timeout: float | None = None) -> tuple[str, str]:
-        """Write all of its input, wait for its end, and return all of its output."""
+        """Write `content` to its input, wait for its end, and return its standard output and error."""
         with contextlib.suppress(BrokenPipeError), self._input:
             self._input.write(content)
         try:
@@ -134,7 +133,7 @@ def _read(end: int) -> bytes:
 
 
 class _Passed:
-    """A descriptor that a forked process gets as a number of its own."""
+    """A descriptor that can be pickled: the forked process receives a duplicate of it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -158,14 +157,14 @@ def _run(
 ) -> None:
     if new_session:
         os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background of a shell ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
     for descriptor in set(streams) - {0, 1, 2}:
         os.close(descriptor)
     if own_terminal:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    # As the interpreter opens them at a start.
+    # Open these files as the interpreter does when it starts.
     text = {"encoding": "utf-8", "closefd": False}
     sys.stdin = sys.__stdin__ = os.fdopen(0, **text)
     sys.stdout = sys.__stdout__ = os.fdopen(1, "w", **text)

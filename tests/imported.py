@@ -1,4 +1,4 @@
-"""Imports what a worker with a tiny model needs: for the process that `forked` forks."""
+"""Imports the modules of a worker with a tiny model, in the process that `forked` forks."""
 
 import gc
 from importlib import import_module
@@ -16,4 +16,4 @@ for name in (
     "worker.models.tokenizer",
 ):
     import_module(name)
-gc.freeze()  # else the collector of each forked process copies these pages
+gc.freeze()  # otherwise garbage collection in each forked process would copy these pages

@@ -1,4 +1,4 @@
-"""Products of parameters: a part of them in each run, all of them in `make soak`."""
+"""Makes products of test parameters: each run has some of the cases, `make soak` all."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 
 def thinned(*axes: Sequence[Any], strength: int = 1) -> list[Any]:
-    """Return all cases of a product; those that are not needed to cover its values have the mark `soak`.
+    """Return all cases of a product; most have the mark `soak`, by which ordinary runs leave them out.
 
-    Without the mark is each value of each axis, or with `strength` 2 each pair of values of two axes.
+    The unmarked cases cover each value of each axis, or with `strength` 2 each pair of values of two axes.
     """
     cases = list(product(*(range(len(axis)) for axis in axes)))
     covers = {case: set(combinations(enumerate(case), strength)) for case in cases}
@@ -30,5 +30,5 @@ def thinned(*axes: Sequence[Any], strength: int = 1) -> list[Any]:
 
 
 def first(cases: Sequence[Any], number: int = 1) -> list[Any]:
-    """Return all cases; those behind the first ones have the mark `soak`."""
+    """Return all cases; all but the first `number` of them have the mark `soak`."""
     return [*cases[:number], *(pytest.param(case, marks=pytest.mark.soak) for case in cases[number:])]

@@ -1,4 +1,4 @@
-"""A tiny model, and workers as processes: for tests, and for the programs of `soak/`."""
+"""Makes tiny models, free ports and workers, for tests and for the programs of `soak/`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
 )
 TINY_CONTEXT = 2048
 ENDLESS_CONTEXT = 1 << 16
-#: 2 layers x 2 KV heads x 16 dimensions x 4 bytes, keys and values.
+#: Bytes of KV per token: 2 layers x 2 KV heads x 16 dimensions x 4 bytes, keys and values.
 TINY_KV_BYTES = 2 * 2 * 16 * 4 * 2
 BLOCK = 32
 
@@ -44,7 +44,7 @@ BLOCK = 32
 def make_tiny_model(folder: Path, *, merges: Sequence[tuple[str, str]] = (), **changes: int) -> Path:
     """Make a random llama of two layers with a byte-level tokenizer and a ChatML template.
 
-    `merges` are of its tokenizer, `changes` are to its configuration.
+    `merges` are its tokenizer's BPE merges; `changes` replace fields of its config.json.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -86,7 +86,7 @@ def make_tiny_model(folder: Path, *, merges: Sequence[tuple[str, str]] = (), **c
 
 
 def make_embedding_model(tiny: Path, folder: Path) -> Path:
-    """Make an embedding model of the tiny model: its weights without a head, and a token behind each text."""
+    """Make an embedding model of the tiny model: no output head, and an end token after each text."""
     import mlx.core as mx
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
@@ -109,18 +109,18 @@ def make_embedding_model(tiny: Path, folder: Path) -> Path:
 
 
 def make_reranker(folder: Path) -> Path:
-    """Make a tiny model that judges documents, as Qwen3-Reranker comes: "yes" and "no" are tokens."""
+    """Make a tiny model in the form of Qwen3-Reranker, with the tokens "yes" and "no"."""
     make_tiny_model(folder, merges=[("y", "e"), ("ye", "s"), ("n", "o")])
     (folder / "modules.json").write_text('[{"type": "sentence_transformers.modules.LogitScore"}]')
     return folder
 
 
 def make_endless_model(tiny: Path, folder: Path) -> Path:
-    """Copy the tiny model without its end-of-turn token: an answer lasts as long as it was asked to.
+    """Copy the tiny model without its end-of-turn token: answers are as long as their limit allows.
 
-    Its template ends a turn by a plain character, as a token there would end answers too.
+    Its template ends a turn with a plain character, since a token there would end answers too.
 
-    Its context is long enough for an answer that outlasts any test.
+    Its context is longer than any answer in a test.
     """
     shutil.copytree(tiny, folder)
     for name in ("config.json", "tokenizer_config.json"):
@@ -134,7 +134,7 @@ def make_endless_model(tiny: Path, folder: Path) -> Path:
 
 
 def _ports() -> Iterator[int]:
-    """Yield ports in turn from a random one on, those of each process of the test run its own.
+    """Yield, without end, the ports that only this process of the test run uses, from a random one on.
 
     All are below the ports that Linux gives to outgoing connections.
     """
@@ -149,7 +149,7 @@ _next_ports: Final = _ports()
 
 
 def free_port() -> int:
-    """Find a port that nobody has, and that nothing else in this test run gets before it is used."""
+    """Return a port that is free now, and that no other call in this test run returns soon."""
     for port in _next_ports:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -162,7 +162,7 @@ def nats_server_program() -> str:
 
 
 class LocalWorker:
-    """A worker in this process, and what a test needs to talk to it."""
+    """A worker that runs in this process, with its settings, its task and a client."""
 
     def __init__(self, app: App, task: asyncio.Task[None], settings: Settings, client: Client) -> None:
         self.app = app
@@ -179,7 +179,7 @@ class LocalWorker:
 
 
 class WorkerProcess:
-    """`turnkeep serve` as a process of its own, to be killed and started again."""
+    """A process of `turnkeep serve`, which a test can kill and start again."""
 
     def __init__(self, data_dir: Path, model: Path | None, port: int, *options: str) -> None:
         self.data_dir = data_dir
@@ -205,7 +205,7 @@ class WorkerProcess:
 
     @property
     def url(self) -> str:
-        """The URL of its NATS server; has the token from the first start on."""
+        """The URL of its NATS server, with the token once the worker was started."""
         token = own_token(self._given_data_dir)
         return f"nats://{token + '@' if token else ''}127.0.0.1:{self._port}"
 
@@ -214,8 +214,8 @@ class WorkerProcess:
         return Path(self.command[len(self.command) - self.command[::-1].index("--data-dir")])
 
     def start(self, stdin: int | None = None) -> None:
-        """Start it; `stdin` is a descriptor, and nothing if it is not given."""
-        if own_token(self._given_data_dir) is None:  # so that clients can try before the worker has made one
+        """Start the worker; `stdin` is the descriptor of its standard input, by default /dev/null."""
+        if own_token(self._given_data_dir) is None:  # so that clients can try before the worker makes one
             self._given_data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             (self._given_data_dir / "nats-token").write_text(secrets.token_urlsafe(32))
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TURNKEEP_")}
@@ -233,7 +233,7 @@ class WorkerProcess:
             )
 
     def kill(self) -> None:
-        """`kill -9`: no clean-up of any kind."""
+        """Kill the worker with SIGKILL, and wait for its end."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> int:
@@ -262,7 +262,7 @@ class WorkerProcess:
         return self.log_path.read_text()
 
     async def client(self, timeout_s: float = 30, **options: str) -> Client:
-        """Connect as soon as its NATS server answers."""
+        """Return a client as soon as the worker's NATS server answers."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:

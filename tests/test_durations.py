@@ -1,4 +1,4 @@
-"""The report of slow tests, and which combinations of parameters an ordinary run keeps."""
+"""The report of slow tests, and the combinations of parameters in an ordinary run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CASE = '<testcase classname="{}" name="{}" time="{}"><properties>{}</properties>
 CPU = '<property name="cpu_s" value="{}"/>'
 
 
-def test_a_test_file_over_its_cpu_budget_fails_the_report_and_is_named(
+def test_the_report_of_slow_tests_fails_and_names_a_test_file_over_the_cpu_budget(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases = [

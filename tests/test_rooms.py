@@ -6,7 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-CLIENT = "turnkeep_client"  # the one package of the room `protocol`
+CLIENT = "turnkeep_client"  # the one package in `protocol/`
 ROOMS = {
     "protocol": {CLIENT},
     "cache": {"cache"},
@@ -18,10 +18,10 @@ ROOMS = {
     "gateway": {"gateway", CLIENT},
 }
 PACKAGES = set().union(*ROOMS.values()) | {"ops"}
-#: Of the worker: every floor may import these two, and they import nothing of it but each other's first.
+#: Two packages that all layers of the worker may import, and the worker packages that they import.
 GROUND = {"process": set(), "observe": {"process"}}
-#: Of a room's floors each may import those below it, also for its types. The device implements the port of
-#: the sessions, which know nothing else of it.
+#: The layers of worker and cache, and which other layers each may import, also for types. `worker.device`
+#: implements the interface `worker.sessions.port`; the sessions do not import the device.
 FLOORS = {
     "worker": {
         "device": {"sessions", "batch", "models"},
@@ -39,7 +39,7 @@ FLOORS = {
         "names": set(),
     },
 }
-#: What the worker sees of the cache; the commands on a directory see `admin` alone.
+#: The parts of the cache that the worker may import; commands on a cache directory import `admin`.
 FACE = {"names", "kv", "store"}
 MLX = {
     "cache/kv",
@@ -51,9 +51,9 @@ NATS = {
     "worker/wire",
 }
 
-#: Of the gateway: an API of its users each, over the form in `turn`.
+#: The packages of the gateway that translate an HTTP API to the common form in `turn`.
 DIALECTS = ("openai", "anthropic", "responses", "ollama")
-#: Of the worker: the way from the device thread to the event loop.
+#: Modules of the worker that may use asyncio, to pass values from the device thread to the event loop.
 ASYNCIO = {"worker/app.py", "worker/device"}
 BARE_TASKS = {"commands/stream.py"}
 
@@ -63,20 +63,20 @@ def modules() -> list[Path]:
 
 
 def module_parts(path: Path) -> tuple[str, ...]:
-    """Name a file as Python imports it: what is in `protocol/` has no part of that name."""
+    """Return the parts of a file's import name; `protocol` is never one of them."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return parts[1:] if parts[0] == "protocol" else parts
 
 
 @cache
 def parsed(path: Path) -> tuple[ast.AST, ...]:
-    """Return all nodes of a file."""
+    """Return all nodes of a file's syntax tree."""
     return tuple(ast.walk(ast.parse(path.read_text())))
 
 
 @cache
 def imports(path: Path, *, of_types: bool = False) -> frozenset[str]:
-    """List the absolute names of all modules that a file imports, at run time or, too, `of_types`."""
+    """Return the absolute names of all modules that a file imports; `of_types`: also for type checking."""
     guards = (node for node in parsed(path) if isinstance(node, ast.If))
     for_types = [guard for guard in guards if ast.unparse(guard.test) == "TYPE_CHECKING"]
     skipped = {node for guard in for_types if not of_types for node in ast.walk(guard)}
@@ -114,7 +114,7 @@ def test_no_module_outside_bench_programs_imports_from_bench_programs():
 
 
 def imported_floors(room: str, floor: str) -> set[str]:
-    """List what else of its room the files of a floor import, also for their types."""
+    """Return the other layers of a package that the files of one layer import, also for types."""
     used = set().union(*(imports(path, of_types=True) for path in (ROOT / room / floor).glob("*.py")))
     return {name.split(".")[1] for name in used if name.startswith(f"{room}.")} - {floor}
 
@@ -134,19 +134,19 @@ def test_the_worker_packages_process_and_observe_import_no_other_part_of_the_wor
     assert {floor: imported_floors("worker", floor) for floor in GROUND} == GROUND
 
 
-def test_the_package_worker_device_imports_only_port_and_order_of_worker_sessions():
+def test_worker_device_imports_nothing_of_worker_sessions_but_its_modules_port_and_order():
     paths = (ROOT / "worker" / "device").glob("*.py")
     used = set().union(*(imports(path, of_types=True) for path in paths))
     assert {one.split(".")[2] for one in used if one.startswith("worker.sessions.")} == {"port", "order"}
 
 
-def test_the_worker_imports_only_the_modules_names_kv_and_store_of_the_cache():
+def test_the_worker_imports_nothing_of_the_cache_but_cache_names_cache_kv_and_cache_store():
     for path in sorted((ROOT / "worker").rglob("*.py")):
         seen = {name.split(".")[1] for name in imports(path) if name.startswith("cache.")}
         assert seen <= FACE, path
 
 
-def test_only_the_commands_cache_and_export_import_admin_and_names_of_the_cache() -> None:
+def test_only_the_commands_cache_and_export_import_the_cache_and_only_its_admin_and_names() -> None:
     seeing = {path.name: imports(path) for path in (ROOT / "commands").glob("*.py")}
     seen = {
         name: {one.split(".")[1] for one in used if one.startswith("cache.")} for name, used in seeing.items()
@@ -155,15 +155,15 @@ def test_only_the_commands_cache_and_export_import_admin_and_names_of_the_cache(
     assert {name: of for name, of in seen.items() if of} == {"cache.py": by_admin, "export.py": by_admin}
 
 
-def test_ops_imports_only_the_module_names_of_the_cache() -> None:
-    """A log is verified without MLX and without a cache."""
+def test_ops_imports_nothing_of_the_cache_but_the_package_cache_names() -> None:
+    """So logs can be verified without MLX and without a cache."""
     paths = sorted((ROOT / "ops").rglob("*.py"))
     seen = {name for path in paths for name in imports(path) if name.startswith("cache.")}
     assert {name.split(".")[1] for name in seen} == {"names"}
 
 
 def users(*libraries: str) -> set[str]:
-    """List the files, or the floors of rooms that have some, that import one of these."""
+    """Return the files that import one of these; in worker and cache, the layers instead of files."""
     paths = {path.relative_to(ROOT) for path in modules() if tops(imports(path)) & set(libraries)}
     return {str(path.parent if path.parts[0] in FLOORS and len(path.parts) > 2 else path) for path in paths}
 
@@ -173,7 +173,7 @@ def test_only_the_listed_modules_import_mlx():
 
 
 def test_only_the_listed_modules_of_gateway_and_console_import_http_libraries():
-    """Dialects, digests and the index are pure; most modules of the console use no HTTP library."""
+    """The gateway's dialects, `boundaries` and `turn` do not import asyncio either."""
     of_gateway = {f"gateway/http/{name}.py" for name in ("app", "bodies", "durable", "sending", "serving")}
     of_console = {f"ops/console/{name}.py" for name in ("app", "door", "serving")}
     assert users("starlette", "uvicorn") == of_gateway | of_console
@@ -194,7 +194,7 @@ def test_only_the_listed_modules_import_nats_py():
     assert users("nats") == NATS
 
 
-def test_only_the_app_and_the_device_layer_of_the_worker_import_asyncio():
+def test_in_the_worker_only_app_and_the_package_device_import_asyncio():
     assert {user for user in users("asyncio") if user.startswith("worker")} == ASYNCIO
 
 
@@ -210,7 +210,7 @@ def attributes(path: Path) -> list[ast.Attribute]:
 
 
 def circle(*, of_types: bool) -> str:
-    """Find modules that import one another in a circle; empty if there are none."""
+    """Return one circle of modules that import each other, as text; empty if there is none."""
     names = {".".join(module_parts(path)): path for path in modules()}
     graph = {name: imports(path, of_types=of_types) & names.keys() - {name} for name, path in names.items()}
     try:
@@ -229,7 +229,7 @@ def test_no_modules_import_each_other_in_a_circle_not_even_for_type_checking():
 
 
 def test_each_test_file_that_reads_proc_checks_that_it_runs_on_linux() -> None:
-    """The suite runs on macOS too."""
+    """The test suite must also run on macOS, which has no /proc."""
     reading = {path for path in (ROOT / "tests").rglob("*.py") if '"/proc' in path.read_text()}
     assert reading
     assert [path.name for path in reading if '"linux"' not in path.read_text()] == []

@@ -1,8 +1,8 @@
-"""The composition root: builds all parts of the worker, runs them, stops them in the right order.
+"""The composition root: builds all parts of the worker, runs them, and stops them in the right order.
 
-Start: data directory, model, NATS (before the model if its server runs), streams, snapshots, then requests.
-Stop, in reverse order: no new requests; running turns end, and their last KV is saved; the snapshot writer
-finishes; NATS is last. Unanswered requests stay in the log for the next worker.
+Start: data directory, model, NATS, streams, snapshots, requests. If the NATS server already runs, the worker
+connects to it before it loads the model. Stop, in reverse order: no new requests; running turns end, and
+their KV is saved; the snapshot writer ends; NATS is last. Unanswered requests stay in the log.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ _MAX_READINGS = 4
 #: Limit of threads for work that would block the event loop, tokenising above all.
 _MAX_THREADS = 6
 
-#: A device step that takes longer than this hangs: steps are planned to take `max_stall_s`, and the step of a
-#: lone prompt takes seconds on the slowest machine.
+#: A device step that takes longer counts as hanging. Steps are planned to take `max_stall_s`; only the step
+#: of a single prompt may take seconds, on the slowest machine.
 _STUCK_S = 120.0
 
 #: Time for sessions to end; after it, commits that wait for an unreachable log are cancelled.
 _STOP_S = 10.0
 
-#: Time after that to store KV whose snapshots were dropped, before the store writes its queue.
+#: Time after that to save KV whose snapshots were dropped; then the store writes its queue to disk.
 _STORE_S = 5.0
 
 
@@ -129,7 +129,7 @@ class App:
         progress: Progress | None = None,
         loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take two callbacks: `progress(done, total, what)` reports long steps of the start, on any thread.
+        """Take two callbacks: `progress(done, total, what)`, called on any thread, reports the long steps.
 
         `loaded()` is called once the weights are in memory.
         """
@@ -171,7 +171,7 @@ class App:
         log.info("read the settings again", changed=sorted(changed & _RELOADED))
 
     async def run(self) -> None:
-        """Serve until `stop`. Raises `TurnkeepError`, with one line, for errors that a user can fix."""
+        """Start, and serve until `stop` is called. Raises `TurnkeepError` for errors that a user can fix."""
         settings = self._settings
         to_thread.current_default_thread_limiter().total_tokens = _MAX_THREADS
         async with task_group() as self._starting, contextlib.AsyncExitStack() as stack:
@@ -179,7 +179,7 @@ class App:
             self._model = ModelStart(
                 settings, self._starting, progress=self._progress, weights_loaded=self._weights_loaded
             )
-            if settings.health is not None:  # first to start and last to stop: it reports what is missing
+            if settings.health is not None:  # first to start and last to stop, to report the other parts
                 health = HealthServer(settings.health, {"/livez": self._hangs, "/readyz": self._unready})
                 await health.open()
                 await stack.enter_async_context(self._background("health", health.serve))
@@ -210,7 +210,7 @@ class App:
     def _join(
         self, directory: DataDir, stack: contextlib.AsyncExitStack
     ) -> tuple[Callable[[], Awaitable[Client]], bool]:
-        """Return a function that connects to NATS, starting its server if needed, and whether that runs."""
+        """Return a function that connects to NATS (and starts the server if needed), and whether it runs."""
         settings, options = self._settings, worker_options(self._settings)
         if settings.nats is not None:
             url = over_tls(settings, settings.nats)
@@ -224,7 +224,7 @@ class App:
             return await self._connect(server.url, directory, stack, token=server.token)
 
         async def stop() -> None:
-            if self._model.is_loaded:  # after a failed start, leave a running server to the next
+            if self._model.is_loaded:  # after a failed start, the next one can use the server
                 await server.stop()
 
         return start, server.check()
@@ -239,7 +239,7 @@ class App:
     async def _connect(
         self, url: str, directory: DataDir, stack: contextlib.AsyncExitStack, **options: Any
     ) -> Client:
-        """Connect to NATS, and join the workers of the prefix."""
+        """Connect to NATS, and record this worker among the workers of its prefix (`Members`)."""
         nc = self._nc = await connect(
             url,
             name=f"turnkeep {self._settings.worker}",
@@ -276,7 +276,7 @@ class App:
         tier: Tier | None,
         stack: contextlib.AsyncExitStack,
     ) -> None:
-        """Open the snapshots; on a failure the worker serves without them."""
+        """Open the store of snapshots on disk; if this fails, the worker serves without snapshots."""
         settings, device = self._settings, self._model.device
         if settings.snapshots == "off":
             log.info("snapshots are off")
@@ -311,9 +311,9 @@ class App:
         device.cut_snapshots(self._store.room)
 
     async def _serve(self, nc: Client, js: JetStreamContext, names: Streams) -> None:
-        """Serve requests until `stop`. Raises `WorkerError` if a part of the worker ends earlier.
+        """Serve requests until `stop` is called. Raises `WorkerError` if a part of the worker ends earlier.
 
-        The task groups end from the innermost to the outermost, which is the order to stop the parts in.
+        The task groups end from the innermost outwards, in the order in which the parts must stop.
         """
         async with task_group() as parts:
             async with task_group() as asides:
@@ -348,7 +348,7 @@ class App:
             await self._members.leave()
             await intake.return_anchors()
             await self._engine.store_missing(_STORE_S)
-            parts.cancel_scope.cancel()  # last, as the keep-alive protects the anchors until here
+            parts.cancel_scope.cancel()  # last: until here the keep-alive prevents redelivery
         if self._fatal:
             raise WorkerError(self._fatal)
 
@@ -391,8 +391,8 @@ class App:
     ) -> tuple[Endpoints, Intake, Sessions]:
         """Build the parts that serve requests.
 
-        `work` runs the tasks of sessions; `asides` runs tasks that are cancelled once the sessions have
-        ended.
+        The task group `work` runs the tasks of sessions; the group `asides` runs side tasks, which are
+        cancelled once all sessions have ended.
         """
         settings, loaded, subjects = self._settings, self._model.loaded, self._subjects
         self._engine = self._make_engine()
@@ -538,7 +538,7 @@ class App:
         )
 
     def _describe(self, loaded: LoadedModel) -> str:
-        """Describe everything that can change an answer's tokens, for a header of each result."""
+        """Return the text of a result's header: worker, version, and what else can change the tokens."""
         build = {
             "worker": self._settings.worker,
             "version": VERSION,
@@ -550,14 +550,14 @@ class App:
 
     @asynccontextmanager
     async def _background(self, name: str, part: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-        """Run a part of the worker until the block ends."""
+        """Run `part` in the background until the block ends; stop the worker if it ends earlier."""
         async with task_group() as tasks:
             tasks.start_soon(self._run_part, name, part)
             yield
             tasks.cancel_scope.cancel()
 
     async def _run_part(self, name: str, part: Callable[[], Awaitable[None]]) -> None:
-        """Run a part that must not end before it is cancelled; if it does, the worker stops."""
+        """Run a part until it is cancelled; if the part ends by itself, stop the worker with an error."""
         why: Exception | None = None
         try:
             await part()
@@ -571,7 +571,7 @@ class App:
         self._loop.call_soon_threadsafe(self._fail, f"the device thread ended: {error!r}")
 
     async def _reconnected(self) -> None:
-        """Pull requests again after a reconnect; stop the worker if the server now limits messages more."""
+        """Resume pulling requests after a reconnect; stop if the server's message limit is now too small."""
         if self._nc is not None and (url := self._nc.connected_url) is not None:
             why = small_payload(self._nc, self._settings.max_message_bytes, shown(url.geturl()))
             if why is not None:
@@ -584,7 +584,7 @@ class App:
         self._fail("the NATS server has closed the connection; its log says why")
 
     def _hangs(self) -> list[str]:
-        """Return the faults that only a restart fixes.
+        """Return the faults that only a restart fixes: a device step that takes too long.
 
         If the event loop itself hangs, the health endpoint does not answer at all.
         """
@@ -607,7 +607,7 @@ class App:
         return reasons
 
     def _fail(self, why: str) -> None:
-        """Stop the worker because of a fault; the first reason is reported."""
+        """Stop the worker because of a fault; `run` then raises an error with the first reason `why`."""
         self._fatal = self._fatal or why
         self._stop.set()
 

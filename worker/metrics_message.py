@@ -1,6 +1,6 @@
 """Builds the metrics message, which the worker publishes every few seconds and sends on request.
 
-Collects the counters of all parts; `counters` keeps those of the whole worker.
+Each part has its own counters; `observe/counters.py` has those of the worker as a whole.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def collect(
 
 
 def unloaded(**known: Any) -> Metrics:
-    """Build the message for a model that has no worker now, from its fields `known`; counters are empty."""
+    """Build the message for a model that no worker serves now: the given fields, and zero for the rest."""
     empty = Telemetry(0)
     return Metrics(
         **known,

@@ -1,6 +1,6 @@
-"""Loads the worker's model on the device thread, and computes its limits of context and KV.
+"""Loads the worker's model on the device thread, and computes the limits of context and of KV memory.
 
-Refuses settings that do not fit the model. `App` starts it, and reads its fields afterwards.
+Refuses settings that do not fit the model. `App` calls `ModelStart.load`, and then reads the fields.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WorkerError(TurnkeepError):
 
 
 class ModelStart:
-    """Loads a worker's model. The fields exist, and stay the same, once `is_loaded`. Event loop only."""
+    """Loads a worker's model. Its fields are set, and constant, once `is_loaded`. Event loop only."""
 
     device: Device
     loaded: LoadedModel
@@ -63,7 +63,7 @@ class ModelStart:
         progress: Progress | None,
         weights_loaded: Callable[[], None],
     ) -> None:
-        """Take the group `tasks`, which waits for blocking steps if the start is cancelled."""
+        """Take the task group `tasks`, which runs blocking steps; a cancelled start waits for them."""
         self.is_loaded = False
         self._settings = settings
         self._tasks = tasks
@@ -75,9 +75,9 @@ class ModelStart:
     async def load(
         self, directory: DataDir, stack: AsyncExitStack, died: Callable[[BaseException], None]
     ) -> None:
-        """Load the model, and start the device thread, which calls `died` if it ends by itself.
+        """Load the model on a new device thread, which calls `died` if it ends by itself.
 
-        Raises `ModelError` and `WorkerError`.
+        The exit of `stack` stops the thread. Raises `ModelError` and `WorkerError`.
         """
         settings, models = self._settings, directory.models
         blas = preload()
@@ -163,7 +163,7 @@ class ModelStart:
         )
 
     async def identity(self) -> Identity:
-        """Return the model's identity, which names its snapshots."""
+        """Return the model's identity: a snapshot can be used only by a model with an equal identity."""
         await self._hashed
         return await step_in_thread(
             self._tasks,

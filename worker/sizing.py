@@ -1,7 +1,7 @@
 """Estimates what a number of sessions needs: device memory, disk, and bytes written to the disk.
 
 Reads a model's shapes, mostly without its weights. Uses the same estimator as admission control, and the
-exact sizes of snapshot files. Uses MLX; for commands, not for a running worker.
+exact sizes of snapshot files. Imports MLX. Commands use this module, a running worker does not.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Sized:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The estimated needs of a load, with all sessions at their full context.
+    """The estimated needs of a `Load`, with all sessions at their full context.
 
     Fields about the disk are None without snapshots.
     """
@@ -117,9 +117,10 @@ def measure(
     max_context: int,
     limit_bytes: int | None,
 ) -> Sized:
-    """Measure a lazily loaded model; evaluates a pass only if the model itself has sliding windows.
+    """Measure the sizes of a lazily loaded model; run a forward pass only if it has sliding windows.
 
-    `draft` is its draft model. Raises `ValueError` with the reason if sessions cannot have this policy.
+    `block` and `max_context` are tokens. Raises `ValueError`, with the reason, if the model cannot have
+    sessions under this policy.
     """
     model = loaded.model
     if (why := misfit(policy, block_tokens=block, context_tokens=max_context)) is not None:
@@ -170,7 +171,7 @@ def plan(
     max_memory: int | None,
     max_disk: int,
 ) -> Plan:
-    """Compute the needs of a load. A `max_disk` of 0 means no snapshots."""
+    """Compute the needs of `load`; `max_memory` and `max_disk` are bytes, and 0 disk is no snapshots."""
     estimated = sized.estimator
     room = estimated.kv_limit(max_batch, block, max_context, sized.policy)
     room = min(max_memory or room, room)
@@ -200,10 +201,10 @@ def plan(
 
 
 def _life(sized: Sized, load: Load, block: int) -> tuple[float, int]:
-    """Return the bytes that a session writes per turn on average, and the bytes of its files at its end.
+    """Return a session's mean bytes written to disk per turn, and the bytes of its files at its end.
 
-    Assumes the device's snapshot files: each block once it is full, and at the end of a turn the tail, in
-    pieces (`tail_start`).
+    Assumes the same files as a worker's: one for each full block, and at the end of each turn one for the
+    tokens of the unfinished block, or for its last part (`tail_start`).
     """
     at = written = kept = num_turns = 0
     edges, sizes = [0], [0]  # the positions of the tail's pieces, and the bytes of each

@@ -1,8 +1,8 @@
 """Serves several models, each in a worker process of its own, within one budget of memory.
 
-The first request for a model starts its worker. The worker ends when it was idle for a while, or when another
-model needs its memory: this frees all of its memory, and its sessions stay in the log and on SSD. Runs the
-NATS server for all workers, and never imports MLX.
+The first request for a model starts its worker. A worker ends when it has been idle for a while, or when
+another model needs its memory. Its sessions stay in the log and on SSD. Runs the NATS server for all workers,
+and never imports MLX.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ VERSION: Final = importlib.metadata.version("turnkeep")
 _AT_ONCE: Final = 2
 #: The pause between two checks of whether a model is still in use.
 _LOOK_S: Final = 0.5
-#: How long a model keeps memory that another one waits for: after its last request, and while it is in use.
-#: In the second case its unfinished answers continue later.
+#: How long a model keeps memory that another one waits for: `_GRACE_S` after its last request, and `_TURN_S`
+#: while it is in use. After `_TURN_S` its unfinished answers wait until it is loaded again.
 _GRACE_S: Final = 1.0
 _TURN_S: Final = 60.0
 #: How long a worker may take to end.
@@ -69,7 +69,7 @@ class SupervisorError(TurnkeepError):
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """The needs of a model, as `turnkeep serve --weigh` prints them before the model is first loaded.
+    """A model's memory needs and defaults, which `turnkeep serve --weigh` prints before the first load.
 
     `least_bytes` of device memory suffice to load it; `usual_bytes` also hold the KV of a long session.
     `memory_bytes` is the memory that this machine has for models.
@@ -85,7 +85,7 @@ class Needs(msgspec.Struct, frozen=True):
 
 
 class InMemory(NamedTuple):
-    """A loaded model that may be unloaded: the time of its last use, and its memory."""
+    """A loaded model that may be unloaded: when it was last used, by the event loop's clock, and its size."""
 
     used_s: float
     size_bytes: int
@@ -93,7 +93,7 @@ class InMemory(NamedTuple):
 
 
 def leaving(lacking_bytes: int, idle: Iterable[InMemory]) -> list[str]:
-    """Choose models to unload for the lacking bytes, least recently used first; none if all are too small."""
+    """Choose the least recently used models until they free `lacking_bytes`; none if all free less."""
     chosen: list[str] = []
     for one in sorted(idle):
         if lacking_bytes <= 0:
@@ -146,9 +146,9 @@ class Supervisor:
     """Serves several models. `run` serves until `stop` is called."""
 
     def __init__(self, models: Mapping[str, Settings], options: Sequence[str]) -> None:
-        """Take the settings by model, and the `options` by which `turnkeep serve` loads the same ones."""
+        """Take each model's settings, and the `options` with which `turnkeep serve` loads the same."""
         self._models = [_Model(name, settings) for name, settings in models.items()]
-        #: The first model's settings, for those that all models share.
+        #: The first model's settings; only those that all models share are read here.
         self._settings = self._models[0].settings
         self._options = options
         self._environment = dict(os.environ)
@@ -173,13 +173,13 @@ class Supervisor:
                     model.process.send_signal(signal.SIGHUP)
 
     def unload(self, name: str) -> None:
-        """Unload a model until its next request, or an unanswered one, loads it again. Event loop only."""
+        """Unload a model. Its next request, or one still unanswered, loads it again. Event loop only."""
         for model in self._models:
             if model.name == name:
                 model.leave.set()
 
     async def run(self) -> None:
-        """Serve until `stop`. Raises `TurnkeepError`, with one line, for errors that a user can fix."""
+        """Serve until `stop` is called. Raises `TurnkeepError` for errors that a user can fix."""
         settings = self._settings
         async with AsyncExitStack() as stack:
             if settings.health is not None:  # first, as measuring or downloading models may take long
@@ -232,7 +232,10 @@ class Supervisor:
             tasks.cancel_scope.cancel()
 
     async def _weigh(self) -> None:
-        """Measure all models, and compute the memory of each. Raises `SupervisorError`."""
+        """Measure each model in a child process, and set the memory that its worker may use.
+
+        Raises `SupervisorError`.
+        """
         log.info("measuring the models", models=[model.name for model in self._models])
         limit = anyio.CapacityLimiter(_AT_ONCE)
 
@@ -274,7 +277,7 @@ class Supervisor:
 
     @asynccontextmanager
     async def _room(self, model: _Model) -> AsyncIterator[None]:
-        """Wait until memory for a model is free, and reserve it for the block. First come, first served."""
+        """Reserve a model's memory until the block ends. Waits until it is free; first come, first served."""
         async with self._turn:
             since_s = current_time()
             while (lacking := model.size_bytes - self._free_bytes) > 0:
@@ -294,7 +297,7 @@ class Supervisor:
         return self._memory_bytes - sum(one.size_bytes for one in self._running)
 
     async def _make_room(self, lacking_bytes: int, since_s: float) -> None:
-        """Unload models that are idle, or that were in use for `_TURN_S` while another one waited."""
+        """Unload models to free `lacking_bytes`: idle ones, or those in use for `_TURN_S` since `since_s`."""
         idle: list[InMemory] = []
         for one in [*self._running]:
             had_turn = current_time() - max(since_s, one.loaded_s) > _TURN_S
@@ -328,7 +331,7 @@ class Supervisor:
         return None if model.leave.is_set() else code
 
     async def _watch(self, model: _Model, worker: Process) -> None:
-        """Let a worker answer questions once it is ready; end it when its model is idle or must leave."""
+        """Let a worker answer its requests once it is ready; end it when its model is idle or must leave."""
         try:
             await worker.stdout.receive()  # type: ignore[union-attr]  # a pipe
         except EndOfStream:
@@ -361,7 +364,7 @@ class Supervisor:
             await sleep(model.settings.metrics_interval_s)
 
     async def _look_again(self) -> None:
-        """Look in the log for requests that were not noticed, and load their models."""
+        """Load each model whose log has unanswered requests: some may have come during a disconnection."""
         for model in self._models:
             if self.ready.is_set() and await model.activator.has_work():
                 model.wake()
@@ -376,7 +379,7 @@ class Supervisor:
 
 
 def _share(name: str, wanted_bytes: int | None, needs: Needs, memory_bytes: int) -> int:
-    """Return the bytes of memory to give a model. Raises `SupervisorError` if it can never be loaded."""
+    """Return the bytes that a model's worker may use. Raises `SupervisorError` if it can never be loaded."""
     least = size(needs.least_bytes)
     if wanted_bytes is not None and wanted_bytes < needs.least_bytes:
         raise SupervisorError(

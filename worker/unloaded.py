@@ -1,6 +1,7 @@
-"""Stands in for a worker whose model was unloaded: holds its data directory and runs its NATS server.
+"""Stands in for a worker whose model was unloaded: locks its data directory and runs its NATS server.
 
-No worker runs meanwhile: requests wait in the log, and questions are refused at once. Never imports MLX.
+No worker runs meanwhile: requests on `in` wait in the log, and core NATS requests fail at once, without a
+responder. Never imports MLX.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ log = structlog.get_logger()
 
 
 class Unloaded:
-    """Stands in for one worker: `run` runs its NATS server until `stop` is called."""
+    """Stands in for one worker: `run` runs the worker's NATS server until `stop` is called."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -1,1 +1,1 @@
-"""Programs that a bench starts, in processes of their own: they alone import MLX, mlx-lm or the worker."""
+"""Programs that a bench runs as child processes; only these import MLX, mlx-lm or the worker's code."""

@@ -1,9 +1,9 @@
 """A program that measures a device: `python -m bench.programs.device --data-dir FOLDER --nats-port PORT`.
 
-`turnkeep bench device` runs it. It loads a model as a worker does and prints a line that describes it. Each
-line of its input is an array in JSON, a method of `Measuring` with its arguments. For each line it prints the
-values of the bench's measures by their names. Runs the worker's own batch, snapshots and NATS server, without
-sessions and the scheduler.
+`turnkeep bench device` runs it. It loads a model as a worker does and prints a line that describes model and
+device. Each line of its input is a JSON array: the name of a method of `Measuring`, and its arguments. For
+each line it prints the measured values by the names of the bench's measures. Runs the worker's own batch,
+snapshots and NATS server, without sessions and the scheduler.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ if TYPE_CHECKING:
     from worker.models.model import LoadedModel
     from worker.process.settings import Settings
 
-#: Values by the names of the bench's measures.
+#: Measured values, by the names of the bench's measures.
 Figures: TypeAlias = "dict[str, float | list[float]]"
 Save: TypeAlias = "Callable[[Span, tuple[Tensor, ...]], object]"
 
-#: Steps timed as one group, with or without one copy: steps run ahead, so a copy may delay a later step.
+#: Steps timed as one group, with or without one copied block: steps are launched ahead, so that a copy may
+#: delay a later step.
 _GROUP: Final = 4
 #: A message body as large as a short result.
 _BODY: Final = bytes(1024)
@@ -66,7 +67,10 @@ class Measuring:
     """Measures a loaded model and the parts of a worker. Nothing else may run on the device meanwhile."""
 
     def __init__(self, loaded: LoadedModel, directory: DataDir, chosen: Settings) -> None:
-        """Choose the model's batch as a worker does, once for rows together and once for rows apart."""
+        """Make the model's batches as a worker does: one decodes rows together, the other each row alone.
+
+        `chosen` are the worker's settings.
+        """
         self._directory, self._settings, self._block = directory, chosen, chosen.block_tokens
         model, block = loaded.model, chosen.block_tokens
         trials = Trials(directory.path / "trials", loaded.name)
@@ -90,7 +94,7 @@ class Measuring:
             self._identity = Identity.of_no_model(
                 kv_dtype=chosen.dtype, block_tokens=block, caches=layers.describe(caches)
             )
-        #: What the bench must know before it asks.
+        #: The line that this program prints when it is ready.
         self.description = {
             "folder": str(loaded.folder),
             "model": loaded.name,
@@ -105,7 +109,10 @@ class Measuring:
         }
 
     def prefill(self, piece: int, tokens: Sequence[int]) -> Figures:
-        """Prefill in pieces; return tokens/s, and the memory of the piece that exceeds its estimate most."""
+        """Prefill tokens in pieces of `piece` tokens; return tokens/s and memory.
+
+        The memory is that of the piece that exceeds its estimate most, as a share of the estimate.
+        """
         caches, step_s, ratios, kept = self._new(), 0.0, [0.0], [0.0]
         for start in range(0, len(tokens), piece):
             some = list(tokens[start : start + piece])
@@ -126,7 +133,11 @@ class Measuring:
         return {"prefill": len(tokens) / step_s, **memory}
 
     def decode(self, together: bool, ahead: bool, steps: int, prompts: Sequence[Sequence[int]]) -> Figures:
-        """Decode answers to all prompts at once; the time includes copying rows into a pool and out of it."""
+        """Decode `steps` tokens after each prompt, all prompts at once; return tokens/s.
+
+        The time includes copying rows into a pool and out of it. `ahead`: launch each step before the tokens
+        of the step before it are read.
+        """
         batch, rows = self._batches[together], self._begin(together, steps, prompts)
         began_s = time.perf_counter()
         for _ in range(steps):
@@ -136,7 +147,7 @@ class Measuring:
         return {"decoding": len(rows) * steps / (time.perf_counter() - began_s)}
 
     def cut(self, groups: int, prompts: Sequence[Sequence[int]]) -> Figures:
-        """Time copying the last full block of a session's KV, and of a row's KV while rows decode."""
+        """Time copying the last full block of an idle session's KV, and of a row's KV while rows decode."""
         if not self._is_stored:
             return {}
         batch, rows = self._batches[True], self._begin(True, 1 + 2 * groups * _GROUP, prompts)
@@ -165,7 +176,7 @@ class Measuring:
         return anyio.run(self._restore, tokens) if self._is_stored else {}
 
     def publish(self, number: int) -> Figures:
-        """Time publishing results one after the other, to a NATS server that runs as a worker's does."""
+        """Time publishing results one after the other, to a NATS server with a worker's settings."""
         return anyio.run(self._publish, number)
 
     async def _restore(self, tokens: Sequence[int]) -> Figures:
@@ -222,14 +233,14 @@ class Measuring:
         return sum(tensor.data.nbytes for tensor in tensors or ())
 
     def _prefilled(self, tokens: Sequence[int], save: Save | None = None) -> list[Any]:
-        """Return the caches of these tokens, kept for later calls; callers must not write to them."""
+        """Return the KV caches of these tokens, prefilled on the first call. Callers must not change them."""
         key = tuple(tokens)
         if key not in self._held:
             self._held[key] = self._run(key, save)
         return self._held[key]
 
     def _run(self, tokens: Sequence[int], save: Save | None = None) -> list[Any]:
-        """Prefill new caches block by block, and pass a copy of each block's KV to `save`."""
+        """Prefill tokens into new caches, block by block; pass a copy of each block's KV to `save`."""
         caches = self._new()
         for start in range(0, len(tokens), self._block):
             piece = list(tokens[start : start + self._block])
@@ -240,7 +251,10 @@ class Measuring:
         return caches
 
     def _least_rows(self) -> str:
-        """Name the constant that has this model's least rows to pool or merge; "" if it never does either."""
+        """Return the constant with the least number of rows that this model's batch decodes together.
+
+        That is `pooled_rows` or `merged_rows`; "" if the batch never pools or merges rows.
+        """
         (row,) = self._begin(True, 1, [[0, 0]])
         self._batches[True].step([])
         is_together = row.caches is None
@@ -263,7 +277,7 @@ class Measuring:
 
 
 def _drop_cached(folder: Path) -> None:
-    """Drop files from the page cache, so that they are read from the disk; not on macOS."""
+    """On Linux, drop a folder's files from the page cache, so that the next read is from the disk."""
     for path in folder.rglob("*") if sys.platform == "linux" else ():
         if path.is_file():
             with path.open("rb") as file:

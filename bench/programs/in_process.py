@@ -27,7 +27,7 @@ Prompts = list[list[int]]
 
 
 class Engine:
-    """Runs mlx-lm with one model, and keeps the prompt caches of the sessions."""
+    """Runs mlx-lm with one model, and keeps each session's prompt cache from turn to turn."""
 
     def __init__(self, folder: str) -> None:
         """Load the model as a worker with its default settings does."""
@@ -43,7 +43,7 @@ class Engine:
         )
 
     def converse(self, prompts: list[Prompts], max_tokens: int) -> list[list[Turn]]:
-        """Run new sessions: answer the prompts greedily, turn by turn."""
+        """Run new sessions, and answer greedily; `prompts` has a list for each turn, with one per session."""
         began_s = time.perf_counter()
         answers = [self._answer(asked, max_tokens, began_s) for asked in prompts]
         self._caches.clear()
@@ -70,7 +70,7 @@ class Engine:
         ]
 
     def _alone(self, prompt: list[int], max_tokens: int) -> Iterator[tuple[int, int]]:
-        """Answer in one session, with mlx-lm's fastest function for a single session."""
+        """Yield the tokens of a single session's answer, made by mlx-lm's fastest function for that case."""
         cache = self._caches.setdefault(0, make_prompt_cache(self._model))
         steps = generate_step(mx.array(prompt), self._model, max_tokens=max_tokens, prompt_cache=cache)
         for token, _ in steps:
@@ -92,7 +92,7 @@ class Engine:
 
 
 def main() -> None:
-    """Answer each line of input until the end. After a fault the bench reports the traceback's last line."""
+    """Load the model, then answer each line of input. The bench reports the last line of a traceback."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries may print, but not between the replies
     engine = Engine(sys.argv[1])

@@ -43,7 +43,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The amount of work: sizes in tokens and numbers of windows. Answers start after half a window."""
+    """The amount of work. `window`, `answer` and `block` are in tokens, `windows` and `answers` are numbers.
+
+    An answer continues the first half of a window.
+    """
 
     window: int
     windows: int
@@ -53,7 +56,7 @@ class Plan:
 
 
 class Side:
-    """Measures the outputs of a model whose KV has one precision."""
+    """Runs a model with KV of one precision, and measures its outputs and the size of its KV."""
 
     def __init__(self, loaded: LoadedModel, plan: Plan, kv_bits: int | None) -> None:
         self._model = loaded.model
@@ -65,7 +68,7 @@ class Side:
     def score(self, tokens: Sequence[int]) -> tuple[float, list[int]]:
         """Run a window; return the sum of -log p over its second half, and the likeliest tokens there.
 
-        Each scored token has at least half a window before it. Perplexity is exp of the mean over all of them
+        Each scored token has at least half a window before it. Perplexity is exp of the mean of -log p
         (Jelinek, Mercer, Bahl and Baker, 1977). llama.cpp's `perplexity` also scores the second halves of
         consecutive windows.
         """
@@ -85,7 +88,7 @@ class Side:
         return loss, best
 
     def answer(self, tokens: Sequence[int]) -> list[int]:
-        """Decode an answer greedily after these tokens."""
+        """Decode the plan's number of tokens greedily after these tokens; return them."""
         caches = make_prompt_cache(self._model)
         *_, (_, logits) = self._run(caches, tokens)
         answer = [_most_likely(logits[-1])]
@@ -95,7 +98,7 @@ class Side:
         return answer
 
     def sizes(self, tokens: Sequence[int]) -> dict[str, float]:
-        """Return the bytes of KV per token: on the device, and in the file of a block."""
+        """Return the bytes of KV per token, on the device and in a block's snapshot file, by measure name."""
         block = self._plan.block
         caches = make_prompt_cache(self._model)
         list(self._run(caches, tokens[:block]))
@@ -103,7 +106,7 @@ class Side:
         if cut is None:
             raise AssertionError("a cut without a size limit cannot fail")
         described = layers.describe(caches)
-        digest = "0" * 64  # as long as a real one: only the file's size is wanted
+        digest = "0" * 64  # as long as a real digest: only the file's size matters
         identity = Identity(
             weights=digest,
             config=digest,
@@ -135,7 +138,7 @@ class Comparison:
         self._answers: list[list[int]] = []
 
     def add(self, loaded: LoadedModel, kv_bits: int | None) -> None:
-        """Measure a precision and print it. Ends the program if the text is too short."""
+        """Measure the model with this precision and print the figures. Exits if the text is too short."""
         plan = self._plan
         tokens = loaded.tokenizer.encode(self._text, at_start=True)
         found = [tokens[at : at + plan.window] for at in range(0, len(tokens), plan.window)]

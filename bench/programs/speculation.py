@@ -1,9 +1,9 @@
 """A program that answers with and without drafts: `python -m bench.programs.speculation --data-dir FOLDER`.
 
 `turnkeep bench speculation` runs it. It loads a model, and a draft model if one is named, as a worker does,
-and prints a line that describes them. Each line of its input is an array in JSON, the arguments of
-`Answering.answer`; for each it prints the result. Runs the worker's own batch, one for each side over
-the same weights.
+and prints a line that describes them. Each line of its input is a JSON array with the arguments of
+`Answering.answer`; for each line it prints the result. Each side (no drafts, prompt lookup, draft model) has
+a batch of the worker's own code; all use the same weights.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _DAY = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Answering:
-    """Decodes answers of a model, in a batch per side. Nothing else may run on the device meanwhile."""
+    """Decodes answers, with a batch for each side. Nothing else may run on the device meanwhile."""
 
     def __init__(self, loaded: LoadedModel, draft: LoadedModel | None, trials: Path) -> None:
-        """Choose the model's batch as a worker does: without drafts, with lookups, with a draft model."""
+        """Make each side's batch as a worker does: without drafts, with prompt lookup, with a draft model."""
         self._tokenizer = loaded.tokenizer
         self._grammars = Grammars(loaded.tokenizer)
         served = partial(
@@ -71,8 +71,8 @@ class Answering:
     ) -> dict[str, Any]:
         """Decode answers to all prompts at once, each of up to `most` tokens.
 
-        Returns the answers' tokens, the tokens/s after the first ones, and the numbers of drafted and of
-        accepted tokens. With `schema` all answers follow it.
+        Returns the answers' tokens, the tokens/s without the first token of each answer, and the numbers of
+        drafted and accepted tokens. With `schema`, a JSON schema, all answers are JSON that fits it.
         """
         served = self._sides[side]
         batch, spoken = served.batch, served.batch.speculation

@@ -1,6 +1,6 @@
 """Copy snapshots from one cache to another as a plain tar of their files. Blocking: for the command line.
 
-An archive is not encrypted: it holds the files as a cache without a key would. An import verifies every file
+An archive is not encrypted: its files are like those of an unencrypted cache. An import verifies every file
 before moving it into the cache, and never uses a path from the archive. Verification does not prove that a
 model computed the KV: see `turnkeep cache import --help`.
 """
@@ -65,11 +65,11 @@ class Transferred:
 def export(
     directory: Path, digests: Sequence[str] | None, target: Path, access: Access = PLAIN
 ) -> Transferred:
-    """Write chains of snapshots to a tar file: the chains that end in `digests`, or all if it is None.
+    """Write chains of snapshots to a tar file: those that end in `digests`, or with None all chains.
 
     A chain is a sequence of snapshots, each continuing the one before. `digests` are hex names of snapshots,
     or prefixes of such names. Takes no lock, and verifies every file. Raises `CacheError`, and leaves no
-    archive, if a snapshot is unknown, doubtful, or was evicted meanwhile.
+    archive, if a snapshot is unknown, fails verification, or was evicted meanwhile.
     """
     check(directory, access)
     paths = _chains(directory, digests, access)
@@ -99,7 +99,7 @@ def export(
 
 
 def fields_in(source: Path) -> dict[str, Any]:
-    """Return the model identity's fields from an archive's first snapshot. Raises `CacheError`, `OSError`."""
+    """Return the model identity's fields from an archive's first file. Raises `CacheError`, `OSError`."""
     with source.open("rb") as file:
         try:
             for member in _members(file):
@@ -111,9 +111,10 @@ def fields_in(source: Path) -> dict[str, Any]:
 
 
 def fields_here(directory: Path, access: Access = PLAIN) -> list[tuple[str, dict[str, Any]]]:
-    """List a cache's models: each one's name and identity fields. Raises `CacheError`, `OSError`.
+    """List the models that have snapshots in a cache: the name and the identity's fields of each.
 
-    The list has a model several times if its snapshots were made under several policies or settings.
+    A model is listed several times if its snapshots were made under several policies or settings. Raises
+    `CacheError`, `OSError`.
     """
     ends = {chain.model.identity: chain for chain in inspect(directory, access).chains}
     found = []
@@ -134,12 +135,12 @@ def import_files(
     others: Collection[str] = (),
     fresh: bool = False,
 ) -> Transferred:
-    """Add the files of an archive to a cache, each after its verification. Holds the directory's lock.
+    """Verify the files of an archive one by one, and add them to a cache. Locks the directory meanwhile.
 
-    Skips files that exist already, are doubtful, lack their prefix, or exceed a limit, and returns the
-    reasons. `others` are names of archive members that are not snapshots; the import ignores them. With
-    `fresh` the cache is created if there is none. Raises `CacheError` if the archive cannot be read,
-    `DirectoryLockedError`, `OSError`.
+    Skips a file that the cache has already, that fails verification, that continues a missing snapshot, or
+    that exceeds a limit; the result has the reasons. `others` are names of archive members to ignore, which
+    are not snapshots. With `fresh` the cache is created if there is none. Raises `CacheError` if the archive
+    cannot be read, `DirectoryLockedError`, `OSError`.
     """
     with source.open("rb") as file, opened(directory, access, fresh=fresh) as (folder, catalog, index):
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -161,7 +162,7 @@ def import_files(
 
 
 def _members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
-    """Yield an archive's members one by one; `file` is then positioned at the start of the member's content.
+    """Yield an archive's members; at each one `file` is positioned at the start of the member's content.
 
     Reads only headers of 512 bytes. Extended headers are skipped, however long: a snapshot's name is short,
     and its own header has its size. Raises `tarfile.TarError`.
@@ -199,7 +200,7 @@ class _Importer:
         self._min_free_bytes = min_free_bytes
 
     def add(self, member: tarfile.TarInfo, content: IO[bytes]) -> None:
-        """Verify and add a member. Raises `DoubtfulSnapshotError` with the reason if it is skipped."""
+        """Verify and add a member. If it must be skipped, raises `DoubtfulSnapshotError` with the reason."""
         digest = PLAIN.digest_of(member.name)
         if digest is None or not _is_snapshot(member):
             raise DoubtfulSnapshotError("not a file with the name of a snapshot")

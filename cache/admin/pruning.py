@@ -42,9 +42,9 @@ class Pruned:
 def opened(
     directory: Path, access: Access = PLAIN, *, fresh: bool = False
 ) -> Iterator[tuple[Folder, Catalog, Index]]:
-    """Lock a directory, and reconcile its index with its files. With `fresh` a missing directory is created.
+    """Lock a directory during the block; yield its folder, its catalog, and the index of its files.
 
-    Raises `CacheError`, `OSError`.
+    With `fresh` a missing directory is created. Raises `CacheError`, `OSError`.
     """
     if not (fresh and is_fresh(directory)):
         check(directory, access)
@@ -70,9 +70,9 @@ def prune(
 ) -> Pruned:
     """Remove the snapshots that meet all given conditions, the least recently used first.
 
-    The conditions: unused for `older_than_s` seconds; of one `model`; and more than `to_bytes` are left. None
-    means no condition. `model` is the hex digest of a model's identity, or a prefix of the digest. A snapshot
-    that others continue is removed after those; pinned prefixes stay.
+    The conditions: the snapshot was not used for `older_than_s` seconds; it belongs to `model`; more than
+    `to_bytes` are left in the cache. None means no condition. `model` is the hex digest of a model's
+    identity, or a prefix of it. A snapshot that others continue is removed after them; pinned prefixes stay.
     """
     with opened(directory, access) as (folder, catalog, index):
         Pins(index, catalog.pins())
@@ -102,7 +102,7 @@ def prune(
 
 
 def prune_all(directory: Path) -> Pruned:
-    """Remove all snapshots, quarantined files and pins, and the mark of an encryption key. Needs no key.
+    """Remove all snapshots, quarantined files and pins, and the record of the encryption key. Needs no key.
 
     Raises `CacheError` if files cannot be removed.
     """
@@ -119,10 +119,10 @@ def prune_all(directory: Path) -> Pruned:
 
 
 def unpin(directory: Path, names: list[str], access: Access = PLAIN) -> list[Pin]:
-    """Remove the pins whose hex names begin with these prefixes; return them.
+    """Remove the pins whose hex names begin with the given prefixes; return the removed pins.
 
-    Raises `CacheError` for an unknown or ambiguous prefix, or if the index cannot be written, since the pins
-    would come back.
+    Raises `CacheError` for an unknown or ambiguous prefix, or if the index cannot be written: then the pins
+    would be back at the next start.
     """
     full = CacheError(f"{directory}: its index cannot be written; free some disk space, then unpin")
     with opened(directory, access) as (_, catalog, _):

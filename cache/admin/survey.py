@@ -1,6 +1,6 @@
-"""Inspect a cache directory without its lock, beside a worker that may be using it.
+"""Inspect a cache directory without its lock, even while a worker uses it.
 
-Only reads (except `verify` with `quarantine`); may miss changes meanwhile. Blocking: for the command line.
+Only reads (except `verify` with `quarantine`), and may miss concurrent changes. Blocking: for commands.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COPY_TRIES: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model; `identity` is the hex digest of its identity, `name` is empty if the catalog has no name."""
+    """A model with snapshots in the cache. `identity` is a hex digest; `name` is empty if it is unknown."""
 
     identity: str
     name: str
@@ -95,7 +95,7 @@ def is_fresh(directory: Path) -> bool:
 
 
 def check(directory: Path, access: Access | None) -> None:
-    """Raise `NotACacheError` if a directory is not a cache, `SealedError` if the key does not fit it."""
+    """Raise `NotACacheError` if a directory is not a cache, `SealedError` if its encryption key differs."""
     if not directory.is_dir():
         raise NotACacheError(f"there is no directory {directory}: --dir or --data-dir must name the cache's")
     if not (directory / "snapshots").is_dir():
@@ -147,9 +147,9 @@ def verify(
 ) -> Survey:
     """Verify every file: length, checksum, name, layout. Calls `progress(done, total)` with bytes read.
 
-    The result lists doubtful files. Files of other format versions are counted, but not verified. With
-    `quarantine` doubtful files are moved to quarantine, under the directory's lock. Raises `CacheError`, and
-    `OSError` if the process cannot open more files or lacks memory.
+    The result lists the files that failed. Files of other format versions are counted, but not verified. With
+    `quarantine`, files that failed are moved to quarantine, under the directory's lock. Raises `CacheError`,
+    and `OSError` if the process cannot open more files or lacks memory.
     """
     check(directory, access)
     with closing(Folder(directory, access)) if quarantine else nullcontext() as folder:
@@ -192,7 +192,7 @@ def _proved(directory: Path, progress: Callable[[int, int], None], access: Acces
 
 
 def _read(directory: Path, access: Access) -> tuple[list[Row], Survey, dict[str, str]]:
-    """Read pins, model names and rows from the index; where it differs from the files, rows from headers."""
+    """Read pins, model names and rows from a copy of the index; make new rows where the files differ."""
     survey = Survey()
     known, names = {}, {}
     with suppress(sqlite3.Error, OSError), _copied(directory / "index.sqlite") as db:

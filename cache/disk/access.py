@@ -1,7 +1,7 @@
 """Reads and writes files, names and rows unencrypted; `sealing` overrides this for a directory with a key.
 
-`format`, `folder` and `catalog` use this module for every access. It knows bytes and names, but neither
-headers nor tensors.
+`format`, `folder` and `catalog` use this module for every access. The module knows bytes and names, but
+neither headers nor tensors.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Access:
         return Writer(file)
 
     def hidden(self, digest: bytes) -> bytes:
-        """Return a digest in the form that the catalog stores: unchanged, or encrypted in a subclass."""
+        """Return a digest in the form that the catalog stores: unchanged here, encrypted in `Sealed`."""
         return digest
 
     def hidden_row(self, row: Row, proof: bytes) -> tuple[Any, ...]:
@@ -123,7 +123,7 @@ class Access:
         return stored
 
     def check(self, directory: Path) -> None:
-        """Raise `SealedError` if the directory's contents need another key, a key at all, or no key."""
+        """Raise `SealedError` if the key does not fit the directory (see there for the three cases)."""
         try:
             found = (directory / SEAL).read_text()
         except FileNotFoundError:

@@ -58,7 +58,7 @@ _PUT: Final = "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class Catalog:
-    """The SQLite file. Callers log its errors and continue: an error loses times of use, never snapshots."""
+    """The SQLite file. Callers log errors and continue: an error can lose times of use, but no snapshots."""
 
     def __init__(self, folder: Folder) -> None:
         self._path = folder.catalog
@@ -94,7 +94,7 @@ class Catalog:
             return self._in_memory(error)
 
     def _in_memory(self, error: sqlite3.Error) -> sqlite3.Connection:
-        """Use a database in memory where the file cannot be written, for instance on a full disk.
+        """Open a database in memory instead of the file, which cannot be written (on a full disk, say).
 
         Copies the readable part of the file to memory. Later changes are lost when the process ends.
         """
@@ -173,11 +173,11 @@ class Catalog:
             db.executemany("INSERT OR IGNORE INTO model VALUES (?, ?)", rows)
 
     def erased(self) -> list[Erased]:
-        """Read, for each log, how far its erasures are done."""
+        """Read, for each log of requests, up to which entry its erasures are done (see `Erased`)."""
         return [Erased(*row) for row in self._db.execute("SELECT * FROM erased")]
 
     def note_erased(self, erased: Iterable[Erased]) -> None:
-        """Store, for these logs, how far their erasures are done."""
+        """Store, for each of these logs of requests, up to which entry its erasures are done."""
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO erased VALUES (?, ?, ?)", erased)
 
@@ -212,7 +212,7 @@ class Catalog:
                 db.execute("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", (row.used, parent))
 
     def use(self, uses: Iterable[tuple[int, bytes]]) -> None:
-        """Store times of last use: (used, digest). A use also counts for all snapshots before this one."""
+        """Store times of last use, (used, digest). A use of a snapshot counts for its whole chain."""
         with self._transaction() as db:
             hidden = ((used, self._access.hidden(digest)) for used, digest in uses)
             db.executemany("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", hidden)

@@ -2,7 +2,7 @@
 
 lock            locked while a store is open
 sealed          identifies the encryption key; missing without encryption
-index.sqlite    the catalog: snapshots and their last use; can be lost
+index.sqlite    the catalog: snapshots and their last use; rebuilt if lost
 snapshots/      complete files, named by digest
 tmp/            files being written, and unfinished files of a dead process
 quarantine/     the latest files that failed verification, for inspection
@@ -106,7 +106,7 @@ class Folder:
         os.close(self._lock)
 
     def claim(self) -> None:
-        """Record in the directory which key encrypts it, if it is encrypted and this is not recorded yet.
+        """Record in an encrypted directory which key it is encrypted with, unless that is recorded.
 
         Raises `SealedError` if the directory's contents do not fit the key.
         """
@@ -124,7 +124,7 @@ class Folder:
         return self.snapshots / self.access.file_name(digest)
 
     def names(self) -> set[str]:
-        """List the file names in `snapshots/`, but call no `stat`: that would double a start's time."""
+        """List the file names in `snapshots/`, without `stat`, which would double the time of a start."""
         return set(os.listdir(self.snapshots))  # noqa: PTH208  # there may be a hundred thousand of them
 
     def clear_tmp(self) -> int:
@@ -136,7 +136,7 @@ class Folder:
 
     @contextmanager
     def placing(self, digest: bytes) -> Iterator[Path]:
-        """Yield a temporary path for a file; after the block remove it unless `place` has moved it."""
+        """Yield a temporary path for a snapshot's file; after the block remove a file that is left there."""
         path = self._unfinished(digest)
         try:
             yield path
@@ -163,7 +163,7 @@ class Folder:
         sync(self.snapshots)
 
     def repair(self, digest: bytes) -> None:
-        """Recreate missing subfolders, and clear the paths that this snapshot's file needs.
+        """Recreate missing subfolders, and remove anything that blocks the paths of this snapshot's file.
 
         Raises `OSError` if the directory itself is gone.
         """
@@ -178,7 +178,7 @@ class Folder:
         self.path(digest).unlink(missing_ok=True)
 
     def quarantine(self, digest: bytes) -> None:
-        """Move a doubtful file to quarantine, and remove the oldest files there beyond `QUARANTINE_FILES`.
+        """Move a file that failed verification to quarantine, which keeps the latest `QUARANTINE_FILES`.
 
         A file that cannot be moved stays, and fails verification again when next read.
         """

@@ -1,8 +1,8 @@
-"""One snapshot is one safetensors file: write, verify and read it.
+"""Write, verify and read a snapshot's file, which is a safetensors file.
 
 The header (`header`) says which model and which tokens the KV belongs to. No part of a file is used before
-its length, checksum, identity, name and layout are verified. Knows files and bytes; nothing of MLX, of the
-index, or of sessions.
+its length, checksum, identity, name and layout are verified. The module knows files and bytes, but nothing of
+MLX, of the index, or of sessions.
 
 The tensors follow the header without gaps, in sections: one for all layers of the same reach (the tokens that
 a layer sees). Some files, the carriers, then have the sketches (2-bit copies of keys) of the blocks before
@@ -66,7 +66,7 @@ class EncodedSnapshot:
 
 
 def encode(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> EncodedSnapshot:
-    """Encode a snapshot. Raises `ValueError` if the tensors do not fit the name, a fault of the caller."""
+    """Encode a snapshot for `write`. Raises `ValueError` if the tensors do not fit the name."""
     return EncodedSnapshot(headers.write(name, identity, tensors), tensors)
 
 
@@ -92,7 +92,7 @@ def write(encoded: EncodedSnapshot, path: Path, access: Access = PLAIN) -> None:
 
 
 def is_lack(error: Exception) -> bool:
-    """Whether an error means too many open files or too little memory: then the file may be valid."""
+    """Whether an error is a lack of memory or of open files, which does not mean that the file is damaged."""
     return isinstance(error, OSError) and error.errno in _LACKS
 
 
@@ -133,16 +133,17 @@ def read(
     carried: tuple[Span, Sequence[Place]] | None = None,
     state: Sequence[memoryview] | None = None,
 ) -> int:
-    """Read a snapshot's KV into memory, for the tokens that have a place there; verify all sections read.
+    """Read a snapshot's KV into buffers, and verify each section that is read.
 
-    `layout` is the model's; `places`, the buffers to write to, are in the layout's order. If the file is a
-    carrier, `carried` has the earlier tokens whose sketches the file contains, and their places, which come
-    last in the layout. A section is skipped if none of its tokens has a place. Each byte is read once, to its
-    final place, and hashed there. The header is verified before the first write, a section after its last
-    one: after a `DoubtfulSnapshotError` the places of this span must not be used.
+    `layout` is the model's. `places` are the buffers for each of its tensors, in the same order; a buffer may
+    be for some of the tokens only, and a section without a buffer is skipped. If the file is a carrier,
+    `carried` has the earlier tokens whose sketches the file contains, and the buffers for these sketches,
+    which come last in the layout. Each byte is read once, to its final buffer, and hashed there. The header
+    is verified before the first write, a section after its last byte: after a `DoubtfulSnapshotError` the
+    contents of the buffers must not be used.
 
-    `state` are the buffers for the state's tensors, in the order in which `peek` returns them. It is given
-    for the last snapshot of a chain; None skips the state.
+    `state` are the buffers for the state's tensors, in the order of `peek`. Only the state of a chain's last
+    snapshot is read; None skips the state.
 
     Returns the number of bytes read; raises `OSError` as `prove` does. Safe on any thread; waits for the disk
     without the GIL.
@@ -167,7 +168,7 @@ def _together(
     places: Sequence[Place],
     carried: tuple[Span, Sequence[Place]] | None,
 ) -> list[tuple[Span, list[Place]]]:
-    """Return the places of each section of a file, in order, with the tokens that are in the section.
+    """Group the places by section of the file, in order; return the tokens and the places of each section.
 
     Raises `DoubtfulSnapshotError` if the file has other sections than this layout.
     """
@@ -188,10 +189,10 @@ def _together(
 def _there(
     together: Sequence[tuple[Span, list[Place]]], layout: Layout, found: Layout
 ) -> list[tuple[Span, list[Place]]]:
-    """Return the sections of `together` that a shortened file still has; `found` is the file's layout.
+    """Return the sections of `together` that the file still has after `shortened`; `found` is its layout.
 
-    Raises `DoubtfulSnapshotError` if it is not a shortened file, and `PartialSnapshotError` if it lacks a
-    section with tokens that have a place.
+    Raises `DoubtfulSnapshotError` if the file has another layout, and `PartialSnapshotError` if it lacks a
+    section that is to be read.
     """
     places = [place for _, run in together for place in run]
     kept = tuple(one for one, place in zip(layout, places, strict=True) if not place.section[0].is_endless)
@@ -209,7 +210,7 @@ def _there(
 def shortened(
     path: Path, row: Row, layout: ModelLayout, identity: Identity, access: Access = PLAIN
 ) -> EncodedSnapshot | None:
-    """Verify a file; return it without the KV of layers with windows. None if it has no such KV.
+    """Verify a file; return its snapshot without the KV of layers with windows. None if it has no such KV.
 
     `layout` is the model's, without states. Raises `DoubtfulSnapshotError`, `OSError`.
     """
@@ -233,7 +234,7 @@ def shortened(
 def _to_places(
     places: Sequence[Place], segments: Sequence[tuple[int | None, int]]
 ) -> Iterator[list[memoryview]]:
-    """Yield the buffers for a section: its tokens' places, and scratch memory for tokens without a place."""
+    """Yield the buffers for a section; tokens without a place go to scratch memory, to be hashed only."""
     unused = max((num for at, num in segments if at is None), default=0)
     scratch = memoryview(bytearray(unused * max(place.token_bytes for place in places)))
     rows = (

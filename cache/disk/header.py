@@ -181,7 +181,7 @@ def read_name(path: Path, access: Access = PLAIN) -> Name:
 
 @contextmanager
 def opened(path: Path, access: Access = PLAIN) -> Iterator[tuple[Reader, bytes, int]]:
-    """Open a file; yield a reader of it, its header's bytes from the length on, and the payload's size.
+    """Open a file; yield a `Reader`, the header's bytes (with its length), and the payload's size.
 
     Raises `OSError`, and `DoubtfulSnapshotError` if the file is too short for a header.
     """

@@ -40,10 +40,10 @@ _READ_S: Final = 5.0
 
 @dataclass(slots=True, eq=False)
 class StoredPast:
-    """The KV of the first `end` tokens, in `files`; made by `Store.past`, then used by one thread.
+    """A reader of the KV of a session's first `end` tokens. Made by `Store.past`, then used by one thread.
 
-    `ahead` is the part that is read in advance. `doubt` is the file that failed verification, if any, and
-    the reason.
+    `ahead` is the part that is being read in advance. `doubt` is the file that failed verification, if any,
+    and the reason.
     """
 
     folder: Folder

@@ -23,7 +23,7 @@ DIRECTORY_MODE: Final = 0o700
 
 
 def opener(path: str, flags: int) -> int:
-    """Open a file so that a new one is accessible to its owner only; refuse links. For `open(opener=...)`."""
+    """Open a file, but no link; a new file is accessible to its owner only. For `open(opener=...)`."""
     return os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)
 
 

@@ -1,4 +1,4 @@
-"""Read the files of a match on I/O threads, each byte once: from the file to its place in the session's KV.
+"""Read the files of a match on I/O threads, each byte once: from the file into the session's KV arrays.
 
 A file that fails verification is moved to quarantine; the prefix before it is still used.
 """
@@ -54,11 +54,11 @@ class ChainFile:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to read: the KV of the first `num_tokens` tokens, of a model with this identity.
+    """What `restore` reads: the KV of the first `num_tokens` tokens, of a model with this identity.
 
-    The arrays get room for at least `room_tokens`: without room the next append would copy all of the KV.
-    With `only` just a part of the layers is read. The sketches of the first `num_carried` tokens are read
-    from carriers, files that contain the sketches of earlier blocks too.
+    Memory is allocated for at least `room_tokens` tokens, since otherwise the next append would copy all KV.
+    With `only` just some layers are read. The sketches of the first `num_carried` tokens are read from
+    carriers, which are files that also contain the sketches of earlier blocks.
     """
 
     num_tokens: int
@@ -105,9 +105,9 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class ReadOutcome:
-    """The outcome of a read. `num_read` files are valid; `doubt` says what is wrong with the next, if any.
+    """The outcome of a read: `num_read` valid files, and in `doubt` the fault of the next file, if any.
 
-    If `is_partial`, that next file is undamaged, but lacks sections that were evicted.
+    If `is_partial`, the next file is undamaged, but lacks sections that were evicted.
     """
 
     restored: Restored | None
@@ -126,12 +126,12 @@ def release_thread() -> None:
 def restore(
     folder: Folder, files: Sequence[ChainFile], wanted: Wanted, limit_s: float, helpers: Helpers
 ) -> ReadOutcome:
-    """Read what is `wanted` from files in order, with the help of the other I/O threads.
+    """Read the `wanted` KV from files in order, with the help of the other I/O threads.
 
-    If a file is doubtful, the tokens before it are restored, unless some layer has a state or sees only some
-    tokens: a shorter session would then need another state and other files.
+    A file that fails verification goes to quarantine, and the tokens before it are restored, unless a layer
+    has a state or sees only some tokens: a shorter session would then need another state and other files.
 
-    Page faults of fresh memory take most of the time, and two threads handle them twice as fast. Raises
+    Page faults of new memory take most of the time, and two threads handle them twice as fast. Raises
     `TimeoutError` after `limit_s`, and then quarantines nothing.
     """
     started = time.perf_counter()
@@ -165,7 +165,7 @@ def restore(
 
 
 class _Reading:
-    """The files of a restore; each reading thread takes the next unread file."""
+    """The files of a restore, as a queue: each I/O thread repeatedly reads the next unread file."""
 
     def __init__(
         self, folder: Folder, files: Sequence[ChainFile], wanted: Wanted, blank: Blank, until: float
@@ -202,7 +202,7 @@ class _Reading:
             else:
                 self._work()
         finally:
-            # A helper may be reading its last file, or not have begun: then it is cancelled.
+            # A helper that has not begun is cancelled; one that is reading its last file is awaited.
             self._todo.clear()
             for helper in helping:
                 if not helper.cancel():
@@ -245,9 +245,9 @@ class _Reading:
 
 @contextmanager
 def _on_share_of_processors(share: int, num_shares: int) -> Iterator[None]:
-    """Bind the calling thread to one of equal shares of the processors, if the system supports it.
+    """Bind the calling thread to a share of the processors in the block, if the system supports it.
 
-    Linux was seen to run two threads on one processor for a whole restore, while another was idle.
+    Linux has been seen to run two threads on one processor for a whole restore, while another was idle.
     """
     if sys.platform != "linux":
         yield

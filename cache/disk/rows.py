@@ -25,8 +25,8 @@ Columns: TypeAlias = "tuple[tuple[Any, ...], ...]"
 class Row(NamedTuple):
     """A snapshot in the catalog. `used` is microseconds since 1970, and unique.
 
-    `resumable` is 1 if a session can resume at the snapshot's end, otherwise 0; for a partial file `PARTIAL`
-    is added. `proof` is the row's checksum from `proofs`, once it is stored.
+    `resumable` is 1 if a session can resume at the snapshot's end, otherwise 0; `PARTIAL` is added if the
+    file lacks evicted KV. `proof` is the row's checksum from `proofs`, once it is stored.
     """
 
     digest: bytes
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> Name:
-        """The snapshot's `Name`: which KV it holds."""
+        """The snapshot's `Name`: of which tokens it has KV."""
         return Name(self.parent, self.start, self.tokens, bool(self.resumable & 1))
 
     def is_of(self, packed: bytes) -> bool:

@@ -1,10 +1,10 @@
 """Encrypts a directory with a key: the only module that knows ciphers, imported only where there is a key.
 
-A file is its salt, then its contents in chunks, each by AES-256-GCM under a key that is derived from the
-directory's key, the salt and the snapshot's digest. The nonce is the chunk's number, so no nonce is used
-twice with a key. A renamed file or a moved chunk does not decrypt. Digests (and so file names), the tokens of
-rows and the pins are encrypted by AES-SIV, which needs no nonce: an observer sees which of them are equal,
-and nothing else. Sizes, times, positions, and which snapshot continues which, are visible.
+A file is its salt, then its contents in chunks. Each chunk is encrypted by AES-256-GCM with a key that is
+derived from the directory's key, the salt and the snapshot's digest. The nonce is the chunk's number, so no
+nonce is used twice with a key. A renamed file or a moved chunk does not decrypt. Digests (and so file names),
+the tokens of rows and the pins are encrypted by AES-SIV, which needs no nonce: an observer sees which of them
+are equal, and nothing else. Sizes, times, positions, and which snapshot continues which, are visible.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Sealed(Access):
         return HKDF(SHA256(), num_bytes, salt, b"turnkeep " + purpose).derive(self._key)
 
     def cipher(self, salt: bytes, path: Path) -> AESGCM:
-        """Return a file's cipher. Raises `DoubtfulSnapshotError` if its name was made with another key."""
+        """Return a file's cipher. Raises `DoubtfulSnapshotError` if another key made the file's name."""
         digest = self.digest_in(path)
         if digest is None:
             raise DoubtfulSnapshotError("its name is not encrypted with this key")
@@ -138,7 +138,7 @@ class Sealed(Access):
 
 
 def _nonce(number: int, *, last: bool) -> bytes:
-    """Return the nonce of a chunk. It marks the last chunk, so a truncated file does not decrypt."""
+    """Return the nonce of a chunk. The last chunk's nonce is marked, so a truncated file does not decrypt."""
     return number.to_bytes(11, "big") + bytes([last])
 
 

@@ -17,9 +17,9 @@ _UNSUPPORTED: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOTTY})
 def sync(path: Path, *, through: bool = False) -> None:
     """Sync a file or a directory; with `through` also empty the disk's own cache. Raises `OSError`.
 
-    On Linux a plain sync does both. On macOS `fsync` leaves the bytes in the disk's own cache, and a power
-    failure can lose them. Emptying this cache takes about 20 ms, so use `through` only if
-    a power failure must not lose the bytes.
+    On Linux a plain sync does both. On macOS `fsync` leaves the bytes in the disk's own cache, where a power
+    failure can lose them. Emptying this cache takes about 20 ms, so `through` is only for bytes that a power
+    failure must not lose.
     """
     file = os.open(path, os.O_RDONLY)
     try:

@@ -1,6 +1,6 @@
 """The remote tier: snapshot files that several workers share, in a directory or an object store.
 
-Each worker puts its complete snapshots there, and fetches the snapshots of other workers. A file in the tier
+Each worker uploads its complete snapshots, and fetches the snapshots of other workers. A file in the tier
 is the same as in a worker's own directory (encrypted if that directory is), and never changes: its name is
 the digest of its tokens, model and tenant. So workers need no coordination. The tier is not trusted: a
 fetched file is verified when it is read, like every snapshot.
@@ -62,16 +62,16 @@ class Tier(Protocol):
         """Store a copy of the complete file at `path`, unless the tier has this key."""
 
     def contains(self, parent: str, files: Collection[str] | None = None) -> dict[str, int]:
-        """Return the stored files that continue `parent`, by file name, with their sizes in bytes.
+        """Return the names and sizes in bytes of the stored files that continue `parent`.
 
-        With `files`, only files of these names.
+        With `files`, only look for files with these names.
         """
 
     def get(self, key: Key, path: Path) -> bool:
         """Copy a file to `path`, and record its use; False if the tier does not have the file."""
 
     def remove(self, keys: Iterable[Key]) -> None:
-        """Remove files; missing ones are no error. A power failure may bring them back until `sync`."""
+        """Remove files; missing ones are no error. Until `sync`, a power failure may undo the removal."""
 
     def sync(self) -> None:
         """Make earlier removals durable."""
@@ -86,7 +86,7 @@ class SharedDirectory:
     """
 
     def __init__(self, directory: Path, access: Access, *, max_bytes: int, min_free_bytes: int) -> None:
-        """Open or create it. Raises `OSError`, and `SealedError` if its files need another key."""
+        """Open or create the directory. Raises `OSError`, and `SealedError` if its files need another key."""
         self._files, self._tmp = directory / _FILES, directory / _TMP
         self._max_bytes, self._min_free_bytes = max_bytes, min_free_bytes
         self._used_bytes = 0
@@ -175,9 +175,10 @@ class SharedDirectory:
         return stat.f_bavail * stat.f_frsize
 
     def _swept(self, size_bytes: int, missing_bytes: int) -> int:
-        """Evict until `size_bytes` more fit the limits; return the bytes that are then used.
+        """Evict files until `size_bytes` more fit the limits; return the bytes that are used afterwards.
 
-        The file system lacks `missing_bytes`. Removing a file that a worker also links frees none of them.
+        `missing_bytes` is how much the file system has too little. A removed file counts as freed, even if
+        a worker's hard link still keeps its bytes.
         """
         entries = {entry.file: entry for entry in self._entries()}
         used_bytes = sum(entry.size_bytes for entry in entries.values())
@@ -214,9 +215,9 @@ class _Entry(NamedTuple):
 
 
 def _in_order_of_eviction(entries: dict[str, _Entry]) -> Iterator[_Entry]:
-    """Yield files, least recently used first, but each after all files that continue it.
+    """Yield files in the order of eviction: least recently used first, but each after those that continue it.
 
-    A use of a file also counts for the files that it continues.
+    A use of a file counts also as a use of the files that it continues.
     """
     stems = {entry.file.partition(".")[0]: entry for entry in entries.values()}
     used: dict[str, float] = {}

@@ -1,12 +1,12 @@
 """The writer: one thread that writes to the disk, a queue limited in bytes, and the count of snapshots.
 
-A snapshot is QUEUED, then WRITING, and ends DURABLE, FAILED, CANCELLED or DROPPED. The thread runs only its
-own loop. Everything else runs on the event loop, which gets a callback after each job and alone changes the
+A snapshot is QUEUED, then WRITING, and ends DURABLE, FAILED, CANCELLED or DROPPED. The thread runs jobs from
+the queue. Everything else runs on the event loop: it gets a callback after each job, and only it changes the
 counts. So
 
     accepted = durable + sum(dropped) + failed + cancelled + in_flight
 
-always holds on the event loop. Knows files and catalog rows, but not what snapshots are used for.
+always holds on the event loop. The module knows files and catalog rows, but not what snapshots are used for.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class WriteState(enum.Enum):
 
 
 class _Node(Protocol):
-    """A snapshot in the index, as far as the writer needs to know it."""
+    """The part of an index node's interface that the writer uses."""
 
     @property
     def row(self) -> Row:
@@ -108,7 +108,7 @@ class Write(Generic[NodeT]):
 
 @dataclass(slots=True, eq=False)
 class PinNote:
-    """A queued change of pins (`on`: add, else delete). `made` is true once the change is on disk."""
+    """A queued change of pins: added if `on`, else deleted. `made` is true once the change is on disk."""
 
     pins: list[Pin]
     on: bool
@@ -117,9 +117,9 @@ class PinNote:
 
 @dataclass(slots=True, eq=False)
 class Erasure:
-    """A job that erases all traces of the `packed` tokens from the disk; None erases everything.
+    """A job that erases all traces of the `packed` tokens from the disk; with None, everything.
 
-    Once it is done, `clean` says whether no file of the directory contains any of these tokens, even after a
+    After the job, `clean` says whether no file in the directory contains any of these tokens, even after a
     crash.
     """
 
@@ -133,7 +133,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One job: the thread's work, and what the event loop does after it."""
+    """One job: `work` runs on the writer thread, then `done` on the event loop."""
 
     work: Callable[[], object]
     done: Callable[[], None] = _nothing
@@ -222,7 +222,7 @@ class Writer(Generic[NodeT]):
         self._jobs.put(_Job(partial(self._write, write), partial(self._ended, write)))
 
     def abandon(self, node: NodeT, reason: DropReason | Literal["cancelled"]) -> None:
-        """Abandon a node's write, if any. The write counts as in flight until the thread has dropped it."""
+        """Abandon a node's write, if any. The write counts as in flight until the thread takes it."""
         write = self._in_flight.get(node)
         if write is not None:
             write.abandon(reason)
@@ -249,7 +249,7 @@ class Writer(Generic[NodeT]):
     def make_gaps(self, rows: list[Row], *, needed: bool = False) -> None:
         """Queue the removal of these rows' files; the rows stay, with a size of 0. Never waits.
 
-        If a row cannot be written, its file stays until the next start, unless its disk space is `needed`.
+        If the rows cannot be written, the files stay until the next start, unless their space is `needed`.
         """
         size_bytes = sum(row.size_bytes for row in rows)
         self.unlinking_bytes += size_bytes
@@ -260,7 +260,7 @@ class Writer(Generic[NodeT]):
     def shorten(
         self, row: Row, layout: ModelLayout, identity: Identity, done: Callable[[int | None], None]
     ) -> None:
-        """Queue the eviction of the KV of layers with windows from a file. Never waits.
+        """Queue a job that rewrites a file without the KV of layers with windows. Never waits.
 
         `done` is called with the file's new size, or None after a failure. If the process dies before
         the row is written, the row wrongly says that the file is whole; shortening the file again corrects
@@ -285,16 +285,16 @@ class Writer(Generic[NodeT]):
         return note
 
     def note_identity(self, identity: bytes, model: str) -> None:
-        """Queue the addition of a model identity, if new, to the catalog's list of those with snapshots."""
+        """Queue adding a new model identity to the catalog's list of identities that have snapshots."""
         if identity not in self._noted:
             self._jobs.put(_Job(partial(self._note_identity, identity, model)))
 
     def note_erased(self, erased: Erased) -> None:
-        """Queue a change of the catalog that stores how far a log's erasures are done."""
+        """Queue storing, in the catalog, up to which entry the erasures of a log of requests are done."""
         self._jobs.put(_Job(partial(self._in_catalog, self._catalog.note_erased, [erased])))
 
     def erase(self, packed: bytes) -> Erasure:
-        """Queue the erasure of all traces of these tokens; call `unlink` for their files before."""
+        """Queue the erasure of all traces of these tokens. Call `unlink` for their files first."""
         erasure = Erasure(packed)
         self._jobs.put(_Job(partial(self._erase, erasure)))
         return erasure
@@ -315,7 +315,7 @@ class Writer(Generic[NodeT]):
         await passed
 
     async def stop(self, timeout_s: float) -> bool:
-        """Abandon the queued writes and end the thread; False if it did not end in time.
+        """Abandon the queued writes, and end the thread; False if the thread did not end in time.
 
         The thread is a daemon: a hanging system call does not delay the end of the process.
         """
@@ -523,7 +523,7 @@ class Writer(Generic[NodeT]):
             return None
 
     def _in_catalog(self, change: Callable[[list[T]], None], rows: list[T]) -> bool:
-        """Change the catalog; False if that fails (logged once per episode). The next start repairs it."""
+        """Change the catalog; False if that fails. Logs the first of several failures in a row."""
         try:
             change(rows)
         except Exception as error:  # noqa: BLE001  # the thread must go on, whatever SQLite raises

@@ -1,8 +1,8 @@
-"""Evicts KV far before the windows of all sessions, even if there is disk space.
+"""Evicts KV that lies far before the windows of all sessions, even if there is disk space.
 
-A session whose layers see only a window of tokens can grow for ever, and so would its KV on disk. So
-snapshots (nodes of the index) far before the window are evicted; `room` calls this module to do it in steps.
-Belongs to the event loop. Knows no files.
+A session whose layers see only a window of tokens can grow for ever, and its KV on disk would grow too. So
+snapshots (nodes of the index) far before the window are evicted, in steps that `room` schedules. Belongs to
+the event loop. Knows no files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_SHORTENED: Final = 4
 
 
 class _Followed(NamedTuple):
-    """The layout and the identity of a root's snapshots, and the largest window of their layers."""
+    """The largest window, the layout and the identity of the snapshots under a followed root."""
 
     windows: Policy
     layout: ModelLayout
@@ -37,11 +37,11 @@ class _Followed(NamedTuple):
 
 
 class Behind:
-    """Finds nodes that all sessions have passed by more than `keep_tokens` tokens; with None it finds none.
+    """Evicts nodes that lie more than `keep_tokens` tokens before the end of every session; with None, none.
 
-    A node is behind if its chain continues for `keep_tokens` more tokens, and for at least a window, without
-    a branch, and if no load or turn uses a node in this range. Nodes with sinks and pinned nodes are never
-    behind.
+    A node is behind if its chain continues without a branch for `keep_tokens` more tokens, and for at least a
+    window, and if no load or turn uses a node in this range. Nodes with sink tokens and pinned nodes are
+    never behind.
     """
 
     def __init__(self, index: Index, removal: Removal, keep_tokens: int | None) -> None:
@@ -59,9 +59,9 @@ class Behind:
         return len(self._due)
 
     def follow(self, root: bytes, layout: ModelLayout, identity: Identity) -> None:
-        """Follow a root: from now on `evict` covers those of its nodes that are behind.
+        """Follow a root (a tenant's chains for one model): from now on `evict` also evicts its nodes.
 
-        If some layers have windows and others have states, no node counts as behind.
+        If some layers have windows and others have states, no node of the root counts as behind.
         """
         windows = layout.windows
         if self._keep_tokens is None or root in self._followed or windows == FULL:
@@ -103,7 +103,7 @@ class Behind:
         return False
 
     def _settled(self, node: Node) -> None:
-        """Queue the nodes that may be behind, now that this node was stored or released, or lost a child."""
+        """Queue nodes that may be behind now, because this node was stored or released, or lost a child."""
         followed = self._followed.get(node.first.parent) if self._followed else None
         if followed is None:
             return
@@ -123,7 +123,7 @@ class Behind:
 
 
 def _continued(node: Node) -> Iterator[Node]:
-    """Yield the nodes that continue a node, up to the point where the chain ends or splits into several."""
+    """Yield the nodes after a node, up to the point where its chain ends or branches."""
     while len(node.children) == 1:
         node = node.children[0]
         yield node

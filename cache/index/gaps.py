@@ -1,7 +1,7 @@
-"""Gaps: nodes whose files were evicted from the middle of a chain, while their names stay in the tree.
+"""Gaps: nodes in the middle of a chain whose files were evicted, while the nodes stay in the index's tree.
 
 A session whose layers see only some of its tokens needs the first and the last blocks of its chain. The
-blocks between them may be evicted first. The tree stays complete, so holds, bisection and pins still work.
+blocks between them may be evicted earlier. The tree stays complete, so that holds, bisection and pins work.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _MOST_NODES: Final = 1000
 
 
 def may_become_gap(node: Node) -> bool:
-    """Whether a node's file may be evicted although other nodes continue it: no session sees its KV.
+    """Whether a node's file may be evicted although other nodes continue it, since no session sees its KV.
 
     This is true if every chain through the node continues for at least a window after it, and if no load or
-    turn uses a node in that range. Nodes with sinks and pinned nodes never become gaps.
+    turn uses a node in that range. Nodes with sink tokens and pinned nodes never become gaps.
     """
     window = _window(node)
     if window is None or node.reach is None or node.start < node.reach.sink:
@@ -41,7 +41,7 @@ def may_become_gap(node: Node) -> bool:
 
 
 def needed_by(node: Node) -> Iterator[Node]:
-    """Yield the nodes whose KV a session needs to resume at the end of this node, the last one first."""
+    """Yield the nodes whose KV a session needs to resume at the end of `node`, in reverse order."""
     window = _window(node)
     sink, first = (0 if node.reach is None else node.reach.sink), node.first
     for other in node.chain():
@@ -54,7 +54,7 @@ def needed_by(node: Node) -> Iterator[Node]:
 
 
 def passed_by(node: Node) -> Iterator[Node]:
-    """Yield the nodes before this one that may become gaps when this one is added, released or removed."""
+    """Yield the earlier nodes of the chain that may become gaps when `node` is added, released or removed."""
     window = _window(node)
     if window is None:
         return

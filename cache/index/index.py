@@ -1,7 +1,7 @@
 """The index: a tree in memory of all snapshots, stored or queued, with their last use.
 
-Belongs to the event loop; the store and its searches use it. Knows no files; `catalog` keeps on disk what
-must outlive the process.
+Belongs to the event loop; the store and its searches use it. Knows no files; `catalog` stores on disk what
+must survive a restart.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class Index:
     """The tree of snapshots of all tenants and models in the directory.
 
-    A node is one snapshot; its parent is the snapshot that it continues. A chain is the path from a root to a
-    node. Only leaves are removed, so no chain has a missing node, and the last node alone stores the time of
-    last use and the holds (uses by loads and turns) of its chain. A removed node passes both to its parent. A
-    node whose KV no session sees may lose its file, and stays in the tree as a gap (see `gaps`).
+    A node is one snapshot; its parent is the snapshot that it continues. A root is a tenant's empty prefix,
+    a chain the path from a root to a node. Only leaves are removed, so no chain lacks a node. Only the last
+    node stores the time of last use and the holds (uses by loads and turns) of its chain; both pass to the
+    parent of a removed node. A node whose KV no session sees may lose its file and become a gap (see `gaps`).
     """
 
     def __init__(self, clock: Callable[[], float], stored: Sequence[Row] = ()) -> None:
@@ -95,7 +95,10 @@ class Index:
         return self._nodes.get(digest)
 
     def follow(self, digests: Sequence[bytes], *, usable: bool) -> list[Node]:
-        """Return a chain's nodes before the first missing one; `usable` drops unusable nodes at the end."""
+        """Return a chain's nodes, by their digests, up to the first missing one.
+
+        With `usable`, the result ends with the last node with which a match may end.
+        """
         num = self.num_known(digests)
         nodes = list(self._nodes[digests[num - 1]].chain()) if num else []
         nodes.reverse()
@@ -110,7 +113,7 @@ class Index:
         return [one.digest for one in nodes] if nodes and nodes[0].parent == root else []
 
     def num_known(self, digests: Sequence[bytes]) -> int:
-        """Count how many of a chain's nodes are in the index.
+        """Return how many of a chain's first nodes, given by their digests, are in the index.
 
         Uses bisection: if a node is in the index, so are all nodes before it.
         """
@@ -135,7 +138,7 @@ class Index:
             self._push(node for node in nodes if node.children and not node.is_gap)
 
     def next_use(self) -> int:
-        """Return the time for the next use: microseconds since 1970, but always later than the one before."""
+        """Return the time of a use: microseconds since 1970, always later than the previous result."""
         self._now = max(self._now + 1, int(self._clock() * 1e6))
         return self._now
 
@@ -161,7 +164,7 @@ class Index:
         return node
 
     def undo_add(self, node: Node) -> None:
-        """Undo `add`: remove the node, or restore the gap or the partial file that it was to replace."""
+        """Undo `add`: remove the node, or restore the gap or the partial file that it would have replaced."""
         if node.rest_bytes:
             self.leave_partial(node)
         elif node.children:
@@ -178,7 +181,7 @@ class Index:
         self._reclassify(node)
 
     def make_gap(self, node: Node) -> None:
-        """Turn a node into a gap, which keeps only its name: its file is evicted, or was not written."""
+        """Turn a node into a gap, a node without a file, after its file was evicted or not written."""
         self._uncount(node)
         node.size_bytes, node.durable = 0, True
         self._reclassify(node)
@@ -243,7 +246,7 @@ class Index:
         self._reclassify(node)
 
     def release(self, node: Node) -> Node | None:
-        """Undo one `hold`; return the node that had it: this one or, if removed, the nearest one before."""
+        """Undo one `hold` of a node; if the node was removed, of its nearest ancestor. Return the node."""
         held = next(filter(self.has, node.chain()), None)
         if held is not None:
             held.holds -= 1
@@ -251,7 +254,7 @@ class Index:
         return held
 
     def has(self, node: Node) -> bool:
-        """Whether this very node is in the tree: not removed, and not replaced by a node of the same name."""
+        """Whether this node object is in the tree: not removed, nor replaced by one with the same digest."""
         return self._nodes.get(node.digest) is node
 
     def keep(self, node: Node, by: int = 1) -> None:
@@ -263,7 +266,7 @@ class Index:
             self._reclassify(node)
 
     def held_bytes(self) -> int:
-        """Return the bytes of pinned and held nodes, stored or queued, and of the nodes that they need."""
+        """Return the total bytes of pinned and held nodes, and of the nodes that their sessions need."""
         seen: set[Node] = set()
         size_bytes = self.kept_bytes  # the chain of a pinned node is pinned too
         for held in self._held:
@@ -317,7 +320,7 @@ class Index:
         heapq.heapify(self._eviction_heap)
 
     def _parent(self, digest: bytes) -> Parent:
-        """Return the node of this digest; if there is none, the root of this digest, made if necessary."""
+        """Return the node with this digest; if there is none, the root with this digest, made if needed."""
         return self._nodes.get(digest) or self._roots.setdefault(
             digest, Parent(digest, self._reaches.get(digest))
         )
@@ -328,8 +331,8 @@ class Index:
         """Return the child of `parent` with the longest prefix in common with `packed`, and that length.
 
         Siblings are sorted by their tokens, so this child is a neighbour of the position where `packed` would
-        be inserted. Of two equally good children the smaller one is returned, since it is read faster.
-        `usable` skips nodes that a match may not use; `gaps` includes gaps and partial files.
+        be inserted. Of two equally good children the smaller one is returned, since it is read faster. With
+        `usable`, nodes with which no match may end are skipped; with `gaps`, gaps and partial files count.
         """
         siblings = self.children(parent)
         at = bisect_left(siblings, (packed, b""), key=BY_TOKENS)
@@ -391,8 +394,8 @@ class Index:
     def _prefix_children(self, parent: bytes, packed: bytes) -> Iterator[Node]:
         """Yield the children of `parent` whose tokens are a prefix of `packed`, the longest first.
 
-        Each round finds the last sibling that sorts up to `bound`. The tokens that this sibling shares with
-        `bound` are the `bound` of the next round.
+        Each round finds the last sibling that is not sorted after `bound`. The tokens that this sibling and
+        `bound` have in common are the `bound` of the next round.
         """
         siblings = self.children(parent)
         bound = packed

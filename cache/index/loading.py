@@ -1,4 +1,4 @@
-"""Loading: chooses the files that a match is read from, and handles files that fail verification.
+"""Loading: chooses the files to read for a match, and handles files that fail verification.
 
 Belongs to the event loop; reads on I/O threads. Called only by the store, which makes and releases matches.
 """
@@ -51,8 +51,8 @@ _LOAD_BYTES_PER_S: Final = 32 << 20
 class Match:
     """The longest stored prefix of some tokens: `num_tokens` tokens, stored in `nodes`, in order.
 
-    The prefix may end within the last node. If the model's layers have states, it ends at the node's end, and
-    the node's state is that of the whole prefix. The nodes are held until `load` or `release`.
+    The prefix may end within the last node. If the model's layers have states, the prefix ends with the last
+    node, which has the state after it. The nodes are protected from eviction until `load` or `release`.
     """
 
     num_tokens: int
@@ -71,16 +71,16 @@ class Form:
         self.prefixes = Prefixes(index, identity.block_tokens, layout)
 
     def carried(self, span: Span) -> Span | None:
-        """Return the earlier tokens whose sketches are also in a span's file; None for most files."""
+        """Return the earlier tokens whose sketches are in the file of `span` too; None for most files."""
         return carried(span, self.identity.block_tokens) if self.layout.carried else None
 
     def file(self, node: Node, end: int, *, state: bool = False) -> ChainFile:
-        """Return a node's file; `end` is the position after its tokens."""
+        """Return the `ChainFile` of a node whose tokens end at position `end`."""
         span = Span(end - node.num_tokens, end)
         return ChainFile(node.digest, span.start, state=state, carried=self.carried(span))
 
     def carriers(self, match: Match) -> dict[Node, Span]:
-        """Return the match's nodes whose files also have sketches of earlier tokens, and these tokens."""
+        """Map the match's nodes whose files also have sketches of earlier tokens to these earlier tokens."""
         every = match.nodes[CARRIER - 1 :: CARRIER]  # all but the last ones are whole blocks
         found = {node: self.carried(Span(node.start, node.end)) for node in every}
         return {node: span for node, span in found.items() if span is not None}
@@ -88,7 +88,10 @@ class Form:
     def files(
         self, match: Match, seen: Sequence[Span], carriers: Mapping[Node, Span], *, state: bool
     ) -> list[tuple[Node, ChainFile]]:
-        """Return the files to read, in order: carriers, files with `seen` tokens, with `state` the last."""
+        """Return the files to read for a match, in order, with their nodes.
+
+        They are the files of `carriers`, the files with tokens in `seen`, and with `state` the last file.
+        """
         # Positions are sums of lengths, not read from files: the arrays must be filled without a gap.
         ends = list(accumulate(node.num_tokens for node in match.nodes))
         last = len(ends) - 1
@@ -126,7 +129,7 @@ class Loading:
         self._hangs = False
 
     async def load(self, form: Form, match: Match, room_tokens: int) -> Restored | None:
-        """Read the KV that tokens after the match see, and the state at the match's end; see `Store.load`."""
+        """Read the KV that tokens after a match will see, and the state at its end; see `Store.load`."""
         carriers = form.carriers(match)
         num_carried = sum(span.num_tokens for span in carriers.values())
         seen = form.layout.seen(match.num_tokens, num_carried)
@@ -148,7 +151,7 @@ class Loading:
         only: Only | None = None,
         num_carried: int = 0,
     ) -> Restored | None:
-        """Read the `wanted` files of the match's nodes, and release the match."""
+        """Read the `wanted` nodes' files, release the match, reject a damaged file; None after a failure."""
         nodes, files = [node for node, _ in wanted], [file for _, file in wanted]
         limit_s = LOAD_S + sum(node.size_bytes for node in nodes) / _LOAD_BYTES_PER_S
         help_out = partial(self._readers.submit, limit_s=limit_s)
@@ -198,10 +201,10 @@ class Loading:
             self.rejected += self._removal.reject(node, why)
 
     async def close(self, timeout_s: float) -> bool:
-        """End the I/O threads; False if a thread hangs: it then ends with the process."""
+        """End the I/O threads. False if a thread did not end in time; it then ends with the process."""
         return await self._readers.close(timeout_s)
 
     def _keep_no_copy(self, doubtful: Node) -> None:
-        """Remove a doubtful file from quarantine if its snapshot was forgotten during the read."""
+        """Remove a damaged file from quarantine if its snapshot was forgotten during the read."""
         if doubtful.doomed:
             self._writer.unlink([doubtful.row], quarantined=True)

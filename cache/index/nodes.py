@@ -28,16 +28,16 @@ class Parent:
 
     def __init__(self, digest: bytes, reach: Policy | None = None) -> None:
         self.digest = digest
-        #: The largest reach of any layer of the sessions under this parent; None: unknown, or all tokens.
+        #: The tokens that layers see, at most, in sessions under this parent; None: unknown, or all tokens.
         self.reach = reach
         #: Children in the order of `BY_TOKENS`; a tuple while empty, since most nodes are leaves.
         self.children: list[Node] | tuple[()] = ()
 
 
 class Node(Parent):
-    """A snapshot that is stored, or queued for the disk.
+    """A snapshot in the index: stored, or queued for the disk.
 
-    If a snapshot is removed and saved again, the result is a new node with the same digest.
+    If a snapshot is removed and saved again, it gets a new node with the same digest.
     """
 
     __slots__ = (
@@ -83,7 +83,7 @@ class Node(Parent):
 
     @property
     def parent(self) -> bytes:
-        """The name of the prefix that the snapshot continues."""
+        """The digest of the prefix that the snapshot continues: of a node, or of a root."""
         return self.up.digest
 
     @property
@@ -98,12 +98,12 @@ class Node(Parent):
 
     @property
     def usable(self) -> bool:
-        """Whether a match may end with the snapshot."""
+        """Whether a match may end with the snapshot: it is on disk, complete, and not to be removed."""
         return self.durable and not self.doomed and not self.is_hollow
 
     @property
     def is_gap(self) -> bool:
-        """Whether the file was evicted: the node only keeps the name that its children need."""
+        """Whether the node's file was evicted. The node stays, because its children need its digest."""
         return not self.size_bytes
 
     @property
@@ -123,7 +123,7 @@ class Node(Parent):
 
     @property
     def name(self) -> Name:
-        """The snapshot's `Name`: which KV it holds."""
+        """The snapshot's `Name`: of which tokens it has KV."""
         return Name(self.parent, self.start, self.tokens, self.resumable)
 
     @property
@@ -134,7 +134,7 @@ class Node(Parent):
 
     @property
     def first(self) -> Node:
-        """The first node of the chain. Cached, since the nodes before a node never change."""
+        """The first node of this node's chain. Cached, since the nodes before a node never change."""
         passed, node = [], self
         while node.beginning is None and isinstance(node.up, Node):
             passed.append(node)
@@ -145,7 +145,7 @@ class Node(Parent):
         return first
 
     def chain(self) -> Iterator[Node]:
-        """Yield the nodes of the chain, from this one up to the first."""
+        """Yield the nodes of this node's chain in reverse order: this node first."""
         node: Parent = self
         while isinstance(node, Node):
             yield node

@@ -1,7 +1,7 @@
 """The pinned prefixes, and the snapshots that contain their tokens.
 
-A pin names tokens, not files: it covers snapshots that are saved later, and moves to a longer snapshot that
-supersedes a shorter one. Belongs to the event loop; `catalog` keeps the pins on disk.
+A pin names tokens, not files: it covers snapshots that are saved later, and passes from a short snapshot to a
+longer one that replaces it. Belongs to the event loop; `catalog` stores the pins on disk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Pinned:
     """A pinned prefix of `num_tokens` tokens; `num_stored` of them are in snapshots of `size_bytes` in total.
 
-    `pinned_bytes` is the size of all pins together. `noted` says whether the pin itself is recorded on disk.
+    `pinned_bytes` is the size of all pins together. `noted` says whether the pin is recorded on disk.
     """
 
     num_tokens: int
@@ -36,7 +36,7 @@ class Pinned:
 
 
 class _Path(NamedTuple):
-    """A byte position in a pin's tokens, and the nodes from there with the number of tokens in common."""
+    """A byte position in a pin's tokens, and for each node with tokens from there how many they share."""
 
     at: int
     found: dict[Node, int]
@@ -46,8 +46,8 @@ class _Path(NamedTuple):
 class TrackedPin:
     """A pin, and the nodes, stored or queued, that have its tokens now.
 
-    `paths` has one entry for each prefix of the pin from which the search continued. When a child
-    of such a prefix is added or removed, only this entry and those below it can change.
+    `paths` maps the digest of each prefix of the pin that nodes continue to these nodes. If a child of such a
+    prefix is added or removed, only the entries of this prefix and of its continuations can change.
     """
 
     pin: Pin
@@ -55,7 +55,7 @@ class TrackedPin:
 
     @property
     def num_tokens(self) -> int:
-        """How many of the pin's tokens are stored or queued."""
+        """How many of the pin's first tokens are stored or queued."""
         ends = (path.at // TOKEN_BYTES + num for path in self.paths.values() for num in path.found.values())
         return max(ends, default=0)
 
@@ -114,7 +114,7 @@ class Pins:
             self._follow(tracked, parent, tracked.paths[parent].at)
 
     def _unfollow(self, tracked: TrackedPin, name: bytes) -> None:
-        """Stop pinning the nodes that continue the prefix `name`, and their descendants."""
+        """Remove the pin from the nodes that continue the prefix `name`, and from their descendants."""
         names = [name]
         while names:
             path = tracked.paths.pop(name := names.pop(), None)
@@ -128,7 +128,7 @@ class Pins:
                 names.append(node.digest)
 
     def _follow(self, tracked: TrackedPin, name: bytes, at: int) -> None:
-        """Find and pin the nodes that continue the prefix `name` with the pin's tokens from byte `at` on."""
+        """Find and pin the nodes after the prefix `name` that have the pin's tokens from byte `at` on."""
         tokens = tracked.pin.tokens
         open_ends = [(name, at)]
         while open_ends:
@@ -148,9 +148,9 @@ class Pins:
                     open_ends.append((node.digest, end))
 
     def _found(self, parent: bytes, packed: bytes) -> dict[Node, int]:
-        """Return the child with the longest prefix of `packed`, and that prefix's number of tokens.
+        """Return the child of `parent` with the longest prefix of `packed`, and the prefix's token count.
 
-        If that child is not stored yet, return the best stored child too, since the write may fail.
+        If this child is not stored yet, the best stored child is returned too, since the write may fail.
         """
         both = (
             self._index.closest_child(parent, packed, usable=usable, gaps=True) for usable in (True, False)

@@ -1,7 +1,7 @@
-"""Searches the index: the longest stored prefix of some tokens, and the blocks that are worth saving.
+"""Searches the index for the longest stored prefix of some tokens, and for the blocks that are worth saving.
 
-Changes nothing. Finds full blocks by their chained digests (`blocks`). The tokens after the last full block,
-the tail, are stored in pieces, which are found by searching the tree.
+Changes nothing. Finds full blocks by their chained digests (`blocks`). The tail, which is the tokens after
+the last full block, is stored in pieces; they are found by searching the tree.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MIN_SHARE: Final = 0.25
 
 
 class Prefixes:
-    """Searches an index, for a model of this layout with blocks of `block` tokens."""
+    """Searches an index for the snapshots of a model with this layout and blocks of `block` tokens."""
 
     def __init__(self, index: Index, block: int, layout: ModelLayout) -> None:
         self._index = index
@@ -50,9 +50,9 @@ class Prefixes:
                 nodes.pop()
 
     def _end(self, chain: Chain, tokens: Tokens, nodes: list[Node]) -> tuple[int, list[Node]]:
-        """Extend a chain of blocks by pieces of the tail; return its length in tokens, and its nodes.
+        """Extend a chain of blocks by stored pieces of the tail; return its length in tokens, and its nodes.
 
-        If layers have states, the result ends where a session can resume.
+        If layers have states, the chain may be shortened, to end where a session can resume.
         """
         if self._stateful:
             nodes = [*nodes]
@@ -64,11 +64,11 @@ class Prefixes:
         return at + num_shared, [*nodes, *path]
 
     def _missing(self, nodes: list[Node], num_tokens: int) -> list[int]:
-        """Return the indices of nodes that a session of `num_tokens` tokens sees and that are not stored."""
+        """Return the indices of unusable nodes whose KV a session of `num_tokens` tokens sees."""
         return [i for i in self._seen(len(nodes), num_tokens) if not nodes[i].usable]
 
     def _seen(self, num: int, num_tokens: int) -> list[int]:
-        """Return which of the first `num` blocks a session of `num_tokens` tokens sees through windows."""
+        """Return which of the first `num` blocks layers with windows see after `num_tokens` tokens."""
         if self._layout.windows == FULL:
             return []  # only the end of a chain is not stored
         ends = [
@@ -80,10 +80,10 @@ class Prefixes:
     def needed(self, num: int, num_tokens: int, first: int) -> Sequence[int]:
         """Return which of the first `num` blocks a session needs to resume after `num_tokens` tokens.
 
-        Those before block `first` are known here.
+        The blocks before number `first` are in this index; the others are in the remote tier.
         """
         seen = self._seen(num, num_tokens)
-        if self._layout.reach != FULL and not self._stateful:  # else it may resume before that
+        if self._layout.reach != FULL and not self._stateful:  # else a session may resume earlier
             return seen
         return [*(number for number in seen if number < first), *range(first, num)]
 
@@ -92,9 +92,9 @@ class Prefixes:
         return node is not None and node.is_hollow
 
     def known(self, chain: Chain, tokens: Tokens) -> tuple[tuple[int, ...], Node | None]:
-        """Return how far `tokens` are stored or queued: the edges of the tail's pieces, and the last node.
+        """Return how far `tokens` are stored or queued, up to the first block that lacks KV a session needs.
 
-        Stops before the first block that lacks KV which a session of these tokens needs.
+        Returns the edges of the tail's pieces as positions, the first at a block's end, and the last node.
         """
         names = chain.names(tokens)
         num = self._index.num_known(names[1:])
@@ -139,25 +139,25 @@ class Prefixes:
         return path[-1].digest if path and path[-1].end == start else bytes(DIGEST_BYTES)
 
     def _covered(self, parent: bytes, packed: bytes) -> bool:
-        """Whether nodes, stored or queued, hold all of `packed` after the block `parent`.
+        """Whether stored or queued nodes after the block `parent` have all tokens of `packed`.
 
-        If layers have states, the last node must also end where `packed` ends: a state is not divisible.
+        If layers have states, the last node must also end where `packed` ends: a state cannot be shortened.
         """
         min_share = 1.0 if self._stateful else 0.0
         return self._index.longest_path(parent, packed, min_share=min_share)[1] * TOKEN_BYTES == len(packed)
 
     def _is_unseen(self, parent: bytes, piece: bytes, span: Span, seen: Sequence[Span]) -> bool:
-        """Whether a block need not be saved: its KV was evicted, and none of its tokens is in `seen`."""
+        """Whether a block need not be saved again: its KV was evicted, and no token is in `seen` spans."""
         if self._layout.windows == FULL or _overlaps(span, seen):
             return False
         return self._is_hollow(blocks.link(parent, piece))
 
     def _pieces(self, parent: bytes, packed: bytes) -> tuple[Node, ...]:
-        """Return the pieces after a block that hold the longest prefix of `packed`, and no other tokens."""
+        """Return the pieces after a block that make up the longest prefix of `packed`, no other tokens."""
         return self._index.longest_path(parent, packed[: self._width], min_share=1.0)[0]
 
     def _end_resumable(self, root: bytes, tokens: Tokens, nodes: list[Node]) -> None:
-        """Shorten a chain of blocks, or add pieces of a tail, so that a session can resume at its end."""
+        """Change `nodes`, a chain of blocks, to end where a session can resume: drop blocks or add pieces."""
         while True:
             parent, at = (nodes[-1].digest, nodes[-1].end) if nodes else (root, 0)
             path = self._index.resumable_path(parent, tokens.packed(at, at + self._block))

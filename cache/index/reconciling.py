@@ -1,7 +1,7 @@
-"""Corrects a directory's catalog by its files at a start, and logs the differences.
+"""Corrects a directory's catalog at a start, so that it agrees with the files, and logs the differences.
 
-The files are the truth. After an orderly stop catalog and files agree, which is verified fast, without
-opening a file; otherwise the catalog is repaired row by row.
+The files are right. After an orderly stop catalog and files agree, which is verified fast, without opening a
+file; otherwise the catalog is repaired row by row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def reconcile(
     Returns the index, the number of doubtful files, and the model identities of adopted files. If the
     catalog cannot be written, the index is right nevertheless, and the next start repairs the catalog.
 
-    A file without a row is adopted from its header, with its mtime as last use; files of another format
+    A file without a row gets one from its header, with its mtime as last use; files of another format
     version stay, unused, until they are evicted. A row without a file is dropped. A file that is not a
     snapshot goes to quarantine. A file whose parent is missing is removed, since no search can find it.
     """
@@ -100,7 +100,7 @@ def _mended(
 
 
 def _adopted(folder: Folder, strays: set[bytes]) -> tuple[dict[bytes, Row], set[bytes]]:
-    """Make rows for files without one, and quarantine doubtful files; return rows and model identities."""
+    """Make rows for files without one; quarantine damaged files. Return the rows and the model identities."""
     adopted: dict[bytes, Row] = {}
     identities: set[bytes] = set()
     for digest in strays:
@@ -129,7 +129,7 @@ def _repair(catalog: Catalog, wrong: list[Row], identities: set[bytes], lacking:
 
 
 def _is_right(row: Row) -> bool:
-    """Whether a row agrees with its proof. The file's length is verified when it is read."""
+    """Whether a row agrees with its checksum. The file's length is verified when the file is read."""
     try:
         fields = columns([row])
         return _fits(fields) and next(proofs(fields)) == row.proof

@@ -1,7 +1,7 @@
-"""A store's interface to the remote tier: uploads its snapshots, fetches those of other workers, erases.
+"""A store's interface to the remote tier: uploads the store's snapshots, fetches other workers', erases.
 
 Belongs to the event loop, except for the methods that run on threads. One thread uploads and removes, in the
-order of the calls, so a snapshot that was put and then forgotten is not left in the tier. Other threads
+order of the calls, so that no snapshot stays in the tier that was uploaded and then forgotten. Other threads
 fetch. If the tier fails, only time is lost: the missing KV is prefilled.
 """
 
@@ -62,7 +62,7 @@ _POLL_S: Final = 0.002
 
 @dataclass(slots=True)
 class RemoteCounts:
-    """Totals since the start: bytes put and fetched, snapshots that were not put, and calls that failed."""
+    """Totals since the start: bytes uploaded and fetched, snapshots not uploaded, and failed calls."""
 
     put_bytes: int = 0
     fetched_bytes: int = 0
@@ -72,10 +72,11 @@ class RemoteCounts:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Snapshots of the tier that continue the prefix stored here: (parent, digest) in order.
+    """Snapshots in the tier that continue the prefix that this worker has stored.
 
-    The stored prefix has `num_stored` tokens, with these snapshots `num_tokens`. Of the `unseen` blocks among
-    them a session needs only names.
+    The stored prefix has `num_stored` tokens; with these snapshots it has `num_tokens`. `links` are the
+    snapshots to fetch, (parent, digest) in order. `unseen` are blocks whose KV no layer sees: only their
+    names are needed.
     """
 
     num_stored: int
@@ -87,7 +88,7 @@ class Found:
 class Remote:
     """One worker's access to the tier.
 
-    `adopt` adds a fetched file to the index; None if it is refused. `pass_over` adds snapshots without files.
+    `adopt` adds a fetched file to the index; None if the store refuses it. `pass_over` adds gaps.
     """
 
     def __init__(
@@ -117,16 +118,16 @@ class Remote:
         self._thread.start()
 
     def note(self, identity: bytes, block_tokens: int) -> None:
-        """List an identity in the tier, so that every worker's `erase` covers its snapshots.
+        """Add an identity to the tier's list, so that every worker's `erase` covers its snapshots.
 
-        The entry is written before the next snapshot is put.
+        The entry is written before the next snapshot is uploaded.
         """
         self._unnoted.append(Key(IDENTITIES, f"{identity.hex()}-{block_tokens}"))
 
     def offer(self, node: Node) -> None:
-        """Upload a durable snapshot, after the snapshots before it that this process has not put or fetched.
+        """Queue the upload of a stored snapshot, and before it of earlier snapshots that the tier may lack.
 
-        If the tier is too slow or fails, skip it: the offer of a snapshot that continues it will include it.
+        Does nothing if the tier is too slow or fails: a later offer of the same chain includes the snapshot.
         """
         if self._jobs.qsize() >= _MAX_WAITING or monotonic() < self._paused_until:
             self.counts.dropped += 1
@@ -137,14 +138,14 @@ class Remote:
             self._jobs.put(partial(self._trying, partial(self._put, one.parent, one.digest)))
 
     def remove(self, node: Node) -> None:
-        """Remove from the tier a snapshot that is doubtful, or whose tokens a larger one contains."""
+        """Queue the removal of a snapshot from the tier that is damaged, or contained in a larger one."""
         self._there.discard(node.digest)
         self._jobs.put(partial(self._trying, partial(self._remove, self._key(node.parent, node.digest))))
 
     async def find(
         self, chain: Chain, tokens: Tokens, num_stored: int, needed: Callable[[int, int, int], Sequence[int]]
     ) -> Found | None:
-        """Find snapshots that extend the stored prefix of `num_stored` tokens; None if there are none.
+        """Find snapshots in the tier that extend the stored prefix of `num_stored` tokens; None if none.
 
         `needed` is `Prefixes.needed`.
         """
@@ -173,9 +174,9 @@ class Remote:
         return node is not None and not node.is_hollow
 
     async def fetch(self, found: Found) -> tuple[int, float]:
-        """Fetch snapshots into this worker's directory; return the bytes and the seconds that it took.
+        """Fetch snapshots into this worker's directory; return the bytes, and the seconds needed.
 
-        The first snapshot that is missing, doubtful or refused ends the fetch: later ones need it.
+        The first snapshot that is missing, damaged or refused ends the fetch: later ones need it.
         """
         began, before, forgotten = monotonic(), self.counts.fetched_bytes, self._num_forgotten
         last = node = None
@@ -201,7 +202,7 @@ class Remote:
         return self.counts.fetched_bytes - before, monotonic() - began
 
     async def _got(self, links: Sequence[tuple[bytes, bytes]]) -> list[tuple[Name, Path, int] | None]:
-        """Get files; if this is cancelled, remove the files that have arrived or arrive later."""
+        """Fetch files to temporary paths; if cancelled, remove files that have arrived or arrive later."""
         wanted = Event()
         wanted.set()
         gets = (self._asked(partial(self._get, *link, wanted)) for link in links)
@@ -214,7 +215,7 @@ class Remote:
             raise
 
     def _adopted(self, unseen: deque[Name], name: Name, path: Path, size_bytes: int) -> Node | None:
-        """Add the `unseen` snapshots before a file, then take over the file."""
+        """Add the `unseen` snapshots before a fetched file to the index, then the file; return its node."""
         before: list[Name] = []
         while unseen and unseen[0].start < name.start:
             before.append(unseen.popleft())
@@ -256,7 +257,7 @@ class Remote:
         return ended and not self._thread.is_alive()
 
     async def _asked(self, work: Callable[[], _T | None]) -> _T | None:
-        """Run `work`, a call of the tier, on a thread; None if the tier fails or does not answer in time."""
+        """Run `work`, which calls the tier, on a thread; None if the tier fails or is too slow."""
         try:
             return await self._readers.run(work, _LIMIT_S)
         except (OSError, TimeoutError) as error:
@@ -270,7 +271,7 @@ class Remote:
                 self._jobs.put(partial(one[1].unlink, missing_ok=True))
 
     def _failed(self, error: Exception) -> None:
-        """Pause finds and uploads, twice as long after each failure in a row. Any thread."""
+        """Pause `find` and uploads after a failed call, twice as long after each in a row. Any thread."""
         self.counts.failed += 1
         self._there.clear()  # some of them may not have been put
         if not self._pause_s:
@@ -329,9 +330,10 @@ class Remote:
     def _find(
         self, names: Sequence[bytes], first: int, tokens: Tokens, block: int
     ) -> tuple[int, int, tuple[tuple[bytes, bytes], ...]]:
-        """Find the last stored block by bisection (a tier evicts chains from their ends), then pieces.
+        """Find the last block in the tier, by bisection from block `first` on, then the pieces after it.
 
-        Returns the position after them, the number of blocks, and the pieces.
+        Bisection works because a tier evicts chains from their ends. Returns the position after the last
+        piece, the number of blocks, and the pieces as (parent, digest).
         """
 
         def is_missing(number: int) -> bool:
@@ -352,7 +354,7 @@ class Remote:
         return end, num, tuple(pieces)
 
     def _pieces(self, parent: bytes, rest: bytes) -> Iterator[tuple[bytes, bytes, int]]:
-        """Yield the longest stored pieces of a tail, in order: parent, digest, number of tokens."""
+        """Yield the pieces of the tail `rest` in the tier, in order: parent, digest, number of tokens."""
         while rest:
             named = self._named(parent, rest)
             there = self._tier.contains(self._stem(parent), named)
@@ -363,7 +365,7 @@ class Remote:
             parent, rest = digest, rest[num_tokens * TOKEN_BYTES :]
 
     def _named(self, parent: bytes, rest: bytes) -> dict[str, tuple[bytes, int]]:
-        """Map the file names that prefixes of `rest` have after `parent` to their digests and lengths."""
+        """Map the file name of each prefix of `rest`, as a piece after `parent`, to (digest, tokens)."""
         ends = range(TOKEN_BYTES, len(rest) + 1, TOKEN_BYTES)
         digests = ((blocks.link(parent, rest[:end]), end // TOKEN_BYTES) for end in ends)
         return {self._folder.access.file_name(digest): (digest, num) for digest, num in digests}
@@ -399,7 +401,7 @@ class Remote:
             done.set_result(True)
 
     def _erase_of(self, root: bytes, block: int, packed: bytes, shared: int) -> None:
-        """Remove the chain of these tokens from its end, up to a snapshot that another one continues."""
+        """Remove a chain's snapshots, from the end to the first that another chain continues."""
         width, names = block * TOKEN_BYTES, [root]
         for at in range(0, len(packed) - width + 1, width):
             names.append(blocks.link(names[-1], packed[at : at + width]))

@@ -1,7 +1,7 @@
 """Removes snapshots: first from the index, children before parents, then from the disk.
 
 Belongs to the event loop. Knows which snapshots are being loaded or written, and makes sure that a write does
-not bring a removed snapshot back. Its callers know the reason: eviction, `forget`, a doubtful file.
+not restore a removed snapshot. The callers know the reason: eviction, `forget`, a damaged file.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Removal:
         self.useless: Callable[[Node], None] = lambda _: None
 
     def evict(self, need_bytes: int, limit: int) -> list[Row]:
-        """Evict up to `limit` least recently used files until `need_bytes` are free; return their rows.
+        """Evict least recently used files until `need_bytes` are freed, `limit` at most; return their rows.
 
-        Evicts leaves, and also nodes whose KV no session sees any more; these become gaps.
+        Evicts leaves, and nodes whose KV no session sees any more, which become gaps.
         """
         victims: list[Row] = []
         removed: list[Row] = []
@@ -74,7 +74,7 @@ class Removal:
             self._writer.make_gaps(rows)
 
     def make_partial(self, node: Node, layout: ModelLayout, identity: Identity) -> None:
-        """Evict the KV of layers with windows from a node's file."""
+        """Queue the eviction of a part of a node's file: the KV of layers with windows."""
         row = node.row
         node.rest_bytes = node.size_bytes  # from now on no match relies on these sections
         self.num_shortened += 1
@@ -91,9 +91,9 @@ class Removal:
             self._index.resize(node, size_bytes)
 
     def discard(self, nodes: Iterable[Node]) -> int:
-        """Remove these nodes, children first, except nodes that another node continues; return how many.
+        """Remove these nodes, children first, except nodes that a remaining node continues; return how many.
 
-        A node that a load or a turn holds stays until its release.
+        A node that a load or a turn uses stays until its release.
         """
         num_discarded = 0
         for node in nodes:
@@ -104,7 +104,7 @@ class Removal:
         return num_discarded
 
     def discard_released(self, released: Node) -> None:
-        """Remove discarded nodes from this one towards the root, up to the first that is still needed."""
+        """Remove discarded nodes of a released node's chain, from its end to the first one still needed."""
         for node in released.chain():
             if not node.doomed or node.holds:
                 return
@@ -116,7 +116,7 @@ class Removal:
                 node.doomed = False  # a snapshot that was saved meanwhile continues it
 
     def reject(self, node: Node, doubt: str) -> bool:
-        """Remove a doubtful snapshot and all its descendants, even pinned ones: they became unreachable.
+        """Remove a snapshot whose file failed verification, and all its descendants, even pinned ones.
 
         False if the snapshot has been removed already, by another load or by `forget`.
         """

@@ -45,9 +45,9 @@ class DiskUsage:
     """Bytes at one instant: `free + pinned + evictable = capacity`.
 
     `capacity` is the space that snapshots may use: the disk limit minus the quarantine, and no more than the
-    file system has beyond `min_free_bytes`. `pinned` is what must not be evicted now: pinned prefixes (`kept`
-    bytes), snapshots that are being written or loaded, and all snapshots that these continue. `free` is below
-    0 while a lowered limit is exceeded.
+    file system has beyond `min_free_bytes`. `pinned` bytes must not be evicted now: pinned prefixes (`kept`
+    bytes), snapshots that are being written or loaded, and all snapshots that these continue. `free` is
+    negative while a lowered limit is exceeded.
     """
 
     capacity: int
@@ -97,7 +97,7 @@ class Room:
         )
 
     def make(self, size_bytes: int) -> bool:
-        """Evict until `size_bytes` more fit both limits; False if this is impossible or not yet finished."""
+        """Evict snapshots until `size_bytes` more fit both limits; False if they do not fit yet, or never."""
         need = self._excess() + size_bytes
         if need <= 0:
             return True
@@ -119,7 +119,7 @@ class Room:
             self._step = self._loop.call_later(STEP_PAUSE_S, self._shrink)
 
     def shrink_at_once(self) -> None:
-        """Evict everything above the disk limit in one step; for the start, when no request waits."""
+        """Evict all snapshots above the disk limit in one step; for a start, when no request waits."""
         used = self._index.stored_bytes + self._writer.quarantined_bytes
         before = self.evicted
         self._evict(min(used - self.max_bytes, self.usage().evictable), len(self._index))
@@ -127,7 +127,7 @@ class Room:
             _log.warning("cache_shrunk", evicted=self.evicted - before, max_bytes=self.max_bytes)
 
     def pin(self, pin: Pin) -> TrackedPin:
-        """Pin a prefix: its stored snapshots, and those stored later. Raises `PinRefusedError`."""
+        """Protect a prefix's snapshots, stored now or later, from eviction. Raises `PinRefusedError`."""
         new = self._pins.get(pin) is None
         tracked = self._pins.add(pin)
         most = int(PIN_SHARE * self.max_bytes)
@@ -167,7 +167,7 @@ class Room:
             self._step.cancel()
 
     def _excess(self) -> int:
-        """Return how many bytes the cache is over its limits; negative: how many still fit."""
+        """Return by how many bytes the cache exceeds its limits; if negative, how many more bytes fit."""
         in_flight = self._writer.counts.in_flight_bytes
         used = self._index.stored_bytes + in_flight + self._writer.quarantined_bytes
         free = self._writer.free_bytes + self._writer.unlinking_bytes - in_flight
@@ -182,7 +182,7 @@ class Room:
             self.check()
 
     def _evict(self, need_bytes: int, limit: int) -> int:
-        """Evict up to `limit` snapshots; return the bytes that this frees."""
+        """Evict snapshots until `need_bytes` are freed, `limit` at most; return the bytes of their files."""
         victims = self._removal.evict(need_bytes, limit)
         self.evicted += len(victims)
         return sum(victim.size_bytes for victim in victims)

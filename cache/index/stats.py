@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class SnapshotStats:
     """The counts: `accepted = durable + sum(dropped) + failed + cancelled + in_flight`.
 
-    `stored` and `stored_bytes` count the present snapshots, `evicted` the evicted ones, `rejected` the
-    doubtful files, `timed_out` the loads that the disk did not answer in time; for counts that begin with
+    `stored` and `stored_bytes` count the present snapshots, `evicted` the evicted ones, `rejected` files that
+    failed verification, `timed_out` the loads that exceeded their time limit; for counts that begin with
     `remote_` see `RemoteCounts`. For bytes, `free + pinned + evictable = capacity` holds (see
     `room.DiskUsage`); `kept_bytes` is the size of pinned prefixes. All other byte counts are totals since
     the start.

@@ -1,1 +1,1 @@
-"""Copies MLX caches to plain bytes, and rebuilds caches from them. The only part of `cache` that uses MLX."""
+"""Copies MLX caches to plain bytes, and rebuilds caches from them. Only this part of `cache` uses MLX."""

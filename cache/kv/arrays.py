@@ -1,7 +1,7 @@
-"""Allocates MLX arrays as plain memory, for a file's reader to fill, then returns the filled arrays.
+"""Allocates MLX arrays as plain memory, which the reader of a file fills, then returns the filled arrays.
 
-Runs on an I/O thread and returns only evaluated arrays. Every call names the CPU stream, so that only the
-device thread gives work to the device; on CUDA the driver copies (`cuda`). Knows nothing of files or names.
+Runs on an I/O thread and returns only evaluated arrays. Every call names the CPU stream, because only the
+device thread may run work on the device; on CUDA the driver copies (`cuda`). Knows nothing of files or names.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TYPES: Final = {
 def _held(
     layout: Layout, reaches: Sequence[Policy], num_tokens: int, only: Only | None
 ) -> list[tuple[Span, ...]]:
-    """List the tokens for which each tensor has room: all that its layer sees, or only those of `only`."""
+    """List, for each tensor, the spans of tokens to allocate: what its layer sees, or the part in `only`."""
     if only is None:
         by_reach = {reach: seen(reach, num_tokens) for reach in set(reaches)}
         return [by_reach[reach] for reach in reaches]
@@ -66,10 +66,10 @@ class Blank:
     """Uninitialised tensors for the first `num_tokens` tokens of a session, and for a state.
 
     `places` and `state` are the buffers to write to, until `arrays` returns the tensors. A layer's tensors
-    have room for at least `room_tokens` tokens, of which the first `num_tokens` are valid. If a layer sees
-    only some tokens (`reaches`, by default `FULL`), its tensors have room for exactly these. The last
-    `num_carriable` tensors of the layout are read in two parts: `carried` are the buffers for their first
-    `num_carried` tokens, `places` those for the rest. With `only`, just the tensors of some layers are made.
+    have memory for at least `room_tokens` tokens, of which the first `num_tokens` are valid. If a layer sees
+    only some tokens (`reaches`, by default `FULL`), its tensors have memory for exactly these. The last
+    `num_carriable` tensors of the layout are read in two parts: `carried` has the buffers for their first
+    `num_carried` tokens, `places` those for the other tokens. With `only`, just some layers get tensors.
     """
 
     def __init__(
@@ -110,15 +110,15 @@ class Blank:
         self.state: list[memoryview] = [_memory(self._owners[name]) for name, _, _ in states]
 
     def _take_carried(self, start: int, num_tokens: int) -> list[Place]:
-        """Split off places for the first `num_tokens` tokens of the tensors from index `start` on."""
+        """Split the places from index `start` on; take out and return those of the first `num_tokens`."""
         split = [place.split(num_tokens) for place in self.places[start:]]
         self.places[start:] = [place for _, place in split]
         return [place for place, _ in split]
 
     def arrays(self) -> Arrays:
-        """Return the evaluated tensors: (1, heads, tokens, head_dim), but any shape for a state's tensors.
+        """Return the filled tensors, evaluated: (1, heads, tokens, head_dim); a state's may have any shape.
 
-        The buffers cannot be written to afterwards.
+        Drops the buffers: nothing can be written to the tensors afterwards.
         """
         self.places, self.carried, self.state = [], [], []  # from now on nothing may write to the arrays
         owners, self._owners = self._owners, {}
@@ -141,7 +141,7 @@ def _blank(specs: Sequence[Spec]) -> Arrays:
 
 
 def _read_from_nothing(specs: Sequence[Spec]) -> Arrays:
-    """Allocate the arrays by letting MLX load a file in memory that has a header and then only a hole.
+    """Allocate arrays by letting MLX load a sparse file in memory, which has only a header and a hole.
 
     MLX reads on several threads, so page faults are handled in parallel; `mx.zeros` writes on one thread.
     """

@@ -19,7 +19,7 @@ class ChunkCache(ChunkedKVCache):
 
     @property
     def earliest(self) -> int:
-        """The smallest number of tokens to which `trim` can shorten the cache; any greater one works too.
+        """The smallest number of tokens to which `trim` can shorten the cache; greater numbers work too.
 
         At such a length the cache still holds the whole chunk that the next token sees.
         """
@@ -54,9 +54,9 @@ class ChunkCache(ChunkedKVCache):
         return (self.keys[..., place, :],), (self.values[..., place, :],)
 
     def fill(self, keys: list[mx.array], values: list[mx.array], num_tokens: int) -> None:
-        """Fill an empty cache with the last `chunk_size` of a session's `num_tokens` tokens, or all if fewer.
+        """Fill an empty cache for a session of `num_tokens` tokens with KV of the last `chunk_size` of them.
 
-        Raises `ValueError` if the arrays have another number of tokens.
+        A shorter session has all its tokens. Raises `ValueError` if the arrays have another number of tokens.
         """
         num_held = min(num_tokens, self.chunk_size)
         if any(array.shape[2] != num_held for array in (*keys, *values)):

@@ -1,6 +1,6 @@
-"""Copies a restore's host memory to arrays on a CUDA device, by the driver's own call. I/O threads.
+"""Copies restored KV from host memory to arrays on a CUDA device, by a call of the driver. I/O threads.
 
-MLX brings host data to CUDA through managed memory: page faults of the host when it writes there (1.5 GB/s on
+MLX copies host data to CUDA through managed memory: page faults of the host when it writes there (1.5 GB/s on
 an H200), then page faults of the device. The driver copies to the same array at 7 GB/s, and its pages stay on
 the device (ADR 0061). MLX needs the driver's library too, so the library is always installed.
 """
@@ -19,7 +19,7 @@ _DEVICE: Final = 0
 
 
 def copied(host: np.ndarray[Any, Any], dtype: mx.Dtype) -> mx.array:
-    """Return an evaluated array of this type on the device with the bytes of `host`, in its shape.
+    """Copy the numpy array `host` to the device; return an evaluated array with its bytes and shape.
 
     Waits for the copy without the GIL. Raises `RuntimeError` if the driver refuses.
     """

@@ -1,8 +1,8 @@
 """Copy a model's caches into plain bytes, and rebuild them.
 
-Runs on the device thread, which owns every live cache. If a layer keeps each token's KV apart, plain or in a
-ring, it is stored per token: ranges of tokens are copied. Other layers are copied as one state, which is
-valid only at the current position. `states` knows each cache class.
+Runs on the device thread, which owns every live cache. A layer that keeps the KV of each token, plainly or in
+a ring, is stored per token: any range of tokens can be copied. Any other layer is copied as one state, which
+is valid only at the current position. `states` knows each cache class.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def make(
 ) -> list[Any]:
     """Make new caches for a model under a policy. A policy with a window turns plain layers into rings.
 
-    `rings` makes the model's own sliding windows rings too, if the runner can attend to rings. `sketched` are
-    the layers whose keys a paged session keeps in sketches, by default all layers. With `block_tokens`,
-    layers with chunks of two blocks or more are stored per token; a shorter chunk could be dropped before its
-    block is copied, since a block may wait for one more piece of the prompt. Raises `ValueError` with the
-    class of a layer that does not support the policy.
+    With `rings` the model's own sliding windows become rings too; attention must then support rings.
+    `sketched` are the layers with sketches (2-bit copies of keys) in paged sessions, by default all layers.
+    With `block_tokens`, layers with chunks of two blocks or more are stored per token; a shorter chunk could
+    be dropped before its block is copied, since a block may wait for one more piece of the prompt. Raises
+    `ValueError` with the class of a layer that does not support the policy.
     """
     pages = Pages(policy) if policy.recall else None
     own = (
@@ -103,8 +103,8 @@ def _under(policy: Policy, pages: Pages | None, cache: Any, *, rings: bool, is_s
 def unsupported(caches: Sequence[Any]) -> str | None:
     """Return the first cache class that snapshots do not support; None if all are supported.
 
-    `caches` must have run some tokens. A cache that is still empty then is unsupported. A subclass is
-    unsupported, since it may hold more than its base.
+    `caches` must have processed some tokens: a cache that is still empty is unsupported. So is a subclass of
+    a supported class, since it may have more contents.
     """
     for _, cache in leaves(caches):
         if not states.is_known(cache):
@@ -127,7 +127,7 @@ def describe(caches: Sequence[Any]) -> str:
 def layout(
     caches: Sequence[Any], new: Callable[..., list[Any]], sketched: Collection[int] | None = None
 ) -> ModelLayout:
-    """Return the layout of a model's snapshots. `caches` have run some tokens.
+    """Return the layout of a model's snapshots, from caches that have processed some tokens.
 
     `new` makes empty caches, under a policy if it gets one as argument. For `sketched` see `make`.
     """
@@ -194,12 +194,12 @@ def cut(
     spare_states: int = 0,
     carried: Span | None = None,
 ) -> tuple[Tensor, ...] | None:
-    """Copy the KV of the tokens `[start, end)`; None if the copy takes more than `room_bytes`.
+    """Copy the KV of the tokens `[start, end)`, for a snapshot; None if the copy exceeds `room_bytes`.
 
-    `at_end` says that the caches are at position `end`. Only then the copy includes the state of layers that
-    are not stored per token, since a cache has only the state after its last token; and only if this state
-    and `spare_states` more states fit into `room_bytes`. A snapshot without its state can be the middle of a
-    chain, but no session can resume at its end. With `carried`, the copy includes the sketches of these
+    `at_end` says that the caches are at position `end`. Only then does the copy include the state of layers
+    that are not stored per token, since a cache has only the state after its last token; and only if this
+    state and `spare_states` more states fit into `room_bytes`. A snapshot without a state can be the middle
+    of a chain, but no session can resume at its end. With `carried`, the copy includes the sketches of these
     earlier tokens.
 
     The copies are contiguous and evaluated, so that another thread may read their bytes while the caches
@@ -225,7 +225,7 @@ def cut(
 
 
 def _pieces(caches: Sequence[Any], start: int, end: int) -> tuple[dict[str, mx.array], dict[str, Policy]]:
-    """Return views of the tokens `[start, end)` in layers stored per token, and their reaches, by name."""
+    """Return views of the tokens `[start, end)` in layers stored per token, and each one's reach, by name."""
     pieces: dict[str, mx.array] = {}
     reaches: dict[str, Policy] = {}
     for path, cache in leaves(caches):
@@ -263,7 +263,7 @@ def _states(caches: Sequence[Any], end: int) -> dict[str, mx.array]:
 def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int) -> list[Any]:
     """Fill a model's new caches with the evaluated arrays of a session's first `num_tokens` tokens.
 
-    Arrays with a token axis may be longer; the unused room is written before it is read. A ring's arrays
+    Arrays with a token axis may be longer: the caches then use the rest for further tokens. A ring's arrays
     contain exactly its sinks and its window. Raises `ValueError` if the arrays do not fit such caches at that
     position.
     """
@@ -292,15 +292,15 @@ def pages(caches: Sequence[Any]) -> Pages | None:
 
 
 def num_passed(caches: Sequence[Any]) -> int:
-    """Return from which position on the device has all tokens of a paged session; 0 if not paged."""
+    """Return the position from which on the device has every token of a paged session; 0 if not paged."""
     return next((cache.num_passed for _, cache in leaves(caches) if isinstance(cache, PagedCache)), 0)
 
 
 def most_run(caches: Sequence[Any], block: int) -> int:
-    """Return the most tokens for one pass after which their block can still be copied from the caches.
+    """Return the most tokens that one pass may run so that their KV can still be copied block by block.
 
-    Rings must hold these tokens and the unfinished block before them. With layers of chunks or with states, a
-    pass runs one block: chunks hold no more, and a state exists only at the end of a pass.
+    Rings must keep these tokens and the unfinished block before them. With layers of chunks or with states, a
+    pass runs one block: chunks keep no more, and a state exists only at the end of a pass.
     """
     held = sys.maxsize
     for _, cache in leaves(caches):
@@ -312,10 +312,10 @@ def most_run(caches: Sequence[Any], block: int) -> int:
 
 
 def recall(caches: Sequence[Any], tensors: Mapping[str, mx.array], spans: Sequence[Span]) -> int:
-    """Write whole chunks, read from SSD, to slots on the device, unevaluated; return how many were replaced.
+    """Write chunks read from SSD to slots on the device, unevaluated; return how many chunks they replaced.
 
-    `tensors` have the tokens of `spans`, in order. A chunk that scores lower than all chunks in slots is
-    dropped.
+    `spans` are whole chunks, and `tensors` have their tokens, in order. A chunk that scores lower than all
+    chunks in slots is dropped.
     """
     decides = pages(caches)
     if decides is None:
@@ -336,14 +336,14 @@ def recall(caches: Sequence[Any], tensors: Mapping[str, mx.array], spans: Sequen
 def trimmable(caches: Sequence[Any]) -> bool:
     """Whether every layer is stored per token, so that `trim` can shorten the caches, down to `earliest`.
 
-    This is not mlx-lm's `is_trimmable`: there a rotating cache is trimmable until its window wraps, and a
-    chunked cache always.
+    Unlike mlx-lm's `is_trimmable`, which is true for a rotating cache until its window wraps, and always for
+    a chunked cache.
     """
     return all(states.is_cut(cache) for _, cache in leaves(caches))
 
 
 def earliest(caches: Sequence[Any]) -> int | None:
-    """Return the smallest number of tokens to which `trim` can shorten caches; any greater one works too.
+    """Return the smallest number of tokens to which `trim` can shorten caches; greater numbers work too.
 
     0 if every layer keeps all tokens. Otherwise a ring may have overwritten the earlier tokens, a chunk may
     have dropped them, or a restore may not have read them. None if a layer has a state, which cannot be
@@ -387,12 +387,11 @@ def fork(caches: Sequence[Any], new: list[Any], num_tokens: int) -> list[Any]:
 
 
 def shrink(caches: Sequence[Any]) -> None:
-    """Free memory that an idle session does not need: tokens before its windows and chunks, unused room.
+    """Free memory that an idle session does not need: tokens before windows and chunks, and unused memory.
 
-    A window keeps a prompt's last piece until the next token. A plain cache grows by 256 tokens at a
-    time and never shrinks, so a short or rewound session would hold many times the memory that it needs.
-    Unused room is freed if it is larger than the used part, so that the copy is smaller than the memory that
-    it frees.
+    After a prompt, a window keeps the whole last piece until the next token. A plain cache grows by 256
+    tokens at a time and never shrinks, so a short or rewound session would keep many times the memory that it
+    needs. A cache is copied if more than half of its memory is unused, so the copy takes less than it frees.
     """
     kept: list[mx.array] = []
     for _, cache in leaves(caches):
@@ -417,7 +416,7 @@ def grows(caches: Sequence[Any], num_tokens: int) -> bool | None:
 
 
 def sizes(caches: Sequence[Any], sketched: Collection[int] | None = None) -> KvSize:
-    """Measure the size of a model's KV on caches that have run some tokens; for `sketched` see `make`."""
+    """Measure a model's KV size on caches that have processed some tokens; for `sketched` see `make`."""
     per_token = fixed = sketch = 0
     windows: Counter[tuple[int, bool, bool]] = Counter()
     for path, cache in leaves(caches):
@@ -442,12 +441,12 @@ def sizes(caches: Sequence[Any], sketched: Collection[int] | None = None) -> KvS
 
 
 def allocated_bytes(caches: Sequence[Any]) -> int:
-    """Return the bytes that a session's caches have allocated, unused room included."""
+    """Return the bytes that a session's caches have allocated, used or not."""
     return sum(int(cache.nbytes) for _, cache in leaves(caches))
 
 
 def live_bytes(caches: Sequence[Any]) -> int:
-    """Return the bytes that a session's KV uses, without unused room.
+    """Return the bytes that a session's KV uses, without memory allocated in advance.
 
     This is the sum over layers of cached positions x KV heads x head_dim x itemsize, for keys and for values.
     A recurrent layer adds its state's fixed size.
@@ -477,10 +476,10 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _memory(copies: list[mx.array]) -> list[memoryview]:
-    """Evaluate contiguous arrays; return their bytes.
+    """Evaluate contiguous arrays; return their bytes in memory that the host can read.
 
-    On CUDA each array whose bytes the host reads is moved to managed memory: 72 arrays of 256 KiB took 6.6
-    ms, one array with all of them 1.4 ms. So on CUDA the arrays are joined first.
+    On CUDA each array that the host reads is first moved to managed memory: 72 arrays of 256 KiB took 6.6 ms,
+    one array with the same bytes 1.4 ms. So on CUDA the arrays are joined first.
     """
     if not mx.cuda.is_available():
         mx.eval(copies)

@@ -1,12 +1,13 @@
 """KV of a paged session on the device: a ring for its first and last tokens, and slots for other chunks.
 
-All of the session's KV is on SSD. A `PagedCache` has the slots of one layer, which keep tokens at their true
-positions. `Pages` chooses the chunks for all layers together: it compares queries with sketches, copies of
-all keys with two bits per channel. Device thread only.
+All of the session's KV is on SSD. A `PagedCache` has the slots of one layer, whose tokens keep their true
+positions. `Pages` chooses the chunks for all layers together: it compares queries with sketches, which are
+copies of all keys with two bits per channel. Device thread only.
 
-Only a few attention heads find a fact, and only at one of the question's tokens. So a chunk's score is the
-largest share of attention that any head gives it. Two alternatives do not find facts (ADR 0041): the mean
-over heads, and bounds over pages of keys as in "Quest" (arXiv 2406.10774), which take as many bytes.
+When a question asks for a fact, only a few heads attend to the fact, and only from one of the question's
+tokens. So a chunk's score is the largest share of attention that any head gives it. Two alternatives do not
+find facts (ADR 0041): the mean over heads, and bounds over pages of keys as in "Quest" (arXiv 2406.10774),
+which take as many bytes.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ _GAIN: Final = 1.05
 def compared(asked: mx.array, sketch: tuple[mx.array, ...], page: int) -> mx.array:
     """Return, for each page, the largest share of a query's attention that one of its tokens gets: (pages,).
 
-    `asked` are queries, (1, KV heads, queries, head_dim), `sketch` as in `PagedCache`. Unevaluated.
+    `asked` are queries, (1, KV heads, queries, head_dim); `sketch` is that of `PagedCache`; `page` is the
+    number of tokens per page. Unevaluated.
     """
     group, (codes, scales, biases) = sketch_group(asked.shape[3]), sketch
     if asked.shape[2] > _FEW_ROWS:
@@ -72,21 +74,21 @@ def sketch_group(head_dim: int) -> int | None:
 
 
 class Past(Protocol):
-    """The KV of a session's first `end` tokens, on SSD."""
+    """A reader of the KV of a session's first `end` tokens on SSD, such as `StoredPast`."""
 
     @property
     def end(self) -> int:
         """The number of the session's first tokens whose KV can be read."""
 
     def parts(self, layer: str, then: str | None) -> Iterator[tuple[list[mx.array], list[mx.array]]]:
-        """Yield a layer's keys and values, part by part, in the cache's form. `then` is the next layer."""
+        """Yield a layer's keys and values, part by part, as the cache stores them; `then` is read next."""
 
 
 class Pages:
-    """The chunks in a session's slots, the same for all layers, and the score of every chunk.
+    """Which chunks are in a session's slots, the same for all layers, and the score of every chunk.
 
-    While `sees_all` is true, the tokens being run see all earlier tokens: the tokens on the device, and the
-    tokens in `past`, which are only on SSD.
+    While `sees_all` is true, the tokens being run attend to all earlier tokens: those on the device, and
+    those only on SSD, which `past` reads.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -116,13 +118,13 @@ class Pages:
         return slot
 
     def asks(self, start: int, num: int) -> bool:
-        """Whether the queries of the tokens `[start, start + num)` are compared with the sketches."""
+        """Whether to compare the queries of the tokens `[start, start + num)` with the sketches."""
         if num == 1:
             return start % _EVERY == 0
         return start + num >= self.asks_from or start % _SELDOM < num
 
     def note(self, mattering: mx.array) -> None:
-        """Record a layer's scores for the pages of whole chunks. The array is not evaluated yet."""
+        """Record a layer's page scores from one pass, for `settle`. The array is not evaluated yet."""
         self._noted.append(mattering)
 
     def settle(self) -> None:
@@ -147,7 +149,7 @@ class Pages:
         self._usual = _INERTIA * usual + (1 - _INERTIA) * now
 
     def choose(self, position: int) -> list[int]:
-        """Return the chunks that should be in slots but are not, highest score first."""
+        """Return the chunks to recall from SSD: not in slots, but worth a slot; highest score first."""
         self.settle()
         last = -(-self.policy.visible_from(position) // CHUNK)  # later chunks are in the window
         numbers = [chunk for chunk in range(min(last, len(self._mattered))) if chunk not in self._pinned]
@@ -194,8 +196,8 @@ class PagedCache(RingCache):
     """The first `sink` tokens and the last `window` of one layer, and the chunks in the slots of `pages`.
 
     In the arrays the slots follow the ring, and are allocated as chunks leave the window. `sketch` has the
-    keys of all tokens, quantised to two bits: codes, scales and biases, (1, KV heads, tokens, size) each. It
-    is empty unless the layer `is_sketched`.
+    keys of all tokens, quantised to two bits: codes, scales and biases, (1, KV heads, tokens, size) each. The
+    sketch is empty unless the layer `is_sketched`.
     """
 
     def __init__(self, pages: Pages, group_size: int = 0, bits: int = 0, *, is_sketched: bool = True) -> None:
@@ -220,7 +222,7 @@ class PagedCache(RingCache):
         return max(0, held - self.capacity) // CHUNK
 
     def places_for(self, end: int) -> int:
-        """Return the number of places in the arrays that a session of `end` tokens takes."""
+        """Return how many places, slots included, the arrays need for a session of `end` tokens."""
         if end <= self.window:
             return super().places_for(end)
         passed = min(-(-(end - self.window) // CHUNK), len(self.pages.slots))
@@ -325,10 +327,10 @@ class PagedCache(RingCache):
         return self.first_held if self.first_held > self.sink else 0
 
     def before(self, layer: str, then: str | None) -> Iterator[tuple[mx.array, mx.array]]:
-        """Yield the keys and values of all tokens so far, in order, dequantised, some at a time.
+        """Yield the keys and values of all tokens before `offset`, in order, dequantised, in parts.
 
         Tokens of `pages.past` come first, then the tokens in the cache. Raises `ValueError` if tokens between
-        the two are missing.
+        the two are missing. `layer` is this layer's path, `then` that of the layer to read next.
         """
         past, start = self.pages.past, self.num_passed
         if start and (past is None or past.end != start):
@@ -342,10 +344,10 @@ class PagedCache(RingCache):
             yield keys, values
 
     def weigh(self, queries: mx.array, scale: float, compare: Compare) -> None:
-        """Score the pages of whole chunks for the last `ASKED` of `queries`, (tokens, heads, 1, head_dim).
+        """Score the pages of whole chunks by the last `ASKED` of `queries`, (tokens, heads, 1, head_dim).
 
-        A page's score is the largest share of its attention that any query and head gives to a token of the
-        page. `compare` is `compared`, or a faster function with the same result.
+        A page's score is the largest share of attention that any of these queries, in any head, gives to one
+        token of the page. `compare` is `compared`, or a faster function with the same result.
         """
         num_tokens = self.offset // CHUNK * CHUNK
         if self.offset <= self.sink + self.window:
@@ -356,7 +358,7 @@ class PagedCache(RingCache):
         self.pages.note(compare(asked, tuple(array[..., :num_tokens, :] for array in self.sketch), PAGE))
 
     def _keep_passed(self) -> None:
-        """Copy chunks that begin to leave the window to slots, as long as slots are free."""
+        """Copy chunks whose first tokens have left the window to slots, as long as slots are free."""
         while self._num_passed * CHUNK < self.offset - self.window:
             chunk, self._num_passed = self._num_passed, self._num_passed + 1
             slot = self.pages.assign(chunk)

@@ -1,8 +1,8 @@
 """`RingCache`: KV of a session's first few tokens and its last ones, in bounded memory.
 
-Used for the policy `sink_window`, and for models with sliding windows. The place of a token's key and value
-in the arrays depends only on the token's position, not on how the tokens were split into passes. So a
-restored session has the same bits, unlike with mlx-lm's `RotatingKVCache`. Device thread only.
+Used for the policy `sink_window`, and for models with sliding windows. The index of a token's key and value
+in the arrays (its place) depends only on the token's position, not on how the tokens were split into passes.
+So a restored session computes the same bits, unlike with mlx-lm's `RotatingKVCache`. Device thread only.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class RingCache:
 
     @property
     def capacity(self) -> int:
-        """The largest number of places; one place is for one token."""
+        """The largest number of places, each for one token: sinks, window and `SLACK`."""
         return self.sink + self.window + SLACK
 
     @property
     def earliest(self) -> int:
-        """The smallest number of tokens to which `trim` can shorten the cache; any greater one works too."""
+        """The smallest number of tokens to which `trim` can shorten the cache; greater numbers work too."""
         return 0 if self.first_held <= self.sink else self.first_held + self.window
 
     @property
@@ -63,7 +63,7 @@ class RingCache:
         return sum(array.nbytes for array in self.state)
 
     def places_for(self, end: int) -> int:
-        """Return the number of places in the arrays that a session of `end` tokens takes."""
+        """Return how many places the arrays need for a session of `end` tokens."""
         return min(end, self.capacity)
 
     def empty(self) -> bool:
@@ -71,7 +71,7 @@ class RingCache:
         return self.keys is None
 
     def can_trim(self, num_tokens: int) -> bool:
-        """Whether the cache can be shortened to `num_tokens`: it must hold all that the next token sees."""
+        """Whether the cache, shortened to `num_tokens`, would have all tokens that the next one sees."""
         return self.earliest <= num_tokens <= self.offset
 
     def trim(self, num_tokens: int) -> None:
@@ -88,7 +88,10 @@ class RingCache:
         self.offset, self.first_held = other.offset, other.first_held
 
     def like(self, keys: mx.array, values: mx.array, num_tokens: int, first_held: int) -> RingCache:
-        """Make an unquantised ring with the same parameters; the arrays have each token at its place."""
+        """Make an unquantised ring with the same parameters from arrays with each token at its place.
+
+        The ring has run `num_tokens` tokens; after the sinks it has the tokens from `first_held` on.
+        """
         ring = RingCache(self.sink, self.window, grid=self.grid)
         ring.keys, ring.values, ring.offset = (keys,), (values,), num_tokens
         ring.first_held = max(first_held, num_tokens - self.window - SLACK)
@@ -107,7 +110,7 @@ class RingCache:
         return 0 <= start < end <= self.offset and (end <= self.sink or first >= self.first_held)
 
     def places(self, start: int, end: int) -> Iterator[slice]:
-        """Yield the places of the tokens `[start, end)` in order, as few slices as possible."""
+        """Yield the places of the tokens `[start, end)` in the arrays, in order, as slices."""
         yield from _places(start, end, self.sink, self.capacity)
 
     def tokens(self, start: int, end: int) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
@@ -125,7 +128,7 @@ class RingCache:
         return keys, values
 
     def rounded(self, array: mx.array) -> mx.array:
-        """Return keys or values with the precision of the cache: rounded if the cache is quantised."""
+        """Return keys or values with the precision of the cache: as dequantised if the cache is quantised."""
         return self._unpacked(self.packed(array), array.shape[2]) if self.bits else array
 
     def packed(self, array: mx.array) -> tuple[mx.array, ...]:
@@ -159,7 +162,7 @@ class RingCache:
         self.first_held = max(self.first_held, end - self.window - SLACK)
 
     def fill(self, keys: Sequence[mx.array], values: Sequence[mx.array], num_tokens: int) -> None:
-        """Fill an empty cache with the sinks, then the window, of a session of `num_tokens` tokens.
+        """Fill an empty cache for a session of `num_tokens` tokens with the KV of sinks, then of the window.
 
         Raises `ValueError` unless `keys` and `values` have exactly these tokens.
         """
@@ -186,7 +189,7 @@ class RingCache:
         self._extend(keys, values, min(-(-end // SLACK) * SLACK, self.capacity))
 
     def _extend(self, keys: Sequence[mx.array], values: Sequence[mx.array], wanted: int) -> None:
-        """Allocate up to `wanted` places, for keys and values like these."""
+        """Grow the arrays to `wanted` places, with the types and shapes of these keys and values."""
         held = self.keys[0].shape[2] if self.keys is not None else 0
         if held >= wanted:
             return

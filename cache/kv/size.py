@@ -1,7 +1,7 @@
 """The size of a session's KV on the device, as a function of its number of tokens. Pure.
 
-A layer holds all tokens, the tokens of a window or chunk, or one state of a fixed size. `layers.sizes`
-measures a model's layers; admission, the estimate of a step and reports use the result.
+A layer keeps KV of all tokens, of the tokens in a window or chunk, or one state of a fixed size.
+`layers.sizes` measures a model's layers; admission, the estimate of a step and reports use the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Layers that hold at most `num_tokens` tokens; a token takes `bytes_per_token` in all of them together.
+    """Layers that keep at most `num_tokens` tokens; together they take `bytes_per_token` for each token.
 
     The size of a ring (`is_ring`) includes `spare` tokens: the piece of a prompt that is being prefilled, and
     chunks that are being recalled. Rings, and chunks with `is_chunk`, are stored by block.
@@ -58,7 +58,7 @@ class KvSize:
         return self.fixed_bytes + sum(one.num_tokens * one.bytes_per_token for one in self.windows)
 
     def under(self, policy: Policy) -> KvSize:
-        """Return the size of the same model's KV under a policy."""
+        """Return the KV size of the same model for sessions with this policy."""
         if policy.most_tokens is None or not self.bytes_per_token:
             return self
         spare = policy.spare
@@ -66,7 +66,10 @@ class KvSize:
         return KvSize(self.sketch_bytes if policy.recall else 0, (*self.windows, ring), self.fixed_bytes)
 
     def held(self, num_tokens: int, *, ahead: int = 0) -> int:
-        """Return the bytes of a session of `num_tokens` tokens, with `ahead` extra tokens in windows."""
+        """Return the KV bytes of a session of `num_tokens` tokens, if windows keep `ahead` extra tokens.
+
+        Rings take no extra tokens, since their size includes spare ones.
+        """
         if not num_tokens:
             return 0
         windows = (
@@ -84,7 +87,7 @@ class KvSize:
         return replace(self, windows=tuple(seen)).held(num_tokens)
 
     def snapshot(self, num_new: int, *, at: int) -> int:
-        """Return the bytes of a snapshot of a session's last `num_new` of `at` tokens, including states."""
+        """Return the bytes of a snapshot of the last `num_new` of a session's `at` tokens, with states."""
         states = replace(self, bytes_per_token=0, windows=tuple(w for w in self.windows if not w.is_cut))
         per_token = self.bytes_per_token + sum(one.bytes_per_token for one in self.windows if one.is_cut)
         return states.held(at) + num_new * per_token

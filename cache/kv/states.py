@@ -1,7 +1,7 @@
-"""Describes a cache of each class: tokens at fixed places, tokens in a ring, or one state as a whole.
+"""Knows how each cache class stores KV: tokens at fixed places, tokens in a ring, or one state as a whole.
 
-Knows single caches, by exact class, since a subclass may hold more than its base. `layers` uses it to store
-caches in snapshots and to restore them. Runs on the device thread.
+Functions take a single cache and check its exact class, since a subclass may have more contents than its
+base. `layers` uses them to store caches in snapshots and to restore caches. Runs on the device thread.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def leaves(caches: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def is_cut(cache: Any) -> bool:
-    """Whether a cache is stored per token: it keeps each token's KV apart, so that ranges can be copied."""
+    """Whether a cache is stored per token: the KV of each token is separate, so ranges can be copied."""
     return type(cache) in PLAIN or isinstance(cache, PASSING)
 
 
@@ -97,7 +97,7 @@ def reach(cache: Any) -> Policy:
 
 
 def num_tokens(cache: Any) -> int | None:
-    """Return how many tokens the cache has run; None if its class does not count them."""
+    """Return how many tokens the cache has processed; None if its class does not count them."""
     return None if type(cache) is ArraysCache else int(cache.offset)
 
 
@@ -118,7 +118,7 @@ def sketch(cache: Any) -> dict[str, tuple[mx.Dtype, int, int]]:
 
 
 def room(cache: Any) -> int | None:
-    """Return for how many tokens memory is allocated; None if the class does not allocate in advance."""
+    """Return for how many tokens memory is allocated; None if the class allocates only as needed."""
     if type(cache) not in _AHEAD and not isinstance(cache, RingCache):
         return None
     return next((int(array.shape[2]) for array in parts(cache).values()), 0)
@@ -149,7 +149,7 @@ def in_words(cache: Any) -> str:
 
 
 def live_bytes(cache: Any) -> int:
-    """Return the bytes that a cache's KV uses, without unused room."""
+    """Return the bytes that a cache's KV uses, without memory allocated in advance."""
     if not hasattr(cache, "keys"):
         return int(cache.nbytes)
     # A quantised cache keeps three arrays for its keys, and three for its values.
@@ -171,7 +171,7 @@ def live_bytes(cache: Any) -> int:
 
 
 def drop_passed(cache: Any) -> list[mx.array]:
-    """Drop the tokens that no later token of a window or chunk sees; return the rest, unevaluated."""
+    """Drop the tokens of a window or chunk that no later token sees; return the new arrays, unevaluated."""
     most = most_tokens(cache)
     if most is None or cache.keys is None or isinstance(cache, RingCache):
         return []
@@ -192,7 +192,7 @@ def drop_passed(cache: Any) -> list[mx.array]:
 
 
 def drop_room(cache: Any) -> list[mx.array]:
-    """Drop the unused room of a cache; return the rest, unevaluated."""
+    """Free a cache's unused memory; return the new arrays, unevaluated."""
     if isinstance(cache, RingCache):
         cache.shrink()
     else:
@@ -202,9 +202,9 @@ def drop_room(cache: Any) -> list[mx.array]:
 
 
 def parts(cache: Any) -> dict[str, mx.array]:
-    """Return the named arrays of keys and values.
+    """Return a cache's arrays of keys and values by name.
 
-    Along axis 2 are a plain cache's tokens, then unused room.
+    Axis 2 is the token axis; at its end a plain cache may have unused memory.
     """
     found: dict[str, mx.array] = {}
     for name in ("keys", "values"):
@@ -213,14 +213,14 @@ def parts(cache: Any) -> dict[str, mx.array]:
 
 
 def _named(name: str, part: Any) -> dict[str, mx.array]:
-    """Return the named arrays of keys or values: one array, or three if they are quantised."""
+    """Return the arrays of keys or of values by name: one array, or three if they are quantised."""
     arrays = [part] if isinstance(part, mx.array) else part or []
     names = [name] if len(arrays) == 1 else [f"{name}.{kind}" for kind in _QUANTIZED]
     return dict(zip(names, arrays, strict=False))
 
 
 def tokens(cache: Any, start: int, end: int) -> dict[str, mx.array]:
-    """Return the named arrays of the tokens `[start, end)`, as `parts` names them; some may be views.
+    """Return the arrays of the tokens `[start, end)` by the names of `parts`; some may be views.
 
     Only for caches that are stored per token. Raises `ValueError` if the cache does not hold all the tokens.
     """
@@ -236,7 +236,7 @@ def tokens(cache: Any, start: int, end: int) -> dict[str, mx.array]:
 
 
 def sketched(cache: PagedCache, start: int, end: int) -> dict[str, mx.array]:
-    """Return the named arrays of the sketches of the tokens `[start, end)`; empty if the layer has none."""
+    """Return the sketches of the tokens `[start, end)`, as arrays by name; empty if the layer has none."""
     return {name: part[..., start:end, :] for name, part in zip(SKETCH, cache.sketch, strict=False)}
 
 
@@ -269,10 +269,10 @@ def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> No
 
 
 def state(cache: Any, position: int) -> dict[str, mx.array]:
-    """Return the named arrays of the whole state of a cache at `position`; some may be views of the cache.
+    """Return the whole state of a cache at `position`, as arrays by name; some may be views of the cache.
 
-    A ring buffer is copied without sorting its tokens: otherwise attention would sum in another order and
-    round differently. Raises `ValueError` if the cache has no state at that position.
+    The tokens of a rotating cache stay in their order: in another order, attention would round differently.
+    Raises `ValueError` if the cache has no state at that position.
     """
     if type(cache) is ArraysCache:
         if cache.lengths is not None or cache.left_padding is not None:
@@ -310,7 +310,7 @@ def check_state(cache: Any, arrays: Mapping[str, mx.array], position: int) -> li
     """Check that a new cache can be filled with evaluated arrays that `state` has returned.
 
     Returns the numbers that the cache's class stores besides the position. Raises `ValueError` if the arrays
-    do not fit `position`. Safe on any thread: it makes no arrays and leaves the cache as it is.
+    do not fit `position`. Safe on any thread: makes no arrays, and does not change the cache.
     """
     names = set(arrays) - {_NUMBERS}
     numbers: Any = arrays[_NUMBERS].tolist() if _NUMBERS in arrays else []
@@ -335,7 +335,7 @@ def check_state(cache: Any, arrays: Mapping[str, mx.array], position: int) -> li
 
 
 def _filled(cache: Any, num_filled: int) -> dict[str, mx.array]:
-    """Return the arrays without their unused room."""
+    """Return a cache's arrays by name, without the unused memory after the first `num_filled` tokens."""
     return {
         name: part if part.shape[2] <= num_filled else part[..., :num_filled, :]
         for name, part in parts(cache).items()

@@ -1,1 +1,1 @@
-"""The names of KV (by tokens, tenant and model), and the parts of a KV snapshot. Pure."""
+"""How KV is named (by tokens, tenant and model), and what a KV snapshot consists of. Pure."""

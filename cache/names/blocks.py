@@ -1,8 +1,9 @@
-"""Runs of tokens, full blocks and the pieces of a tail, and the digests that name them. Pure.
+"""Divides a session's tokens into blocks and pieces, and computes the digests that name them. Pure.
 
-The tokens `[0, n)` of a tenant under a model's identity name their KV. A full block is named by its
-parent's digest and its tokens, so that only equal prefixes have equal names. The chain starts at a root that
-hashes identity and tenant, so tenants never share a name.
+The KV of the tokens `[0, n)` is named by these tokens, the tenant and the model's identity. The name of a
+full block is a digest of the previous block's name and the block's tokens, so only equal prefixes have equal
+names. The first block follows a root, a digest of identity and tenant, so tenants never share a name. The
+tokens after the last full block are the tail, which is divided into pieces.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def link(parent: bytes, packed: bytes) -> bytes:
 
 
 def spans(start: int, end: int, block: int) -> list[Span]:
-    """List the spans to snapshot after running `[start, end)`: full blocks, then the tail up to `end`.
+    """List the spans to save after a pass over the tokens `[start, end)`: full blocks, then the tail.
 
     Every span starts at a block boundary, so the first span may begin before `start`.
     """
@@ -60,7 +61,7 @@ def spans(start: int, end: int, block: int) -> list[Span]:
 
 
 def tail_start(edges: Sequence[int], end: int) -> int:
-    """Choose where a tail's next piece, which ends at `end`, starts; existing pieces may be merged into it.
+    """Return the start of a tail's next piece, which ends at `end` and may replace existing pieces.
 
     `edges` are the positions where existing pieces start and end; the first is a block boundary. As in a
     binary counter, the new piece absorbs the last piece while that piece is not longer than the new one. Each

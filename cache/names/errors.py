@@ -13,7 +13,7 @@ class CacheError(Exception):
 
 
 class DoubtfulSnapshotError(CacheError):
-    """A file failed verification: it may not be the requested snapshot. `reason` is a short phrase."""
+    """A file failed verification: it may be damaged or another snapshot. `reason` is a short phrase."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -35,11 +35,11 @@ class DirectoryLockedError(CacheError):
 
 
 class KeyFileError(CacheError):
-    """A key cannot be read from its file; the message says why, and what a valid key file contains."""
+    """The encryption key cannot be read from its file; the message says why, and what a valid file has."""
 
 
 class SealedError(CacheError):
-    """The key that was given does not fit the cache directory.
+    """The given encryption key does not fit the cache directory.
 
     Its files were encrypted with another key, or they are encrypted and no key was given, or they are
     unencrypted and a key was given.
@@ -55,7 +55,7 @@ class NotACacheError(CacheError):
 
 
 class CutOffError(CacheError):
-    """An operation needs tokens or turns that are no longer in memory; the caller must reread the session."""
+    """An operation needs token ids or turns that are not in memory; the caller must reread the log."""
 
 
 class LostPastError(CacheError):

@@ -1,7 +1,7 @@
-"""The identity of a model: everything that must be equal before a model may use a snapshot.
+"""The identity of a model: everything that must be equal for a model to use a snapshot.
 
-The identity hashes contents, not names: two models with one name, or a file that changed in place, never
-share KV.
+The identity has hashes of contents, not names: two models with the same name, or two versions of a file,
+never share KV.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _PIECE_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Everything that KV depends on. `weights`, `config`, `tokenizer` and `code` are hex digests.
+    """Everything that KV depends on besides its tokens. `weights`, `config`, `tokenizer`: hex digests.
 
-    `code` is the digest of the model's code; `caches` are the classes of its caches, by `layers.describe`.
+    `code` is a hex digest of the model's source code; `caches` has the cache classes, by `layers.describe`.
     """
 
     weights: str
@@ -55,7 +55,7 @@ class Identity:
 
     @classmethod
     def of_no_model(cls, *, kv_dtype: str, block_tokens: int, caches: str, policy: str = "full") -> Self:
-        """Return a made-up identity as long as a real one, to compute sizes and to measure."""
+        """Return a made-up identity with fields as long as real ones, to compute the size of snapshots."""
         zeros = "0" * 64
         return cls(
             weights=zeros,
@@ -82,9 +82,9 @@ def _digest(text: bytes) -> bytes:
 
 
 def fields_of(text: bytes, digest: str) -> dict[str, Any]:
-    """Parse the output of `Identity.to_json`, of this or another version.
+    """Parse the output of `Identity.to_json`, of this or another version of the program.
 
-    Raises `ValueError` if its digest is not `digest` (hex).
+    Raises `ValueError` if the text is invalid, or its digest is not `digest` (hex).
     """
     try:
         fields = json.loads(text)
@@ -132,7 +132,7 @@ def folder_identity(
 
 
 def hash_weights(folder: Path, memo: Path) -> None:
-    """Hash a folder's weights into `memo` in advance; `folder_identity` later reports any error."""
+    """Hash a folder's weights in advance, and store the digests in `memo`. Ignores `OSError`."""
     with suppress(OSError):
         files_digest(sorted(folder.glob("*.safetensors")), memo=memo)
 
@@ -165,7 +165,7 @@ def _tokenizer_digest(folder: Path, memo: Path | None) -> str:
 
 
 def files_digest(paths: Sequence[Path], *, memo: Path | None = None) -> str:
-    """Hash files, names and contents, in the order given; returns hex.
+    """Hash the names and contents of files, in the given order; return the digest as hex.
 
     `memo` is a small JSON file of earlier digests, so that a start need not read the weights again. A file
     counts as unchanged if its path, size, mtime and ctime are the same (a copy can preserve the mtime, but

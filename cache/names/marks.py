@@ -1,7 +1,7 @@
-"""Marks of a sequence of tokens, by which a worker finds its own copies of forgotten tokens. Pure.
+"""Marks: digests by which a worker finds its copies of tokens that another worker has forgotten. Pure.
 
-A mark is a digest of a tenant's name and the tokens up to a multiple of `STRIDE`. Unlike the names of blocks
-it is the same for all models and policies. It reveals nothing to a reader who does not know the tokens.
+A mark is a digest of a tenant's name and a session's tokens up to a multiple of `STRIDE`. Unlike the names of
+blocks, marks are equal for all models and policies. They reveal nothing to a reader without the tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BYTES: Final = 8
 
 
 class Erased(NamedTuple):
-    """How far a log's erasures are done: up to the entry `seq`, as of `time_s` (seconds since 1970)."""
+    """The entry `seq` up to which a log's erasures are done in this cache, as of `time_s` (since 1970)."""
 
     log: str
     seq: int
@@ -31,9 +31,9 @@ class Erased(NamedTuple):
 
 
 class Marks(msgspec.Struct, frozen=True):
-    """The marks of a sequence, from the last multiple of `STRIDE` up to position `shared` on.
+    """The marks of a sequence of tokens, from the last multiple of `STRIDE` on that is not after `shared`.
 
-    The first `shared` tokens are not to be erased, since another sequence has them too.
+    The first `shared` tokens must not be erased, because another sequence has them too.
     """
 
     shared: int
@@ -47,12 +47,12 @@ class Marks(msgspec.Struct, frozen=True):
         return cls(shared, b"".join(marks))
 
     def begin(self, tenant: str) -> Trail:
-        """Return an empty trail, to which `Trail.then` adds tokens."""
+        """Return an empty trail, to which `Trail.then` adds tokens to compare with these marks."""
         return Trail(self, _start(tenant), 0)
 
 
 class Trail:
-    """A sequence of tokens that agrees with marks so far. Immutable."""
+    """A sequence of tokens that agrees with all marks up to its end. Immutable."""
 
     def __init__(self, marks: Marks, hasher: hashlib.blake2b, num_tokens: int) -> None:
         self._marks = marks
@@ -60,7 +60,7 @@ class Trail:
         self._num = num_tokens
 
     def then(self, packed: bytes) -> Trail | None:
-        """Return the trail with these tokens added; None if a mark differs or is missing."""
+        """Return a trail with these packed tokens added; None if a mark differs or is missing."""
         hasher, marks = self._hasher.copy(), self._marks.digests
         for num in _steps(self._num, packed, hasher):
             at = (num // STRIDE - self._marks.shared // STRIDE) * _BYTES
@@ -81,7 +81,7 @@ def _digests(tenant: str, packed: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _steps(num: int, packed: bytes, hasher: hashlib.blake2b) -> Iterator[int]:
-    """Hash packed tokens after `num` others; yield the number of tokens at each multiple of `STRIDE`."""
+    """Add packed tokens to a hasher of `num` tokens; stop at each multiple of `STRIDE`, and yield it."""
     width = STRIDE * TOKEN_BYTES
     end = width - num * TOKEN_BYTES % width
     start = 0

@@ -1,7 +1,7 @@
-"""The cache policy of a session: which of its tokens keep their KV, and where. Pure.
+"""The cache policy of a session: of which tokens KV is kept, and whether on the device or on SSD. Pure.
 
-A policy is chosen when a session is opened, and is part of every snapshot's identity: KV depends on the
-tokens that were visible when it was computed.
+A policy is chosen when a session is opened, and is part of every snapshot's identity, because KV depends on
+the tokens that were visible when it was computed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Policy:
     The visible part is the first `sink` and the last `window` tokens, including the token itself, as in
     "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453). With `recall`, rotary
     positions equal session positions, and up to `recall` other tokens are visible too, in whole chunks: the
-    chunks that contain `pins`, (start, end), and the chunks with the highest scores. All tokens are on SSD,
-    the visible ones also on the device. Only the tokens of answers are limited to this part: a
-    prompt's tokens see all earlier tokens, read from SSD layer by layer.
+    chunks that contain `pins`, (start, end), and the chunks with the highest scores. KV of all tokens is on
+    SSD, that of the visible ones also on the device. With `recall` only the tokens of answers are limited to
+    this part: a prompt's tokens see all earlier tokens, whose KV is read from SSD layer by layer.
     """
 
     sink: int = 0
@@ -45,7 +45,7 @@ class Policy:
     def paged(cls, resident: int, pins: Iterable[tuple[int, int]] = (), *, sink: int) -> Policy:
         """Return the policy of a paged session with `resident` tokens on the device, and pinned spans `pins`.
 
-        After sinks and pinned chunks, other chunks and the window get half of the remaining tokens each.
+        Sinks and pinned chunks come first; other chunks and the window share the remaining tokens equally.
 
         Raises `ValueError` for pins that overlap, or that leave less than four chunks.
         """
@@ -70,7 +70,7 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """The policy's name in the protocol."""
+        """The policy's name in requests and results: full, paged or sink_window."""
         return "full" if self.window is None else "paged" if self.recall else "sink_window"
 
     @property
@@ -110,7 +110,7 @@ class Policy:
         return position if self.most_tokens is None else min(position, self.most_tokens + self.spare)
 
     def visible_from(self, position: int) -> int:
-        """Return from which position on all tokens of a session of `position` tokens are visible."""
+        """Return the position from which on every token is visible, in a session of `position` tokens."""
         if self.window is None or position <= self.sink + self.window:
             return 0
         num_before, pinned = -(-(position - self.window) // CHUNK), self.pinned

@@ -1,4 +1,4 @@
-"""The parts of a snapshot: its name, its tensors and their layout. Knows nothing of files."""
+"""The parts of a snapshot (the KV of one block or piece): name, tensors, layout. Knows nothing of files."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Tensor:
 
 
 def carried(span: Span, block: int) -> Span | None:
-    """Return the earlier tokens whose sketches (2-bit keys) are also in a span's file; None for most.
+    """Return the earlier tokens whose sketches (2-bit keys) the file of `span` contains too; None for most.
 
-    Only one file in sixteen has sketches of earlier tokens, so a restore opens few files to read all
+    One file in sixteen has the sketches of all sixteen blocks, so a restore opens few files to read all
     sketches.
     """
     size = CARRIER * block
@@ -64,7 +64,7 @@ def carried(span: Span, block: int) -> Span | None:
 
 
 def section(name: str, reach: Policy) -> tuple[Policy, str]:
-    """Return a tensor's section in a file: its reach, and its layer if layers are read one by one."""
+    """Return which section of a file a tensor is in: by its reach, and by layer if layers are read singly."""
     return reach, layer_path(name) if reach.recall else ""
 
 
@@ -74,7 +74,7 @@ def layer_path(name: str) -> str:
 
 
 def sections(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Group tensors into the sections of a file. Sketches of earlier blocks come after KV, the state last."""
+    """Group tensors into a file's sections, in order: KV, then sketches of earlier blocks, then the state."""
     for _, run in groupby(
         tensors, key=lambda one: (one.of_state, one.is_carried, section(one.name, one.reach))
     ):
@@ -90,7 +90,7 @@ States = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 def seen(reach: Policy, num_tokens: int) -> tuple[Span, ...]:
-    """List the spans of a session's `num_tokens` tokens that a layer of this reach sees."""
+    """List the spans that the layers of this reach see in a session of `num_tokens` tokens."""
     return tuple(Span(start, end) for start, end in reach.seen(num_tokens))
 
 
@@ -110,11 +110,12 @@ GROWING: Final = 2
 class ModelLayout:
     """The tensors that every snapshot of a model has; a file with other tensors is not used.
 
-    `kv` are the tensors that have a token axis, grouped by reach; `reaches` has the reach of each, by default
-    all tokens. `states` are the tensors of a state; -1 along `GROWING` means any length. `prove(tensors,
-    num_tokens)` raises `ValueError` if no cache can be filled with the tensors of a state, for example if its
-    numbers are impossible. `prove` is safe on any thread. Under a policy with `recall`, `sketches` are more
-    tensors for all tokens, and `carried` more tensors of a carrier, for the sketches of earlier blocks.
+    `kv` are the tensors that have a token axis, grouped by reach (the tokens that a layer sees); `reaches`
+    has the reach of each, by default all tokens. `states` are the tensors of a state; -1 along `GROWING`
+    means any length. `prove(tensors, num_tokens)` raises `ValueError` if no cache can be filled with the
+    tensors of a state, for example if its numbers are impossible. `prove` is safe on any thread. Under a
+    policy with `recall`, `sketches` are further tensors of every snapshot, and `carried` those of the
+    carriers, which contain the sketches of earlier blocks too.
     """
 
     kv: Layout
@@ -137,7 +138,7 @@ class ModelLayout:
 
     @property
     def reach(self) -> Policy:
-        """A reach that covers every layer's: the most sinks and the longest window."""
+        """A reach that includes that of every layer: the most sinks and the longest window."""
         if not self._distinct or FULL in self._distinct:
             return FULL
         return Policy(
@@ -146,7 +147,7 @@ class ModelLayout:
 
     @property
     def windows(self) -> Policy:
-        """The largest reach of the layers with windows that never see a token again after it left the window.
+        """The largest reach of the layers with windows, which never see a token again that left the window.
 
         `FULL` if there are no such layers, or if other layers recall tokens.
         """
@@ -166,14 +167,14 @@ class ModelLayout:
         return replace(self, kv=self.kv + more, reaches=reaches, carried=carried)
 
     def name(self, policy: Policy) -> str:
-        """Return how an identity names a policy, including the layers that have sketches under the policy."""
+        """Return a policy's name in an identity, which includes the layers that have sketches under it."""
         paths = dict.fromkeys(name.partition(".sketch.")[0] for name, _, _ in self.sketches)
         return f"{policy} by {','.join(paths)} in {CARRIER}" if policy.recall else str(policy)
 
     def seen(self, num_tokens: int, num_carried: int = 0) -> tuple[Span, ...]:
-        """List the spans that the layers of a session of `num_tokens` tokens see; they may overlap.
+        """List the spans that any layer sees in a session of `num_tokens` tokens; the spans may overlap.
 
-        If all tokens have sketches, the first `num_carried` tokens are left out: carriers have their
+        If every token has a sketch, the first `num_carried` tokens are left out, since carriers have these
         sketches.
         """
         found = {span: None for reach in self._distinct if reach != FULL for span in seen(reach, num_tokens)}
@@ -182,7 +183,7 @@ class ModelLayout:
         return tuple(found)
 
     def seen_by_windows(self, num_tokens: int) -> tuple[Span, ...]:
-        """List the spans of a session of `num_tokens` tokens that window layers see; they may overlap."""
+        """List the spans that layers with windows see in a session of `num_tokens` tokens; may overlap."""
         return tuple(
             dict.fromkeys(
                 span for reach in self._distinct if reach.is_endless for span in seen(reach, num_tokens)
@@ -218,7 +219,7 @@ class ModelLayout:
 
 
 class Name(NamedTuple):
-    """The name of a snapshot: KV of the packed `tokens` from `start` on, after the prefix named `parent`.
+    """What a snapshot contains: KV of the packed `tokens` from `start` on, after the prefix named `parent`.
 
     A session can resume at the end of a `resumable` snapshot. Any other snapshot lacks the state of some
     layers and can only be the middle of a chain.
@@ -247,9 +248,9 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The memory for a tensor: `rows` has one buffer for each head, with `token_bytes` bytes a token.
+    """Where a tensor is in memory: `rows` has one buffer for each head, with `token_bytes` bytes per token.
 
-    Each buffer has the tokens of `spans`, in order. `section` names the tensor's section in a file, as the
+    Each buffer has the tokens of `spans`, in order. `section` is the tensor's section in a file, as the
     function `section` returns it.
     """
 
@@ -259,7 +260,7 @@ class Place:
     spans: tuple[Span, ...]
 
     def split(self, at: int) -> tuple[Place, Place]:
-        """Split this place in two: one for the tokens before position `at`, one for the other tokens."""
+        """Split this place in two: for the tokens before position `at`, and for those from `at` on."""
         before = tuple(Span(own.start, min(own.end, at)) for own in self.spans if own.start < at)
         after = tuple(Span(max(own.start, at), own.end) for own in self.spans if own.end > at)
         skipped = sum(own.num_tokens for own in before) * self.token_bytes
@@ -268,7 +269,7 @@ class Place:
         )
 
     def segments(self, span: Span) -> Iterator[tuple[int | None, int]]:
-        """Split a span into runs: (index in the buffer, None if without a place; number of tokens)."""
+        """Split a span into runs of (index in the buffer or None if not in the buffer, number of tokens)."""
         done, at = span.start, 0
         for own in self.spans:
             start, end = max(own.start, span.start), min(own.end, span.end)

@@ -1,6 +1,6 @@
-"""A session's token ids, and the chain of their names. Pure.
+"""A session's token ids, and the names of its blocks. Pure.
 
-Appending tokens shares the earlier ids and does not copy them. Long sessions omit the ids in the middle.
+Appending tokens does not copy the earlier ids. Long sessions do not keep the ids in the middle.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BEHIND: Final = hashlib.blake2b(digest_size=_DIGESTED, person=b"turnkeep.behind
 
 
 class _Part:
-    """`_PART` tokens: their ids, or None if these are left out, and a digest of all tokens up to here."""
+    """`_PART` tokens: their ids, or None if dropped, and a digest of all tokens up to the part's end."""
 
     __slots__ = ("digest", "ids")
 
@@ -49,7 +49,7 @@ class _Part:
 
 
 class Boundary(NamedTuple):
-    """The name of a session's first `end` tokens under a root; `end` is the end of a block."""
+    """The name (a digest) of a session's first `end` tokens under a root; `end` is the end of a block."""
 
     root: bytes
     end: int
@@ -60,11 +60,11 @@ class Tokens(Sequence[int]):
     """A session's token ids, 4 bytes each. Immutable: appending makes new tokens that share the old ones.
 
     So the cost of a turn does not depend on its session's length: earlier ids are not copied, compared or
-    hashed again. `chains` has the names of these tokens' blocks, by root; tokens share it with the tokens
-    that they extend. `chains` belongs to the event loop.
+    hashed again. `chains` has the names of the blocks, by root, and is shared by all tokens that extend each
+    other. `chains` belongs to the event loop.
 
-    A long session's tokens may be `shortened`: the ids of a middle part are left out. A method that needs
-    such an id raises `CutOffError`. `boundaries` are known names of prefixes of these tokens.
+    A long session's tokens may be `shortened`: the ids in the middle are dropped. A method that needs such an
+    id raises `CutOffError`. `boundaries` are known names of prefixes of these tokens.
     """
 
     __slots__ = ("_parts", "_rest", "boundaries", "chains")
@@ -76,7 +76,7 @@ class Tokens(Sequence[int]):
         chains: dict[bytes, Chain] | None = None,
         boundaries: Sequence[Boundary] = (),
     ) -> None:
-        """Make tokens from whole parts and the ids after the last part."""
+        """Make tokens from whole parts and from `rest`, the ids after the last part."""
         self._parts = parts
         self._rest = array("I") if rest is None else rest
         self.chains: dict[bytes, Chain] = {} if chains is None else chains
@@ -100,14 +100,14 @@ class Tokens(Sequence[int]):
             if end == len(self):
                 return self
             num = end // _PART
-            # Longer prefixes are left out: other tokens may be appended than their names stand for.
+            # Without the names of longer prefixes: other tokens may be appended to these.
             named = tuple(one for one in self.boundaries if one.end <= end)
             return Tokens(self._parts[:num], self.ids(num * _PART, end), self.chains, named)
         at = range(len(self))[at]
         return self._ids_from(at // _PART)[at % _PART]
 
     def __add__(self, more: Iterable[int]) -> Tokens:
-        """Append token ids. Raises `OverflowError` for one outside of uint32."""
+        """Return tokens with more ids appended. Raises `OverflowError` for an id outside of uint32."""
         rest = self._rest[:]
         rest.extend(more.ids() if isinstance(more, Tokens) else array("I", more))
         parts = [*self._parts]
@@ -137,12 +137,12 @@ class Tokens(Sequence[int]):
 
     @property
     def held_from(self) -> int:
-        """The position after the last left-out id; 0 if no ids are left out."""
+        """The position from which on all ids are in memory; 0 if no ids were dropped."""
         nums = range(len(self._parts), 0, -1)
         return next((num * _PART for num in nums if self._parts[num - 1].ids is None), 0)
 
     def holds(self, at: int) -> bool:
-        """Whether the id at position `at` is in memory (not left out)."""
+        """Whether the id at position `at` is in memory."""
         return not _PART <= at < self.held_from
 
     def ids(self, start: int = 0, end: int | None = None) -> _Ids:
@@ -161,9 +161,9 @@ class Tokens(Sequence[int]):
         return pack(self.ids(start, end))
 
     def num_common(self, other: Tokens) -> int:
-        """Count the common leading tokens.
+        """Count the leading tokens that both have in common.
 
-        The count is too small if the first difference is among left-out ids.
+        The count is too small if the first difference is among ids that are not in memory.
         """
         num = min(len(self._parts), len(other._parts))
         while num and self._parts[num - 1].digest != other._parts[num - 1].digest:
@@ -182,12 +182,12 @@ class Tokens(Sequence[int]):
         return Tokens(self._parts, self._rest)
 
     def apart(self) -> Tokens:
-        """Return a copy with `chains` of its own, for a fork of the session."""
+        """Return a copy with separate `chains`, for a fork of the session."""
         chains = {root: chain.copy() for root, chain in self.chains.items()}
         return Tokens(self._parts, self._rest, chains, self.boundaries)
 
     def shortened(self, end: int) -> Tokens:
-        """Return these tokens without the ids of the whole parts before `end`, except for the first part."""
+        """Return these tokens without the ids of whole parts before `end`, except for the first part."""
         first, num = max(self.held_from // _PART, 1), end // _PART
         if num <= first:
             return self
@@ -198,7 +198,7 @@ class Tokens(Sequence[int]):
         return Tokens(parts, self._rest, self.chains, found)
 
     def pack_shortened(self) -> tuple[bytes, bytes, bytes]:
-        """Pack the ids at the beginning, the digests of the left-out ids, and the ids at the end."""
+        """Pack the ids before the dropped ones, the digests of the dropped parts, and the ids after them."""
         start = min(_PART, self.held_from)
         cut = self._parts[start // _PART : self.held_from // _PART]
         return self.packed(0, start), b"".join(part.digest for part in cut), self.packed(self.held_from)
@@ -216,7 +216,7 @@ class Tokens(Sequence[int]):
 
 
 class Chain:
-    """The names of a growing run of tokens, block by block; each block is hashed once."""
+    """The names of the blocks of a growing session under one root. Hashes each block once."""
 
     def __init__(self, root: bytes, block: int, policy: Policy = FULL) -> None:
         self.root = root
@@ -226,7 +226,7 @@ class Chain:
         self._names = [root]
 
     def resume(self, tokens: Tokens, names: Iterable[bytes]) -> None:
-        """Start from known `names` of the first blocks of `tokens`, whose ids may be left out."""
+        """Start with known `names` of the first blocks of `tokens`, whose ids need not be in memory."""
         self._names = [self.root, *names]
         self._named = tokens[: (len(self._names) - 1) * self.block].alone()
 
@@ -237,7 +237,7 @@ class Chain:
         return chain
 
     def boundary(self, tokens: Tokens, position: int) -> Boundary | None:
-        """Return the boundary at the first block edge from `position` on; None if it has no name yet."""
+        """Return the first block end at or after `position`, with its name; None if it has no name yet."""
         num = -(-position // self.block)
         is_named = num < len(self._names) and self._named.num_common(tokens) >= num * self.block
         return Boundary(self.root, num * self.block, self._names[num]) if is_named else None
@@ -297,8 +297,8 @@ def unpack(packed: bytes) -> Tokens:
 def to_compact(tokens: Sequence[int]) -> str:
     """Encode token ids for a result: base64 of LEB128 numbers, about two to three characters per token.
 
-    LEB128 writes a number in groups of seven bits, the lowest first; the high bit of a byte says that more
-    follow.
+    LEB128 writes a number in groups of seven bits, the lowest first; a byte's high bit says whether another
+    byte follows.
     """
     ids = np.frombuffer(pack(tokens), "<u4")
     sizes = 1 + np.searchsorted(_LEB_LIMITS, ids, side="right")

@@ -1,4 +1,4 @@
-"""Writes errors, events and token counts in the shapes of Anthropic's API. Pure."""
+"""Converts errors, events, token counts and stop reasons to the formats of Anthropic's API. Pure."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _KINDS: Final = {401: "authentication_error", 403: "permission_error", 404: "not
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-#: The cache's counts before they are known; writes to the cache are never charged here.
+#: The cache's token counts before they are known; the gateway never counts writes to the cache.
 CACHE_USAGE: Final = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
 
 def error(fault: Fault) -> dict[str, Any]:
-    """Convert a fault to the JSON of Anthropic's errors."""
+    """Convert a `Fault` to the JSON of Anthropic's errors."""
     kind = _KINDS.get(fault.status, "api_error" if fault.status >= 500 else "invalid_request_error")
     message = fault.message
     if fault.code == "context_length_exceeded":
@@ -45,7 +45,7 @@ def error(fault: Fault) -> dict[str, Any]:
 
 
 def usage(result: Generated) -> dict[str, Any]:
-    """Write the token counts of an answer. Prompt tokens that were not cached are `input_tokens`."""
+    """Return an answer's token counts in Anthropic's fields; `input_tokens` leaves out cached tokens."""
     used = result.usage
     return CACHE_USAGE | {
         "input_tokens": used.prompt_tokens - used.cached_tokens,
@@ -61,7 +61,7 @@ def end(result: Generated) -> dict[str, Any]:
 
 
 def signature(texts: Iterable[str]) -> str:
-    """Return a digest of the reasoning, for clients that require a signature; nobody checks it."""
+    """Return a digest of reasoning texts, as the `signature` that some clients require; nobody checks it."""
     return blake2b("".join(texts).encode(), digest_size=32).hexdigest()
 
 

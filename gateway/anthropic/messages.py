@@ -1,4 +1,4 @@
-"""Translates Anthropic's `/v1/messages`: requests into turns, results into answers. Pure."""
+"""Translates Anthropic's `/v1/messages`: requests into `Turn`s, results into answers. Pure."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 @parts_checked()
 def read(body: bytes) -> Turn:
-    """Parse a request's body into a turn. Raises `Fault`."""
+    """Parse a request's body into a `Turn`. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body, ("n",))
     openai.refuse(asked, _REFUSED)
     if not asked.messages:
@@ -149,7 +149,7 @@ def _system(given: str | list[Any] | None, warnings: list[Warned]) -> list[Messa
 
 
 def _messages(given: _Message, where: str, warnings: list[Warned]) -> list[Message]:
-    """Convert a message to the protocol's form, in which each tool result is a message of its own."""
+    """Convert a message to the protocol's messages: each tool result becomes a message of its own."""
     blocks = [given.content] if isinstance(given.content, str) else given.content
     match given.role:
         case "assistant":
@@ -229,7 +229,7 @@ def _tools(asked: _Request) -> dict[str, Any]:
 
 
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:  # noqa: ARG001  # the same parameters in all dialects
-    """Write the JSON answer to a request without `stream`."""
+    """Return the JSON body of the response to a request without `stream`."""
     (result,) = results
     content: list[dict[str, Any]] = []
     if result.reasoning:
@@ -244,7 +244,7 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
 
 
 class Events:
-    """Writes the events of one stream: content blocks in sequence, each with a start and a stop event."""
+    """Encodes the events of one streamed response: content blocks, each with a start and a stop event."""
 
     heartbeat: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -254,17 +254,17 @@ class Events:
         self._number = -1
         self._open: str | int | None = None
         self._reasoning: list[str] = []
-        #: White space before a text, held back until text follows: a block of white space alone is refused.
+        #: Leading white space, not sent until text follows: clients refuse a block of white space alone.
         self._space = ""
 
     def start(self, index: int) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write the `message_start` event."""
+        """Encode the `message_start` event."""
         usage = {**anthropic.CACHE_USAGE, "input_tokens": 0, "output_tokens": 0}
         head = {**self._head, "stop_reason": None, "stop_sequence": None, "usage": usage}
         return anthropic.event("message_start", message=head)
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write the events for a chunk of the answer; empty bytes if it adds nothing."""
+        """Encode the events for a chunk of the answer; return empty bytes if the chunk adds nothing."""
         written = b""
         if chunk.reasoning:
             empty = {"type": "thinking", "thinking": "", "signature": ""}
@@ -275,17 +275,17 @@ class Events:
         return written + b"".join(self._call(part) for part in chunk.tool_calls)
 
     def finish(self, index: int, result: Generated) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write the events that end the open block, and tell why the answer ended and its token counts."""
+        """Encode the end of the open block, and the event with the stop reason and the token counts."""
         return self._stop() + anthropic.event(
             "message_delta", delta=anthropic.end(result), usage=anthropic.usage(result)
         )
 
     def end(self, results: Sequence[Generated]) -> bytes:  # noqa: ARG002  # each result is written already
-        """Write the `message_stop` event, the last of the stream."""
+        """Encode the `message_stop` event, the last of the stream."""
         return anthropic.event("message_stop")
 
     def error(self, fault: Fault) -> bytes:
-        """Write the error event that ends the stream."""
+        """Encode the error event that ends the stream."""
         return anthropic.event(**anthropic.error(fault))
 
     def _shown(self, text: str) -> str:
@@ -305,7 +305,7 @@ class Events:
         )
 
     def _block(self, kind: str | int, empty: dict[str, Any]) -> bytes:
-        """Write the events that end the open block and start one of this kind; none if it is open already."""
+        """Encode the end of the open block and the start of a block of `kind`, unless that one is open."""
         if kind == self._open:
             return b""
         before = self._stop()

@@ -137,12 +137,12 @@ class Gateway:
         placeholders: bool = True,
         name: str = "gateway",
     ) -> None:
-        """`connect` returns a client of a tenant for one of the `models`; without names there is one model.
+        """`connect` returns the client of a tenant and a model; `models` is empty if there is only one model.
 
         Metrics are published under the id `name`. Conversations idle for `idle_s` are removed. Requests wait
         up to `patience_s` for a worker that restarts. Web pages of this machine and of origins in `cors` may
-        send requests. With `explain`, a header says how much of a conversation was found. Images and other
-        blocks that no model here can read are refused unless `placeholders` stand in for them.
+        send requests. With `explain`, a header says how much of a conversation was found. Without
+        `placeholders`, images and other blocks that no model here can read are refused, not replaced by text.
         """
         #: Whether the server is shutting down; answers whose clients have disconnected go on then.
         self.is_stopping: Callable[[], bool] = lambda: False
@@ -300,7 +300,7 @@ class Gateway:
         return turn if self._placeholders else all_read(turn)
 
     async def _turn(self, tenant: str, dialect: Dialect, body: bytes) -> Turn:
-        """Parse a request into a turn, together with the conversation that it continues. Raises `Fault`."""
+        """Parse a request into a `Turn`, preceded by the conversation that it continues. Raises `Fault`."""
         known = await self._lookups.items(tenant, body) if dialect is _RESPONSES else {}
         turn = self._readable(responses.read(body, known) if known else dialect.read(body))
         if not turn.previous:
@@ -490,7 +490,7 @@ class _Cors(CORSMiddleware):
 
 
 def _instead(path: str, error: HTTPException) -> str:
-    """Return a hint at the right method or base URL, for the end of an error; empty if there is none."""
+    """Return the end of a 404 or 405 message: the right method or base URL; empty if neither explains it."""
     if allowed := (error.headers or {}).get("Allow"):
         return f", only {allowed}"
     if path.startswith("/v1/v1/") or not path.startswith("/v1/"):

@@ -1,4 +1,4 @@
-"""Serves an answer's events as a stream of the Durable Streams protocol, for reading only.
+"""Serves an answer's events as a read-only stream of the Durable Streams protocol.
 
 The stream's messages are the events of `/v1/responses` as JSON; the offset is the next event's number.
 """
@@ -39,10 +39,13 @@ _DATA: Final = b"\ndata: "
 
 
 class Reading(Response):
-    """The response to one read of an answer's events: those so far, the next ones, or all as they come."""
+    """The response to one read of an answer's events, from an offset on.
+
+    It has the events so far, or with `live=long-poll` the next ones, or with `live=sse` all as they come.
+    """
 
     def __init__(self, kept: Kept, query: Mapping[str, str]) -> None:
-        """`query` has the request's `offset` and `live`. Raises `Fault`."""
+        """`kept` is the answer; `query` has the request's `offset` and `live`. Raises `Fault`."""
         super().__init__()
         self._conversations, answer = kept
         self._answer = answer
@@ -94,7 +97,7 @@ class Reading(Response):
     async def _batches(self, answering: Answering) -> AsyncIterator[list[bytes]]:
         """Yield batches of events that the client does not have, until the answer ends.
 
-        Raises TimeoutError once a read without `live`, or a poll, has waited for its whole time.
+        Raises TimeoutError after `_COLLECT_S` for a read without `live`, and after `_POLL_S` for a long poll.
         """
         written, clock = self._events.start(0), asyncio.get_running_loop().time
         until_s = clock() + (_POLL_S if self._live else _COLLECT_S)

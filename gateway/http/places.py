@@ -1,7 +1,7 @@
-"""Adds ids to a stream's events, and leaves out events that a client has when it resumes the stream. Pure.
+"""Adds ids to a stream's events; when a client resumes the stream, skips events that the client has. Pure.
 
-An id names an answer in the log, and a place in it that does not depend on how the answer is divided into
-chunks, so any gateway can resume after it, from the chunks or from the recorded result.
+An event's id names the answer in the log and a place in it (a number of characters, calls and tokens), which
+does not depend on how the answer is divided into chunks. So any gateway can resume the stream there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUM_STARTING: Final = 2
 
 
 class Place(NamedTuple):
-    """How many characters, calls and tokens of an answer a client has, and `num_events` after the last one.
+    """A place in an answer's stream: the characters, calls and tokens before it, and `num_events` after them.
 
     In a stream with numbered events, `num_events` counts all events, and the other fields are 0.
     """
@@ -40,15 +40,15 @@ class Place(NamedTuple):
 
     @property
     def has_content(self) -> bool:
-        """Whether a client at this place has some of the answer, not only the stream's opening events."""
+        """Whether some of the answer is before this place, not only events that open the stream."""
         return self.num_events > _NUM_STARTING or any(self[1:])
 
     def covers(self, other: Place) -> bool:
-        """Whether a client at this place has all of the answer's content up to the place `other`."""
+        """Whether this place has at least as many characters, calls and tokens before it as `other`."""
         return all(mine >= its for mine, its in zip(self[1:], other[1:], strict=True))
 
     def behind(self, part: Chunk) -> Place:
-        """Return the place after a part that begins here; this place if the part is empty."""
+        """Return the place at the end of `part`, which begins at this place; an empty part ends here."""
         if not (part.text or part.reasoning or part.tool_calls or part.logprobs):
             return self
         return Place(
@@ -62,16 +62,16 @@ class Place(NamedTuple):
 
 @runtime_checkable
 class Numbered(Protocol):
-    """A writer of events that have numbers of their own, from 0."""
+    """Encodes events that have sequence numbers, from 0; `num_events` is the next one."""
 
     num_events: int
 
 
 class Marked:
-    """Writes the events of one answer's stream with ids, except events that the client has already."""
+    """Adds ids to the encoded events of one answer, and leaves out events that the client has already."""
 
     def __init__(self, events: Events, answer_id: str, after: Place | None) -> None:
-        """The client has the events up to the place `after`; none if it is None."""
+        """The client has the events up to the place `after`; if that is None, it has no events."""
         self._events = events
         self._numbered = events if isinstance(events, Numbered) else None
         self._answer_id = answer_id.encode()
@@ -80,7 +80,7 @@ class Marked:
 
     @property
     def heartbeat(self) -> bytes:
-        """The dialect's heartbeat; if events have numbers, with the last number that the client has."""
+        """The dialect's heartbeat; with numbered events, it has the number of the client's last event."""
         if self._numbered is None or not self._is_known:
             return self._events.heartbeat
         num = self._numbered.num_events
@@ -90,25 +90,25 @@ class Marked:
         return written
 
     def start(self, index: int) -> bytes:
-        """Write the events that open the answer."""
+        """Encode the events that open the answer."""
         return self._marked(self._events.start(index))
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """Write the events for a chunk of the answer; empty bytes if it adds nothing new."""
+        """Encode the events for a chunk of the answer; return empty bytes if the client has all of it."""
         if self._numbered is not None:
             return self._marked(self._events.chunk(index, chunk))
         return b"".join(self._part(index, part) for part in _parts(chunk))
 
     def finish(self, index: int, result: Generated) -> bytes:
-        """Write the events that close the answer."""
+        """Encode the events that close the answer."""
         return self._marked(self._events.finish(index, result))
 
     def end(self, results: Sequence[Generated]) -> bytes:
-        """Write the events that close the stream."""
+        """Encode the events that close the stream."""
         return self._marked(self._events.end(results))
 
     def error(self, fault: Fault) -> bytes:
-        """Write the error event that ends the stream; it always counts as new to the client."""
+        """Encode the error event that ends the stream, which the client always gets."""
         if self._numbered is not None:
             self._at = max(self._at, self._after)
             self._numbered.num_events = self._at.num_events
@@ -126,7 +126,7 @@ class Marked:
         return written
 
     def _marked(self, written: bytes, behind: Place | None = None) -> bytes:
-        """Add ids to the events that are new to the client; `behind` is the place after the last event."""
+        """Add ids to events, without those that the client has; `behind` is the place after the last one."""
         shown, events = b"", written.split(_END)[:-1]
         for number, one in enumerate(events, 1):
             is_last = behind is not None and number == len(events)
@@ -158,7 +158,7 @@ def behind_number(number: int) -> Place:
 
 
 def _divided(part: Chunk, at: Place, target: Place) -> tuple[Chunk, Chunk]:
-    """Split a part that begins at the place `at` into its content before the place `target`, and the rest."""
+    """Split a chunk that begins at the place `at` into its content up to the place `target`, and the rest."""
     said, text, calls, tokens = (max(0, end - begin) for begin, end in zip(at[1:], target[1:], strict=True))
     known = replace(
         part,

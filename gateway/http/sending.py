@@ -51,7 +51,7 @@ class Asker(NamedTuple):
     running: contextlib.ExitStack
 
     def note(self, how: How, result: Generated) -> None:
-        """Count an answer, and its tokens against the key's limit."""
+        """Count an answer in the metrics, and its tokens against the key's limit."""
         self.counters.note(how, result)
         if how != "repeated":
             used = result.usage
@@ -59,7 +59,10 @@ class Asker(NamedTuple):
 
 
 class Answer(Response):
-    """Sends a turn's answers. If the client disconnects, they are cancelled unless `Answering.stays`."""
+    """The HTTP response with the answers to a `Turn`.
+
+    If the client disconnects, the answers are cancelled unless `Answering.stays`.
+    """
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class Answer(Response):
         begin: Callable[[], Answering],
         after: Place | None = None,
     ) -> None:
-        """`begin` starts the answers; the client has their stream's events up to the place `after`."""
+        """`begin` starts the answers; the client has the stream's events up to the place `after` already."""
         super().__init__()
         self._dialect = dialect
         self._turn = turn
@@ -107,7 +110,7 @@ class Answer(Response):
                 self._conversations.abandon(answering)  # without effect on answers that have ended
 
     async def _drain(self, answering: Answering, running: contextlib.ExitStack) -> None:
-        """Count a request as running until its answers have ended."""
+        """Count a request as running until its answers have ended, after its client has disconnected."""
         with running, contextlib.suppress(TurnkeepError):
             while not self._is_over:
                 self._take(*await answering.events.get())
@@ -177,9 +180,9 @@ class Answer(Response):
         await send(_part(last, more=False))
 
     async def _until_begun(self, answering: Answering, send: Send) -> None:
-        """Wait until the log has the request of an answer that stays.
+        """Wait until the log has the request of an answer that goes on without its client.
 
-        The first event tells the client the answer's id, with which it may resume at once, at any gateway.
+        The stream's first event has the answer's id, with which the client may resume at any gateway at once.
         Raises `TurnkeepError`.
         """
         while not self._has_begun:
@@ -209,7 +212,7 @@ class Answer(Response):
             raise failure
 
     def _new_events(self) -> tuple[Events, bytes]:
-        """Return a writer of events, and the events that open the answers."""
+        """Return the dialect's `Events`, and the encoded events that open the answers."""
         events = self._unmarked_events()
         if self._turn.n == 1 and self._dialect.is_marked:
             events = Marked(events, self._id, self._after)

@@ -17,7 +17,7 @@ from turnkeep_client.errors import TurnkeepError
 if TYPE_CHECKING:
     from .app import Gateway
 
-#: How long a server that stops waits for answers. Their clients can ask again, and get the rest.
+#: How long a server that stops waits for running answers. Their clients can send the request again later.
 _DRAIN_S: Final = 10
 _KEEP_ALIVE_S: Final = 75
 #: A request's headers must have arrived within this time.
@@ -38,7 +38,10 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 class _Protocol(H11Protocol):
-    """An HTTP/1.1 connection that closes if its first request, or one that has begun, does not arrive."""
+    """An HTTP/1.1 connection that closes if the head of a request does not arrive in time (`_HEAD_S`).
+
+    The time runs from the start of the connection, and later from the first byte of each request.
+    """
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)

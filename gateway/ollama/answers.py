@@ -40,13 +40,13 @@ def _generated(text: str, reasoning: str = "", calls: Sequence[dict[str, Any]] =
 
 
 class _Words:
-    """Writes answers of `/api/chat` or `/api/generate`; `say` returns the fields in which they differ."""
+    """Writes answers of `/api/chat` or `/api/generate`; `say` returns the fields in which the two differ."""
 
     def __init__(self, say: Callable[..., dict[str, Any]]) -> None:
         self.say = say
 
     def whole(self, turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:  # noqa: ARG002  # the same parameters in all dialects
-        """Write the JSON answer to a request without a stream."""
+        """Return the JSON body of the response to a request with `stream: false`."""
         (result,) = results
         calls = [_call(one) for one in result.tool_calls]
         said = self.say(result.text, result.reasoning, calls)
@@ -54,12 +54,12 @@ class _Words:
         return {**_head(turn, created), **said, **tokens, **_end(result)}
 
     def events(self, turn: Turn, answer_id: str, created: int) -> Lines:  # noqa: ARG002  # the same parameters in all dialects
-        """Return a writer for the lines of one stream."""
+        """Return the encoder of the lines of one streamed response."""
         return Lines(self.say, _head(turn, created))
 
 
 class Lines:
-    """Writes the JSON lines of one stream."""
+    """Encodes the JSON lines of one streamed response."""
 
     def __init__(self, say: Callable[..., dict[str, Any]], head: dict[str, Any]) -> None:
         self._say = say
@@ -67,15 +67,15 @@ class Lines:
 
     @property
     def heartbeat(self) -> bytes:
-        """A line with an empty text, as a sign that the stream lives: JSON lines have no comments."""
+        """A line with an empty text, which shows that the stream is alive: JSON lines have no comments."""
         return self._line(self._say(""), done=False)
 
     def start(self, index: int) -> bytes:  # noqa: ARG002  # there is one answer
-        """Return empty bytes: nothing opens an answer."""
+        """Return empty bytes: an answer has no line before its first chunk."""
         return b""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write the line for a chunk of the answer; empty bytes if it adds nothing."""
+        """Encode the line for a chunk of the answer; return empty bytes if the chunk adds nothing."""
         calls = [_call(part) for part in chunk.tool_calls]
         if not (chunk.text or chunk.reasoning or calls or chunk.logprobs):
             return b""
@@ -83,15 +83,15 @@ class Lines:
         return self._line(self._say(chunk.text, chunk.reasoning, calls), **tokens, done=False)
 
     def finish(self, index: int, result: Generated) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write the answer's last line, with token counts and durations."""
+        """Encode the answer's last line, with token counts and durations."""
         return self._line(self._say(""), **_end(result))
 
     def end(self, results: Sequence[Generated]) -> bytes:  # noqa: ARG002  # the result is written already
-        """Return empty bytes: `finish` has written the last line."""
+        """Return empty bytes: `finish` encodes the last line."""
         return b""
 
     def error(self, fault: Fault) -> bytes:
-        """Write the line with the error that ends the stream."""
+        """Encode the line with the error that ends the stream."""
         return msgspec.json.encode(error(fault)) + b"\n"
 
     def _line(self, said: dict[str, Any], **more: Any) -> bytes:
@@ -103,17 +103,17 @@ GENERATE: Final = _Words(_generated)
 
 
 def error(fault: Fault) -> dict[str, Any]:
-    """Convert a fault to the JSON of Ollama's errors."""
+    """Convert a `Fault` to the JSON of Ollama's errors."""
     return {"error": fault.message}
 
 
 def tags(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Write the list of models for `/api/tags`."""
+    """Return the list of models for `/api/tags`."""
     return {"models": [_listed(one) for one in models]}
 
 
 def running(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Write the list of loaded models for `/api/ps`."""
+    """Return the list of loaded models for `/api/ps`."""
     shown = []
     for one in models:
         if (context := one.get("max_model_len")) is not None:
@@ -149,7 +149,7 @@ def _head(turn: Turn, created: int) -> dict[str, Any]:
 
 
 def _call(given: Called | CallPart) -> dict[str, Any]:
-    """Write a tool call, with its arguments as an object instead of JSON text."""
+    """Return a tool call in Ollama's form, with its arguments as an object instead of JSON text."""
     name, written = (
         (given.function.name, given.function.arguments)
         if hasattr(given, "function")

@@ -1,4 +1,4 @@
-"""Parses Ollama's requests to `/api/chat` and `/api/generate` into turns. Pure."""
+"""Parses Ollama's requests to `/api/chat` and `/api/generate` into `Turn`s. Pure."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Generate(_Request, frozen=True, kw_only=True):
 
 
 class _Empty(Struct, frozen=True):
-    """A request that, if it has no prompt, only loads or unloads a model in Ollama."""
+    """A request that may have no prompt: then Ollama's client only wants to load or unload a model."""
 
     model: str = ""
     prompt: str | None = None
@@ -101,7 +101,7 @@ _GENERATE: Final = msgspec.json.Decoder(Generate)
 
 
 def chat(body: bytes) -> Turn:
-    """Parse a request to `/api/chat` into a turn. Raises `Fault`."""
+    """Parse a request to `/api/chat` into a `Turn`. Raises `Fault`."""
     asked, warnings = openai.request(_CHAT, body)
     warnings = [one for one in warnings if one.where not in _HARMLESS]
     if not asked.messages:
@@ -165,7 +165,7 @@ def _options(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
 
 
 def _messages(given: Sequence[_Said], warnings: list[Warned]) -> list[Message]:
-    """Convert messages. Ollama's tool results have no ids: each gets the id of a call without a result."""
+    """Convert messages. Tool results have no ids in Ollama: each gets the id of a call without a result."""
     found: list[Message] = []
     waiting: list[ToolCall] = []
     for number, one in enumerate(given):
@@ -195,7 +195,7 @@ def _call(given: _Call, call_id: str) -> ToolCall:
 
 
 def at_once(body: bytes) -> dict[str, Any] | None:
-    """Answer a request without a prompt, which only loads a model in Ollama; None for other requests."""
+    """Answer a request without a prompt, by which clients load or unload a model; None for other requests."""
     asked = decoded(_EMPTY, body)
     if asked.prompt or asked.messages:
         return None
@@ -206,7 +206,7 @@ def at_once(body: bytes) -> dict[str, Any] | None:
 
 
 def no_such(path: str) -> Fault:
-    """Build the fault for a path of Ollama's API that the gateway does not serve."""
+    """Build the `Fault` for a path of Ollama's API that the gateway does not serve."""
     why = f"/api/{path} is not served here: `turnkeep model` pulls, shows and removes models"
     if path == "embeddings":
         why = "/api/embeddings is not served: ask /api/embed"

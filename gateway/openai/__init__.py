@@ -1,1 +1,1 @@
-"""OpenAI's chat completions, completions and embeddings, translated to and from the worker's protocol."""
+"""Translates OpenAI's chat completions, completions and embeddings to and from the worker's protocol."""

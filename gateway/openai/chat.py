@@ -1,4 +1,4 @@
-"""Translates OpenAI's `/v1/chat/completions`: requests into turns, results into answers. Pure."""
+"""Translates OpenAI's `/v1/chat/completions`: requests into `Turn`s, results into answers. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-#: The id of calls and results in the old form, `function_call`, which has no ids.
+#: The id for calls and results in the old form, `function_call`, which has none.
 _OLD_ID: Final = "call_0"
 #: Types of calls that stay calls; those of other types become text.
 _CALLS: Final = ("function", "custom")
@@ -103,7 +103,7 @@ _SENT: Final = msgspec.json.Decoder(_Sent)
 
 @parts_checked()
 def read(body: bytes) -> Turn:
-    """Parse a request's body into a turn. Raises `Fault`."""
+    """Parse a request's body into a `Turn`. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body)
     openai.refuse(asked, _REFUSED)
     if asked.modalities not in (None, [], ["text"]):
@@ -137,7 +137,7 @@ def read(body: bytes) -> Turn:
 
 
 def _tools(asked: _Request, sent: _Sent) -> dict[str, Any]:
-    """Return the generate options for tools; sending a session the same tools again changes nothing."""
+    """Return the generate options for tools. Tools that are equal to those of the session change nothing."""
     if not asked.tools:
         if asked.tool_choice in (None, "auto", "none"):
             return {}
@@ -161,7 +161,7 @@ def _tools(asked: _Request, sent: _Sent) -> dict[str, Any]:
 
 
 def _as_sent(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as it was sent, without fields that are null or that no worker knows."""
+    """Return a tool with its keys in the order sent, without fields that are null or that no worker knows."""
     known = _ToolFunction.__struct_fields__
     function = {
         name: value for name, value in tool["function"].items() if name in known and value is not None
@@ -214,7 +214,7 @@ def _call(given: _Call, index: int, where: str) -> ToolCall:
 
 
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
-    """Write the JSON answers to a request without `stream`."""
+    """Return the JSON body of the response to a request without `stream`."""
     choices = []
     for index, result in enumerate(results):
         message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
@@ -238,19 +238,19 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
 
 
 class Events(openai.Stream):
-    """Writes the events of one stream."""
+    """Encodes the events of one streamed response."""
 
     def __init__(self, turn: Turn, answer_id: str, created: int) -> None:
         head = _head("chat.completion.chunk", turn, answer_id, created)
         super().__init__(head, include_usage=turn.include_usage)
 
     def start(self, index: int) -> bytes:
-        """Write the event that opens answer number `index`."""
+        """Encode the event that opens answer number `index`."""
         delta = {"role": "assistant", "content": "", "refusal": None}
         return self.choice(index, {"delta": delta}, None, None)
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """Write the event for a chunk of an answer; empty bytes if it adds nothing."""
+        """Encode the event for a chunk of an answer; return empty bytes if the chunk adds nothing."""
         delta: dict[str, Any] = {}
         if chunk.reasoning:
             delta["reasoning_content"] = chunk.reasoning
@@ -265,7 +265,7 @@ class Events(openai.Stream):
         )
 
     def finish(self, index: int, result: Generated) -> bytes:
-        """Write the event with an answer's `finish_reason`."""
+        """Encode the event with an answer's `finish_reason`."""
         return self.choice(index, {"delta": {}}, None, openai.finish_reason(result))
 
 

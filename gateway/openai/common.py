@@ -1,4 +1,4 @@
-"""What OpenAI's dialects share: fields for sampling, usage, log probabilities, errors and events. Pure."""
+"""Code that OpenAI's dialects share: sampling fields, usage, log probabilities, errors and events. Pure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StreamOptions(Struct, frozen=True):
 
 
 class Sampled(Struct, frozen=True, kw_only=True):
-    """Fields that the requests of several APIs share. Unknown fields are ignored, with a warning."""
+    """The fields that the requests of several APIs share. Unknown fields are ignored, with a warning."""
 
     model: str = ""
     stream: bool | None = False
@@ -114,7 +114,10 @@ def _best_effort(form: Any) -> Any:
 def request(
     decoder: msgspec.json.Decoder[_R], body: bytes, without_effect: Iterable[str] = ()
 ) -> tuple[_R, list[Warned]]:
-    """Decode a request's body; return it with warnings of fields without effect. Raises `Fault`."""
+    """Decode a request's body; return it with a warning for each field that has no effect. Raises `Fault`.
+
+    Such fields are unknown ones, and those in `without_effect`.
+    """
     asked = decoded(decoder, body)
     known = {*type(asked).__struct_fields__, *_HARMLESS} - {*without_effect}
     given = {name for name, value in decoded(_FIELDS, body).items() if bytes(value) != b"null"}
@@ -122,7 +125,7 @@ def request(
 
 
 def reasoning(effort: str | None) -> dict[str, Any]:
-    """Return the `reasoning` field of a generate request for OpenAI's effort; empty if it sets no budget."""
+    """Return a generate request's `reasoning` field for OpenAI's `effort`; empty if this sets no budget."""
     return {"reasoning": {"budget": _BUDGETS[effort]}} if effort in _BUDGETS else {}
 
 
@@ -157,7 +160,7 @@ def usage(results: Iterable[Generated], num_prompts: int = 1) -> dict[str, Any]:
 
 
 def likelihoods(tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-    """Write each token's log probability, with those of the likeliest tokens at its position."""
+    """Return, in OpenAI's format, each token's log probability and those of the likeliest alternatives."""
     return [_likelihood(one) | {"top_logprobs": [*map(_likelihood, one.top)]} for one in tokens]
 
 
@@ -167,7 +170,7 @@ def _likelihood(token: LikelyToken) -> dict[str, Any]:
 
 
 def error(fault: Fault) -> dict[str, Any]:
-    """Convert a fault to the JSON of OpenAI's errors."""
+    """Convert a `Fault` to the JSON of OpenAI's errors."""
     fields = {"message": fault.message, "type": fault.kind, "param": fault.param, "code": fault.code}
     return {"error": fields}
 
@@ -178,9 +181,9 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 class Stream:
-    """Writes the stream events that chat and text completions share; `head` is part of each event."""
+    """Encodes the events that streams of chat and text completions share; each has the fields `head`."""
 
-    #: An SSE comment, which these dialects' clients accept as a sign that the stream lives.
+    #: An SSE comment, which these dialects' clients ignore, but which shows that the stream is alive.
     heartbeat: Final = b": waiting\n\n"
 
     def __init__(self, head: dict[str, Any], *, include_usage: bool, num_prompts: int = 1) -> None:
@@ -189,18 +192,18 @@ class Stream:
         self.include_usage = include_usage
 
     def choice(self, index: int, said: dict[str, Any], logprobs: Any, reason: str | None) -> bytes:
-        """Write one event of answer number `index`."""
+        """Encode one event of answer number `index`."""
         choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
         usage: dict[str, Any] = {"usage": None} if self.include_usage else {}
         return event({**self.head, "choices": [choice], **usage})
 
     def end(self, results: Sequence[Generated]) -> bytes:
-        """Write the events that close the stream: the usage, if it is wanted, and `[DONE]`."""
+        """Encode the events that close the stream: the usage, if the request asks for it, and `[DONE]`."""
         done = b"data: [DONE]\n\n"
         if not self.include_usage:
             return done
         return event({**self.head, "choices": [], "usage": usage(results, self.num_prompts)}) + done
 
     def error(self, fault: Fault) -> bytes:
-        """Write the error event that ends the stream."""
+        """Encode the error event that ends the stream."""
         return event(error(fault))

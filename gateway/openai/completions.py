@@ -33,7 +33,7 @@ DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
 def read(body: bytes) -> Turn:
-    """Parse a request's body into a turn. Raises `Fault`."""
+    """Parse a request's body into a `Turn`. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body)
     openai.refuse(asked, ("suffix",))
     if asked.echo and asked.stream:
@@ -82,7 +82,7 @@ def prompts(given: Any, most: int, param: str) -> tuple[str | tuple[int, ...], .
 
 
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
-    """Write the JSON answers to a request without `stream`."""
+    """Return the JSON body of the response to a request without `stream`."""
     choices = [
         {
             "index": index,
@@ -101,14 +101,14 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
 
 
 def _echo(turn: Turn, result: Generated) -> str:
-    """Return the prompt if the request has `echo`, so that the answer begins with it; else empty."""
+    """Return the prompt, which precedes the answer's text, if the request has `echo`; else an empty text."""
     if not turn.options.get("echo"):
         return ""
     return "".join(one.token for one in result.prompt_logprobs) if turn.text is None else turn.text
 
 
 class Events(openai.Stream):
-    """Writes the events of one stream."""
+    """Encodes the events of one streamed response."""
 
     def __init__(self, turn: Turn, answer_id: str, created: int) -> None:
         super().__init__(
@@ -123,7 +123,7 @@ class Events(openai.Stream):
         return b""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
-        """Write the event for a chunk of an answer; empty bytes if it adds nothing."""
+        """Encode the event for a chunk of an answer; return empty bytes if the chunk adds nothing."""
         if not chunk.text and not chunk.logprobs:
             return b""
         said = _logprobs(chunk.logprobs, self._lengths[index]) if chunk.logprobs else None
@@ -131,7 +131,7 @@ class Events(openai.Stream):
         return self.choice(index, {"text": chunk.text}, said, None)
 
     def finish(self, index: int, result: Generated) -> bytes:
-        """Write the event with an answer's `finish_reason`."""
+        """Encode the event with an answer's `finish_reason`."""
         return self.choice(index, {"text": ""}, None, openai.finish_reason(result))
 
 
@@ -145,7 +145,7 @@ def _head(turn: Turn, answer_id: str, created: int) -> dict[str, Any]:
 
 
 def _logprobs(tokens: Sequence[TokenLogprob | PromptToken], start: int) -> dict[str, Any]:
-    """Write log probabilities in the older shape; `text_offset` counts characters from `start`."""
+    """Return log probabilities in this API's format; `text_offset` counts characters from `start`."""
     offsets, end = [], start
     for one in tokens:
         offsets.append(end)

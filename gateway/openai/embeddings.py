@@ -1,4 +1,4 @@
-"""Answers requests for embeddings in the shapes of OpenAI and Ollama; the worker computes the vectors."""
+"""Answers requests for embeddings in the formats of OpenAI and Ollama; the worker computes the vectors."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _FIRST: Final = re.compile(r".", re.DOTALL)
 
 
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
-    """Write the JSON answer to a request without `stream`."""
+    """Return the JSON body of the response to a request without `stream`."""
     (result,) = results
     output = []
     if result.reasoning:
@@ -56,12 +56,12 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
 
 
 def begun(turn: Turn, answer_id: str, created: int) -> dict[str, Any]:
-    """Write an answer that has no result yet."""
+    """Return the JSON body for an answer that has no result yet."""
     return _response(turn, answer_id, created, [])
 
 
 def recorded(found: Recorded, answer_id: str) -> dict[str, Any]:
-    """Write an answer from the log: its result, its failure, or the state of one that still runs."""
+    """Return the JSON body for an answer from the log, with its result, its failure or its running state."""
     if isinstance(found.result, Generated):
         return whole(found.turn, answer_id, found.note.created, [found.result])
     fault = None
@@ -72,7 +72,7 @@ def recorded(found: Recorded, answer_id: str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Begun:
-    """An item of a stream; `write` builds it from text and status. `num_told` characters were sent."""
+    """An item of a stream; `write` builds it from text and status. `num_told` characters have been sent."""
 
     id: str
     index: int
@@ -83,10 +83,10 @@ class _Begun:
 
 
 class Events:
-    """Writes the events of one stream.
+    """Encodes the events of one streamed response.
 
-    The events, and so their numbers, depend on the answer alone, not on how it is divided into chunks:
-    reasoning and text are split at the same characters each time (`_PIECE`), and calls come last.
+    The events and their numbers depend only on the answer, not on its division into chunks: reasoning and
+    text are always split at the same characters (`_PIECE`), and calls come last.
     """
 
     def __init__(self, turn: Turn, answer_id: str, created: int) -> None:
@@ -99,23 +99,23 @@ class Events:
         self._reasoning: _Begun | None = None
         self._message: _Begun | None = None
         self._tokens: list[TokenLogprob] = []
-        #: How many log probabilities were sent, and the length of their tokens' texts, reasoning included.
+        #: How many log probabilities were sent, and the characters of their tokens, with those of reasoning.
         self._num_told = self._told_length = 0
-        #: White space before a text, held back until text follows.
+        #: Leading white space, not sent until text follows.
         self._space = ""
 
     @property
     def heartbeat(self) -> bytes:
-        """An `in_progress` event that repeats the last number; some clients ignore comments as heartbeats."""
+        """An `in_progress` event with the last event's number: comments do not keep some clients waiting."""
         self.num_events -= 1
         return self._life("in_progress")
 
     def start(self, index: int) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write the events `response.created` and `response.in_progress`."""
+        """Encode the events `response.created` and `response.in_progress`."""
         return self._life("created") + self._life("in_progress")
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write the events for a chunk of the answer; empty bytes if it adds nothing."""
+        """Encode the events for a chunk of the answer; return empty bytes if the chunk adds nothing."""
         self._tokens += chunk.logprobs
         written = b""
         if chunk.reasoning and self._message is None:
@@ -135,7 +135,7 @@ class Events:
         return written + (self._grow(self._message) if self._message else b"")
 
     def finish(self, index: int, result: Generated) -> bytes:  # noqa: ARG002  # there is one answer
-        """Write the events that end the open items, the calls, and the event with the whole response."""
+        """Encode the end of the open items, the events of all calls, and the event with the response."""
         body = whole(self._turn, self._id, self._created, [result])
         written = b""
         if self._message is None and any(item["type"] == "message" for item in body["output"]):
@@ -149,13 +149,13 @@ class Events:
         return written + self._event(f"response.{kind}", response=body)
 
     def end(self, results: Sequence[Generated]) -> bytes:  # noqa: ARG002  # the result is written already
-        """Return empty bytes: `finish` has written the last event."""
+        """Return empty bytes: `finish` encodes the last event."""
         return b""
 
     def error(self, fault: Fault) -> bytes:
-        """Write the error that ends the stream, as two events: each client understands only one of them.
+        """Encode the error that ends the stream, as two events: each client understands only one of them.
 
-        Before the stream's first event, only the one without the answer's id is written.
+        Before the stream's first event, encode only `error`, which does not have the answer's id.
         """
         written = b""
         if self.num_events:
@@ -165,7 +165,7 @@ class Events:
         return written + self._event("error", **told)
 
     def _speak(self) -> bytes:
-        """Write the events that end the reasoning item and begin the message item."""
+        """Encode the events that end the reasoning item and begin the message item."""
         written, item_id = self._end(self._reasoning), f"msg_{self._id}"
         self._message, begun = self._begin(
             item_id,
@@ -176,7 +176,7 @@ class Events:
         return written + begun
 
     def _call(self, number: int, call: Called) -> bytes:
-        """Write all events of one tool call."""
+        """Encode all events of one tool call."""
         name, key = call.function.name, f"{self._id}_{number}"
         is_custom = _kind(self._turn, name).get("type") == "custom"
         begun, written = self._begin(
@@ -201,7 +201,7 @@ class Events:
         return begun, written
 
     def _grow(self, begun: _Begun, *, is_over: bool = False) -> bytes:
-        """Write an event for each complete piece of an item's text; if it `is_over`, for the rest too."""
+        """Encode an event for each complete piece of an item's text; if the text `is_over`, for all of it."""
         written, text = b"", begun.text
         while begun.num_told < len(text):
             found = _PIECE.match(text, begun.num_told) if begun.num_told else _FIRST.match(text)
@@ -216,7 +216,7 @@ class Events:
         return written
 
     def _likely(self, end: int, *, is_over: bool) -> list[TokenLogprob]:
-        """Return unsent tokens of the text before the character `end`; all unsent ones if it `is_over`."""
+        """Return unsent tokens up to the character `end` of the text; if the text `is_over`, all of them."""
         first, thought = self._num_told, len(self._reasoning.text) if self._reasoning else 0
         while self._num_told < len(self._tokens):
             length = self._told_length + len(self._tokens[self._num_told].token)
@@ -227,7 +227,7 @@ class Events:
         return self._tokens[first : self._num_told]
 
     def _end(self, begun: _Begun | None, status: str = "completed") -> bytes:
-        """Write the events that end an item; empty bytes for None."""
+        """Encode the events that end an item; return empty bytes for None."""
         if begun is None:
             return b""
         item = begun.write(begun.text, status)
@@ -272,7 +272,7 @@ def _message(item_id: str, text: str, tokens: Sequence[TokenLogprob], status: st
 
 
 def _kind(turn: Turn, name: str) -> dict[str, str]:
-    """Return how calls of this tool differ from plain function calls; empty if they do not."""
+    """Return the fields in which a call of this tool differs from a function call; empty if in none."""
     found: dict[str, str] = turn.asked.get("kinds", {}).get(name, {})
     return found
 
@@ -303,7 +303,7 @@ def _response(
     *,
     fault: Fault | None = None,
 ) -> dict[str, Any]:
-    """Write the response object of an answer that has a result, has failed, or still runs."""
+    """Return the response object of an answer: with a result, with a `fault`, or without both as running."""
     options, asked = turn.options, turn.asked
     status = "in_progress" if fault is None else "failed"
     if result is not None:
@@ -339,7 +339,7 @@ def _response(
 
 
 def _flat(nested: Any) -> Any:
-    """Flatten a tool, or a choice of one, so that the function's fields are next to its type."""
+    """Flatten a tool, or a choice of a tool: move the fields of `function` up, next to `type`."""
     return nested if isinstance(nested, str) else {"type": nested["type"], **nested["function"]}
 
 
@@ -348,7 +348,7 @@ def _format(nested: dict[str, Any]) -> dict[str, Any]:
 
 
 def usage_of(result: Generated) -> dict[str, Any]:
-    """Write a result's token counts as the field `usage`."""
+    """Return a result's token counts as the field `usage`."""
     used = result.usage
     return {
         "input_tokens": used.prompt_tokens,

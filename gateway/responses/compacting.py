@@ -32,7 +32,7 @@ _ASKED: Final = (
 
 
 def read(body: bytes) -> Turn:
-    """Parse a request into a turn whose last message asks for a summary. Raises `Fault`."""
+    """Parse a request into a `Turn` whose last message asks for a summary. Raises `Fault`."""
     given = {name: value for name, value in decoded(_BODY, body).items() if value is not None}
     said = given.get("input") or []
     if not said and not given.get("previous_response_id"):
@@ -44,7 +44,7 @@ def read(body: bytes) -> Turn:
 
 
 def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
-    """Write the compacted conversation: all messages of the user, then the summary."""
+    """Return the JSON body with the compacted conversation: all messages of the user, then the summary."""
     (result,) = results
     users = [one for one in (turn.messages or ())[:-1] if one.role == "user"]
     kept = [item for number, one in enumerate(users) for item in written(one, f"{answer_id}_{number}")]

@@ -47,10 +47,10 @@ class Item(Struct, frozen=True):
 def messages(
     items: Sequence[Item], known: Mapping[str, dict[str, Any]], warnings: list[Warned]
 ) -> list[Message]:
-    """Convert items to messages; `known` has, by id, the items that others refer to. Raises `Fault`.
+    """Convert items to messages; `known` has, by id, the items that an `item_reference` may name.
 
-    Each content that is not text adds a warning to `warnings`.
-    An assistant's text and calls in one turn are several items, but become one message.
+    Text and calls of the assistant that follow each other become one message. Each content that is not text
+    adds a warning to `warnings`. Raises `Fault`.
     """
     found: list[Message] = []
     for number, given in enumerate(items):
@@ -70,7 +70,7 @@ def messages(
 
 
 def called_name(namespace: str | None, name: str) -> str:
-    """Return a function's name for the model: with its namespace, if it has one, in front."""
+    """Return a function's name for the model: `namespace__name`, or `name` if it has no namespace."""
     return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
 
 
@@ -128,7 +128,7 @@ def _opened(given: Any) -> str | None:
 
 
 def page(answer: Recorded, query: Mapping[str, str]) -> dict[str, Any]:
-    """Write one page of the items of an answer's conversation, by the request's `query`. Raises `Fault`."""
+    """Return a page of the items before an answer; `query` has order, limit and `after`. Raises `Fault`."""
     begun = int(bool(answer.turn.asked.get("instructions")))
     said = (answer.turn.messages or ())[begun:]
     found = [item for number, one in enumerate(said) for item in written(one, f"{answer.id}_{number}")]

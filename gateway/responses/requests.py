@@ -1,4 +1,4 @@
-"""Parses requests to `/v1/responses` into turns. Pure.
+"""Parses requests to `/v1/responses` into `Turn`s. Pure.
 
 `items` converts the conversation in a request, `answers` writes the answer.
 """
@@ -103,7 +103,7 @@ def referred(body: bytes) -> set[str]:
 
 @parts_checked()
 def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> Turn:
-    """Parse a request into a turn; `known` has, by id, the items that it refers to. Raises `Fault`."""
+    """Parse a request into a `Turn`; `known` maps ids to the items that the request names. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body, ("max_tokens", "n"))
     openai.refuse(asked, _REFUSED)
     given = asked.input

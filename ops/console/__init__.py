@@ -1,1 +1,1 @@
-"""`turnkeep console`: workers and sessions on a web page."""
+"""`turnkeep console`: shows workers and sessions on a web page."""

@@ -1,4 +1,4 @@
-"""The page's actions on a session. Each returns a message of what it did, or raises `TurnkeepError`."""
+"""The page's actions on a session. Each returns a text that says what it did, or raises `TurnkeepError`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATIENCE_S: Final = 20.0
 
 
 class Details(Struct, frozen=True, forbid_unknown_fields=True):
-    """The arguments of an action: a request's id, a fork's name, a position."""
+    """The arguments of an action: a request's id, a fork's name, or a position in tokens."""
 
     id: str = ""
     name: str = ""

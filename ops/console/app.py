@@ -1,6 +1,6 @@
-"""The console's HTTP API: workers, sessions and conversations as JSON, answers as events, and actions.
+"""Serves the console's HTTP API: workers and sessions as JSON, answers as events, and actions on sessions.
 
-Reads sessions only through the client and `ops.log`. `door` checks each request's token before.
+Reads sessions only through the client and `ops.log`. `door` has checked each request's token.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _SESSIONS: Final = 50
 _TURNS: Final = 30
 #: Most messages of the parent's conversation that are shown with a fork.
 _INHERITED: Final = 60
-#: Most sessions, the last active ones, whose first words and parents are read.
+#: First words and parents are read of at most this many sessions, the most recently active ones.
 _READ: Final = 1000
 #: Most answers streamed at once, and how long sending one event to a reader may take.
 MAX_STREAMS: Final = 16
@@ -77,7 +77,10 @@ _AWAY: Final = "NATS does not answer; what is shown may be old, and goes on when
 
 
 class Place(NamedTuple):
-    """The URLs of the NATS server and of the gateway (a default if none runs), and commands that use them."""
+    """What the page Connect shows: the URLs of NATS server and gateway, and commands that use them.
+
+    Without a running gateway its URL is a default.
+    """
 
     nats: str
     gateway: str
@@ -87,25 +90,25 @@ class Place(NamedTuple):
 
 
 class Shelf(Protocol):
-    """The models of this machine. `unloaded` is the model that this console's worker has unloaded."""
+    """The models on this machine. `unloaded` is the model that the console has made its worker unload."""
 
     unloaded: str | None
 
     def listed(self) -> dict[str, Any]:
-        """Return the models on this machine, recommended others, and the downloads. Blocks."""
+        """Return models on this machine, recommended models, and the running downloads. Blocks."""
 
     def pull(self, name: str) -> str:
         """Start the download of a model; return a message. Raises `TurnkeepError`."""
 
     def serve(self, name: str) -> str:
-        """Restart the worker with another model; return a message. Blocks; raises `TurnkeepError`."""
+        """Restart the worker with another model; return a message. Blocks. Raises `TurnkeepError`."""
 
     def unload(self, name: str) -> str:
         """Remove a model from memory; return a message. Raises `TurnkeepError`."""
 
 
 class Served(NamedTuple):
-    """A subject prefix, and its model's name in the settings; empty if the settings have only one model."""
+    """A subject prefix, and the model's name in the settings; `""` if the settings have only one model."""
 
     prefix: str
     model: str = ""
@@ -136,7 +139,7 @@ class _Question(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Console:
-    """The HTTP API for one tenant's sessions and all workers of a subject prefix. Event loop only."""
+    """The HTTP API for the sessions of one tenant and all workers of a subject prefix. Event loop only."""
 
     def __init__(
         self,
@@ -150,11 +153,11 @@ class Console:
         prefix: str,
         read_only: bool,
     ) -> None:
-        """`sampling` completes the options of a question, `place` says where programs connect to.
+        """`sampling` adds default options to those of a question; `place` returns where programs connect.
 
-        `served` are all prefixes that have a console; the first one is at `/`, see `behind_one_door`.
+        `served` has all prefixes that have a console; the first console is at `/` (see `behind_one_door`).
         """
-        #: Whether the server ends; streams end then.
+        #: Whether the server is shutting down; then streams end.
         self.is_stopping: Callable[[], bool] = lambda: False
         #: The log of the worker that runs this console; empty without one.
         self.log = Log()
@@ -206,7 +209,7 @@ class Console:
         ]
 
     def _connected(self, route: Route) -> Route:
-        """Wrap a route so that it refuses requests while NATS is away; otherwise they would wait long."""
+        """Wrap a route so that it refuses requests at once while NATS is disconnected."""
         answer: Callable[[Request], Awaitable[Response]] = route.endpoint
 
         async def refused(request: Request) -> Response:
@@ -256,7 +259,7 @@ class Console:
         return _json({"said": await asyncio.to_thread(self._shelf.unload, wanted.name)})
 
     async def _served(self) -> Metrics | None:
-        """Return a worker's metrics; None if no worker serves the prefix, or it is too busy to answer."""
+        """Return a worker's metrics; None if no worker serves the prefix, or if it is too busy to answer."""
         with contextlib.suppress(TimeoutError, NoAnswerError):
             async with asyncio.timeout(_PING_S):
                 return await self._client.worker_metrics()
@@ -266,7 +269,7 @@ class Console:
         return _json(self.log.shown())
 
     async def _is_served(self) -> bool | None:
-        """Whether a worker serves the prefix; None if it is too busy to answer, or this user may not ask."""
+        """Whether a worker serves the prefix; None if it is too busy, or NATS forbids this user to ask."""
         with contextlib.suppress(TimeoutError, TurnkeepError):
             async with asyncio.timeout(_PING_S):
                 try:
@@ -277,7 +280,10 @@ class Console:
         return None
 
     async def _sessions(self, request: Request) -> Response:
-        """Return a page of the sessions whose name or first words contain `words`; with `whole`, any text."""
+        """Return a page of the list of sessions; the query's `words` and `state` filter the list.
+
+        `words` must be in a session's name or first words or, with `whole`, in any of its texts.
+        """
         asked = request.query_params
         words, state = asked.get("words", "").strip().casefold(), asked.get("state", "")
         listed = await running(self._client, await list_sessions(self._client, self._client.tenant))
@@ -315,7 +321,7 @@ class Console:
         return _json({"row": row, "cost": cost, "turns": there, "more": more})
 
     async def _inherited(self, name: str, turns: Sequence[Turn]) -> dict[int, tuple[Message, ...]]:
-        """Return the last messages that a fork inherits from its parent, by the sequence of its `open`."""
+        """Return the last messages that forks inherit from their parents, by the sequence of each `open`."""
         found: dict[int, tuple[Message, ...]] = {}
         for turn, then in zip_longest(turns, turns[1:]):
             if isinstance(turn.result, Opened) and turn.result.parent:
@@ -330,7 +336,7 @@ class Console:
         return _json(info.pinned or [])
 
     async def _tree(self, request: Request) -> Response:
-        """Return a session's tree of forks, found among the last active sessions; null if it has none."""
+        """Return a session's tree of forks among the most recently active sessions; null if there is none."""
         name = request.path_params["name"]
         rows = order(await list_sessions(self._client, self._client.tenant), "last")[:_READ]
         try:
@@ -371,7 +377,7 @@ class Console:
         return Response(body, 200, attached, kind)
 
     async def _ask(self, request: Request) -> Response:
-        """Store a question in the log, where it waits for a worker."""
+        """Store a question in the log; return its id and sequence, by which `_answer` streams the answer."""
         key = session_key(self._client.tenant, request.path_params["name"])
         question = await _body(request, _Question)
         messages = [("system", question.system), ("user", question.text)]
@@ -399,7 +405,7 @@ class Console:
         return _json({"said": await ACTIONS[action](act)})
 
     async def _answer(self, request: Request) -> Response:
-        """Stream the answer to a question in the log, from its first token, whichever client asked."""
+        """Stream the answer to a question in the log, from the first token on, whichever client asked it."""
         name, seq = request.path_params["name"], request.path_params["seq"]
         stored = await self._client.stored.get(session_key(self._client.tenant, name), "in", seq)
         asked = decode_request(stored.body) if stored else None
@@ -416,7 +422,7 @@ class Console:
 
 
 class _Events(StreamingResponse):
-    """A response of server-sent events; it ends if the reader takes too long for an event."""
+    """A response of server-sent events, which ends if sending one event takes too long (`_SLOW_S`)."""
 
     def __init__(self, sent: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
         super().__init__(sent, media_type="text/event-stream")
@@ -450,7 +456,7 @@ async def _body(request: Request, kind: type[T]) -> T:
 
 
 def _number(text: str | None) -> int | None:
-    """Parse a number of a query string; None if it is missing. Raises `HTTPException`."""
+    """Parse a number in a query string; return None for None. Raises `HTTPException`."""
     if text is None:
         return None
     if not text.isascii() or not text.isdecimal() or len(text) > 15:
@@ -483,7 +489,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def behind_one_door(consoles: Mapping[str, Console], token: str) -> Starlette:
-    """Build one app of several consoles behind `Door`: the first at `/`, the others at `/of/PREFIX/`."""
+    """Build one app of several consoles, which `Door` protects: the first at `/`, others at `/of/PREFIX/`."""
     (_, first), *others = consoles.items()
     return Starlette(
         routes=[*(Mount(f"/of/{prefix}", one.app) for prefix, one in others), Mount("/", first.app)],

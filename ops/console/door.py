@@ -1,4 +1,4 @@
-"""Lets only requests with the token and an allowed Host header reach the console. Knows no sessions."""
+"""Refuses requests to the console without its token or with a foreign Host header. Knows no sessions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HEADERS: Final = {
 
 
 class Door:
-    """Passes on requests with the token to `app`, and adds security headers to every response."""
+    """ASGI middleware: passes requests with the token on to `app`, and adds security headers to responses."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -52,7 +52,7 @@ class Door:
         await (refusal or self._app)(scope, receive, strictly)
 
     def _refusal(self, request: Request) -> Response | None:
-        """Return the response to a request that must not reach the app; None if it may."""
+        """Return the response to a request that must not reach the app; None for a request that may."""
         host, path = request.headers.get("host", ""), request.url.path
         if not may_ask(request.client.host if request.client else "", host):
             return PlainTextResponse(f"{REFUSAL}\n", 421)
@@ -92,5 +92,5 @@ def _is_of_the_page(request: Request, host: str) -> bool:
 
 
 def _cookie(request: Request) -> str:
-    """Return the cookie's name. It has the port, since a browser sends a cookie to all ports of a host."""
+    """Return the name of the token's cookie, with the port: browsers send cookies to all ports of a host."""
     return f"turnkeep-console-{request.scope['server'][1]}"

@@ -1,4 +1,4 @@
-"""Keeps the figures of a prefix's workers and their history, from metrics messages. Event loop only."""
+"""Keeps figures and history of the workers of a subject prefix, from their messages. Event loop only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Log:
         self._rest = b""
 
     def add(self, said: bytes) -> None:
-        """Add output of the worker; its last line may be incomplete."""
+        """Add output of the worker, of which the last line may be incomplete."""
         *lines, self._rest = (self._rest + said).split(b"\n")
         self._lines.extend(_STYLES.sub("", line.decode(errors="replace")) for line in lines)
 
@@ -39,7 +39,7 @@ class Log:
 
 
 class Live:
-    """Collects the workers' figures for the page."""
+    """Collects the figures and the history of all workers for the page, from their metrics messages."""
 
     def __init__(self, client: Client, keep_s: float) -> None:
         self._client = client
@@ -54,7 +54,7 @@ class Live:
                 self._is_new.set()  # so that the page shows a new worker at once
 
     async def keep(self) -> NoReturn:
-        """Add a point to the history every `step_s`, and at once for a new worker."""
+        """Add a point to the history every `History.step_s` seconds, and when a new worker appears."""
         while True:
             self._is_new.clear()
             self._history.take(self._fleet.sightings(), time.time())
@@ -63,5 +63,5 @@ class Live:
                     await self._is_new.wait()
 
     def shown(self, worker: str | None) -> dict[str, Any]:
-        """Return the figures of all workers, and the history of `worker` (None: of one that is up)."""
+        """Return the figures of all workers, and the history of `worker` (if unknown, of one that is up)."""
         return {"connected": self._client.connected, **self._history.shown(worker)}

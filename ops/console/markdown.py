@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Node = Any
 
 _PARSER: Final = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
-#: Longer texts are not parsed, and longer code is not highlighted: parsing may take more than linear time.
+#: Longer texts are not parsed, and longer code is not highlighted: the time may grow faster than the length.
 _MAX_TEXT: Final = 200_000
 _MAX_CODE: Final = 50_000
 #: Languages to highlight. Few: each is imported, and its regular expressions run on a model's text.
@@ -53,9 +53,9 @@ def rendered(text: str) -> tuple[Node, ...]:
 
 
 class Growing:
-    """The blocks of a growing Markdown text. Only the last two can still change, and are parsed again.
+    """The blocks of a growing Markdown text. Only the last two are parsed again, since others cannot change.
 
-    Two, since a line may begin as a paragraph, and become an item of the list above by its next character.
+    The last but one can: the next character may turn a paragraph into an item of the list before it.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Growing:
         self._rest += _LINE_END.sub("\n", text.removesuffix("\r"))
 
     def take(self) -> tuple[int, list[Node]]:
-        """Return the number of leading blocks unchanged since the last call, and all later blocks."""
+        """Return how many leading blocks have not changed since the last call, and all blocks after these."""
         rest = self._rest
         is_long = len(rest) > _MAX_TEXT
         tokens = [] if is_long else _PARSER.parse(rest)
@@ -156,7 +156,7 @@ def _leads_out(address: str) -> bool:
 
 @lru_cache(maxsize=256)
 def highlighted(code: str, language: str) -> tuple[Node, ...]:
-    """Split code into plain texts, and spans with the class of their colour."""
+    """Split code into texts without colour, and `span` nodes with the CSS class of their colour."""
     name = language.lower()
     if name not in _LANGUAGES or len(code) > _MAX_CODE:
         return (code,)

@@ -33,7 +33,7 @@ _DRAIN_S: Final = 3
 
 
 class ConsoleError(TurnkeepError):
-    """The console cannot run; the message gives the remedy."""
+    """The console cannot run; the message says how to fix that."""
 
 
 async def run(
@@ -50,10 +50,10 @@ async def run(
     place: Callable[[], Place],
     shelf: Shelf,
 ) -> None:
-    """Serve until a signal comes, or standard input ends if `until_eof`; `opens` the page in a browser.
+    """Serve until a signal or, with `until_eof`, the end of standard input; `opens` the page in a browser.
 
-    Each prefix has a client and a console, and the first one has the log that comes on standard input.
-    Raises `ConsoleError`, also if NATS closes the connection.
+    Build a console for each prefix in `clients`. With `until_eof`, standard input is the worker's log, which
+    the first console shows. Raises `ConsoleError`, also if NATS closes the connection.
     """
     lives = [Live(client, keep_s) for client in clients.values()]
     consoles = {
@@ -88,7 +88,7 @@ async def _announce(listener: socket.socket, token: str, *, opens: bool) -> None
 
 
 def _hear(console: Console, running: uvicorn.Server) -> None:
-    """Read the worker's log from standard input; stop the server when the input ends with the worker."""
+    """Read the worker's log from standard input; stop the server when the worker ends, and so the input."""
     if said := os.read(sys.stdin.fileno(), 2**16):
         console.log.add(said)
     else:
@@ -101,7 +101,7 @@ async def _end_of(task: asyncio.Task[None]) -> None:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Return a listening socket that sends each event without delay. Raises `ConsoleError`."""
+    """Return a listening socket with TCP_NODELAY, to send events without delay. Raises `ConsoleError`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address[:2], family=family)
@@ -114,7 +114,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def server(consoles: Mapping[str, Console], token: str) -> uvicorn.Server:
-    """Return an HTTP server for these consoles, given by their subject prefixes."""
+    """Return an HTTP server for these consoles, which are given by subject prefix."""
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else clients that send nonsense fill the log
     made = uvicorn.Server(
         uvicorn.Config(

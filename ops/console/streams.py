@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: Seconds between `quiet` events, while no token arrives.
 _QUIET_S: Final = 3
-#: Least pause between two parses of the text: in seconds, and as a multiple of the last parse's time.
+#: Least pause between two parses of the text: in seconds, and as a multiple of the last parse's duration.
 _DRAW_S: Final = 0.05
 _DRAW_SHARE: Final = 4
 
@@ -27,7 +27,10 @@ _DRAW_SHARE: Final = 4
 async def events(
     session: Session, asked: Generate, seq: int, is_stopping: Callable[[], bool]
 ) -> AsyncGenerator[bytes]:
-    """Yield an answer's events from its first token: chunks, and the Markdown blocks that they change."""
+    """Yield the events of an answer from its first token on: chunks, and the Markdown blocks that change.
+
+    `seq` is the sequence of the request `asked`. The stream ends early once `is_stopping()`.
+    """
     chunks = aiter(session.follow(asked, seq))
     yield _event("begin", {})
     text, following, quiet_s = Growing(), asyncio.create_task(_next(chunks)), 0

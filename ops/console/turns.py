@@ -1,4 +1,4 @@
-"""Converts a session's turns for the page: without token ids, and answers as Markdown. Pure."""
+"""Converts a session's turns to what the page shows: no token ids, and answers parsed as Markdown. Pure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Call(NamedTuple):
 
 
 class Said(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A message of a turn. An answer has its text as `blocks` of Markdown, too."""
+    """A message of a turn. An answer has `text` and the same text as Markdown `blocks`."""
 
     role: str
     text: str = ""
@@ -61,7 +61,7 @@ class Said(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Spent(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The cost of a turn: tokens, seconds, and generated tokens per second after the first one."""
+    """The cost of a turn: tokens (`found` in KV, prefilled, generated), seconds, and decoded tokens/s."""
 
     found: int
     prefilled: int
@@ -72,7 +72,7 @@ class Spent(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Shown(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A turn on the page. `note` says what a turn without text did, why it failed, or how it ended."""
+    """A turn as the page shows it. `note` says what a turn without text did, or why and how a turn ended."""
 
     seq: int
     id: str | None
@@ -87,7 +87,7 @@ class Shown(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def shown(turn: Turn, inherited: Sequence[Message] = ()) -> Shown:
-    """Convert a turn for the page; the `inherited` messages of a fork are shown with its `open`."""
+    """Convert a turn for the page; a fork's `open` is shown with the messages that the fork `inherited`."""
     request, result = turn.request, turn.result
     has_failed = isinstance(result, Failed) or request is None
     return Shown(
@@ -162,7 +162,7 @@ def _note(turn: Turn) -> str:
 
 
 def _taken_over(result: Any) -> str:
-    """Return a note if a new model took over the session with this turn, else an empty text."""
+    """Return a note if the session changed to another model with this turn, else an empty text."""
     if not isinstance(result, Appended | Generated) or result.model is None or result.previous_model is None:
         return ""
     return f"by {result.model.name}, after {result.previous_model.name}"

@@ -1,1 +1,1 @@
-"""Reads, replays and copies the log, for operators. Reaches NATS through the client."""
+"""Commands of operators on the log: they read, replay, copy and check it. Reaches NATS through the client."""

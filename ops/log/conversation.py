@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Turn(Struct, frozen=True, kw_only=True):
-    """A request and its result. `request` is None if invalid, `result` is None if there is no valid one."""
+    """A request and its result. `request` is None if it is invalid; `result` is None if none is valid."""
 
     number: int
     seq: int
@@ -48,7 +48,7 @@ def conversation(entries: Sequence[Entry]) -> Iterator[Turn]:
 
 
 class Mark(NamedTuple):
-    """The end of a part of a conversation: its requests precede sequence `before`, its results `end`."""
+    """The end of a part of a conversation: requests before sequence `before`, and results before `end`."""
 
     before: int
     end: int
@@ -57,7 +57,9 @@ class Mark(NamedTuple):
 async def part(
     client: Client, session: str, num: int, mark: Mark | None = None
 ) -> tuple[list[Turn], Mark | None]:
-    """Return the last `num` turns before a mark (None: of all turns), and the mark for the part before.
+    """Return the last `num` turns before a mark, and the mark for the turns before these.
+
+    As an argument, None means the end of the conversation; as a result, that there are no earlier turns.
 
     Reads the log backwards, so the last turns of a long session cost no more than those of a short one.
     Raises `TurnkeepError`.

@@ -1,9 +1,9 @@
-"""Writes, checks and reads the file of an exported session: its log, and perhaps its KV.
+"""Writes, checks and reads the file of an exported session: the session's log and, optionally, its KV.
 
 The file is a plain tar: `session.json`, `log.jsonl` with a line for each request and its result, then KV
-snapshots as `turnkeep cache export` writes them. A line also has data that did not fit into its result, such
-as the history that a fork copied. Requests without a result are left out: after an import, the workers of
-both logs would answer such a request.
+snapshots as `turnkeep cache export` writes them. A line also has data that did not fit into the result, such
+as the history that a fork copied. Requests without a result are not exported: after an import, the workers of
+both logs would answer them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FORMAT: Final = 2
 #: The members of the tar that are not snapshots.
 OWN: Final = ("session.json", "log.jsonl")
 _SESSION, _LOG = OWN
-#: At the end of `session.json`, between the content and the content's digest.
+#: Stands between the content of `session.json` and the content's digest at the end.
 _CHECKSUM: Final = b',"checksum":"'
 #: The result headers to export. All others are left out, since the NATS server obeys some of them.
 HEADERS: Final = (MODEL_HEADER, HISTORY_HEADER, BUILD_HEADER)
@@ -57,9 +57,9 @@ class CopyError(TurnkeepError):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """The contents of an exported file.
+    """The content of `session.json`, which says what an exported file contains.
 
-    `digest` is the digest of the file's log; `kv` has the name and size of each of its snapshots.
+    `digest` is that of the file's log; `kv` has the name and size in bytes of each snapshot in the file.
     """
 
     format: int
@@ -78,9 +78,9 @@ class _Form(Struct):
 
 
 class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A request and its result, with their sequences and times in the log that they come from.
+    """A request and its result, with their sequences and times in the original log.
 
-    `parts` is the data for workers that did not fit into the result.
+    `parts` is the result's data for workers that did not fit into the message.
     """
 
     seq: int
@@ -94,9 +94,9 @@ class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 async def read_parts(client: Client, key: SessionKey, entries: Sequence[Entry]) -> dict[int, bytes]:
-    """Read the data that did not fit into the results of a log, by the result's sequence.
+    """Read the data that did not fit into a log's results; return it by the sequence of the result.
 
-    Raises `CopyError`.
+    Raises `CopyError` if the data is gone from the log.
     """
     found: dict[int, bytes] = {}
     for entry in entries:
@@ -111,7 +111,7 @@ async def read_parts(client: Client, key: SessionKey, entries: Sequence[Entry]) 
 
 
 async def read_part(client: Client, key: SessionKey, link: str) -> bytes | None:
-    """Read the data that did not fit into a result, by its header's `link`; None if gone or changed."""
+    """Read the data that did not fit into a result, to which `link` leads; None if it is gone or changed."""
 
     async def read(seq: int) -> bytes | None:
         stored = await client.stored.get(key, "checkpoint", seq)
@@ -129,9 +129,9 @@ def export(
     parts: Mapping[int, bytes],
     kv: Path | None = None,
 ) -> Manifest:
-    """Write a session to a file, with the snapshots of the archive `kv`, and with `parts` of `read_parts`.
+    """Write a session to the file `target`: its log `entries`, and the snapshots in the archive `kv`.
 
-    Raises `CopyError`, `OSError`.
+    `parts` is what `read_parts` returns. Raises `CopyError`, `OSError`.
     """
     exchanges = list(pair_up(entries))
     if not exchanges:
@@ -174,7 +174,7 @@ def _manifest_of(
 
 
 def _lines(exchanges: Sequence[Exchange], parts: Mapping[int, bytes]) -> bytes:
-    """Return the file's log: a line of JSON for each request with its result."""
+    """Return the content of `log.jsonl`: a line of JSON for each request with its result."""
     encoder = msgspec.json.Encoder()
     return b"".join(
         encoder.encode(
@@ -210,7 +210,7 @@ def _signed(manifest: bytes) -> bytes:
 
 
 def read(source: Path) -> tuple[Manifest, list[Line]]:
-    """Read an exported session, and check all but the contents of snapshots. Raises `CopyError`."""
+    """Read an exported session, and check everything but the content of snapshots. Raises `CopyError`."""
     if not source.is_file():
         raise CopyError(f"{source} is no file; save the export to one first")
     try:
@@ -239,7 +239,7 @@ def read(source: Path) -> tuple[Manifest, list[Line]]:
 
 
 def _check(manifest: Manifest, lines: Sequence[Line]) -> None:
-    """Raise `InvalidMessageError` or `tarfile.ReadError` if a log could not contain these lines."""
+    """Raise `InvalidMessageError` or `tarfile.ReadError` if a line cannot have come from a log."""
     session_key(manifest.tenant, manifest.session)
     for line in lines:
         decode_request(bytes(line.request))
@@ -249,10 +249,10 @@ def _check(manifest: Manifest, lines: Sequence[Line]) -> None:
 
 
 def _members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
-    """Yield an archive's members one by one; `file` is then positioned at the start of the member's content.
+    """Yield the members of a tar; after each, `file` is at the start of this member's content.
 
-    Members must be plain files. A sparse file of 512 bytes could take gigabytes in memory, and a link stands
-    for another member. Raises `tarfile.TarError`.
+    Members must be plain files: a sparse file of 512 bytes could take gigabytes in memory, and a link has the
+    content of another member. Raises `tarfile.TarError`.
     """
     end, at = os.fstat(file.fileno()).st_size, 0
     while (block := file.read(tarfile.BLOCKSIZE)) != bytes(tarfile.BLOCKSIZE):

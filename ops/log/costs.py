@@ -1,4 +1,4 @@
-"""Sums up the costs of sessions: tokens found in KV, prefilled and generated, and seconds."""
+"""Adds up the costs of sessions: tokens reused from KV, prefilled and generated, and seconds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     from .sessions import SessionRow
 
-#: Most sessions whose sums are kept, so that only their new results are read next time.
+#: Most sessions whose sums stay in memory, so that only their new results are read next time.
 _KEPT: Final = 5000
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """Tokens found in KV, prefilled and generated, and seconds from the requests to their results.
+    """Tokens `found` in KV, prefilled and generated, and seconds from requests to their results.
 
-    If a worker crashed before it published a token, only the seconds of the next worker count.
+    If a worker crashed before it published a token, only the next worker's seconds count.
     """
 
     found: int = 0
@@ -54,7 +54,7 @@ class _Usage(Struct):
 
 
 class _Spent(_Usage):
-    """The cost fields of a result: a generate has token counts in `usage`, an append at the top level."""
+    """A result's cost fields. A generate has its token counts in `usage`, an append at the top level."""
 
     seq: int = 0
     repeat_of: int | None = None
@@ -86,7 +86,7 @@ def _cost(spent: _Spent) -> Cost:
 
 
 class Costs:
-    """Keeps the sum of each session's costs, and adds only new results to it."""
+    """Keeps the sum of each session's costs, and reads only new results to update the sum."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -112,7 +112,7 @@ class Costs:
         return total
 
     async def _cost(self, key: SessionKey, result: Stored) -> Cost:
-        """Return a result's cost. An answer that outlived a worker is timed by the log, not by its result."""
+        """Return a result's cost; if several workers ran it, with the seconds between the log's entries."""
         spent = _spent(result.body)
         cost = _cost(spent)
         if spent.resumed_tokens and (asked := await self._client.stored.get(key, "in", spent.seq)):

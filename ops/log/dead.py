@@ -1,4 +1,4 @@
-"""Dead letters: requests that workers gave up, because every attempt crashed the worker or failed (ADR 0027).
+"""Dead letters: records of requests that workers gave up after every attempt crashed or failed (ADR 0027).
 
 A dead letter is stored on its session's subject `dead`. The request is answered with the error `internal`,
 and stays in the log.
@@ -32,7 +32,7 @@ class DeadError(TurnkeepError):
 
 
 class Dead(Struct, frozen=True, kw_only=True):
-    """A dead letter. `at` is its sequence in the log; `asked` is its request, if it was read too."""
+    """A dead letter. `at` is its sequence in the log; `asked` is its request, None if that was not read."""
 
     tenant: str
     session: str
@@ -61,7 +61,10 @@ async def letters(client: Client, tenant: str = "*", session: str = "*") -> list
 
 
 async def find(client: Client, session: str, request: str) -> Dead:
-    """Return a request's dead letter and the request itself, by its id or sequence. Raises `DeadError`."""
+    """Return the dead letter of a request, with the request. Raises `DeadError`.
+
+    `request` is the request's id or its sequence in the log.
+    """
     for dead in reversed(await letters(client, client.tenant, session)):
         if request in (dead.letter.id, str(dead.letter.seq)):
             stored = await client.stored.get(dead.key, "in", dead.letter.seq)
@@ -70,10 +73,10 @@ async def find(client: Client, session: str, request: str) -> Dead:
 
 
 async def retry(client: Client, dead: Dead, *, anyway: bool, timeout_s: float) -> Result:
-    """Send a request again, under a new id; remove its letter if it succeeds, or gets a new dead letter.
+    """Send a request again, under a new id; remove the old letter if it succeeds, or gets a new dead letter.
 
-    Unless `anyway` is set, the session's position must be the same as when the request was given up. If
-    the request fails otherwise, its letter stays.
+    If the request fails without a new letter, the old one stays. Unless `anyway` is set, the session's
+    position must be the same as when the workers gave the request up.
     """
     if dead.asked is None:
         raise DeadError(f"the request at {dead.letter.seq} is not in the log any more; drop its letter")

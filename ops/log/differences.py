@@ -1,7 +1,7 @@
 """Finds where a replayed session first differs from its record, and the likely cause. Pure.
 
-Headers of a result say which model and build made it (`Turnkeep-Model`, `Turnkeep-Build`). The likely cause
-is the first of these values in which record and replay differ.
+A result's headers name the model and build of its worker (`Turnkeep-Model`, `Turnkeep-Build`). The likely
+cause is the first of these values in which record and replay differ.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class Difference(Struct, frozen=True, kw_only=True):
 def first_difference(
     session: str, recorded: Sequence[Exchange], replayed: Mapping[str, Exchange], faults: Mapping[str, str]
 ) -> Difference | None:
-    """Compare a session with its record; `replayed` and `faults` map request ids to results and errors."""
+    """Compare a session's replay with its record; return the first difference, None if there is none.
+
+    `replayed` and `faults` map request ids to exchanges, and to errors of requests without a result.
+    """
     for number, one in enumerate(recorded, 1):
         other = replayed.get(one.request.id)
         found = _fault(one, other, faults) if other is None or _failed(other) else _compared(one, other)
@@ -115,7 +118,7 @@ def first_unequal(recorded: tuple[int, ...], replayed: tuple[int, ...]) -> int |
 
 
 def _around(recorded: str, replayed: str) -> tuple[str, str]:
-    """Return the text of two answers around their first difference."""
+    """Return a short part of each of two answers, around their first difference."""
     start = max(0, (first_unequal(tuple(map(ord, recorded)), tuple(map(ord, replayed))) or 0) - _AROUND)
     both = (text[start : start + 2 * _AROUND] for text in (recorded, replayed))
     was, now = (f"{'...' if start else ''}{text}" for text in both)

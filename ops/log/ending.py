@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 async def end(client: Client, name: str, timeout_s: float, *, forget: bool, cancel: bool = False) -> Closed:
-    """Close a session that is open or, with `forget`, remove one that is in the log.
+    """Close an open session or, with `forget`, remove a session that is in the log.
 
-    With `cancel`, the session's requests without a result are cancelled first.
+    With `cancel`, first cancel the session's requests that have no result.
 
     Raises `TurnkeepError`, also for a session that does not exist or was removed before.
     """
@@ -29,9 +29,9 @@ async def end(client: Client, name: str, timeout_s: float, *, forget: bool, canc
 
 
 async def removed(session: Session, timeout_s: float, *, cancel: bool = False) -> Closed:
-    """Remove a session: close it with `forget`; `cancel` cancels its waiting requests first.
+    """Remove a session: close it with `forget`. With `cancel`, first cancel its requests without a result.
 
-    A session that is closed, or whose requests all failed, is opened first.
+    A session that is closed, or whose requests have all failed, is opened first.
     """
     try:
         return await session.close(forget=True, cancel=cancel, timeout_s=timeout_s)
@@ -45,8 +45,7 @@ async def removed(session: Session, timeout_s: float, *, cancel: bool = False) -
 async def check_open(session: Session) -> None:
     """Raise `RequestFailedError` unless the session is open.
 
-    Without this check the refused request would stay in the log, under the name of a session that does not
-    exist.
+    Without this check, a request to a session that does not exist would stay in the log under its name.
     """
     await session.info(limit=0)
 

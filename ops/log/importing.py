@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 #: Most messages of one atomic batch; JetStream takes at most 1,000.
 _TOGETHER: Final = 900
-#: Attempts to store a batch while others write to the log; it is halved after every few attempts.
+#: Attempts to store a batch while others write to the log; the batch is halved after every few attempts.
 _ATTEMPTS: Final = 60
 #: Most bytes of a result's extra data in one message.
 _PART_BYTES: Final = 128 * 2**10
 
 
 class Import:
-    """Stores a session in a log, each request with its result, so that no worker answers a request again."""
+    """Stores a session in a log, each request together with its result: so no worker answers it again."""
 
     def __init__(self, client: Client, key: SessionKey) -> None:
         self._stream, self._subjects, self._key = client.stored, client.subjects, key
@@ -71,9 +71,9 @@ class Import:
             ) from None
 
     async def _is_stored(self) -> bool:
-        """Whether the log stored the first request, although the log's reply was lost.
+        """Whether the log has stored the import's first request, although the reply was lost.
 
-        If it did not, a client has begun a session of this name meanwhile.
+        If not, the session of this name is another client's, begun meanwhile.
         """
         if self._first is None:
             return False
@@ -82,7 +82,7 @@ class Import:
         return stored is not None and stored.body == sent.body and BEGAN_HEADER in stored.headers
 
     async def _store(self, lines: Sequence[Line], *, first: bool) -> int:
-        """Store the first of these exchanges in one batch; return how many were stored."""
+        """Store these exchanges, or only the first of them, in one batch; return how many were stored."""
         for attempt in range(_ATTEMPTS):
             some = lines[: max(1, len(lines) >> (attempt // 6))]
             last = await self._stream.last_seq()
@@ -100,7 +100,7 @@ class Import:
         raise CopyError("others write to the log all the time; import the session when it is less busy")
 
     def _messages(self, lines: Sequence[Line], seq: int, *, first: bool) -> Iterator[Unsent]:
-        """Yield the messages to store. Sequences in results are replaced by those of the new log."""
+        """Yield the messages to store, from sequence `seq` on; results refer to the new log's sequences."""
         for line in lines:
             headers = {BEGAN_HEADER: line.stored.isoformat()} if first else {}
             first = False

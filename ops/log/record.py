@@ -50,7 +50,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Sessions by name, with their replayable exchanges. `left_out` counts other exchanges by reason."""
+    """Recorded sessions by name, with the exchanges to replay. `left_out` counts all others by reason."""
 
     sessions: dict[str, list[Exchange]]
     left_out: dict[str, int]
@@ -100,7 +100,7 @@ def within(
 
 
 def fold(entries: Sequence[Entry]) -> Record:
-    """Return the sessions of a log to replay, without forks, and without requests that changed nothing."""
+    """Return the sessions of a log that can be replayed, without forks, and without requests of no effect."""
     sessions: defaultdict[str, list[Exchange]] = defaultdict(list)
     joined, forks = list(pair_up(entries)), set[str]()
     left_out = Counter({"not valid, or not answered": sum(one.kind == "in" for one in entries) - len(joined)})
@@ -135,7 +135,7 @@ def _is_withdrawn(result: Result) -> bool:
 
 
 def _playable(one: Exchange) -> Request:
-    """Return the request to replay: with its answer's seed and length, without position and deadline."""
+    """Return the request to replay: it has the answer's seed and length, but no deadline or position."""
     request, result, entry = one.request, one.result, one.asked
     changes: dict[str, object] = {"expect_position": None}
     if isinstance(request, Append | Generate):

@@ -1,8 +1,8 @@
 """`turnkeep replay`: sends recorded sessions again, in their order, and compares the answers with the record.
 
-If the recorded request was sent after the previous answer, the replay waits for that answer too, and then for
-the sender's pause; other requests are sent without waiting. So a slower worker gets the same conversation
-later, not a burst of requests. Only events in the log are compared and timed.
+If a recorded request was sent after the previous answer, the replay waits for that answer too, and then for
+the recorded pause. Other requests are sent without waiting for answers. So a slower worker gets the same
+conversation later, not a burst of requests. Only entries of the log are compared and timed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _LAG_S: Final = 10.0
 
 
 class ReplayError(TurnkeepError):
-    """A replay is not possible; the message gives the remedy."""
+    """A replay is not possible; the message says why."""
 
 
 class Times(Struct, frozen=True, kw_only=True):
-    """Medians and 99th percentiles in seconds: from a request to its result, and to its first token."""
+    """Times in seconds: the total, and (median, 99th percentile) until the result and the first token."""
 
     turnaround: tuple[float, float]
     first_token: tuple[float, float]
@@ -90,7 +90,7 @@ class Replay:
         rename: Callable[[str], str],
         progress: Callable[[int, int, str], None],
     ) -> None:
-        """Without `keep` replayed sessions are closed and forgotten. Infinite `speed` leaves out pauses."""
+        """Unless `keep`, replayed sessions are closed and forgotten. An infinite `speed` omits all pauses."""
         self._client, self._record, self._speed = client, record, speed
         self._timeout_s, self._keep, self._rename = timeout_s, keep, rename
         self._progress, self._num_done = progress, 0
@@ -153,7 +153,7 @@ class Replay:
             self._progress(self._num_done, self._record.num_requests, "replaying")
 
     async def _answers(self, key: SessionKey, played: _Played) -> dict[str, Exchange]:
-        """Read the results back, with their headers. A tenant reads a mirror of the log, which may lag."""
+        """Read the replay's results from the log; wait until the last one is in the tenant's mirror of it."""
         deadline_s = self._now_s() + _LAG_S
         while True:
             found = {one.request.id: one for one in pair_up(await self._client.log(key.session))}

@@ -40,9 +40,9 @@ _ENTRY: Final = msgspec.json.Decoder(_Entry)
 
 
 async def said(client: Client, words: str, patience_s: float) -> tuple[dict[str, str], bool]:
-    """Return the sessions whose texts contain `words`, each with an excerpt around the last match.
+    """Return the sessions whose texts contain `words`, by name, each with an excerpt around the last match.
 
-    The second value is false if `patience_s` passed before the whole log was read. Raises `TurnkeepError`.
+    The second value is false if the log was not read to its end within `patience_s`. Raises `TurnkeepError`.
     """
     found: dict[str, str] = {}
     wanted = words.casefold()

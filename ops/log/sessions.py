@@ -1,7 +1,7 @@
-"""Lists the sessions in the log with their states, taken from the last result and the number of entries.
+"""Lists the sessions in the log with their states, derived from the last result and the number of entries.
 
-Reads one entry of each session, so that 100,000 sessions take seconds. The sizes need all entries, and the
-first words need the first entries of each session.
+Reads one entry of each session (two if requests wait), so 100,000 sessions take seconds. For sizes it reads
+all entries, and for first words the first entries of each session.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ORDERS: Final = ("last", "name", "position", "entries", "bytes")
 
 
 class SessionRow(Struct, frozen=True, kw_only=True):
-    """One session. `last` is the time of its last result, or of its last request if that still waits.
+    """One session. `last` is the time of its last result, or of its last request if that has no result.
 
     `state` is `waiting` while requests have no result (`running` replaces it if one of them runs); `failed`
     if workers refuse all its requests, since they cannot restore the history that the log proves; `forgotten`
@@ -69,17 +69,17 @@ class _Outcome(Struct):
 
 #: Most characters of a session's first words.
 _WORDS: Final = 55
-#: Requests to search for them: an open and a system message may come before the first question.
+#: How many requests to search for the first words: an open and a system message may come before.
 _FIRST: Final = 3
 _AT_ONCE: Final = 32
-#: Most waiting sessions to query for whether they run, and the time limit for all answers.
+#: Most waiting sessions whose workers are asked if they run, and the time limit for all answers.
 _ASKED: Final = 256
 _ASK_S: Final = 1.0
 _OUTCOME: Final = msgspec.json.Decoder(_Outcome)
 
 
 async def list_sessions(client: Client, tenant: str = "*", match: str = "*") -> list[SessionRow]:
-    """List the sessions whose names match, of one tenant or of all, unordered. Raises `TurnkeepError`."""
+    """List the sessions of a tenant (`*`: of all) whose names match, unordered. Raises `TurnkeepError`."""
     every = await client.stored.subjects(tenant)
     return await _rows(
         client, {key: kinds for key, kinds in every.items() if fnmatchcase(key.session, match)}
@@ -87,7 +87,7 @@ async def list_sessions(client: Client, tenant: str = "*", match: str = "*") -> 
 
 
 async def find_session(client: Client, key: SessionKey) -> SessionRow | None:
-    """Return one session, with its first words; None if the log has none. Raises `TurnkeepError`."""
+    """Return a session, with its first words; None if the log does not have it. Raises `TurnkeepError`."""
     rows = await _rows(client, await client.stored.subjects(key.tenant, key.session))
     return (await begun(client, rows))[0] if rows else None
 
@@ -129,7 +129,7 @@ def _row(
 
 
 def _state(outcome: _Outcome, *, was_closed: bool) -> State:
-    """Name the state of a session by its last result; `was_closed` if the log has a note of a close."""
+    """Derive a session's state from its last result; `was_closed` if the log has a message on `closed`."""
     match outcome:
         case _Outcome(type="closed"):
             return "closed" if outcome.forgotten is None else "forgotten"
@@ -141,9 +141,9 @@ def _state(outcome: _Outcome, *, was_closed: bool) -> State:
 
 
 async def running(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:
-    """Return the rows, with the state `running` for waiting sessions whose worker runs a request.
+    """Return the rows, with the state `running` for waiting sessions of which a worker runs a request.
 
-    The state stays `waiting` if no worker answers within a second, or if this user may not ask it.
+    The state stays `waiting` if no worker answers within a second, or if the user may not ask it.
     """
     places = asyncio.Semaphore(_AT_ONCE)
     found = set[SessionKey]()
@@ -193,7 +193,7 @@ def _decoded(decode: Callable[[bytes], T], entries: Iterable[Stored]) -> list[T]
 
 
 def _first_words(requests: Iterable[Request]) -> str | None:
-    """Return the first words of the user in a session's first requests; without any, those of any role."""
+    """Return the first words of the user in a session's first requests; if there are none, of any role."""
     others = ""
     for request in requests:
         if not isinstance(request, Append | Generate):

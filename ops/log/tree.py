@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Branch(Struct, frozen=True, kw_only=True):
-    """A session and its forks. `row` is None if the session has left the log."""
+    """A session and its forks. `row` is None if the session is no longer in the log."""
 
     tenant: str
     session: str
@@ -31,7 +31,7 @@ class Branch(Struct, frozen=True, kw_only=True):
 def trees(rows: Iterable[SessionRow]) -> list[Branch]:
     """Return the trees of forked sessions. `rows` must have their parents (see `sessions.begun`).
 
-    Parents are found by name: a new session with the name of an ended one takes over the forks of that one.
+    Parents are found by name: forks of a removed session belong to a new session of the same name.
     """
     known = {(row.tenant, row.session): row for row in rows}
     forks: defaultdict[tuple[str, str], list[SessionRow]] = defaultdict(list)

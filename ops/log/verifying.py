@@ -1,7 +1,7 @@
-"""Checks without a worker or a model whether the log has lost or changed entries of sessions.
+"""Checks whether the log has lost or changed entries of sessions. Needs neither a worker nor a model.
 
-A result states how its request changed the session's tokens, the digest of these tokens, and the sequence
-of the result before it. Requests have no digest, so only their form is checked.
+A result states how its request changed the session's tokens, the digest of all these tokens, and the sequence
+of the previous result. Requests have no digest, so only their form is checked.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _FITTING: Final[Mapping[type[Request], type[Result]]] = {
     Rewind: Rewound,
     Close: Closed,
 }
-#: The codes of failures that depend on the session's state, and so on all earlier requests.
+#: The codes of failures that depend on the session's state, and thus come after all earlier requests.
 _REFUSALS: Final = {"history_diverged", "invalid_request", "position_conflict", "unknown_session"}
 #: The index of the tokens in a fork's base (`worker/sessions/checkpoint`), and a base's most unpacked bytes.
 _TOKENS: Final = 5
@@ -60,7 +60,7 @@ _MAX_BYTES: Final = 256 * 2**20
 
 
 class Fault(Struct, frozen=True):
-    """A fault of the entry at sequence `seq`, which may be missing; `what` describes the fault."""
+    """A fault of the entry at sequence `seq`; `what` describes the fault. The entry itself may be missing."""
 
     seq: int
     what: str
@@ -91,7 +91,7 @@ class _Answer(NamedTuple):
 
     @property
     def changes(self) -> bool:
-        """Whether the result says that its request changed the session."""
+        """Whether the request changed the session, according to this result."""
         result = self.result
         if isinstance(result, Generated) and not result.tokens and result.finish_reason == "cancelled":
             return False
@@ -99,14 +99,14 @@ class _Answer(NamedTuple):
 
     @property
     def is_in_turn(self) -> bool:
-        """Whether all earlier requests must have results; not if this one ended while it waited."""
+        """Whether all earlier requests must have results too: not if this one ended while it waited."""
         result = self.result
         refused = isinstance(result, Failed) and result.code in _REFUSALS
         return result.repeat_of is None and (self.changes or refused)
 
 
 class _FaultError(Exception):
-    """A result does not follow from the entries before it."""
+    """A result's tokens or position contradict the entries before it."""
 
 
 async def verify(
@@ -117,9 +117,9 @@ async def verify(
 ) -> Report:
     """Check the sessions with these names, or all sessions.
 
-    `told` is called with the number of checked sessions and the total.
+    `told` is called with the numbers of checked and of all sessions.
 
-    Raises `TurnkeepError` if there is no session of one of the names.
+    Raises `TurnkeepError` if the log has no session of one of the names.
     """
     counts = await client.stored.subjects(tenant)
     keys = [
@@ -144,7 +144,10 @@ async def verify(
 
 
 async def _read(client: Client, key: SessionKey) -> tuple[int, list[Fault]]:
-    """Count a session's entries, and find its faults; results are read first, since workers may add some."""
+    """Count a session's entries, and find its faults.
+
+    Results are read first, so the request of each result that was read is read too.
+    """
     results = [one async for _, one in client.stored.every(key, "out")]
     requests = [one async for _, one in client.stored.every(key, "in")]
     parts = {
@@ -158,9 +161,9 @@ async def _read(client: Client, key: SessionKey) -> tuple[int, list[Fault]]:
 def faults(
     requests: Sequence[Stored], results: Sequence[Stored], parts: Mapping[int, bytes | None]
 ) -> list[Fault]:
-    """Find the faults of one session's entries, given in their order.
+    """Find the faults of one session's entries, which are given in log order.
 
-    `parts` has the data that did not fit into results, by the result's sequence; None if it is gone.
+    `parts` maps results' sequences to the data that did not fit into the result; None if this is gone.
     """
     answers: dict[int, _Answer] = {}
     found = list(_pair(results, answers))
@@ -202,9 +205,9 @@ def _pair(results: Sequence[Stored], answers: dict[int, _Answer]) -> Iterator[Fa
 
 
 def _lost_results(results: Sequence[Stored], removed: int, changing: set[int]) -> Iterator[Fault]:
-    """Yield the results that are missing or out of order, by the predecessor that each result states.
+    """Yield results that are missing or out of order: each result states the sequence of the previous one.
 
-    Until a result has changed the session, missing ones may have been removed with an earlier session.
+    Before the first result that changed the session, missing results may belong to a removed session.
     """
     before, is_begun = 0, False
     for one in results:
@@ -222,7 +225,10 @@ def _lost_results(results: Sequence[Stored], removed: int, changing: set[int]) -
 def _lost(
     asked: Mapping[int, bytes], kept: Mapping[int, _Answer], left: Mapping[int, _Answer]
 ) -> Iterator[Fault]:
-    """Yield missing requests, and requests whose result is missing; those of results in `kept` must exist."""
+    """Yield missing requests, and requests whose result is missing.
+
+    `left` has the results by the request's sequence; the requests of results in `kept` must still exist.
+    """
     for seq, answer in kept.items():
         if seq not in asked:
             yield Fault(seq, f"is gone: the result at {answer.seq} answers it")
@@ -233,7 +239,7 @@ def _lost(
 
 
 def _fitting(asked: Mapping[int, bytes], answers: Mapping[int, _Answer]) -> Iterator[Fault]:
-    """Yield the results whose kind does not fit their request, and the requests that cannot be read."""
+    """Yield results whose type does not fit the request, and requests that cannot be decoded."""
     for seq, answer in answers.items():
         if seq not in asked or not answer.changes or isinstance(answer.result, UnknownResult):
             continue
@@ -248,7 +254,7 @@ def _fitting(asked: Mapping[int, bytes], answers: Mapping[int, _Answer]) -> Iter
 
 
 def _fold(answers: Mapping[int, _Answer], parts: Mapping[int, bytes | None]) -> Iterator[Fault]:
-    """Yield, of each session that had the name, the first result that does not follow from earlier ones."""
+    """Yield, for each session that had the name, the first result that contradicts the earlier ones."""
     tokens, exists, is_sure = as_tokens(), False, True
     for seq in sorted(answers):
         answer = answers[seq]

@@ -13,12 +13,12 @@ _WHO: Final = {"user": "You", "assistant": "Model", "system": "System", "tool": 
 
 
 def as_json(history: History) -> bytes:
-    """Return the messages as JSON, in the format of a request to the gateway."""
+    """Return a conversation's messages as JSON, in the format of OpenAI's requests."""
     return msgspec.json.format(msgspec.json.encode(history.messages)) + b"\n"
 
 
 def as_markdown(name: str, history: History) -> str:
-    """Return Markdown with a heading for each message, and tool calls as JSON."""
+    """Return a conversation as Markdown, with a heading for each message, and tool calls as JSON."""
     parts = [f"# {name}\n"]
     if not history.is_whole:
         parts.append("(The beginning is no longer in the log.)\n")

@@ -1,1 +1,1 @@
-"""NATS for several tenants: a program that makes an account for each tenant."""
+"""Configures NATS servers for several tenants: an account for each tenant, and clusters."""

@@ -1,4 +1,4 @@
-"""Writes the routes of a cluster of NATS nodes: the addresses, and the password that the nodes share."""
+"""Writes a NATS cluster's configuration of routes: the nodes' addresses, and the password that they share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PASSWORD: Final = re.compile(r'password: "([\w-]+)"')
 def write_routes(folder: Path, hosts: list[str]) -> None:
     """Write the routes to these hosts (`NAME` or `NAME:PORT`) to a file that only its owner can read.
 
-    If the file exists, its password is kept, since nodes with different passwords refuse each other.
+    An existing file's password is reused, since nodes with different passwords refuse each other.
     """
     if not (folder / CLUSTER).exists():
         shutil.copy(Path(__file__).with_name(CLUSTER), folder / CLUSTER)

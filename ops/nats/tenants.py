@@ -36,14 +36,14 @@ _ACCOUNTS: Final = "accounts.conf"
 _CLIENT: Final = ".client.nk"
 _PATIENCE_S: Final = 10.0
 _MIB: Final = 2**20
-#: The prefix of JetStream requests from other accounts to the workers' one; their own have $JS.API.
+#: The prefix of other accounts' requests to the workers' JetStream; requests to their own have $JS.API.
 _API: Final = "JS.turnkeep.API"
 #: The stream operations allowed to the user that makes the mirrors.
 _MIRRORING: Final = ("CREATE", "UPDATE")
 
 
 def make_seed(path: Path) -> str:
-    """Return the public key of the nkey seed in a file; create a missing file with a new user seed."""
+    """Return the public key of the nkey seed in a file; if the file is missing, create it with a new seed."""
     with contextlib.suppress(FileExistsError), open(path, "xb", opener=_private) as file:
         file.write(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
     return str(nkeys.from_seed(bytearray(path.read_bytes().strip())).public_key.decode())
@@ -165,7 +165,7 @@ def _tenant(subjects: Subjects, tenant: str, client: str, mirrors: str, limits: 
 
 
 def _user(nkey: str, publish: list[str], hear: list[str]) -> dict[str, Any]:
-    """Describe the user with this key: the subjects to publish on, and to subscribe to besides replies."""
+    """Build a user with this key, who may publish on `publish`, and subscribe to `hear` and to replies."""
     return {"nkey": nkey, "permissions": {"publish": [*publish], "subscribe": [*hear, "_INBOX.>"]}}
 
 
@@ -180,7 +180,7 @@ def _mirrored(subjects: Subjects, stream: str, tenant: str) -> str:
 def write(
     folder: Path, tenants: tuple[str, ...], prefix: str, limits: Limits, rotated: tuple[str, ...] = ()
 ) -> list[str]:
-    """Add tenants to the configuration in a folder; return all tenants that are in it now.
+    """Add tenants to the configuration in a folder; return all tenants in this configuration.
 
     The clients of the tenants in `rotated` get a new seed. Raises `TurnkeepError` if such a tenant does not
     exist.
@@ -212,7 +212,10 @@ def write(
 async def mirror(
     folder: Path, tenant: str, url: str, subjects: Subjects, keep_s: float, max_bytes: int
 ) -> None:
-    """Create the stream mirrors in a tenant's account, or update their limits. Raises `TurnkeepError`."""
+    """Create the mirrors of the streams in a tenant's account, or update the limits of existing mirrors.
+
+    Raises `TurnkeepError`.
+    """
     client = Nats()
     said = "no answer"
 
@@ -241,7 +244,7 @@ async def mirror(
 
 
 def _copies(folder: Path) -> int:
-    """Return how many nodes keep a copy of the streams: three in a cluster, else one."""
+    """Return the number of replicas of each stream: three in a cluster, else one."""
     return 3 if (folder / ROUTES).exists() else 1
 
 

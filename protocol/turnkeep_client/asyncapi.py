@@ -160,7 +160,7 @@ def render() -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Repeats shared parts instead of using anchors; writes texts of several lines as blocks."""
+        """A YAML dumper that repeats shared values, without anchors, and writes long texts as blocks."""
 
         def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002  # yaml's signature
             return True
@@ -246,7 +246,7 @@ def _schemas() -> dict[str, Any]:
 
 
 def _without_discriminators(schema: Any) -> Any:
-    """Remove `discriminator` from a schema: AsyncAPI expects names of schemas as its values. Tags stay."""
+    """Remove `discriminator` from a schema, since AsyncAPI expects schema names in it; keep the tags."""
     if isinstance(schema, list):
         return [_without_discriminators(one) for one in schema]
     if not isinstance(schema, dict):

@@ -1,7 +1,7 @@
 """Publishes requests and waits for their results.
 
-Reaches NATS through a `Wire`, so this module depends on no NATS library. It starts no task: the caller that
-waits does the work, so an abandoned call leaves nothing running.
+Reaches NATS through a `Wire`, so this module depends on no NATS library. Starts no tasks: a call makes
+progress only while its caller awaits it, so an abandoned call leaves nothing running.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Stored(NamedTuple):
 
 
 class Wire(Protocol):
-    """The NATS operations of calls. If closed, all but `read` and `lacks` raise `ClientClosedError`."""
+    """The NATS operations that `Call` needs. If closed, all but `read`, `lacks` raise `ClientClosedError`."""
 
     subjects: Subjects
     #: Number of reconnections. Subscriptions miss messages published while disconnected.
@@ -61,16 +61,16 @@ class Wire(Protocol):
 
     @property
     def why_closed(self) -> str:
-        """A sentence about who closed the connection, and why."""
+        """A sentence that says which side closed the connection, and why."""
 
     async def publish(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> int:
-        """Publish `body` until the log has stored it (at least once); return its stream sequence."""
+        """Publish `body`, again if needed, until the log has stored it; return its stream sequence."""
 
     async def ask(self, subject: str, body: bytes, timeout_s: float) -> bytes:
-        """Send one core NATS request and return its reply; raises `NoAnswerError` if none comes."""
+        """Send one core NATS request and return the reply. Raises `NoAnswerError` if none comes in time."""
 
     async def read(self, stream: str, subject: str, seq: int) -> list[Stored]:
-        """Return the messages of `subject` in `stream` from `seq` on, in order; empty if the read fails."""
+        """Return the messages of `subject` in `stream` from `seq` on, in order; stop at any error."""
 
     async def read_all(self, stream: str, subject: str, start: int = 1, end: float = inf) -> list[Stored]:
         """Return all messages of `subject` from `start` to before `end`. Raises `NoWorkerError`."""
@@ -78,7 +78,7 @@ class Wire(Protocol):
     async def lacks(self, stream: str, subject: str, seq: int, *, is_old: bool) -> bool:
         """Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown.
 
-        `is_old` says that the message was stored so long ago that every replica has it, or had it.
+        With `is_old` the message was stored so long ago that a replica without it must have removed it.
         """
 
     async def listen(self, subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
@@ -117,7 +117,7 @@ class _ResultFeed:
     async def read_log(self) -> None:
         """Search the log for the results of all waiting calls.
 
-        Concurrent callers share one read of the log that begins after they called. Otherwise, if a worker
+        Calls that arrive while one read of the log runs share the next read. Otherwise, if a worker
         became silent under many requests, each waiting call would read the results of all of them.
         """
         num_begun = self._num_begun
@@ -139,7 +139,7 @@ class _ResultFeed:
     async def is_removed(self, seq: int) -> bool:
         """Whether the request at `seq` was removed from the log. Call it after `read_log`.
 
-        Asks the server twice: under load, a server once denied having a request that it had.
+        Asks the server twice: under load, a server was once observed to miss a request that it had stored.
         """
         if seq not in self._denied:
             return False
@@ -164,7 +164,7 @@ class ResultFeeds:
     """Holds subscriptions to results (`out`): one for each session that some caller waits for."""
 
     def __init__(self, wire: Wire, timeout_s: float) -> None:
-        """`timeout_s` is the timeout of calls without their own."""
+        """`timeout_s` is the default timeout of calls."""
         self.timeout_s = timeout_s
         self._wire = wire
         self._feeds: dict[SessionKey, _ResultFeed] = {}
@@ -184,16 +184,16 @@ class ResultFeeds:
         return feed
 
     async def release(self, key: SessionKey, feed: _ResultFeed) -> None:
-        """End one caller's use of a feed; unsubscribe if it was the last caller."""
+        """Release a feed that `acquire` returned; after the last release, unsubscribe from `out`."""
         feed.users -= 1
         if feed.users == 0:
-            del self._feeds[key]  # before the await: a later call must open a new one
+            del self._feeds[key]  # before the await: a later call must open a new feed
             if feed.stop is not None:
                 await feed.stop()
 
 
 class Call:
-    """One request and its result. Await it: a `Failed` result is returned, not raised."""
+    """One request. Await the call to get the request's result; a `Failed` result is returned, not raised."""
 
     def __init__(
         self,
@@ -206,9 +206,9 @@ class Call:
         before: Callable[[], Awaitable[None]] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Prepare a call. `before` is awaited before the request is published; `headers` go with it.
+        """Prepare a call. `before` is awaited before the request is published with `headers`.
 
-        `timeout_s` limits the wait for the result, and starts again at each `heard`; infinity is no limit.
+        `timeout_s` limits the wait for the result; each call of `heard` restarts it. Infinity is no limit.
         """
         self.key = key
         self.request = request
@@ -243,7 +243,7 @@ class Call:
 
     @property
     def result(self) -> Result:
-        """The result, once it has arrived; an `UnknownResult` if a newer worker made it."""
+        """The result; RuntimeError before it has arrived. An `UnknownResult` if its type is unknown here."""
         if self._body is None:
             raise RuntimeError(f"request {self.id} has no result yet: await it first")
         return decode_result(self._body)
@@ -261,7 +261,7 @@ class Call:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Subscribe to the result inside the block. The first block also publishes the request."""
+        """Stay subscribed to the result during `async with`. The first such block publishes the request."""
         self._users += 1
         try:
             async with self._in_time(), self._starting:
@@ -274,7 +274,7 @@ class Call:
                 await self._stop()
 
     async def wait_for_change(self, at_most_s: float = LAST_POLL_S) -> None:
-        """Wait for the next event, such as the result; after a reconnect or a long wait, read the log."""
+        """Wait for the next event, such as the result; after a reconnect or a long wait, search the log."""
         async with self._in_time():
             if self._epoch == self._wire.epoch and not self._wire.closed:
                 patience_s = min(self._poll_s, at_most_s)
@@ -286,19 +286,20 @@ class Call:
                         return
                     self._poll_s = min(2 * self._poll_s, LAST_POLL_S)
                 else:
-                    # After the wait, never before: an event that came between two waits must not be lost.
+                    # Clear it after the wait, never before: an event between two waits must not be lost.
                     self.wake.clear()
                     return
             await self._read_log(self._feed)
 
     def heard(self) -> None:
-        """Start the timeout again, since the worker has shown progress."""
+        """Restart the timeout: the caller has seen progress, such as a chunk."""
         self._deadline = asyncio.get_running_loop().time() + self._timeout_s
 
     def resolve(self, body: bytes) -> None:
         """Store the result and wake the waiters.
 
-        Ignores the result of another request: a server that lost this one may reuse its sequence.
+        Ignores a result with another request's id: if the server lost this request, another request may have
+        got its sequence.
         """
         if _named(body).id in (None, self.id):
             self._body = body
@@ -373,7 +374,7 @@ _T = TypeVar("_T")
 
 
 def expect(kind: type[_T], answer: Result | ControlReply) -> _T:
-    """Return `answer` if it is a `kind`.
+    """Return `answer` if it is an instance of `kind`.
 
     Raises `RequestFailedError` for a `Failed` answer, `InvalidMessageError` for an answer of unknown type.
     """
@@ -394,7 +395,7 @@ def _result_seq(body: bytes) -> int:
 
 
 def _named(body: bytes) -> _Named:
-    """Decode only the sequence and id of a result's request, as most results are for other callers."""
+    """Decode only the sequence and id of a result's request: most results belong to other callers."""
     try:
         return msgspec.json.decode(body, type=_Named)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,7 +1,7 @@
-"""The messages on a session's subject `checkpoint`: values in parts, each linked to the part before it.
+"""The messages on a session's subject `checkpoint`: long values in parts, each linked to the part before it.
 
-A result in the log links to the last part. So the bytes are as trustworthy as the log, and a message that no
-chain from a result reaches is never read. Only workers know what the bytes mean.
+A result in the log links to the last part, by sequence and digest. So the bytes are as trustworthy as the
+log, and a message to which no such chain leads is never read. Only workers know what the bytes mean.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class CheckpointMessage(Struct, frozen=True, tag_field="type", tag="checkpoint",
     before: str = ""
 
     def pack(self) -> bytes:
-        """Encode as a message's body."""
+        """Encode this message as the body of a NATS message."""
         return msgspec.json.encode(self)
 
     @classmethod
     def unpack(cls, body: bytes, link: Link) -> CheckpointMessage | None:
-        """Decode a message's body; None if its digest differs from `link`'s, or it is invalid."""
+        """Decode the body of a NATS message; None if it is invalid, or its digest is not that of `link`."""
         with suppress(msgspec.MsgspecError):
             return msgspec.json.decode(body, type=cls) if digest(body) == link.digest else None
         return None
@@ -65,7 +65,9 @@ def digest(body: bytes) -> bytes:
 async def backwards(
     link: Link | None, read: Callable[[int], Awaitable[bytes | None]]
 ) -> AsyncIterator[CheckpointMessage | None]:
-    """Yield a chain's messages from the last to the first; end with None if one is missing or changed.
+    """Yield a chain's messages from the last, which `link` names, to the first.
+
+    If a message is missing or changed, yield None and end.
 
     `read` returns the body of the message at a stream sequence.
     """

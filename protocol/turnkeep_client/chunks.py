@@ -1,6 +1,6 @@
-"""Joins the token chunks of one answer, without gap or repeat, and checks them against the recorded result.
+"""Joins the token chunks of one answer, without gaps or repeats, and checks them against the recorded result.
 
-Pure: chunks in, new text and tokens out. Knows nothing of NATS.
+Pure: takes chunks, returns new text and tokens. Knows nothing of NATS.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class _Stream:
-    """Joins one field that chunks carry beside their tokens: text, reasoning, or parts of tool calls.
+    """Joins one field that chunks have beside their tokens: text, reasoning, or parts of tool calls.
 
-    Its length before a token is known only for tokens at which some chunk began or ended.
+    How long the field is before a given token is known only for tokens at which some chunk began or ended.
     """
 
     def __init__(self, what: str, empty: Any) -> None:
@@ -28,7 +28,10 @@ class _Stream:
         self._what = what
 
     def new(self, chunk: Chunk, part: Any) -> Any:
-        """Return the new end of a chunk's `part`. Raises `StreamBrokenError` if its beginning differs."""
+        """Return the end of a chunk's `part` that is not in `known`.
+
+        Raises `StreamBrokenError` if the beginning of `part` differs from `known`.
+        """
         start = self.length_at[chunk.i]
         overlap = part[: len(self.known) - start]
         if overlap != self.known[start : start + len(overlap)]:
@@ -37,7 +40,10 @@ class _Stream:
         return part[len(overlap) :]
 
     def rest(self, whole: Any, of: str) -> Any:
-        """Return the end of a result's field that is not known yet. Raises `StreamBrokenError`."""
+        """Return the end of the result's field `whole` that no chunk had. `of`: the result's id, for errors.
+
+        Raises `StreamBrokenError` if `whole` does not begin with `known`.
+        """
         if whole[: len(self.known)] != self.known:
             raise StreamBrokenError(f"the recorded {self._what} of {of} differs from that streamed")
         return whole[len(self.known) :]
@@ -58,7 +64,7 @@ class Assembly:
         self._calls = _Stream("tool calls", ())
 
     def add(self, chunk: Chunk) -> Chunk | None:
-        """Add a chunk; return the part of it that is new, None if no part is new or the chunk is ignored.
+        """Add a chunk; return its new part, or None if nothing in it is new or it is ignored.
 
         Raises `StreamBrokenError` if it contradicts earlier chunks.
         """
@@ -82,7 +88,10 @@ class Assembly:
         return self._extend(new)
 
     def finish(self, result: Generated) -> Chunk | None:
-        """Return the part of `result` after all chunks, None if empty; `StreamBrokenError` if they differ."""
+        """Return the end of `result` that no chunk had, None if there is none.
+
+        Raises `StreamBrokenError` if `result` contradicts the chunks.
+        """
         num_known = len(self._tokens)
         if list(result.tokens[:num_known]) != self._tokens:
             raise StreamBrokenError(f"the recorded tokens of {result.id} differ from those streamed")
@@ -109,7 +118,7 @@ class Assembly:
 
 
 def _missing(parts: Sequence[CallPart], calls: Sequence[Called]) -> tuple[CallPart, ...]:
-    """Return those parts of the result's `calls` that no chunk has streamed."""
+    """Return what the streamed `parts` lack of the result's tool `calls`."""
     missing = []
     for index, call in enumerate(calls):
         told = "".join(part.arguments for part in parts if part.index == index)

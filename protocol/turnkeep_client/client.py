@@ -142,7 +142,7 @@ class Client:
         return Session(self._wire, self._feeds, key, self._control_timeout_s, cache)
 
     async def submit(self, key: SessionKey, request: Request, *, timeout_s: float | None = None) -> Call:
-        """Publish a request and return its `Call` once the log has stored it; await that for the result.
+        """Publish a request; return its `Call` once the log has stored it. Await the `Call` for the result.
 
         `timeout_s` runs from now to the result. Raises the same errors as `Session`'s methods.
         """
@@ -164,7 +164,7 @@ class Client:
     ) -> Generated:
         """Generate by core NATS request and reply: no streaming, no retries, and no rights on the log needed.
 
-        Raises `RequestFailedError`, and `NoWorkerError` if no worker serves or `timeout_s` passes.
+        Raises `RequestFailedError`, and `NoWorkerError` if no worker answers within `timeout_s`.
         """
         request = build(Generate, request_id, messages=messages, text=text, tokens=tokens, **sampling)
         subject = self._wire.subjects.of(session_key(self.tenant, session), "ask")
@@ -179,8 +179,8 @@ class Client:
     ) -> Embedded:
         """Embed texts or lists of token ids as vectors, truncated to `dimensions`, with an embedding model.
 
-        A long list is sent as several requests, each with `timeout_s`. Raises `RequestFailedError`,
-        and `NoWorkerError` if no worker serves or the time is over.
+        A long list is sent as several requests, each with the timeout `timeout_s`. Raises
+        `RequestFailedError`, and `NoWorkerError` if no worker answers in time.
         """
         subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
         parts: list[Embedded] = []
@@ -206,8 +206,8 @@ class Client:
     ) -> Reranked:
         """Score from 0 to 1 how well each document answers a query, with a reranking model.
 
-        For the options see `RerankRequest`. A long list is sent as several requests, each with `timeout_s`.
-        Raises `RequestFailedError`, and `NoWorkerError` if no worker serves or the time is over.
+        For the options see `RerankRequest`. A long list is sent as several requests, each with the timeout
+        `timeout_s`. Raises `RequestFailedError`, and `NoWorkerError` if no worker answers in time.
         """
         subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
         parts: list[Reranked] = []
@@ -233,7 +233,7 @@ class Client:
     async def log(self, session: str | None = None) -> list[Entry]:
         """Read the log's entries of a session, or of every session of the tenant, in order.
 
-        Raises `NoWorkerError` if the log cannot be read, or does not exist since no worker ever ran.
+        Raises `NoWorkerError` if the log cannot be read, or no worker has ever created it.
         """
         key = SessionKey(self.tenant, "*") if session is None else session_key(self.tenant, session)
         subjects = self._wire.subjects
@@ -244,8 +244,8 @@ class Client:
     async def log_backwards(self, session: str, end: int | None = None) -> AsyncIterator[list[Entry]]:
         """Yield a session's log in pieces, the newest piece first; each piece is in log order.
 
-        The first piece ends before the sequence `end` (None: with the last result). Raises `NoWorkerError` if
-        the log cannot be read.
+        The first piece ends before the stream sequence `end` (None: after the last result). Raises
+        `NoWorkerError` if the log cannot be read.
         """
         key, subjects = session_key(self.tenant, session), self._wire.subjects
         if end is None:
@@ -274,7 +274,9 @@ class Client:
         return self._wire.connected
 
     async def backlog(self) -> Backlog:
-        """Return the backlog of the log's consumer, for all tenants. Needs the right to read consumer info.
+        """Return how many requests of all tenants the workers have not acknowledged.
+
+        Needs the right to read the consumer's info.
 
         Raises `NoWorkerError` if there is no consumer, or no answer.
         """
@@ -316,7 +318,7 @@ class Client:
 
 
 def _divided(inputs: Sequence[_Input]) -> Iterator[tuple[_Input, ...]]:
-    """Divide the inputs of an `embed` or a `rerank`, so that neither request nor reply is too large."""
+    """Divide the inputs of an `embed` or a `rerank` into lists small enough for one request and its reply."""
     part: list[_Input] = []
     room = _EMBED_LENGTH
     for one in inputs:

@@ -32,7 +32,10 @@ _MOST_TOLD: Final = 20
 
 
 class Warned(NamedTuple):
-    """A part of a request that had no effect or was converted; if `is_lost`, the model gets none of it."""
+    """A warning: the part of a request at the path `where` was ignored or converted, as `what` says.
+
+    With `is_lost`, the model gets none of its content.
+    """
 
     where: str
     what: str
@@ -40,7 +43,7 @@ class Warned(NamedTuple):
 
     @property
     def refusal(self) -> str:
-        """The error text of a worker or gateway that refuses such a block instead of replacing it."""
+        """The error text for this block if the worker or gateway refuses blocks instead of replacing them."""
         kind = self.what.partition(" ")[0]
         return f"the model cannot read {kind}, and placeholders are off here: send text"
 
@@ -54,7 +57,7 @@ class ContentError(TurnkeepError):
 
 
 def sentences(warnings: Sequence[Warned]) -> list[str]:
-    """Write the first warnings as sentences; a last one counts the others."""
+    """Write the first warnings as sentences; a last sentence counts the others."""
     shown = [f"{one.where}: {one.what}" for one in warnings[:_MOST_TOLD]]
     more = len(warnings) - len(shown)
     return [*shown, f"and {more} more"] if more else shown
@@ -66,7 +69,10 @@ def printed(name: str) -> str:
 
 
 def text_of(content: Any, where: str, warnings: list[Warned]) -> str:
-    """Return the content as text; append a warning for each block that is not text. Raises `ContentError`."""
+    """Return a message's content as text. Raises `ContentError`.
+
+    Appends to `warnings` one for each block that is not text.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -75,7 +81,10 @@ def text_of(content: Any, where: str, warnings: list[Warned]) -> str:
 
 
 def block_text(block: Any, where: str, warnings: list[Warned]) -> str:
-    """Return the text of a block, or its placeholder; empty for reasoning. Raises `ContentError`."""
+    """Return the text of a content block, "" for a reasoning block, else a placeholder.
+
+    Raises `ContentError`.
+    """
     if isinstance(block, str):
         return block
     kind = block.get("type", "text") if isinstance(block, dict) else None
@@ -92,7 +101,7 @@ def block_text(block: Any, where: str, warnings: list[Warned]) -> str:
 
 
 def other_text(block: dict[str, Any], kind: str, where: str, warnings: list[Warned]) -> str:
-    """Return the text within a block of another type, or else a placeholder, and append a warning."""
+    """Return the text inside a block that is not text itself, or a placeholder; append a warning."""
     text = _own_text(block)
     is_lost = text is None
     how = "replaced by a placeholder" if is_lost else "read as text"
@@ -101,7 +110,7 @@ def other_text(block: dict[str, Any], kind: str, where: str, warnings: list[Warn
 
 
 def _own_text(block: dict[str, Any]) -> str | None:
-    """Return plain text inside a document, search result, summary or the like; None if it has none."""
+    """Return the plain text inside a document, search result, summary or similar block; None without text."""
     source = block.get("source")
     inner: dict[str, Any] = source if isinstance(source, dict) else {}
     plain = inner.get("data") if inner.get("type") == "text" else None

@@ -26,14 +26,14 @@ _TOO_MANY: Final = "413"
 
 
 class TooManyError(nats.errors.Error):
-    """A request for the last messages of subjects matches more subjects than the server answers for."""
+    """A request for each subject's last message matches more subjects than the server accepts."""
 
 
 class DirectGets:
     """Sends batched direct gets over one connection. Event loop only."""
 
     def __init__(self, connection: Client, *, timeout_s: float) -> None:
-        """A batch fails if none of its messages arrives for `timeout_s`."""
+        """`timeout_s` limits the wait for the next message of a batch."""
         self._connection = connection
         self._timeout_s = timeout_s
         self._inbox = ""
@@ -44,10 +44,10 @@ class DirectGets:
         self._numbers = itertools.count()
 
     async def read(self, stream: str, request: Mapping[str, Any]) -> tuple[list[Msg], int]:
-        """Return one batch: messages that match a request, and the number of matches after the batch.
+        """Return one batch of the messages that match `request`, and how many more match after the batch.
 
-        `request` is the body of a `$JS.API.DIRECT.GET` request, including `batch`. If the connection is lost
-        meanwhile, raises nats-py's TimeoutError.
+        `request` is the body of a `$JS.API.DIRECT.GET` request, including the field `batch`. Raises nats-py's
+        TimeoutError if the next message does not come in time, for instance after a reconnection.
         """
         async with self._opening:
             if self._subscription is None:
@@ -64,7 +64,7 @@ class DirectGets:
         status = batch.end.get("Status", "")
         if status not in (_END_OF_BATCH, _NOTHING):
             kind = TooManyError if status == _TOO_MANY else nats.errors.Error
-            why = batch.end.get("Description", "").split("\n")[0]  # nats-py has the next headers in it
+            why = batch.end.get("Description", "").split("\n")[0]  # nats-py leaves the next headers in it
             raise kind(f"direct get: {status} {why}".strip())
         return batch.messages, int(batch.end.get("Nats-Num-Pending", "0"))
 
@@ -84,7 +84,7 @@ class _Batch:
 
     def add(self, message: Msg) -> None:
         headers = message.headers or {}
-        # A stored message keeps its publisher's headers, and these may contain a `Status`.
+        # Not `Status`: a stored message keeps its publisher's headers, which may contain that name.
         if "Nats-Sequence" in headers:
             self.messages.append(message)
         else:
@@ -92,7 +92,10 @@ class _Batch:
             self._ended.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait for the batch's last message. Waiting for each message would take longer than reading it."""
+        """Wait for the batch's last message; `timeout_s` restarts whenever messages have arrived.
+
+        There is no wait for each message: that would take longer than reading the message.
+        """
         num_before = 0
         while True:
             with contextlib.suppress(TimeoutError):

@@ -33,7 +33,7 @@ class TurnkeepError(Exception):
 class InvalidMessageError(TurnkeepError):
     """A body or a name breaks the protocol; the message says what was wrong and what would be right.
 
-    `request_id` is the id in the invalid body, if that has a valid id.
+    `request_id` is the invalid body's id, or None if that is invalid too.
     """
 
     def __init__(self, message: str, *, request_id: str | None = None) -> None:
@@ -46,7 +46,7 @@ class MessageTooLargeError(InvalidMessageError):
 
 
 class RequestFailedError(TurnkeepError):
-    """The worker answered a request with `failed`. A newer worker may send codes that this client lacks."""
+    """The worker answered a request with `failed`. A newer worker may send codes unknown to this client."""
 
     def __init__(self, code: str, message: str, *, retryable: bool) -> None:
         super().__init__(f"{code}: {message}")
@@ -56,7 +56,7 @@ class RequestFailedError(TurnkeepError):
 
 
 class NoWorkerError(TurnkeepError):
-    """No worker could be reached; each of the three reasons is a class of its own."""
+    """No worker could be reached. Each of the three possible reasons has a subclass."""
 
 
 class ClientClosedError(NoWorkerError):
@@ -64,11 +64,11 @@ class ClientClosedError(NoWorkerError):
 
 
 class NoServerError(NoWorkerError, ConnectionError):
-    """There is no NATS server at the address, or the connection to it is lost at the moment."""
+    """There is no NATS server at the address, or the connection to the server is lost at the moment."""
 
 
 class NoAnswerError(NoWorkerError):
-    """The NATS server is there, but no worker serves the subject, or none answered in time."""
+    """The NATS server can be reached, but no worker serves the subject, or none answered in time."""
 
 
 class NotPermittedError(TurnkeepError):
@@ -80,7 +80,7 @@ class ResultTimeoutError(TurnkeepError, TimeoutError):
 
 
 class ResultRemovedError(TurnkeepError):
-    """The request was removed from the log before its result was received (by a close)."""
+    """A close of the session removed the request from the log before its result was received."""
 
 
 class AnswerNotParsedError(TurnkeepError):

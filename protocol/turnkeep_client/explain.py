@@ -32,10 +32,10 @@ class _Type(Struct):
 
 
 def explain(error: Exception, body: bytes, expected: Any, what: str) -> str:
-    """Write why `body` is not of the type `expected` (a message or a union), called `what` in the sentence.
+    """Return a sentence that says why `body` could not be decoded as `expected`, a message type or a union.
 
-    `error` is the exception from decoding: `DecodeError`, `ValidationError`, `UnicodeDecodeError`,
-    `RecursionError`.
+    The sentence calls that type `what`. `error` is the exception from decoding: `DecodeError`,
+    `ValidationError`, `UnicodeDecodeError`, `RecursionError`.
     """
     if not body.strip():
         return f"the body is empty: {what} must be one JSON object"
@@ -110,9 +110,10 @@ def _number(at: inspect.IntType | inspect.FloatType) -> str:
 
 
 def _type_at(expected: Any, path: str, tag: object) -> inspect.Type | None:
-    """Follow msgspec's path (`.messages[0].role`) to the type that was expected there.
+    """Return the type expected at `path`, which is msgspec's path to an error, such as `.messages[0].role`.
 
-    For a path that ends in a message's `type`, return the union of the messages allowed there.
+    For a path that ends in a message's `type`, return the union of the messages allowed there. `tag` is the
+    value of `type` in the body.
     """
     at: inspect.Type | None = _type_info(expected)
     if path != ".type":
@@ -130,12 +131,12 @@ def _type_at(expected: Any, path: str, tag: object) -> inspect.Type | None:
 
 @cache
 def _type_info(expected: Any) -> inspect.Type:
-    """Inspect a message type, and cache the result: it takes milliseconds, and more bad messages may come."""
+    """Inspect a message type. The result is cached: an inspection takes milliseconds."""
     return inspect.type_info(expected)
 
 
 def _plain(at: inspect.Type | None) -> list[inspect.Type | None]:
-    """List the members of a union type, or the type itself, without metadata."""
+    """Return a union's member types, or else the type alone in a list; without msgspec's metadata."""
     at = at.type if isinstance(at, inspect.Metadata) else at
     types: tuple[inspect.Type | None, ...] = at.types if isinstance(at, inspect.UnionType) else (at,)
     return [each.type if isinstance(each, inspect.Metadata) else each for each in types]

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def response_format(asked: Format) -> Any:
-    """Return a request's `response_format`; for a type, a JSON schema of exactly its fields.
+    """Return a request's `response_format`: a format unchanged, for a type a JSON schema of just its fields.
 
     A type is a `msgspec.Struct`, a dataclass, a TypedDict or a pydantic model. Raises `InvalidMessageError`
-    if a type has no JSON schema.
+    for a type without a JSON schema.
     """
     if not isinstance(asked, type):
         return asked
@@ -34,7 +34,7 @@ def response_format(asked: Format) -> Any:
 
 
 def _closed(schema: Any) -> Any:
-    """Forbid additional properties where a schema does not mention them: the type has no field for them."""
+    """Forbid additional properties in all objects of a schema that do not mention them."""
     if isinstance(schema, list):
         return [_closed(one) for one in schema]
     if not isinstance(schema, dict):

@@ -1,6 +1,6 @@
-"""The client's side of one generate request: chunks while the answer runs, then the recorded result.
+"""The client's side of one generate request: yields chunks while the answer runs, then the recorded result.
 
-Reads missing chunks from the token stream. `chunks` joins chunks; `calls` waits for the result.
+Reads missed chunks from the token stream. The module `chunks` joins chunks, `calls` waits for the result.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Generation:
         *,
         is_late: bool = False,
     ) -> None:
-        """With `is_late` the answer may have begun already: its earlier chunks are read first."""
+        """With `is_late` the answer may have begun: first read its earlier chunks from the token stream."""
         self._is_late = is_late
         self._call = call
         self._wire = wire
@@ -62,7 +62,7 @@ class Generation:
 
     @property
     def result(self) -> Generated:
-        """The recorded answer. Raises `RequestFailedError`, or RuntimeError before it has arrived."""
+        """The recorded answer. Raises `RequestFailedError`, or RuntimeError if no result has arrived yet."""
         return expect(Generated, self._call.result)
 
     def __await__(self) -> Generator[Any, None, Generated]:
@@ -86,7 +86,7 @@ class Generation:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Cancel the answer if it is not complete. Takes about a second at most, and raises nothing."""
+        """Cancel the answer if it is incomplete. Takes about a second at most; raises nothing."""
         with suppress(TimeoutError, TurnkeepError):
             async with asyncio.timeout(STOP_S):
                 await self._stop()
@@ -105,9 +105,9 @@ class Generation:
                     return
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
-        """Yield the answer's chunks as they arrive, from its first token on; raises what `wait` raises.
+        """Yield the answer's chunks as they arrive, from the answer's first token on.
 
-        Raises `StreamBrokenError` if the worker contradicts what it published before.
+        Raises what `wait` raises, and `StreamBrokenError` if the worker contradicts its earlier chunks.
         """
         call, assembly = self._call, Assembly()
         if not call.is_resolved():
@@ -125,9 +125,9 @@ class Generation:
 
 
 class _Chunks:
-    """Receives the chunks of one generate, and reads missed ones from the token stream.
+    """Receives the chunks of one generate, and reads missed chunks from the token stream.
 
-    The subject may also have chunks of other requests under the same id, from before or after this one.
+    Earlier and later requests under the same id have their chunks on the same subject.
     """
 
     def __init__(self, wire: Wire, call: Call, *, is_late: bool) -> None:
@@ -151,15 +151,15 @@ class _Chunks:
 
     @property
     def patience_s(self) -> float:
-        """Seconds until the token stream may be read again."""
+        """Seconds until the next read of the token stream is allowed."""
         return max(0.0, self._poll_at - asyncio.get_running_loop().time())
 
     async def next_chunks(self, *, has_gap: bool) -> list[Chunk]:
-        """Return the chunks since the last call. Chunks read back from the token stream come first."""
+        """Return the chunks that arrived since the last call, and before them those read from the stream."""
         found: list[bytes] = []
         if self._epoch != self._wire.epoch or (has_gap and not self.patience_s):
-            # The stream may store a chunk a little later than subscribers get it, or may have lost it: read
-            # again, at growing intervals.
+            # The stream may store a chunk a little later than subscribers get it, or may have lost the
+            # chunk: read again, at growing intervals.
             self._epoch = self._wire.epoch
             self._poll_at = asyncio.get_running_loop().time() + self._pause_s
             self._pause_s = min(2 * self._pause_s, LAST_CHUNK_POLL_S)
@@ -183,9 +183,9 @@ class _Chunks:
         return self._repeated[seq]
 
     async def _repeats(self, seq: int) -> bool:
-        """Say whether the log has the same request at the earlier `seq`, so that this one repeats it.
+        """Say whether the log has an equal request at the earlier `seq`, which this request repeats.
 
-        False if the log cannot be read; the answer then arrives with the result.
+        False if the log cannot be read; then the answer's tokens arrive only with the result.
         """
         subjects, key = self._wire.subjects, self._call.key
         with suppress(NoWorkerError, InvalidMessageError):

@@ -1,6 +1,7 @@
-"""Reads a session's conversation from its log, without rewound and failed parts; a fork has its parent's.
+"""Reads a session's conversation from its log, without rewound and failed parts.
 
-Needs no worker; the worker rebuilds the session's tokens from the same entries.
+A fork's conversation begins with its parent's. Needs no worker; a worker rebuilds the session's tokens from
+the same entries of the log.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ _CHANGING: Final = (Opened, Appended, Generated, Rewound)
 class Turn(Struct, frozen=True, kw_only=True):
     """An append, or a generate with its answer. The session had `start` tokens before it, `position` after.
 
-    The answer begins at `answer_start`; without an answer that is `position`. `is_cut` says that a rewind
-    removed a part of the messages or of the answer; `request` and `answer` are still whole then, except that
-    `answer` is None if none of its tokens is left. Positions are those at the time of the result: a chat
-    template may have changed earlier text since (`rewritten_from`).
+    The answer begins at `answer_start`; without an answer that is `position`. With `is_cut`, a rewind has
+    removed a part of the messages or of the answer. `request` and `answer` are still whole then, but
+    `answer` is None if none of its tokens is left. Positions are those at the time of the result: the chat
+    template may have changed earlier text since then (`rewritten_from`).
     """
 
     request: Append | Generate
@@ -76,7 +77,7 @@ class Turn(Struct, frozen=True, kw_only=True):
 
 
 class History(Struct, frozen=True, kw_only=True):
-    """A session's turns, oldest first. Without `is_whole` its beginning is no longer in the log."""
+    """A session's turns, oldest first. If `is_whole` is false, the log no longer has the beginning."""
 
     turns: tuple[Turn, ...]
     is_whole: bool = True
@@ -88,12 +89,12 @@ class History(Struct, frozen=True, kw_only=True):
 
     @property
     def position(self) -> int:
-        """The number of the session's tokens."""
+        """The number of tokens that the session has."""
         return self.turns[-1].position if self.turns else 0
 
 
 async def read_history(wire: Wire, key: SessionKey, end: float = inf) -> History:
-    """Read a session's log before the sequence `end`. Raises `NoWorkerError` if it cannot be read."""
+    """Read a session's history from the log's entries before the sequence `end`. Raises `NoWorkerError`."""
     subjects = wire.subjects
     stored = await wire.read_all(subjects.log_stream, subjects.of(key, "in"), end=end)
     stored += await wire.read_all(subjects.log_stream, subjects.of(key, "out"), end=end)
@@ -134,7 +135,7 @@ def _exchanges(entries: Iterable[Entry]) -> Iterator[tuple[Request, _Changing, i
 
 
 def _until(turns: Iterable[Turn], position: int) -> list[Turn]:
-    """Return the turns before `position`, the last of them cut there."""
+    """Return the turns that begin before `position`; the last one is shortened to end there."""
     return [
         turn if turn.position <= position else _cut(turn, position) for turn in turns if turn.start < position
     ]

@@ -33,7 +33,7 @@ class Listed(Struct, frozen=True, kw_only=True):
 
 
 def listed(requests: Mapping[SessionKey, Stored], results: Mapping[SessionKey, Stored]) -> list[Listed]:
-    """List sessions by the last request and last result of each, most recently used first."""
+    """Make the list of sessions from the last request and last result of each, most recently used first."""
     found = [_one(key, requests.get(key), results.get(key)) for key in {**requests, **results}]
     return sorted(found, key=lambda one: one.last, reverse=True)
 

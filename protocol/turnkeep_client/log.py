@@ -1,6 +1,6 @@
 """Parses stored messages into entries of the log.
 
-Pure: a stored message in, an entry out. The client does the reading.
+Pure: takes a stored message, returns an entry. The client reads the messages from the stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from .subjects import SessionKey, Subjects
 
-#: Header of a result: digest of the session's token ids after it.
+#: Header of a result: digest of the session's token ids after this result.
 HISTORY_HEADER: Final = "Turnkeep-History"
 #: Header of a result: the last checkpoint of the session's history, by its stream sequence and digest.
 CHECKPOINT_HEADER: Final = "Turnkeep-Checkpoint"
@@ -58,7 +58,7 @@ class Entry(NamedTuple):
 
 
 def entry(subjects: Subjects, seq: int, body: bytes, headers: Mapping[str, str]) -> Entry | None:
-    """Parse a stored message; None if its subject is not a session's `in` or `out`."""
+    """Parse a stored message; return None if its subject is not the `in` or `out` of a session."""
     try:
         key, kind, _ = subjects.parse(headers["Nats-Subject"])
     except InvalidMessageError:
@@ -85,7 +85,7 @@ def words(header: str) -> dict[str, str]:
 
 
 def derived_seed(key: SessionKey, seq: int) -> int:
-    """Return the seed for a generate without one: a hash of its session and its sequence in the log.
+    """Return the seed of a generate that has none: a hash of the session and the request's sequence.
 
     So a worker that resumes the answer samples the same tokens, and a replay can use the same seed.
     """

@@ -1,4 +1,4 @@
-"""Runs the functions that a model calls, in a loop until it answers. Steps have ids, so a rerun is safe."""
+"""Runs the functions that a model calls, until an answer calls none. A rerun after a crash is safe."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ async def run_tools(
     """Generate, run the functions that the answer calls, and send their results, until an answer calls none.
 
     Returns the last answer, after `most` answers at the latest. `sampling` has the `tools` that describe the
-    functions. A function gets its arguments by keyword; it may be async, and may return anything that fits in
-    JSON. An exception in it becomes the call's result, for the model to read. With a `request_id`, the loop
-    can be rerun after a crash: functions are called again, but the results sent first are kept, and no answer
-    is generated twice.
+    functions. A function gets its arguments by keyword; it may be async, and may return any value that JSON
+    can hold. If it raises an exception, that is the call's result, for the model to read. With a
+    `request_id`, the caller can run this again after a crash: functions are called again, but the session
+    keeps the results that were sent first, and no answer is generated twice.
     """
     if unknown := {name for name in _names(sampling) if name not in functions}:
         raise InvalidMessageError(f"there is no function for {', '.join(sorted(unknown))}")
@@ -45,7 +45,7 @@ async def run_tools(
             try:
                 await session.append(messages=said, request_id=f"{steps}-{number}-results")
             except RequestFailedError as error:
-                if error.code != "id_conflict":  # keep the other results of an earlier run
+                if error.code != "id_conflict":  # an earlier run has sent other results: they stay
                     raise
         given = {} if number else {"messages": said}
         answer = await session.generate(request_id=f"{steps}-{number}", **given, **sampling)
@@ -66,7 +66,7 @@ def _names(sampling: Sampling) -> list[str]:
 
 
 async def _result(functions: Mapping[str, Callable[..., Any]], call: Called) -> str:
-    """Run the function of a call; return its result or its exception as text."""
+    """Run the function that `call` names; return its result, or the exception that it raised, as text."""
     function = functions.get(call.function.name)
     if function is None:
         return f"there is no function {call.function.name}"

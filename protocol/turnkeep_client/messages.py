@@ -2,8 +2,8 @@
 
 Requests are decoded strictly: unknown fields are refused by name. Results, chunks and replies are decoded
 openly: unknown types, finish reasons, codes and fields are kept, so an old client or worker never overlooks
-the result of a newer worker. The shapes are in `requests`, `controls`, `results` and `metrics`, and users
-import all of them from here. The worker decides how a message changes a session.
+the result of a newer worker. The modules `requests`, `controls`, `results` and `metrics` define the types;
+users import all types from here. The worker decides how a message changes a session.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Named(Struct):
 
 
 class _Sent(Struct):
-    """The parts of a request that a chat template gets exactly as they were sent."""
+    """The fields of a request that a chat template gets exactly as they were sent."""
 
     tools: tuple[dict[str, Any], ...] | None = None
     messages: tuple[dict[str, Any], ...] | None = None
@@ -157,7 +157,11 @@ def decode_result(body: bytes) -> Result:
 
 
 def encode_repeat(body: bytes, *, seq: int, repeat_of: int) -> bytes:
-    """Encode a recorded result again, as the answer to its request's repeat at `seq`; keep all fields."""
+    """Encode a recorded result as the answer to a repeat of its request.
+
+    `body` is the recorded result, `seq` the sequence of the repeat, `repeat_of` that of the first request.
+    All other fields stay, also those unknown to this version.
+    """
     fields = _decode(_FIELDS, body, "a result")
     numbers = {"seq": seq, "repeat_of": repeat_of}
     return _ENCODER.encode(fields | {name: msgspec.Raw(str(number)) for name, number in numbers.items()})
@@ -184,9 +188,9 @@ def decode_gateway_metrics(body: bytes) -> GatewayMetrics:
 
 
 def _as_sent(request: _T, body: bytes) -> _T:
-    """Replace a decoded request's tools by the dicts that were sent, as a `Tool` would reorder their keys.
+    """Replace a decoded request's tools by the dicts that were sent: a `Tool` would reorder their keys.
 
-    Set `sent` of each of its messages to the dict that was sent.
+    Also set the field `sent` of each of the request's messages to the dict that was sent.
     """
     if isinstance(request, Append | Generate | CountRequest) and (request.tools or request.messages):
         sent = _SENT.decode(body)
@@ -206,7 +210,7 @@ def _decode(decoder: msgspec.json.Decoder[_T], body: bytes, what: str) -> _T:
 
 
 def _named(body: bytes) -> str | None:
-    """Return the id in an otherwise invalid body; None if there is none."""
+    """Return the id of a body that is otherwise invalid; None without a valid id."""
     try:
         return _NAMED.decode(body).id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""nats-py's client, changed so that no message from a server can stop it from reading.
+"""A subclass of nats-py's client that keeps reading whatever message a server sends.
 
 A NATS server lets any client publish a header block without a line end, and subjects of almost any bytes. At
 some of these nats-py 2.16 stops reading, reports no error and does not reconnect; if a stream stores such a
@@ -51,7 +51,7 @@ def refusal(error: Exception) -> str | None:
 
 
 def unreachable(error: Exception) -> str | None:
-    """Return why no server can be reached, judging by this error; None if the error has another cause."""
+    """Return why this error means that no server can be reached; None if the error has another cause."""
     if isinstance(error, socket.gaierror):
         return "the host name is not known"
     # asyncio raises a bare OSError without a number if all addresses of a name refuse.
@@ -71,10 +71,10 @@ def is_clustered(connection: Client) -> bool:
 
 
 class Nats(Client):
-    """A client that accepts messages that are not UTF-8.
+    """nats-py's client, which here accepts messages that are not UTF-8.
 
     Undecodable bytes of a subject become U+FFFD. A reply subject that is not UTF-8 and headers that cannot be
-    parsed are dropped.
+    parsed are ignored.
     """
 
     def __init__(self) -> None:
@@ -96,8 +96,8 @@ class Nats(Client):
         await super()._connect_to_server(s)
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        # nats-py starts TLS only if the server requires it. An attacker in between who removes that word
-        # would read the credentials, which are sent next.
+        # nats-py starts TLS only if the server's INFO requires it. An attacker in between could remove
+        # `tls_required` and read the credentials, which are sent next.
         if initial_connection and self._current_server and self._current_server.uri.scheme == "tls":
             if not (info.get("tls_required") or info.get("tls_available")):
                 raise NoTlsError
@@ -160,9 +160,9 @@ class Nats(Client):
 
 
 class _Parser:
-    """Splits a server's bytes into operations, for nats-py's client.
+    """Parses the bytes from a server into protocol operations, in place of nats-py's parser.
 
-    Only a space ends a word. nats-py's own parser also splits at a vertical tab, which a subject may contain.
+    Only a space separates words. nats-py's parser also splits at a vertical tab, which a subject may contain.
     """
 
     def __init__(self, client: Any) -> None:
@@ -170,11 +170,11 @@ class _Parser:
         self._unread = bytearray()
 
     def reset(self) -> None:
-        """Discard an incomplete operation, since a new connection follows."""
+        """Discard an incomplete operation. nats-py calls this before each new connection."""
         self._unread.clear()
 
     async def parse(self, data: bytes = b"") -> None:
-        """Add bytes and carry out all complete operations. Raises `ProtocolError` for an unknown one."""
+        """Add bytes and carry out all complete operations. Raises `ProtocolError` for an invalid one."""
         self._unread += data
         while (end := self._unread.find(_LINE_END)) >= 0:
             operation, _, rest = bytes(self._unread[:end]).strip().partition(b" ")
@@ -211,7 +211,10 @@ class _Parser:
 
 
 def _words(line: bytes, *, has_head: bool) -> tuple[bytes, int, bytes, int, int]:
-    """Split a message's first line: subject, subscription, reply, size of the headers, total size."""
+    """Split a message's first line into subject, subscription id, reply subject, header bytes, total bytes.
+
+    `has_head` is true for HMSG, a message with headers.
+    """
     words = line.split(b" ")
     size = int(words.pop())
     head_bytes = int(words.pop()) if has_head else 0

@@ -124,13 +124,13 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         return _in_order({"role": self.role, "content": "", **msgspec.to_builtins(self)}, self.sent)  # type: ignore[no-any-return]
 
     def of_keys(self, given: Any) -> Message:
-        """Make the message encode with its keys in the order of `given`; return it."""
+        """Give the encoded message its keys in the order of the dict `given`; return the message."""
         force_setattr(self, "sent", _in_order(msgspec.to_builtins(self), given))
         return self
 
 
 def _in_order(value: Any, given: Any) -> Any:
-    """Return a JSON value with its objects' keys in the order of `given`, a similar value."""
+    """Return a JSON value whose objects have their keys in the order of the similar value `given`."""
     match value, given:
         case dict(), dict():
             names = dict.fromkeys((*given, *value))
@@ -248,7 +248,10 @@ Tools = Annotated[tuple[Tool, ...], Meta(max_length=512)]
 
 
 def _check_rendering(tools: Tools, variables: dict[str, Any]) -> list[str]:
-    """Check a chat template's tools and variables; return the tools' names. Raises ValueError."""
+    """Check the tools and variables of a request for the chat template; return the tools' names.
+
+    Raises ValueError.
+    """
     if own := next((name for name in _OWN_VARIABLES if name in variables), None):
         raise ValueError(f"the request has {own} in chat_template_kwargs, which the template gets otherwise")
     # A copy of a decoded request has its tools as dicts.

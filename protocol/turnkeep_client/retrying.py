@@ -18,11 +18,11 @@ _T = TypeVar("_T")
 
 
 async def retry(send: Callable[[], Awaitable[_T]], *, attempts: int = 3) -> _T:
-    """Await `send()` until it does not fail with a `retryable` error, `attempts` times at most.
+    """Await `send()` again while it fails with a `retryable` error, `attempts` times at most.
 
-    Each call of `send` must make a new request, without a `request_id`: under a known id the worker answers
-    with the recorded failure. A call that was not answered in time is not sent again, since its request is in
-    the log. The pause between two attempts doubles each time.
+    Each call of `send` must make a new request, without a `request_id`: a repeat under the same id would get
+    the recorded failure. A request that timed out is not sent again, since it is in the log. The pause
+    between two attempts doubles each time.
     """
     pause_s = FIRST_PAUSE_S
     for _ in range(attempts - 1):

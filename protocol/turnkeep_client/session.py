@@ -1,6 +1,6 @@
-"""One session of a client: each method is one request, or one control request to its worker.
+"""One session of a client: each method sends a request, or a control request to the session's worker.
 
-Builds requests and types their results; `calls` and `generation` send them.
+Builds the requests and gives their results types; `calls` and `generation` send the requests.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Session:
     with the recorded result. `timeout_s` is how long a call waits for its result, across restarts of worker
     and server; while an answer is streamed, how long for its next chunk. It defaults to the client's (10
     minutes); `math.inf` is no limit. All methods raise `InvalidMessageError`, `RequestFailedError` (the
-    worker refused; its `code` says why), `NoWorkerError`, `NotPermittedError` and `ResultTimeoutError`.
+    worker refused; `code` says why), `NoWorkerError`, `NotPermittedError` and `ResultTimeoutError`.
     """
 
     def __init__(
@@ -269,8 +269,8 @@ class Session:
     ) -> list[Generated]:
         """Return `n` answers to one prompt; the session, which must be open, does not change.
 
-        Each answer comes from a fork of the session, which is removed afterwards. The prompt is prefilled
-        once. Answer number i is sampled with the seed `seed + i`.
+        Each answer is generated in a fork of the session, and the fork is removed afterwards. The prompt is
+        prefilled once. Answer number i, from 0, is sampled with the seed `seed + i`.
         """
         seed, ends = sampling.pop("seed", None), uuid4().hex[:12]
 
@@ -395,7 +395,7 @@ class Session:
             if found is None:
                 try:
                     await self.open()
-                except RequestFailedError as refusal:  # another object may have opened it
+                except RequestFailedError as refusal:  # another object may have opened the session
                     found = await self._policy() if refusal.code == "invalid_request" else None
                     if found is None:
                         raise
@@ -411,7 +411,7 @@ class Session:
             self._is_begun = True
 
     async def _policy(self) -> SessionCache | None:
-        """Return the session's policy; None if the session has not begun, or no worker answers."""
+        """Return the session's policy; None if the session does not exist yet, or no worker answers."""
         try:
             info = await self.info(limit=0)
         except (RequestFailedError, NoWorkerError):
@@ -446,7 +446,10 @@ _Q = TypeVar("_Q", Open, Append, Generate, Rewind, Close)
 
 
 def build(kind: type[_Q], request_id: str | None = None, **fields: Any) -> _Q:
-    """Build a request, leaving out fields that are None. Raises `InvalidMessageError` as a worker would."""
+    """Build a request of the type `kind` from the fields that are not None.
+
+    Raises `InvalidMessageError` if a worker would refuse the request.
+    """
     given = {name: value for name, value in fields.items() if value is not None}
     if "response_format" in given:
         given["response_format"] = as_format(given["response_format"])

@@ -1,7 +1,7 @@
 """The log's JetStream stream, for operators: list sessions, and read, remove and store entries.
 
-Get it from `Client.stored`. Most methods need rights on JetStream's API that a tenant's client may lack; each
-method names them.
+`Client.stored` returns a `LogStream`. Most of its methods need rights on JetStream's API that a tenant's
+client may lack; each method names the rights that it needs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StreamError(TurnkeepError):
 
 
 class LastSequenceError(StreamError):
-    """Another client has written to the log meanwhile, so nothing was stored."""
+    """Another client has written to the log after the expected last sequence, so nothing was stored."""
 
 
 class Unsent(NamedTuple):
@@ -55,11 +55,11 @@ class Unsent(NamedTuple):
 
 
 class Api(Protocol):
-    """The NATS calls of `LogStream`. They raise `NoWorkerError` and, except `send`, `NotPermittedError`."""
+    """The NATS calls of `LogStream`. All raise `NoWorkerError`, all but `send` also `NotPermittedError`."""
 
     @property
     def is_clustered(self) -> bool:
-        """Whether several servers may answer."""
+        """Whether the NATS server belongs to a cluster, whose replicas may lag behind."""
 
     async def api(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
         """Call JetStream's API, or publish to a stream, and return the answer. Raises `StreamError`."""
@@ -138,8 +138,8 @@ class LogStream:
     ) -> AsyncIterator[tuple[SessionKey, Stored]]:
         """Yield a session's entries from the sequence `start` on; key's tenant and session may be `*` (all).
 
-        Needs `$JS.API.DIRECT.GET.<log>`. For one session, a client with `$JS.API.STREAM.MSG.GET.<log>` also
-        gets every entry stored before this call when lagging replicas answer.
+        Needs `$JS.API.DIRECT.GET.<log>`. Replicas that lag behind may lack the newest entries; for one
+        session, a client with `$JS.API.STREAM.MSG.GET.<log>` waits until it has all stored before the call.
         """
         subject = f"{self._subjects.log(_pattern(key.tenant, key.session))[:-1]}{kind}"
         until = 0 if "*" in (key.tenant, key.session) else await self._last_seq(subject)
@@ -154,7 +154,7 @@ class LogStream:
             await asyncio.sleep(pause_s)
 
     async def _last_seq(self, subject: str) -> int:
-        """Return the sequence of a subject's last entry from the cluster's leader; 0 if unknown."""
+        """Ask the cluster's leader for the sequence of a subject's last entry; return 0 if unknown."""
         if self._api.is_clustered:
             body = json.dumps({"last_by_subj": subject}).encode()
             with contextlib.suppress(TurnkeepError):  # there is no entry, or this client lacks the right
@@ -163,7 +163,7 @@ class LogStream:
         return 0
 
     async def get(self, key: SessionKey, kind: SessionKind, seq: int) -> Stored | None:
-        """Read one entry of a session; None if it is gone. Needs `$JS.API.DIRECT.GET.<log>`."""
+        """Read one entry of a session; None if it was removed. Needs `$JS.API.DIRECT.GET.<log>`."""
         request = {"seq": seq, "next_by_subj": self._subjects.of(key, kind), "batch": 1}
         async with contextlib.aclosing(self._api.batches(self.name, request)) as batches:
             async for (one,) in batches:
@@ -171,7 +171,7 @@ class LogStream:
         return None
 
     async def first(self, key: SessionKey, kind: SessionKind, num: int) -> list[Stored]:
-        """Read the first entries of a session, up to `num`. Needs `$JS.API.DIRECT.GET.<log>`."""
+        """Read the first `num` entries of a session and kind. Needs `$JS.API.DIRECT.GET.<log>`."""
         request = {"seq": 1, "next_by_subj": self._subjects.of(key, kind), "batch": num}
         async with contextlib.aclosing(self._api.batches(self.name, request)) as batches:
             return await anext(batches, [])
@@ -207,9 +207,9 @@ class LogStream:
                 raise StreamError("the NATS server cannot store batches at once; it must be 2.12 or newer")
 
     async def store(self, messages: Sequence[Unsent], after: int) -> None:
-        """Store up to 1,000 messages atomically, if `after` is the log's last sequence.
+        """Store up to 1,000 messages atomically, directly after the log's entry with the sequence `after`.
 
-        Raises `LastSequenceError` if the log has an entry after `after`. Needs the right to publish on the
+        Raises `LastSequenceError` if that is not the log's last entry. Needs the right to publish on the
         messages' subjects.
         """
         batch = uuid4().hex
@@ -231,7 +231,7 @@ class LogStream:
 
 
 def _pattern(tenant: str, session: str) -> SessionKey:
-    """Build the key of one session or, with `*`, of several. Raises `InvalidMessageError`."""
+    """Build a key from names that may be `*`, which matches all names. Raises `InvalidMessageError`."""
     for what, name in (("tenant", tenant), ("session", session)):
         if name != "*":
             check_id(what, name)

@@ -59,7 +59,7 @@ def check_prefix(value: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SessionKey:
-    """A session's full name. Build it with `session_key` if the parts are not checked yet."""
+    """A session's full name. Use `session_key` to build it from names that are not checked yet."""
 
     tenant: str
     session: str
@@ -99,7 +99,7 @@ class Subjects:
         return f"{self.prefix}.*.*.{kind}"
 
     def same(self, kind: SessionKind) -> str:
-        """Return the NATS mapping target for `every`: the subject `kind` of the session that matched."""
+        """Return the target of a NATS mapping from `every`: the subject `kind` of the same session."""
         return f"{self.prefix}.{{{{wildcard(1)}}}}.{{{{wildcard(2)}}}}.{kind}"
 
     def every_token(self, kind: ChunkKind = "tok") -> str:
@@ -107,7 +107,7 @@ class Subjects:
         return f"{self.prefix}.*.*.{kind}.*"
 
     def same_tokens(self, kind: ChunkKind) -> str:
-        """Return the NATS mapping target for `every_token`: the subject `kind` of the matched generate."""
+        """Return the target of a NATS mapping from `every_token`: the subject `kind` of the same generate."""
         return f"{self.prefix}.{{{{wildcard(1)}}}}.{{{{wildcard(2)}}}}.{kind}.{{{{wildcard(3)}}}}"
 
     def metrics(self, worker: str) -> str:
@@ -138,7 +138,7 @@ class Subjects:
         return f"{self.prefix.replace('.', '_')}_workers"
 
     def parse(self, subject: str) -> tuple[SessionKey, Kind, str | None]:
-        """Parse a session's subject: key, kind, and for chunks the request id.
+        """Parse a session's subject into key, kind and, for chunks, the request id.
 
         Raises `InvalidMessageError` for any other subject and for names that break the id rule: NATS accepts
         any name that a wildcard matches.

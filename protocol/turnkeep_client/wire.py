@@ -1,4 +1,4 @@
-"""The client's side of NATS: publishes, sends requests, reads the log, subscribes. Errors say what to do.
+"""The client's side of NATS: publishes, sends requests, reads the log, subscribes; error texts name a remedy.
 
 Only this module, `nats_client` and `direct` import nats.
 """
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 #: Timeout for the log's acknowledgement before publishing again; doubles up to the second value.
 FIRST_ACK_S: Final = 2.0
 LAST_ACK_S: Final = 30.0
-#: Attempts before a missing log means that no worker has ever run; with several servers, which may have to
-#: elect a leader first, for half a minute.
+#: After this many attempts, a missing log means that no worker has ever run. Several servers get more: they
+#: may first have to elect a leader, for half a minute.
 NUM_TRIES: Final = 4
 NUM_TRIES_OF_SEVERAL: Final = 150
 TRY_PAUSE_S: Final = 0.2
@@ -68,7 +68,7 @@ _MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code: larger than the stream's 
 #: nats-py does not wrap a connection reset.
 _NATS_ERRORS: Final = (nats.errors.Error, OSError)
 
-#: Those of nats-py's errors that mean a lost connection.
+#: The errors of nats-py that mean a lost connection.
 _LOST: Final = (
     nats.errors.ConnectionClosedError,
     nats.errors.ConnectionDrainingError,
@@ -82,7 +82,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Counts of requests: undelivered; delivered but not acknowledged; and, among the latter, redelivered."""
+    """Counts of requests: not delivered; delivered, not acknowledged; and those of the latter redelivered."""
 
     num_pending: int
     num_ack_pending: int
@@ -149,7 +149,7 @@ class NatsWire:
             await self._nats.close()
 
     async def publish(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> int:
-        """Publish `body` until the log has stored it (at least once); return its stream sequence."""
+        """Publish `body`, again if needed, until the log has stored it; return its stream sequence."""
         patience_s, num_refusals, is_doubtful = FIRST_ACK_S, 0, False
         while True:
             await self._connected.wait()
@@ -187,12 +187,12 @@ class NatsWire:
                 return ack.seq
 
     async def _find(self, subject: str, body: bytes) -> int:
-        """Return the sequence of the last message of `subject` with this body; 0 if the log has none."""
+        """Return the log's sequence of the last message of `subject` with this body; 0 if there is none."""
         found = await self.read(self.subjects.log_stream, subject, 1)
         return max((one.seq for one in found if one.body == body), default=0)
 
     async def ask(self, subject: str, body: bytes, timeout_s: float) -> bytes:
-        """Send one core NATS request and return its reply; raises `NoAnswerError` if none comes."""
+        """Send one core NATS request and return the reply. Raises `NoAnswerError` if none comes in time."""
         self._check(body)
         try:
             return (await _cancellable(self._nats.request(subject, body, timeout=timeout_s))).data
@@ -205,7 +205,7 @@ class NatsWire:
             raise _unreached(f"{subject} could not be asked", error) from None
 
     async def read(self, stream: str, subject: str, seq: int) -> list[Stored]:
-        """Return the messages of `subject` in `stream` from `seq` on, in order; empty if the read fails."""
+        """Return the messages of `subject` in `stream` from `seq` on, in order; stop at any error."""
         found: list[Stored] = []
         # The caller reads again after any error. A missing stream is an empty one.
         with contextlib.suppress(*_NATS_ERRORS):
@@ -241,7 +241,7 @@ class NatsWire:
             raise _unreached(f"{stream} could not be read", error) from None
 
     async def send(self, subject: str, body: bytes, headers: dict[str, str]) -> None:
-        """Publish without an acknowledgement."""
+        """Publish without waiting for an acknowledgement."""
         self._check(body, headers)
         try:
             await self._nats.publish(subject, body, headers=headers)
@@ -278,7 +278,7 @@ class NatsWire:
 
     @property
     def why_closed(self) -> str:
-        """A sentence about who closed the connection, and why."""
+        """A sentence that says which side closed the connection, and why."""
         if self._is_leaving or self._nats.last_error is None:
             return "the client is closed"
         return f"the NATS server has closed the connection ({redact(str(self._nats.last_error))})"
@@ -294,7 +294,7 @@ class NatsWire:
         return is_clustered(self._nats)
 
     async def backlog(self) -> Backlog:
-        """Count the requests that the workers have not answered."""
+        """Return the counts of the log's consumer. Raises `NoWorkerError`."""
         call = self._jetstream.consumer_info(self.subjects.log_stream, CONSUMER, timeout=READ_S)
         try:
             found = await _cancellable(call)
@@ -306,7 +306,7 @@ class NatsWire:
         """Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown."""
         with contextlib.suppress(NoWorkerError):
             if not await self.read_all(stream, subject, seq, seq + 1):
-                # A replica that lags has neither this message nor a later one.
+                # A replica that lags behind has neither this message nor a later one.
                 return is_old or await self.last_seq(stream, f"{self.subjects.prefix}.>") > seq
         return False
 

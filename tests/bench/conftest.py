@@ -19,7 +19,7 @@ from tests.forked import CAN_FORK, Piped
 
 @pytest.fixture
 def turnkeep() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start `turnkeep bench` in a session of its own. What a failed test left is ended, with its workers."""
+    """Start `turnkeep bench` in a new process session; kill it and its workers if it outlives the test."""
     started: list[Any] = []
 
     def start(*arguments: object) -> subprocess.Popen[str]:
@@ -43,5 +43,5 @@ def turnkeep() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 @pytest.fixture(scope="session")
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose heads are wide enough for KV in fewer bits."""
+    """A tiny model whose head size is 32, the least that allows quantised KV."""
     return make_tiny_model(tmp_path_factory.mktemp("models") / "wide", num_attention_heads=2)

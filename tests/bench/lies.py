@@ -1,8 +1,8 @@
-"""The table of workers with planted faults, and of the checks that must detect them.
+"""Lists, for each bench, faults of a worker and the checks that must detect them.
 
-A bench's suite has an honest run, with the turns of a healthy worker, and its lies: each falsifies those
-turns, and must fail the check that it names and no other. A lie with a `serve` is also a worker:
-`python -m lies BENCH NAME serve ...` runs `turnkeep serve` with it.
+A bench's `Suite` makes honest runs (the turns and samples of a healthy worker), and has lies: each falsifies
+such a run, and must fail the check that it names and no other. A lie with a `serve` can also be planted in a
+real worker: `python -m lies BENCH NAME serve ...` runs `turnkeep serve` with this fault.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.turns import Sample, Turn
 Run = tuple[list[Turn], list[Sample]]
 MIB = 2**20
 
-#: What any worker may do.
+#: Faults that any worker may have.
 COMMON = (
     Lie("leaves a turn unanswered", "every turn was", turns(when=lambda t: t.block == 1, error="internal")),
     Lie("loses a chunk", "the chunks of an answer", turns(joined=False)),
@@ -34,7 +34,7 @@ DEVICE = device.Plan(corpus="built-in")
 
 
 def honest_device(seed: int) -> Run:
-    """Pieces that take less than their estimates, and restores that change nothing."""
+    """Make samples: prompt pieces take less memory than estimated, and restores change no array."""
     noise, found = random.Random(seed), []
     for block in range(DEVICE.rounds):
         found.append(Sample(device.CHANGED.name, "", None, block, 0))
@@ -54,7 +54,7 @@ ASKED = 60
 
 
 def honest_load(seed: int) -> Run:
-    """Times scatter by 15%; what is counted is the same in every run."""
+    """Make a run whose times scatter by 15%; token counts do not depend on the seed."""
     noise, found = random.Random(seed), []
 
     def add(case: str, block: int, held: int, own: int, num: int, x: int | None = None, **facts: Any) -> None:
@@ -108,7 +108,7 @@ SAID = tuple(range(30))
 
 
 def honest_overhead(seed: int) -> Run:
-    """Sides that are as fast as each other; rounds scatter by 30%, and sides within a round by 1%."""
+    """Make a run with equally fast cases; rounds scatter by 30%, and cases within a round by 1%."""
     noise, found, idle = random.Random(seed), [], []
     moods = [noise.lognormvariate(0, 0.3) for _ in range(OVERHEAD.rounds)]
     for block, case in itertools.product(range(OVERHEAD.rounds), overhead.CASES):
@@ -129,7 +129,7 @@ def honest_overhead(seed: int) -> Run:
 
 
 def held_up(turn: Turn) -> tuple[float, ...]:
-    """Take longer for the step behind a block, for the others as much less in all."""
+    """Return a turn's gaps, 250 ms longer after a completed block and shorter by as much in the others."""
     drawn = 128 - ((turn.position or 0) - 30) % 128
     return tuple(gap_s + (0.25 if i == drawn else -0.25 / 28) for i, gap_s in enumerate(turn.gaps_s))
 
@@ -160,7 +160,7 @@ PEERS = peers.Plan(corpus="built-in")
 
 
 def honest_peers(seed: int) -> Run:
-    """Chats whose first token comes sooner from the worker, streams, and restarts."""
+    """Make chats, parallel streams and restarts; the worker is 2.5 times as fast as mlx_lm.server."""
     noise, found = random.Random(seed), []
     parts = [(peers.CHAT, x, block) for block in range(PEERS.chats) for x in range(1, PEERS.turns + 1)]
     parts += [(peers.CONCURRENT, 1, block) for block in range(PEERS.rounds)]
@@ -176,7 +176,7 @@ def honest_peers(seed: int) -> Run:
     return found, []
 
 
-#: A server whose context is full drops what was said first.
+#: A server whose context is full drops the beginning of the conversation.
 FEWER = {
     "prompt_tokens": lambda turn: turn.prompt_tokens - turn.prompt_tokens // 20,
     "cached_tokens": lambda turn: turn.cached_tokens - turn.prompt_tokens // 20,
@@ -194,7 +194,7 @@ SAME = {"verb": "generate", "held": 0, "cancelled": None, "same": "yes"}
 
 
 def honest_pressure(seed: int) -> Run:
-    """What the bench itself draws, answered as it should be; memory goes up and down below its limits."""
+    """Make a run of requests drawn as the bench does, answered correctly; memory stays below its limits."""
     dice, found, sizes, held = random.Random(seed), [], [], 0
     for i in range(100):
         verb, request, cancel_after_s = pressure.draw(dice, PRESSURE.room, held)
@@ -249,7 +249,7 @@ WORSE = {FULL: 1.0, EIGHT: 1.0007, FOUR: 1.11}
 
 
 def honest_quality(seed: int) -> Run:
-    """Windows that differ much, precisions that differ by a little of it, and answers that hold or do not."""
+    """Make a run: perplexity varies much by text, and little by precision; 80% of answers stay equal."""
     noise, found = random.Random(seed), []
     windows = [20 * noise.lognormvariate(0, 0.4) for _ in range(QUALITY.windows)]
     for case in quality.CASES:
@@ -281,7 +281,7 @@ KNOWS_ALL = (recall.FULL, KEPT)
 
 
 def honest_recall(seed: int) -> Run:
-    """A model that is wrong now and then in all cases; what left a window is known to few."""
+    """Make a run with 20% wrong answers; only full and paged caches know facts that left the window."""
     noise, found = random.Random(seed), []
     for block, depth in itertools.product(range(RECALL.texts), RECALL.depths):
         able = noise.random() < 0.8
@@ -309,7 +309,7 @@ RESIDENT = {restart.WARM: {"resident": "yes"}, restart.SPILLED: {"resident": "no
 
 
 def honest_restart(seed: int) -> Run:
-    """Turns whose times scatter by 15%, as on a busy machine."""
+    """Make a run whose times scatter by 15%, as on a busy machine."""
     noise, found = random.Random(seed), []
     for block, length, case in itertools.product(range(RESTART.rounds), RESTART.tokens, restart.CASES):
         context = length + 32 * block
@@ -339,7 +339,7 @@ SESSION = session.Plan(duration=14_400, every=120, corpus="built-in")
 
 
 def honest_session(seed: int) -> Run:
-    """Four hours, and times that scatter by 15%; the session is full and begins anew after 40 turns."""
+    """Make a run of four hours whose times scatter by 15%; a new session begins after every 40 turns."""
     noise, found, held = random.Random(seed), [], 0
     for number in range(120):
         held = held if number % 40 else 0
@@ -376,7 +376,7 @@ DRAFTING = speculation.SIDES[1:]
 
 
 def honest_speculation(seed: int) -> Run:
-    """Rounds that scatter by 30%, sides within a round by 1%; drafts gain a little, and change nothing."""
+    """Make a run: rounds scatter by 30%, sides within one by 1%; drafts gain 5%, and change no answer."""
     noise, found = random.Random(seed), []
     for block, num, (kind, rate) in itertools.product(
         range(SPECULATION.rounds), SPECULATION.rows, speculation.RATES.items()
@@ -434,7 +434,7 @@ SUITES = (
 
 
 def main() -> None:
-    """Run a lying worker."""
+    """Plant the fault that the arguments name, and run the bench's program with it."""
     bench, name = sys.argv[1:3]
     del sys.argv[1:3]
     (suite,) = (suite for suite in SUITES if suite.bench.name == bench)

@@ -1,4 +1,4 @@
-"""The parts of lies: honest turns, ways to falsify them, and patches that plant a fault in a real worker."""
+"""Helps `lies`: makes a healthy worker's turns, falsifies them, and plants faults in a real worker."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from worker.device.runner import Runner
 from worker.models import model
 from worker.sessions import fold, history, results
 
-#: What prefilling a token takes in honest runs of long sessions.
+#: Seconds to prefill a token, in honest runs of long sessions.
 PREFILL_S = 0.003
 
 
 @dataclass(frozen=True)
 class Lie:
-    """`name` is what the worker does, `check` how the name of the check begins that catches it.
+    """A worker's fault: `name` says what it does, `check` is the beginning of the failing check's name.
 
-    `bend` changes the turns and samples of an honest run, `serve` patches a worker for a short run.
+    `bend` falsifies one turn or sample of an honest run; `serve` plants the fault in a real worker.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Lie:
 
 @dataclass(frozen=True)
 class Suite:
-    """`honest` makes the turns and samples of a run by its seed: the control beside the lies.
+    """A bench with its lies; `honest` makes a healthy worker's turns and samples from a seed.
 
-    `model` is the fixture of what is run, by the module `program`.
+    For a real worker, `model` is the fixture of its model, and `program` the module that is run.
     """
 
     bench: AnyBench
@@ -51,14 +51,14 @@ class Suite:
 
 
 def answer(prompt: int, own: int, tokens: Sequence[int], **fields: Any) -> Turn:
-    """Make the turn of a worker in good health, that found all of a prompt but its own tokens."""
+    """Make a healthy worker's turn, for which all prompt tokens but the last `own` ones were cached."""
     account = {"prompt_tokens": prompt, "cached_tokens": prompt - own, "prefilled_tokens": own}
     account |= {"position": prompt + len(tokens), "tokens": tuple(tokens), "joined": True}
     return Turn(**(account | fields))
 
 
 def turns(*cases: str, when: Callable[[Turn], object] = bool, **changes: Any) -> Callable[[Any], Any]:
-    """Bend turns, of all cases or some. A function makes a value of the turn; facts are added to its own."""
+    """Return a `bend` that sets fields of turns, to values or functions of the turn; it merges `facts`."""
 
     def bend(one: Any) -> Any:
         if not isinstance(one, Turn) or (cases and one.case not in cases) or not when(one):
@@ -72,7 +72,7 @@ def turns(*cases: str, when: Callable[[Turn], object] = bool, **changes: Any) ->
 def samples(
     measure: Measure, value: Callable[[Sample], float], *cases: str, when: Callable[[Sample], object] = bool
 ) -> Callable[[Any], Any]:
-    """Bend samples of a measure, of all cases or some."""
+    """Return a `bend` that changes the samples of a measure, of all cases or some."""
 
     def bend(one: Any) -> Any:
         mine = not isinstance(one, Turn) and one.measure == measure.name and (not cases or one.case in cases)
@@ -81,14 +81,14 @@ def samples(
     return bend
 
 
-#: Changes of a turn that prefills all of its prompt, and says so.
+#: Changes after which a turn reports that it prefilled its whole prompt.
 ALL = {"cached_tokens": 0, "prefilled_tokens": lambda turn: turn.prompt_tokens}
-#: Takes the time of prefilling all that the session holds.
+#: Makes a turn take as long as if it prefilled the whole session.
 WAITS = turns(first_s=lambda turn: turn.first_s + PREFILL_S * turn.facts["held"])
 
 
 def beginning_with(**fields: Any) -> Callable[[], None]:
-    """Make a patch that changes what a turn has of its session, before it begins; the worker says so."""
+    """Return a patch that sets `fields` of each turn before it begins; the worker reports the effect."""
 
     def serve() -> None:
         begin = Runner._submit
@@ -108,7 +108,7 @@ prefill_anew = beginning_with(restored=None, num_restored=0, num_kept=0)
 
 
 def restore_badly() -> None:
-    """Turn the sign of all values that were restored."""
+    """Make the worker negate the values of all KV that it restores."""
     rebuilt = Acquisition._rebuilt
 
     def spoil(self: Acquisition, turn: Any) -> Any:
@@ -121,7 +121,7 @@ def restore_badly() -> None:
 
 
 def change_read() -> None:
-    """Turn the sign of one layer's restored values."""
+    """Make restores negate the values of the first layer's KV."""
     rebuild = layers.rebuild
 
     def spoil(*given: Any) -> Any:
@@ -133,13 +133,13 @@ def change_read() -> None:
 
 
 def report_no_kv() -> None:
-    """Answer that a session has no KV."""
+    """Make all results report that the session has no KV on the device."""
     generated = results.Generated
     results.Generated = lambda **fields: generated(**(fields | {"kv_live_bytes": 0}))
 
 
 def forget_sessions() -> None:
-    """Answer every second turn as if its session began with it."""
+    """Make the worker treat every second turn as the first one of its session."""
     extend, extended = fold.Fold.extend, []
 
     def forget(self: fold.Fold, before: history.History, *rest: Any) -> Any:
@@ -150,12 +150,12 @@ def forget_sessions() -> None:
 
 
 def refuse_what_fits() -> None:
-    """Refuse the last tenth of what fits."""
+    """Make the worker refuse turns that need more than 90% of its KV memory."""
     Ledger.ever_fits = lambda self, size: size <= 0.9 * self.max_bytes
 
 
 def hold_half_more() -> None:
-    """Keep half as much again on the device."""
+    """Make the worker keep up to 150% of its limit of KV on the device."""
     reserve = Ledger.reserve
 
     def more(self: Ledger, claim: Any, size_bytes: int) -> object:
@@ -170,6 +170,6 @@ def hold_half_more() -> None:
 
 
 def keep_in_full() -> None:
-    """Load the model without fewer bits, whatever was asked for."""
+    """Make the worker ignore `kv_bits`, so that KV is never quantised."""
     load = model.load
     model.load = lambda folder, *, kv_bits, **more: load(folder, kv_bits=None, **more)

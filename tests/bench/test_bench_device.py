@@ -1,4 +1,4 @@
-"""The constants that `bench device` suggests from its figures, and the rate of several answers at a time."""
+"""The constants that `bench device` suggests from its measurements, and the token rate of a batch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from bench.turns import Measure, Sample, Turn
 BLOCK = 128
 
 
-def test_prompt_blocks_is_the_fewest_blocks_within_five_percent_of_the_best_rate():
+def test_the_suggested_prompt_blocks_are_the_fewest_within_5_percent_of_the_best_rate():
     assert prompt_blocks({128: 0.949, 256: 0.951, 512: 1}, BLOCK) == 2
     assert prompt_blocks({2048: 1, 1024: 0.96}, BLOCK) == 8
     assert prompt_blocks({}, BLOCK) is None
 
 
-def test_several_values_of_a_constant_are_suggested_if_the_intervals_do_not_decide():
+def test_all_values_of_a_constant_that_the_confidence_intervals_allow_are_suggested():
     sure, open_ = stats.Estimate(1.2, 1.1, 1.3), stats.Estimate(1.1, 0.9, 1.3)
     assert suggested(rows_together, {2: sure, 4: sure}) == "2"
     assert suggested(rows_together, {2: open_, 4: sure}) == "2 or 4"
@@ -39,7 +39,7 @@ def test_several_values_of_a_constant_are_suggested_if_the_intervals_do_not_deci
         ({1: 2.0}, 1),
     ],
 )
-def test_pooling_is_suggested_from_the_number_of_rows_from_which_it_is_never_slower(
+def test_decoding_together_is_suggested_from_the_row_count_on_where_it_is_no_longer_slower(
     ratios: dict[int, float], rows: int | None
 ):
     assert rows_together(ratios) == rows
@@ -49,14 +49,14 @@ def test_pooling_is_suggested_from_the_number_of_rows_from_which_it_is_never_slo
     ("kept", "layers"),
     [({64: 30, 128: 0.7, 256: 0.9}, 1), ({128: 2.04, 256: 1.5}, 2), ({128: 2.06}, 3), ({128: -4}, 1)],
 )
-def test_kept_layers_is_the_largest_value_measured_for_pieces_of_at_least_a_block(
+def test_kept_layers_is_the_highest_value_measured_in_pieces_of_a_block_or_more_rounded_up(
     kept: dict[int, float], layers: int
 ):
     assert kept_layers(kept, BLOCK) == layers
     assert kept_layers({64: 3}, BLOCK) is None
 
 
-def test_the_rate_counts_tokens_from_when_all_answers_have_begun_until_the_first_ends():
+def test_the_batch_rate_counts_tokens_after_all_answers_have_begun_until_the_first_ends():
     early = Turn(total_s=9, first_s=1, gaps_s=(1, 1, 1, 1))
     late = Turn(total_s=9, first_s=2.5, gaps_s=(1, 1, 1, 1))
     assert rate_of([early, late]) == (3 + 2) / 2.5  # at 3, 4 and 5; at 3.5 and 4.5
@@ -64,7 +64,7 @@ def test_the_rate_counts_tokens_from_when_all_answers_have_begun_until_the_first
     assert rate_of([early, Turn(total_s=9, first_s=6, gaps_s=(1,))]) is None
 
 
-def test_the_last_table_shows_each_constant_in_use_and_the_value_that_the_figures_suggest():
+def test_the_closing_table_shows_each_constants_value_in_use_and_the_suggested_value():
     samples = []
 
     def add(measure: Measure, case: str, x: int, value: float) -> None:

@@ -1,7 +1,7 @@
 """The statistics of benches, checked against simulations whose true value is known.
 
-Each simulation has a seed, and bounds that leave room for its own scatter: a coverage of 95% in 2,000 runs
-scatters by 0.5 points.
+Each simulation has a fixed seed. The bounds allow for chance: in 2,000 runs, a coverage of 95% has a standard
+deviation of 0.5 points.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bench.turns import Turn
 RUNS = 2000
 BLOCKS = (5, 6, 8, 10, 20, 50)
 RNG = np.random.Generator
-#: The estimates of all runs, and the truth.
+#: The estimates of all runs, and the true value.
 Simulated = tuple[list["Estimate | None"], float]
 
 
@@ -40,33 +40,33 @@ def compared(how: Callable[..., list[float]], base: np.ndarray, other: np.ndarra
 
 
 def clustered(draw: RNG, blocks: int) -> Simulated:
-    """Twenty turns a block; the machine's mood moves a whole block more than turns scatter within it."""
+    """Simulate blocks of twenty turns; the machine's speed varies more between blocks than within one."""
     mood = draw.normal(0, 0.3, (RUNS, blocks, 1))
     turns = 0.2 * np.exp(mood + draw.normal(0, 0.2, (RUNS, blocks, 20)))
     return means(np.median(turns, axis=2)), 0.2
 
 
 def paired(draw: RNG, blocks: int, scatter: float = 0.1, hiccup: float = 1.0) -> Simulated:
-    """Sides that take turns: a block's mood is large and both have it; some turns may hiccup."""
+    """Simulate two sides that share each block's speed; 10% of turns take `hiccup` times as long."""
     mood, size = draw.normal(0, 1.0, (RUNS, blocks)), (2, RUNS, blocks)
     sides = np.exp(mood + draw.normal(0, scatter, size)) * np.where(draw.random(size) < 0.1, hiccup, 1.0)
     return means(compared(stats.ratios, sides[0], 1.17 * sides[1])), 1.17
 
 
 def hiccups(draw: RNG, blocks: int) -> Simulated:
-    """Every tenth turn takes three times as long. Student's t is careful then: too wide, never too narrow."""
+    """Simulate `paired` with 10% of turns three times as long, for which Student's t is too wide."""
     return paired(draw, blocks, hiccup=3.0)
 
 
 def differing(draw: RNG, blocks: int) -> Simulated:
-    """Sides that take turns, of which one has 30 ms more."""
+    """Simulate two sides that share each block's speed, one of which takes 30 ms longer."""
     mood = draw.normal(0.5, 0.2, (RUNS, blocks))
     sides = [mood + more + draw.normal(0, 0.02, (RUNS, blocks)) for more in (0.0, 0.03)]
     return means(compared(stats.differences, *sides), log=False), 0.03
 
 
 def skewed(draw: RNG, blocks: int) -> Simulated:
-    """Waits with a long tail: 100 ms, and an exponential wait on top, whose size is the block's own."""
+    """Simulate waits with a long tail: 100 ms, plus an exponential wait whose mean differs by block."""
 
     def medians(runs: int, blocks: int) -> np.ndarray:
         sizes = draw.exponential(0.1, (runs, blocks, 5)) * np.exp(draw.normal(0, 0.3, (runs, blocks, 1)))
@@ -76,7 +76,7 @@ def skewed(draw: RNG, blocks: int) -> Simulated:
 
 
 def sloping(draw: RNG, blocks: int) -> Simulated:
-    """Each session has a speed of its own, and so a slope; the truth is their mean."""
+    """Simulate sessions of different slopes, of time over length; the true value is the slopes' mean."""
     xs, found = np.arange(8.0), []
     for _ in range(500):
         slopes = draw.normal(0.25, 0.05, (blocks, 1))
@@ -86,7 +86,7 @@ def sloping(draw: RNG, blocks: int) -> Simulated:
 
 
 def growing(draw: RNG, blocks: int) -> Simulated:
-    """Memory, read 60 times a stretch, each reading much like the one before: stretches are the blocks."""
+    """Simulate growing memory with autocorrelated readings; a stretch of 60 readings is one block."""
     noise = draw.normal(0, 1.0, (1000, max(blocks, 10) * 60))
     for i in range(1, noise.shape[1]):
         noise[:, i] += 0.9 * noise[:, i - 1]
@@ -115,7 +115,7 @@ def test_fewer_than_five_blocks_give_no_interval_and_no_verdict(numbers: int) ->
 
 @pytest.mark.parametrize("things", [1, 3, 10])
 def test_a_check_of_several_measures_raises_false_alarms_in_at_most_7_percent_of_runs(things: int) -> None:
-    """False alarms are counted at the bound itself; values at twice the bound must be caught."""
+    """A false alarm is a failure although the true value is the bound; twice the bound must fail."""
     draw, alarms, caught, runs = np.random.default_rng(things), 0, 0, 1000
     for _ in range(runs):
         noise = draw.normal(0, 0.1, (things, 5))
@@ -148,15 +148,15 @@ def values(turns: list[Turn], measure: object) -> list[float]:
 
 
 def test_a_session_whose_turns_fail_lowers_fairness_to_zero() -> None:
-    """It got no tokens for its time, which is the least fair share."""
+    """Such a session got no tokens, which makes the slowest session's share 0."""
     served = [make(number) for number in range(4)]
     failed = [replace(turn, error="internal", tokens=()) if i == 2 else turn for i, turn in enumerate(served)]
     short = [replace(turn, tokens=(1,), total_s=0.9) if i == 2 else turn for i, turn in enumerate(served)]
     assert [values(turns, load.FAIR) for turns in (served, failed, short)] == [[1.0], [0.0], [1.0]]
 
 
-def test_gaps_before_all_answers_have_begun_count_neither_as_alone_nor_as_beside_a_prompt() -> None:
-    """Such gaps include the prefill of other answers."""
+def test_token_gaps_count_as_alone_or_beside_a_prompt_only_after_all_answers_have_begun() -> None:
+    """Earlier gaps include the prefill of other answers' prompts."""
     window = {"alone_s": 2.0, "sent_s": 4.0, "over_s": 7.0}
     gaps = (0.9, 0.6, 0.5, 0.5, 0.5, 0.0001, 0.5, 2.0, 0.5, 1.0)  # from 0.5 on
     found = list(load.follows([make(0, case=load.ANSWER, gaps_s=gaps, facts=window)]))
@@ -165,13 +165,13 @@ def test_gaps_before_all_answers_have_begun_count_neither_as_alone_nor_as_beside
     assert beside == pytest.approx([0.5, 2.0, 0.5, 1.0])
 
 
-def test_the_throughput_of_a_load_level_counts_only_while_the_load_is_full() -> None:
+def test_a_load_levels_throughput_is_measured_only_while_its_whole_concurrency_is_in_use() -> None:
     turns = [make(i, at_s, 11.0, x=2, first_s=1.0, tokens=(1,) * 100) for i, at_s in enumerate((0, 0, 11))]
-    assert values(turns, load.GENERATED) == pytest.approx([200 / 11])  # until one found no session left
+    assert values(turns, load.GENERATED) == pytest.approx([200 / 11])  # until a client found no session left
 
 
-def test_the_interval_of_token_gaps_in_a_closed_loop_is_right_although_rows_share_passes() -> None:
-    """Four sessions share passes: intervals by block are right, those of pooled turns too narrow."""
+def test_the_interval_of_token_gaps_covers_the_truth_although_sessions_share_passes() -> None:
+    """Four sessions share forward passes: an interval by block is right, one over all turns too narrow."""
     draw, runs, held, pooled = np.random.default_rng(7), 300, 0, 0
     for _ in range(runs):
         mood = np.repeat(draw.normal(0, 0.15, 40), 30)  # the machine's, for the time of thirty passes
@@ -189,7 +189,7 @@ def test_the_interval_of_token_gaps_in_a_closed_loop_is_right_although_rows_shar
     assert pooled / runs < 0.7
 
 
-def test_arrivals_follow_a_poisson_process_and_the_same_seed_repeats_them() -> None:
+def test_arrivals_in_the_load_bench_are_a_poisson_process_and_the_same_seed_repeats_them() -> None:
     plans = [SimpleNamespace(plan=load.Plan(duration=100.0, seed=i)) for i in (0, 0, 1)]
     dues, again, other = (load._poisson(one, 50.0) for one in plans)
     assert dues == again != other
@@ -199,7 +199,7 @@ def test_arrivals_follow_a_poisson_process_and_the_same_seed_repeats_them() -> N
     assert statistics.stdev(pauses) == pytest.approx(statistics.fmean(pauses), rel=0.1)
 
 
-def test_every_session_of_a_crowd_gets_requests_and_a_few_get_many() -> None:
+def test_every_session_of_the_load_benchs_crowd_gets_requests_and_a_few_get_many() -> None:
     chosen = load.order(50, 2000, 3)
     counts = sorted((chosen.count(number) for number in range(50)), reverse=True)
     assert (sum(counts), len(chosen), len(set(load.order(50, 20, 3)))) == (2000, 2000, 20)
@@ -207,8 +207,8 @@ def test_every_session_of_a_crowd_gets_requests_and_a_few_get_many() -> None:
     assert load.order(50, 2000, 3) == chosen
 
 
-def test_the_delay_by_a_completed_block_is_measured_against_the_steps_around_it() -> None:
-    """Steps of 10 ms, later of 20 ms; of two blocks the second delays a step by 7 ms."""
+def test_a_steps_delay_by_a_completed_kv_block_is_measured_against_the_steps_around_it() -> None:
+    """Steps take 10 ms, later 20 ms; of two completed blocks, the second delays a step by 7 ms."""
     steps_s, facts = [0.01] * 30 + [0.02] * 40, {"block_tokens": 32}
     steps_s[44] += 0.007  # the step behind the token that completes the second block
     turn = Turn(total_s=2.0, position=91, tokens=tuple(range(71)), gaps_s=tuple(steps_s), facts=facts)
@@ -219,7 +219,7 @@ def test_the_delay_by_a_completed_block_is_measured_against_the_steps_around_it(
     assert beside_blocks(pairs)[1] == pytest.approx(0.007)
 
 
-def test_the_decoding_rate_counts_tokens_from_when_all_answers_have_begun() -> None:
+def test_the_decoding_rate_counts_only_tokens_after_all_answers_have_begun() -> None:
     early = Turn(total_s=4, first_s=1, gaps_s=(0.5, 1, 1, 0.5), tokens=(1,) * 5)
     late = Turn(total_s=4, first_s=2, gaps_s=(1, 1), counts=(1, 2, 1), tokens=(1,) * 4)
     assert decoding([early, late]) == 6 / 2  # after 2.5, 3.5 and 4 s, and after 3, 3 and 4 s

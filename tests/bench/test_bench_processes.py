@@ -1,4 +1,4 @@
-"""Benches without a worker: mlx-lm in its own process, and other servers with their faults."""
+"""Measurements of other programs than the worker: mlx-lm in a process, and HTTP servers with faults."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def hold(program: Program, *prompts: list[range]) -> list[list[tuple[int, 
 
 @pytest.mark.process
 async def test_mlx_lm_in_its_own_process_gives_the_same_tokens_one_by_one_and_batched(tiny_model) -> None:
-    """A second turn sees the first, batched or not; a new session sees neither."""
+    """A conversation's second turn depends on its first, batched or not; a new conversation does not."""
     first, second = range(40, 60), range(50, 90)
     with running(tiny_model) as program:
         assert await program.exchange(timeout_s=30) == b"[]\n"
@@ -58,7 +58,7 @@ async def test_mlx_lm_in_its_own_process_gives_the_same_tokens_one_by_one_and_ba
 
 
 @pytest.mark.process
-async def test_a_measuring_process_that_fails_is_reported_in_one_line_and_one_that_hangs_is_ended(
+async def test_a_failed_measuring_process_is_reported_in_one_line_and_a_hanging_one_is_ended(
     tiny_model, tmp_path
 ) -> None:
     fails = pytest.raises(BenchError, match=r"^the measuring process ended with exit code 1: [^\n]+$")
@@ -86,7 +86,7 @@ WELL = HEAD + b": keepalive\n\n" + event("Hel") + event("lo", "stop") + USAGE + 
 
 @contextlib.asynccontextmanager
 async def fake(*replies: bytes) -> AsyncIterator[str]:
-    """Serve chat completions with these bytes, the last one from then on, and hang up."""
+    """Serve HTTP: answer each POST with the next of `replies`, the last one repeatedly, and hang up."""
     left = list(replies)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -108,7 +108,7 @@ async def ask(url: str) -> Turn:
         return await server.ask([{"role": "user", "content": "Hi"}], max_tokens=4, timeout_s=5)
 
 
-async def test_an_answers_token_count_is_the_servers_usage_or_else_the_number_of_deltas() -> None:
+async def test_a_turns_token_count_is_the_servers_reported_usage_or_else_the_number_of_deltas() -> None:
     async with fake(WELL, HEAD + event("a") + event("b", "length") + b"data: [DONE]\n\n") as url:
         counted, own = await ask(url), await ask(url)
     assert (counted.error, counted.prompt_tokens, counted.facts) == (None, 9, {"tokens": 3, "text": "Hello"})

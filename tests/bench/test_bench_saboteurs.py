@@ -17,17 +17,17 @@ from bench.conduct import conduct
 from bench.plan import Where, short_form
 from bench.spec import Findings
 
-#: A bench of samples alone has none of the common lies.
+#: The common lies falsify turns: a bench that has only samples does not get them.
 LIES = [(suite, lie) for suite in SUITES for lie in (*(COMMON if suite.honest(0)[0] else ()), *suite.lies)]
-#: Their checks are exact, so that the short form tells. A statistical one would take five rounds. An honest
-#: worker runs in `test_bench_commands.py`. How a lie gets into a worker and is found is the same for all.
+#: Faults for real workers, of which `make soak` runs all. Their checks are exact, so a smoke run suffices; a
+#: statistical check would need five rounds. `test_bench_commands.py` runs healthy workers.
 REAL = [
     pytest.param(suite, lie, marks=() if lie.name == "restores badly" else pytest.mark.soak)
     for suite in SUITES
     for lie in suite.lies
     if lie.serve is not None
 ]
-#: Runs of a suite: few and always the same, and many for `make soak`.
+#: Number of simulated runs of a suite, with the seeds 0, 1, ...; `make soak` simulates more.
 RUNS = int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "20"))
 KEPT_TIME = checks.kept_time([]).name
 each_suite = pytest.mark.parametrize("suite", SUITES, ids=lambda suite: suite.bench.name)
@@ -39,7 +39,7 @@ def identify(one: Suite | Lie) -> str:
 
 @cache
 def honest(make: Callable[[int], Any], seed: int) -> Sequence[Any]:
-    """Make an honest run; the same one for all lies, which bend copies of its turns."""
+    """Make an honest run once per seed; all lies falsify copies of its turns and samples."""
     return make(seed)
 
 
@@ -75,7 +75,7 @@ def test_correct_results_fail_no_exact_check_and_seldom_a_statistical_one(suite:
 
 
 @each_suite
-def test_a_run_cut_short_after_any_turn_fails_no_check(suite: Suite) -> None:
+def test_an_honest_run_that_stops_after_any_turn_fails_no_check(suite: Suite) -> None:
     for end in range(len(honest(suite.honest, 0)[0])):
         assert failed(judged(suite, 0, end=end)) == []
 

@@ -1,4 +1,4 @@
-"""Stores on real directories."""
+"""Fixtures: stores on real directories, and a gate for their writer thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cache.store import Store
 
 @pytest.fixture
 async def open_store(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Store]]]:
-    """Open stores on one directory, and close what a test leaves open."""
+    """Open stores, by default all on the same directory; close them after the test."""
     opened: list[Store] = []
 
     async def open_(directory: Path = tmp_path / "cache", **changes: Any) -> Store:
@@ -33,7 +33,7 @@ async def open_store(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[St
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Hold the writer at the beginning of a write until the gate is opened."""
+    """Block the writer thread at the beginning of each write until the returned event is set."""
     gate, write = threading.Event(), snapshot_format.write
 
     def held(draft: Any, path: Path, *more: Any) -> None:

@@ -1,4 +1,4 @@
-"""KV whose every value is a fingerprint of the tokens up to it, so that a restore can be checked."""
+"""Makes KV in which each value is a fingerprint of the tokens up to its position, to check restores."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LAYOUT = ModelLayout(tuple((name, "F32", (HEADS, DIM)) for name in kv([0])))
 
 
 def cut(tokens: Sequence[int], span: Span) -> tuple[Tensor, ...]:
-    """Cut that KV as the device thread would."""
+    """Return a span of the KV of `kv` as tensors, as the device thread would copy it."""
     tensors = []
     for name, whole in kv(tokens).items():
         part = np.ascontiguousarray(whole[:, :, span.start : span.end])
@@ -50,13 +50,13 @@ def cut(tokens: Sequence[int], span: Span) -> tuple[Tensor, ...]:
 
 
 def save_all(store: Store, tenant: str, tokens: Sequence[int], start: int = 0) -> list[bool]:
-    """Save whatever is wanted of these tokens."""
+    """Save all spans of these tokens that `store.wanted` names; return which of them were accepted."""
     spans = store.wanted(tenant, tokens, start, len(tokens))
     return [store.save(tenant, tokens, span, cut(tokens, span)) for span in spans]
 
 
 def assert_is_kv_of(tensors: dict[str, mx.array], tokens: Sequence[int]) -> None:
-    """The tensors may be longer: only what belongs to the tokens is looked at."""
+    """Assert that the tensors begin with the KV of these tokens; they may be longer."""
     expected = kv(tokens)
     assert tensors.keys() == expected.keys()
     for name, whole in expected.items():
@@ -64,7 +64,7 @@ def assert_is_kv_of(tensors: dict[str, mx.array], tokens: Sequence[int]) -> None
 
 
 async def num_restored(store: Store, tokens: Sequence[int], tenant: str = "a") -> int:
-    """Restore what there is of these tokens, check that it is their KV, and return how many it is of."""
+    """Restore the longest stored prefix of these tokens and check its KV; return its number of tokens."""
     restored = await store.load(store.match(tenant, tokens))
     if restored is None:
         return 0
@@ -80,7 +80,7 @@ def assert_sum_rule(store: Store) -> None:
 
 
 def assert_room_rule(store: Store) -> None:
-    """Count the room again, entry by entry, the slow way."""
+    """Assert that the stats' pinned, evictable and free bytes equal sums over all entries of the index."""
     stats, room = store.stats(), store._room
     entries = {entry.digest: entry for entry in store._index}
     pinned = set()
@@ -89,7 +89,7 @@ def assert_room_rule(store: Store) -> None:
         while link is not None:
             pinned.add(link.digest)
             link = entries.get(link.parent)
-    # What was given up while the writer had it takes room until the writer has let go of it.
+    # A snapshot cancelled during its write occupies space until the writer has finished with it.
     lost = stats.in_flight_bytes - sum(e.size_bytes for e in entries.values() if not e.durable)
     assert lost >= 0
     assert stats.pinned_bytes == sum(entries[digest].size_bytes for digest in pinned) + lost

@@ -1,9 +1,9 @@
-"""A process whose disk calls pass through `faulty_disk.c`. Each run is one scenario.
+"""A program whose disk calls pass through the preloaded `faulty_disk.c`. Its argument names a scenario.
 
 `killed DIR`: repeats one run, each in its own directory, killed at the n-th change of the disk or in the
-middle of it. `failing DIR`: the same, but the n-th change fails, or all from there on. `touched DIR`: counts
-the disk calls of the event loop's thread. `hanging DIR`: reads hang for a while, then until the process has
-ended. `powerless DIR`: leaves only what would survive a power failure.
+middle of it. `failing DIR`: the same, but the n-th change fails, or all changes from there on. `touched DIR`:
+counts the disk calls of the event loop's thread. `hanging DIR`: reads hang for a while, later until the
+process exits. `powerless DIR`: leaves only files that would survive a power failure.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ async def opened(directory: Path, clock: Clock) -> Store:
 
 
 async def live(directory: Path, said) -> None:
-    """Do what a worker does with its cache; `said(word)` after each thing that is settled."""
+    """Save, forget and pin as a worker does; call `said` with a word after each confirmed operation."""
     store = await opened(directory, Clock())
     save_all(store, "a", ONE[:6])
     await store.barrier(10)
@@ -78,7 +78,7 @@ async def live(directory: Path, said) -> None:
 
 
 def killed(base: Path) -> None:
-    """Leave a directory for each way to die, and beside it what was settled by then."""
+    """Run `live` once for each moment of a kill; leave its directory, and a file of the confirmed words."""
     found = []
     for mode in (KILL, TEAR):
         n = 0
@@ -92,7 +92,7 @@ def killed(base: Path) -> None:
                     asyncio.run(live(directory, lambda word: print(word, file=said)))
                     os._exit(0)
             _, status = os.waitpid(child, 0)
-            if not os.WIFSIGNALED(status):  # it has lived to its end
+            if not os.WIFSIGNALED(status):  # the run has ended without a kill
                 assert os.WEXITSTATUS(status) == 0
                 break
             found.append(directory.name)
@@ -100,13 +100,13 @@ def killed(base: Path) -> None:
 
 
 async def survive(directory: Path, n: int, end: int, code: int) -> None:
-    """Live with changes that fail: nothing is wrong, all is counted, and afterwards it works again."""
+    """Use a store while disk changes fail: restores are right, losses are counted, and it recovers."""
     clock = Clock()
     arm(directory, FAIL, n, end, code)
     try:
         store = await opened(directory, clock)
     except (OSError, sqlite3.Error, CacheError):
-        LIBC.faults_disarm()  # such a worker serves without snapshots
+        LIBC.faults_disarm()  # a worker would then run without snapshots
         store = await opened(directory, clock)
     for tokens in (ONE[:6], ONE, TWO):
         save_all(store, "a", tokens)
@@ -143,7 +143,7 @@ async def failing(base: Path) -> None:
 
 
 async def touched(base: Path) -> None:
-    """Everything that the event loop calls, with a disk that takes 50 ms for each change."""
+    """Call all methods of a store whose disk takes 50 ms per change; print the disk calls by thread."""
     store = await opened(base / "cache", Clock())
     save_all(store, "a", ONE)
     await store.barrier(10)
@@ -168,7 +168,10 @@ async def touched(base: Path) -> None:
 
 
 async def hanging(base: Path) -> None:
-    """Loads are misses in time, while the disk hangs and after it; neither they nor the end wait for it."""
+    """Check that loads on a hanging disk time out as misses, and work again once the disk does.
+
+    At the end the disk hangs again, and the process must still exit.
+    """
     sessions = [[session, *range(9)] for session in range(8)]
     store = await opened(base / "cache", Clock())
     for tokens in sessions[:-1]:
@@ -199,11 +202,14 @@ async def hanging(base: Path) -> None:
 
 
 async def powerless(base: Path) -> None:
-    """Leave what a power failure would leave of the index's log after a pin, of gaps, and of an erasure."""
+    """Leave directories whose SQLite log ends at its last sync, as after a power failure.
+
+    Once after a pin, once after evictions of middle blocks, once after an erase.
+    """
     log = base / "cache" / "index.sqlite-wal"
 
     async def reopened() -> Store:
-        """Open with a new log, which grows at its end alone."""
+        """Open the store, so that SQLite begins a new log, to which it only appends."""
         store = await opened(base / "cache", Clock())
         LIBC.faults_watch(str(log).encode())
         arm(base / "cache", COUNT)

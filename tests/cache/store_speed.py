@@ -1,9 +1,9 @@
-"""Times the store from inside: `python tests/cache/store_speed.py [--rounds N] [--blocks N] [--dir FOLDER]`.
+"""Measures the store's speed: `python tests/cache/store_speed.py [--rounds N] [--blocks N] [--dir FOLDER]`.
 
-Restores of float32 KV of the packaged model's shape beside MLX loading the same files, in turns, from the
-page cache; then the opening and matching of a large index; then writing and restoring with a key, and without
-one. Printed are medians, the least and the most of all rounds. Aims: 0.8 of MLX's own speed; with 100,000
-blocks 1 s to open, 5 ms to match a prefix of 1,000.
+Compares restores of float32 KV of the packaged model's shape with MLX loading the same files, alternately,
+from the page cache. Then times opening and matching a large index, and writing and restoring with and without
+encryption. Prints the median, minimum and maximum of all rounds. Aims: 0.8 of MLX's own speed; with 100,000
+blocks 1 s to open, 5 ms to match a prefix of 1,000 blocks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TENANT = "bench"
 
 
 async def restore(folder: Path, num_tokens: int, rounds: int) -> None:
-    """Store a session, then read it: MLX alone, and the store, in turns."""
+    """Store a session, then read its files alternately by MLX alone and by the store; print the speeds."""
     store = await opened(folder, LAYOUT)
     tokens = tokens_of(1, num_tokens)
     await save(store, tokens)
@@ -56,7 +56,7 @@ async def restore(folder: Path, num_tokens: int, rounds: int) -> None:
     paths = [folder / "snapshots" / PLAIN.file_name(entry.digest) for entry in held.nodes]
     store.release(held)
     gib = sum(path.stat().st_size for path in paths) / 2**30
-    mx.set_cache_limit(16 << 20)  # a worker's on a CPU; with more, reading again needs no fresh pages
+    mx.set_cache_limit(16 << 20)  # as in a worker on a CPU; a larger cache would spare reads new pages
     times: dict[str, list[float]] = {"load": [], "restore": []}
     for i in range(rounds + 1):
         for side in ("load", "restore") if i % 2 else ("restore", "load"):
@@ -71,14 +71,14 @@ async def restore(folder: Path, num_tokens: int, rounds: int) -> None:
                 assert restored.num_tokens == num_tokens
             times[side].append(time.perf_counter() - began_s)
             kept, restored = [], None
-    loads, restores = (some[1:] for some in times.values())  # the first time is not like the others
+    loads, restores = (some[1:] for some in times.values())  # the first round is a warm-up
     tell(f"restore {num_tokens:,} tokens, GiB/s", [gib / one for one in restores])
     tell("  of MLX's own speed", [load / one for load, one in zip(loads, restores, strict=True)])
     await store.close()
 
 
 async def save(store: Store, tokens: list[int]) -> float:
-    """Store a session; returns the seconds from the first save until all is durable."""
+    """Store a session; return the seconds from the first save until all snapshots are durable."""
     chance = np.random.default_rng(0)
     cuts = []
     for span in store.wanted(TENANT, tokens, 0, len(tokens)):
@@ -94,7 +94,7 @@ async def save(store: Store, tokens: list[int]) -> float:
 
 
 async def seal(folder: Path, rounds: int, num_tokens: int = 2_000) -> None:
-    """Write sessions, and restore them, without a key and with one, in turns."""
+    """Write and restore sessions, alternately without and with encryption; print the speeds."""
     stores = {
         name: await opened(folder / name, LAYOUT, access)
         for name, access in (("plain", PLAIN), ("sealed", Sealed(bytes(32))))
@@ -123,7 +123,7 @@ async def seal(folder: Path, rounds: int, num_tokens: int = 2_000) -> None:
 
 
 async def index(folder: Path, num_blocks: int, rounds: int) -> None:
-    """Fill a directory with so many blocks, in chains of equal length; then open it, and match a chain."""
+    """Fill a directory with `num_blocks` blocks of equal sessions; time opening it and matching a session."""
     fill(folder, num_blocks)
     open_s, match_s = [], []
     for _ in range(rounds):
@@ -143,7 +143,7 @@ async def index(folder: Path, num_blocks: int, rounds: int) -> None:
 
 
 def fill(folder: Path, num_blocks: int) -> None:
-    """Write real snapshots of the smallest KV there is, without waiting for the disk after each."""
+    """Write valid snapshots with the smallest possible KV, without a sync after each."""
     files = Folder(folder)
     catalog = Catalog(files)
     data = memoryview(bytes(4 * BLOCK))
@@ -165,7 +165,7 @@ def fill(folder: Path, num_blocks: int) -> None:
 
 
 def give_back_memory() -> None:
-    """Let both sides find what a restore finds: memory that comes from the system page by page."""
+    """Return free memory to the system, so that reads must get new pages, as restores in a worker do."""
     mx.clear_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:

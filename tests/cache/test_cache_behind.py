@@ -1,4 +1,4 @@
-"""KV that no session sees is removed by its age in tokens, even if the disk has space."""
+"""`keep_behind`: KV that no session sees is removed by its age in tokens, even if the disk has space."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEEP = 20
 
 
 async def settled(store: Store) -> None:
-    """Evict all that is behind, without the pauses."""
+    """Remove all old KV that is due now, without the pauses between removals."""
     assert await store.barrier(5)
     while store._behind:
         store._room._shrink()
@@ -43,7 +43,7 @@ def on_disk(store: Store) -> int:
 
 
 def starts(store: Store) -> list[int]:
-    """List where the blocks start whose files are there; no other file is."""
+    """Return the start positions of all blocks with a file; assert that there are no other files."""
     nodes = [node for node in store._index if is_there(store, node)]
     assert len(nodes) == len(list(store._folder.snapshots.iterdir()))
     assert store.stats().stored_bytes == on_disk(store)
@@ -51,8 +51,8 @@ def starts(store: Store) -> list[int]:
     return sorted(node.start for node in nodes)
 
 
-async def test_an_endless_session_takes_constant_disk_space(open_store) -> None:
-    """Its sinks and `keep_behind` tokens before its end, which survives restarts."""
+async def test_a_growing_sink_window_session_uses_constant_disk_space(open_store) -> None:
+    """On disk are its sinks and the last `keep_behind` tokens, also after restarts."""
     found = {}
     for end in (100, 200, 400):
         store = await open_store(keep_behind=KEEP)
@@ -69,7 +69,7 @@ async def test_an_endless_session_takes_constant_disk_space(open_store) -> None:
     assert max(found.values()) < 1.05 * found[100]
 
 
-async def test_a_rewind_to_removed_tokens_is_saved_again_and_can_be_restored(open_store) -> None:
+async def test_a_session_rewound_to_removed_tokens_saves_them_again_and_can_be_restored(open_store) -> None:
     store = await open_store(keep_behind=KEEP)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 400, TOKENS)
@@ -87,8 +87,10 @@ async def test_a_rewind_to_removed_tokens_is_saved_again_and_can_be_restored(ope
     starts(store)
 
 
-async def test_old_kv_that_another_session_shares_or_holds_or_that_is_pinned_stays(open_store) -> None:
-    """It is removed once nothing shares or holds it."""
+async def test_old_kv_is_not_removed_while_another_session_shares_or_uses_it_or_it_is_pinned(
+    open_store,
+) -> None:
+    """The KV is removed as soon as no session shares or uses it."""
     store = await open_store(keep_behind=KEEP)
     chain = store.chain("a", POLICY)
     other = [*TOKENS[:100], 1, 2, 3, 4]
@@ -114,7 +116,7 @@ async def test_old_kv_that_another_session_shares_or_holds_or_that_is_pinned_sta
 
 
 async def test_the_full_policy_removes_no_old_kv_and_searches_for_none(open_store, monkeypatch) -> None:
-    """Nor is it searched."""
+    """Under `full` the model sees all tokens, so no block is ever visited in a search for old KV."""
     looks = []
     monkeypatch.setattr(Index, "descendants", lambda *_: looks.append(1))
     store = await open_store(keep_behind=0)
@@ -138,10 +140,10 @@ async def test_old_kv_of_an_earlier_process_is_removed_once_its_session_is_resto
     assert starts(store) == [0, *range(376, 400, BLOCK)]
 
 
-async def test_a_crash_between_updating_a_row_and_removing_its_file_loses_nothing(
+async def test_a_crash_after_an_index_row_is_updated_and_before_its_file_is_removed_loses_nothing(
     open_store, monkeypatch
 ) -> None:
-    """The next start adopts the file and removes it."""
+    """The next start adds the file to the index again, and then removes it properly."""
     store = await open_store(keep_behind=KEEP)
     with monkeypatch.context() as patched:
         patched.setattr(type(store._writer), "_remove_files", lambda *_: None)
@@ -161,7 +163,7 @@ async def test_a_crash_between_updating_a_row_and_removing_its_file_loses_nothin
 async def test_a_file_whose_index_row_cannot_be_updated_stays_until_the_next_start(
     open_store, monkeypatch
 ) -> None:
-    """A row with a size but no file would break the chain and cost the session's end."""
+    """If the file were removed, a row without a file would make the session's later blocks unusable."""
     put = Catalog.put
 
     def fail(self, rows, *, durable=False) -> None:
@@ -182,7 +184,9 @@ async def test_a_file_whose_index_row_cannot_be_updated_stays_until_the_next_sta
     assert starts(store) == [0, *range(176, 200, BLOCK)]
 
 
-async def test_an_endless_session_takes_constant_disk_space_in_an_encrypted_cache_too(open_store) -> None:
+async def test_a_growing_sink_window_session_uses_constant_disk_space_in_an_encrypted_cache_too(
+    open_store,
+) -> None:
     sealing = pytest.importorskip("cache.disk.sealing")
     for end in (200, 400):
         store = await open_store(keep_behind=KEEP, access=sealing.Sealed(bytes(32)), identity=identity())
@@ -199,7 +203,7 @@ async def test_an_endless_session_takes_constant_disk_space_in_an_encrypted_cach
 async def test_random_sessions_never_lose_recent_kv_while_old_kv_is_removed(
     open_store, layout, policy, seed
 ) -> None:
-    """They grow, branch, are held, pinned, forgotten, restarted, and some writes fail."""
+    """Sessions grow, branch, are held, pinned and forgotten; the store restarts, and some writes fail."""
     sessions = Sessions(random.Random(seed), open_store)
     sessions.layout, sessions.policy = layout, policy
     model = HYBRID if policy == FULL else LAYOUT
@@ -208,7 +212,7 @@ async def test_random_sessions_never_lose_recent_kv_while_old_kv_is_removed(
 
 
 def header_starts(store: Store) -> tuple[list[int], list[int]]:
-    """List where the blocks start whose files are whole, and those that lack the sections of windows."""
+    """Return the start positions of complete files, and of files without the windowed layers' sections."""
     found: dict[bool, list[int]] = {False: [], True: []}
     for node in store._index:
         path = store._folder.path(node.digest)
@@ -229,7 +233,7 @@ async def grown_hybrid(store: Store, end: int, tokens=TOKENS) -> None:
 async def test_a_model_with_full_and_window_layers_drops_only_its_old_window_sections(
     open_store, is_sealed
 ) -> None:
-    """Layers that see all tokens keep them; each restart restores the whole session."""
+    """Layers that see all tokens keep all KV, and after each restart the whole session is restored."""
     settings = {"layout": HYBRID, "keep_behind": KEEP}
     if is_sealed:
         settings["access"] = pytest.importorskip("cache.disk.sealing").Sealed(bytes(32))
@@ -245,7 +249,9 @@ async def test_a_model_with_full_and_window_layers_drops_only_its_old_window_sec
         assert await store.close()
 
 
-async def test_a_rewound_session_of_a_window_model_makes_shortened_files_whole_again(open_store) -> None:
+async def test_a_rewound_session_of_a_model_with_windows_writes_shortened_files_in_full_again(
+    open_store,
+) -> None:
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     await grown_hybrid(store, 200)
     rewound = [*TOKENS[:100], 1, 2, 3, 4]
@@ -267,7 +273,7 @@ async def test_a_rewound_session_of_a_window_model_makes_shortened_files_whole_a
 
 @pytest.mark.parametrize("when", ["before the file", "before the row"])
 async def test_a_crash_while_a_file_is_shortened_loses_nothing(open_store, monkeypatch, when) -> None:
-    """The next start shortens the file, or corrects the row of a short one."""
+    """The next start shortens the file, or corrects the index row of a file that is already short."""
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     with monkeypatch.context() as patched:
         if when == "before the file":
@@ -295,7 +301,9 @@ async def test_a_crash_while_a_file_is_shortened_loses_nothing(open_store, monke
     assert list(store._folder.quarantined.iterdir()) == []
 
 
-async def test_a_session_of_a_window_model_is_restored_in_full_after_its_index_is_lost(open_store) -> None:
+async def test_a_session_of_a_model_with_windows_is_restored_in_full_after_the_index_is_lost(
+    open_store,
+) -> None:
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     await grown_hybrid(store, 200)
     before = header_starts(store)
@@ -309,7 +317,7 @@ async def test_a_session_of_a_window_model_is_restored_in_full_after_its_index_i
 
 
 @pytest.mark.parametrize("fails", ["shortening", "making whole"])
-async def test_a_file_that_cannot_be_shortened_or_made_whole_stays_as_it_was(
+async def test_a_file_stays_unchanged_if_it_cannot_be_shortened_or_written_in_full_again(
     open_store, monkeypatch, fails
 ) -> None:
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
@@ -332,11 +340,11 @@ async def test_a_file_that_cannot_be_shortened_or_made_whole_stays_as_it_was(
     assert_restored(await store.load(match), HYBRID, TOKENS[:100])
 
 
-async def test_erasing_or_evicting_a_chain_of_shortened_files_leaves_no_file(open_store) -> None:
+async def test_erasing_or_evicting_a_session_with_shortened_files_leaves_no_file(open_store) -> None:
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     await grown_hybrid(store, 100)
     held = store.hold("a", TOKENS[:60])
-    save(store, HYBRID, "a", TOKENS[:60], held.edges[0])  # on its way while it is forgotten
+    save(store, HYBRID, "a", TOKENS[:60], held.edges[0])  # still being written when it is forgotten
     store.release(held)
     assert (await store.erase("a", TOKENS[:100])).settled
     assert (len(store._index), on_disk(store)) == (0, 0)
@@ -349,7 +357,7 @@ async def test_erasing_or_evicting_a_chain_of_shortened_files_leaves_no_file(ope
 
 
 async def test_a_paged_session_keeps_all_old_kv_because_it_may_recall_it(open_store) -> None:
-    """A recall matches at its own end, so the model's own windows stay as well."""
+    """A recall may end at any position, so the KV of the model's own windowed layers stays too."""
     paged, tokens = carriers.POLICY, carriers.TOKENS
     window = Policy(0, 6)
     layout = ModelLayout(LAYOUT.kv, reaches=(FULL, FULL, window, window), sketches=carriers.SKETCHES)

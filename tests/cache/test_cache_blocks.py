@@ -1,4 +1,4 @@
-"""Names of blocks: equal prefixes have equal names, others do not."""
+"""Names of blocks: two sessions' blocks have equal names if and only if all tokens up to them are equal."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ def chain(tokens: list[int], block: int, root: bytes = ROOT) -> list[bytes]:
 
 
 def common(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Count the leading numbers that two lists share, one by one."""
+    """Count the leading numbers that two lists share, by comparing them one by one."""
     pairs = enumerate(zip(ids, others, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(ids), len(others)))
 
 
 @given(TOKENS, TOKENS, SIZES)
-def test_two_token_lists_share_one_block_name_per_full_block_of_their_common_prefix(a, b, block) -> None:
+def test_two_token_lists_have_equal_block_names_exactly_for_the_blocks_of_their_common_prefix(
+    a, b, block
+) -> None:
     shared = common(a, b)
     names = [x == y for x, y in zip(chain(a, block), chain(b, block), strict=False)]
     assert names.count(True) == shared // block
@@ -80,7 +82,7 @@ def test_tokens_are_packed_as_little_endian_uint32() -> None:
 
 @given(st.data())
 def test_tokens_behave_like_a_plain_list_after_any_slices_and_appends(data) -> None:
-    """Token sequences derived from one another share parts."""
+    """Sequences that were made from one another share memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cache.names.tokens._PART", 4)
         made, digests = [(as_tokens(), list[int]())], {}
@@ -104,8 +106,8 @@ def test_tokens_behave_like_a_plain_list_after_any_slices_and_appends(data) -> N
 
 
 @given(st.data())
-def test_shortened_tokens_return_the_same_ids_or_raise_an_error_for_those_left_out(data) -> None:
-    """Also after packing, and if names continue from those of the tokens left out."""
+def test_shortened_tokens_return_the_same_ids_or_raise_an_error_for_dropped_ones(data) -> None:
+    """Also after packing, and if block names continue from the names of dropped tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cache.names.tokens._PART", 4)
         block = data.draw(st.sampled_from((1, 2, 3, 4, 8)))
@@ -153,7 +155,7 @@ def test_shortened_tokens_return_the_same_ids_or_raise_an_error_for_those_left_o
                 assert tokens.num_common(other) <= common(ids, theirs)
 
 
-def test_a_shortened_session_keeps_the_digest_of_a_prefix_only_while_the_prefix_is_unchanged(
+def test_shortened_tokens_keep_the_digest_of_a_prefix_only_while_the_prefix_is_unchanged(
     monkeypatch,
 ) -> None:
     monkeypatch.setattr("cache.names.tokens._PART", 4)
@@ -168,7 +170,7 @@ def test_a_shortened_session_keeps_the_digest_of_a_prefix_only_while_the_prefix_
     assert (short[:8] + range(1)).boundaries == (), "it goes on in another way"
 
 
-def test_a_shortened_session_keeps_its_beginning_its_end_and_its_block_names() -> None:
+def test_shortened_tokens_keep_their_beginning_end_and_block_names() -> None:
     session = as_tokens(range(1_000_000))
     names = session.chains.setdefault(ROOT, Chain(ROOT, 128)).names(session)[:]
     short = session.shortened(999_000)
@@ -184,7 +186,7 @@ def test_a_shortened_session_keeps_its_beginning_its_end_and_its_block_names() -
 
 
 def test_a_turn_does_not_pack_or_hash_a_session_of_a_million_tokens_again(monkeypatch) -> None:
-    """Earlier tokens are neither copied, nor compared, nor hashed again."""
+    """A turn copies, compares and hashes only its own tokens."""
     session = as_tokens(range(1_000_000))
     names = session.chains.setdefault(ROOT, Chain(ROOT, 128))
     names.names(session)
@@ -209,7 +211,7 @@ def test_packing_a_number_outside_uint32_raises_an_error(token) -> None:
 
 
 def test_block_names_do_not_change_between_versions() -> None:
-    """Files outlive the process: another digest here would orphan every stored snapshot."""
+    """With another digest here, a new version would find none of the snapshots stored before."""
     assert (
         chain([1, 2, 3, 4], 2)[-1].hex() == "19f467dee241a6ed494c60118e638adde30465b61388351438c6019c03b4bc57"
     )

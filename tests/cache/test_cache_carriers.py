@@ -1,4 +1,7 @@
-"""Carriers: every sixteenth block has the sketches of its group, so a restore opens fewer files."""
+"""Carriers: a paged session's every sixteenth block has the sketches (2-bit keys) of its group of blocks.
+
+So a restore opens fewer files.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,13 @@ TOKENS = [(7 * i) % 90 for i in range(3 * GROUP + 5 * BLOCK + 3)]
 
 
 def sketches(tokens) -> dict[str, np.ndarray]:
-    """Make sketches in which each value is a fingerprint of all tokens up to it."""
+    """Make sketches in which each value is a fingerprint of all tokens up to its position."""
     base = kv(tokens)["0.keys"][:, :, :, :1]
     return {f"0.sketch.{part}": (base * (i + 2)).astype(kind) for i, (part, kind) in enumerate(TYPES.items())}
 
 
 def cut_paged(tokens, span, more) -> tuple[Tensor, ...]:
-    """Cut KV and sketches as a paged session's device would, with those of the tokens `more`, too."""
+    """Copy a span's KV and sketches as a paged session's device would, with the sketches of `more`, too."""
     tensors = [Tensor(one.name, one.dtype, one.shape, one.data, POLICY) for one in cut(tokens, span)]
     for name, whole in sketches(tokens).items():
         for prefix, part in (("", span), (CARRIED, more)):
@@ -50,7 +53,7 @@ def save(store, chain, tokens=TOKENS, size=lambda more: more) -> None:
 
 @pytest.fixture
 async def stored(open_store):
-    """Open a store that has a session, and return its chain too."""
+    """Return a store with a stored session, and the session's chain."""
     store = await open_store(layout=OWN)
     chain = store.chain("a", POLICY)
     save(store, chain)
@@ -71,7 +74,7 @@ def assert_restored(restored, tokens) -> None:
         assert np.array_equal(np.array(restored.tensors[name]), np.concatenate(visible, axis=2)), name
 
 
-def test_every_sixteenth_block_carries_the_sketches_of_its_group_of_sixteen() -> None:
+def test_every_sixteenth_block_is_stored_with_the_sketches_of_sixteen_blocks() -> None:
     spans = [Span(at, at + BLOCK) for at in range(0, 2 * GROUP, BLOCK)]
     assert [one for one in spans if carried(one, BLOCK)] == [spans[15], spans[31]]
     assert carried(spans[31], BLOCK) == Span(GROUP, 2 * GROUP)
@@ -93,7 +96,7 @@ def test_splitting_a_buffer_at_a_position_divides_its_spans_and_memory() -> None
 async def test_a_restore_needs_only_carrier_blocks_visible_blocks_and_blocks_after_the_last_carrier(
     stored, num_tokens
 ) -> None:
-    """At, before and behind the ends of groups; a match may end within a carrier."""
+    """The session ends at, before or after the end of a group, or within a carrier."""
     store, chain = stored
     match = store.match(chain, TOKENS[:num_tokens])
     assert match.num_tokens == num_tokens
@@ -108,7 +111,7 @@ async def test_a_restore_needs_only_carrier_blocks_visible_blocks_and_blocks_aft
     assert store.stats().rejected == 0
 
 
-async def test_a_recall_reads_the_kv_of_a_carrier_block_like_that_of_any_other_block(stored) -> None:
+async def test_a_recall_reads_the_kv_of_a_carrier_block_and_of_the_block_after_it(stored) -> None:
     store, chain = stored
     wanted = Span(GROUP - BLOCK, GROUP + BLOCK)
     found, arrays = await store.recall(chain, TOKENS, [wanted])
@@ -123,7 +126,7 @@ async def test_a_recall_reads_the_kv_of_a_carrier_block_like_that_of_any_other_b
 async def test_a_restore_rejects_a_carrier_block_only_if_its_carried_sketches_are_damaged(
     stored, section
 ) -> None:
-    """A restore reads only the carried sketches of this file; damage elsewhere is not noticed."""
+    """A restore reads only the carried sketches of this file, so it detects no damage elsewhere in it."""
     store, chain = stored
     match = store.match(chain, TOKENS)
     path = file_of(store, match.nodes[31])
@@ -165,7 +168,7 @@ async def test_evicting_the_end_of_a_session_leaves_its_beginning_restorable(sto
     sizes = [node.size_bytes for node in match.nodes]
     store.release(match)
     store.set_limits(max_bytes=sum(sizes[:40]))
-    for _ in range(1000):  # evicted in the background
+    for _ in range(1000):  # the eviction runs in the background
         if store.stats().stored_bytes <= sum(sizes[:40]):
             break
         await asyncio.sleep(0.01)

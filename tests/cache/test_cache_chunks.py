@@ -1,4 +1,4 @@
-"""Chunked-attention layers: copied by tokens while they hold them, rebuilt, trimmed and measured."""
+"""Chunked-attention layers: their KV is copied token by token, rebuilt, trimmed and measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(block_tokens: int | None = BLOCK) -> list:
 
 
 def run(caches, start: int, end: int, piece: int = BLOCK) -> list:
-    """Run `[start, end)` in pieces as llama4 does; keys follow from the positions."""
+    """Write the tokens `[start, end)` to the caches in pieces, as llama4 does; keys encode the positions."""
     for at in range(start, end, piece):
         positions = mx.arange(at, min(end, at + piece)).astype(mx.float32)[None, None, :, None]
         keys = positions + mx.arange(16).astype(mx.float32).reshape(1, 2, 1, 8) / 64
@@ -42,8 +42,8 @@ def counted(start: int, end: int) -> list[float]:
     return [float(at) for at in range(start, end)]
 
 
-def test_an_attention_chunk_of_two_blocks_is_stored_by_tokens_and_a_smaller_one_as_a_state() -> None:
-    """The class names differ and are part of the identity, so the two are never confused."""
+def test_layers_with_attention_chunks_of_two_blocks_are_stored_by_tokens_and_others_as_states() -> None:
+    """The class names differ, and are part of the model's identity, so the two kinds are never confused."""
     assert layers.describe(make(BLOCK)) == "ChunkCache(32) KVCache"
     assert layers.trimmable(make(BLOCK))
     for block_tokens in (BLOCK + 1, None):
@@ -51,7 +51,7 @@ def test_an_attention_chunk_of_two_blocks_is_stored_by_tokens_and_a_smaller_one_
         assert not layers.trimmable(make(block_tokens))
 
 
-def test_a_chunked_attention_layer_is_measured_and_stores_the_kv_of_each_token_once() -> None:
+def test_a_chunked_attention_layers_kv_sizes_are_reported_and_each_tokens_kv_is_copied_once() -> None:
     caches = run(make(), 0, 100)
     assert layers.unsupported(caches) is None
     described = layers.layout(caches, make)
@@ -92,7 +92,7 @@ def test_a_chunked_attention_layer_rebuilt_from_copied_blocks_holds_all_visible_
         layers.rebuild({**tensors, "0.keys": tensors["0.keys"][..., 1:, :]}, make(), num_tokens)
 
 
-def test_a_chunked_attention_layer_can_be_copied_only_where_it_still_holds_the_tokens() -> None:
+def test_a_chunked_attention_layer_can_be_copied_only_for_tokens_that_it_still_has() -> None:
     caches = run(make(), 0, 96)
     assert layers.holds(caches, 48, 96)
     assert not layers.holds(caches, 47, 96)
@@ -101,7 +101,7 @@ def test_a_chunked_attention_layer_can_be_copied_only_where_it_still_holds_the_t
             layers.cut(caches, *span)
 
 
-def test_a_chunked_attention_layer_rewinds_only_to_chunks_whose_beginning_it_still_holds() -> None:
+def test_a_chunked_attention_layer_rewinds_only_into_chunks_whose_beginning_it_still_has() -> None:
     caches = run(make(), 0, 90)
     layers.shrink(caches)
     assert (caches[0].start_position, layers.earliest(caches)) == (58, 64)

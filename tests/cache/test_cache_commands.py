@@ -1,4 +1,4 @@
-"""`turnkeep cache` on real directories: list, verify, prune, export and import."""
+"""The commands `turnkeep cache` on real directories: ls, du, verify, prune, export and import."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def turnkeep(tmp_path):
 
 @pytest.fixture
 async def filled(open_store, tmp_path):
-    """A cache of two chains that share two blocks, and one of another model; closed."""
+    """A closed cache with two sessions that share two blocks, and a session of another model."""
     other = await open_store(identity=identity(weights="other"))
     save_all(other, "a", TOKENS[:4])
     await other.close()
@@ -68,7 +68,7 @@ async def test_cache_ls_and_du_report_chains_and_sizes_that_match_the_files(fill
     assert "max_disk" in turnkeep("du").stdout
 
 
-async def test_reading_cache_commands_work_beside_a_running_worker_and_writing_ones_are_refused(
+async def test_while_a_worker_runs_cache_commands_that_only_read_work_and_others_are_refused(
     open_store, filled, turnkeep, tmp_path
 ) -> None:
     store = await open_store()
@@ -150,7 +150,7 @@ async def test_files_of_another_format_version_are_skipped_and_kept_until_evicti
     later.write_bytes(later.read_bytes().replace(ours, other).replace(b'"parent"', b'"ancestor"'))
     for path in filled.glob("index.sqlite*"):
         path.unlink()
-    for _ in range(2):  # with the index rebuilt, and with the one that then was written
+    for _ in range(2):  # first the index is rebuilt, then the rebuilt index is read
         store = await open_store()
         assert store.stats().rejected == 0
         await store.close()
@@ -325,14 +325,14 @@ def test_cache_commands_refuse_a_missing_directory_and_one_that_is_no_cache(
     assert list((tmp_path / "photos").iterdir()) == [], "nor made into one"
 
 
-def test_cache_prune_without_a_clear_choice_of_what_to_remove_is_a_usage_error(turnkeep) -> None:
+def test_cache_prune_without_exactly_one_valid_choice_of_what_to_remove_is_a_usage_error(turnkeep) -> None:
     assert "say what to remove" in turnkeep("prune", code=2).stderr
     assert "say what to remove" in turnkeep("prune", "--all", "--older-than", "1d", code=2).stderr
     assert "not a duration" in turnkeep("prune", "--older-than", "soon", code=2).stderr
 
 
 async def test_a_cache_on_a_read_only_disk_can_be_inspected_and_verified(open_store, filled, mounted) -> None:
-    """For example a disk image, where SQLite cannot even make its lock files."""
+    """On a disk image, for example, SQLite cannot even create its lock files."""
     folder = mounted("size=4m")
     shutil.copytree(filled, folder / "cache")
     await asyncio.to_thread(subprocess.run, ["mount", "-o", "remount,ro", folder], check=True)

@@ -15,7 +15,7 @@ from cache.names.tokens import Chain, as_tokens
 
 @pytest.fixture
 def steps(monkeypatch) -> Counter[str]:
-    """Count hashes of blocks, searches among siblings, changes of pins, and looks at who may be evicted."""
+    """Count hashed blocks, searches among sibling nodes, changes of pins, and updates of evictability."""
     counted: Counter[str] = Counter()
 
     def count(owner, name, size) -> None:
@@ -35,7 +35,7 @@ def steps(monkeypatch) -> Counter[str]:
 
 
 async def turn(store, tokens, steps: Counter[str]) -> Counter[str]:
-    """Do what the engine does for a turn that prefills all of these tokens; return the steps of it."""
+    """Call the store as the engine does for a turn that prefills all of these tokens; return its steps."""
     before = steps.copy()
     chain = store.chain("a")
     store.release(store.match(chain, tokens))
@@ -84,10 +84,10 @@ async def test_saving_one_more_block_takes_the_same_steps_in_a_short_and_a_long_
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-async def test_eviction_does_not_search_the_pinned_blocks_again_for_every_evicted_block(
+async def test_eviction_does_not_go_through_all_pinned_blocks_for_every_evicted_block(
     open_store, monkeypatch, pinned
 ) -> None:
-    """The pinned blocks are the least recently used, so a search would meet them first."""
+    """The pinned blocks are the least recently used, so each search for a victim would begin with them."""
     store = await open_store()
     save_all(store, "a", list(range(60 * BLOCK)))
     assert await store.barrier(30)
@@ -117,7 +117,7 @@ async def test_eviction_does_not_search_the_pinned_blocks_again_for_every_evicte
 
 
 async def test_a_chain_does_not_return_cached_block_names_for_other_tokens(open_store) -> None:
-    """A chain caches hashes; the cache must not change results."""
+    """A `Chain` caches the names of the tokens asked for last, which must not affect other tokens."""
     tokens, other = list(range(20)), [*range(9), 99, *range(10, 20)]
     chain = Chain(blocks.root(identity().digest(), "a"), BLOCK)
     for asked in (tokens, tokens[:7], other, tokens, [7], other[:12], tokens[:3]):

@@ -1,4 +1,4 @@
-"""Crafted files: whatever their headers say, they are rejected and stop no worker or command."""
+"""Crafted snapshot files: whatever is in their headers, they are rejected, and stop no worker or command."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from cache.names.tokens import pack
 from commands.cli import main
 
 TOKENS = [5, 6, 7, 8]
-#: More than a block may have.
+#: More tokens than a block may have.
 MANY = [5] * 16_385
-#: A digit that Python takes for one.
+#: A character that is not ASCII, but that Python accepts as a digit.
 ZERO = "\N{ARABIC-INDIC DIGIT ZERO}"
 ROOT = blocks.root(identity().digest(), "a")
 NAME = Name(ROOT, 0, pack(TOKENS))
@@ -46,7 +46,7 @@ def sound(tmp_path: Path) -> bytes:
 
 
 def signed(text: bytes, payload: bytes) -> bytes:
-    """Put a file together whose header has the right checksum."""
+    """Return a file of this header and payload, with the right checksum in the header."""
     blank = struct.pack("<Q", len(text)) + text
     at = 8 + len(b'{"__metadata__":{"checksum":"')
     blank = blank[:at] + b"0" * 32 + blank[at + 32 :]
@@ -54,7 +54,7 @@ def signed(text: bytes, payload: bytes) -> bytes:
 
 
 def crafted(whole: bytes, changes: dict[str, Any]) -> tuple[bytes, str]:
-    """Change fields of a header as far as JSON goes; return the file, and what it has to be called then."""
+    """Change fields of a file's header; return the file, and the name that it must then have."""
     end = 8 + struct.unpack("<Q", whole[:8])[0]
     fields = json.loads(whole[8:end])
     metadata = fields["__metadata__"]
@@ -69,7 +69,7 @@ def crafted(whole: bytes, changes: dict[str, Any]) -> tuple[bytes, str]:
 
 
 def imported(tmp_path: Path, content: bytes, name: str) -> Any:
-    """Bring a file in as a user would: from an archive that somebody gave them."""
+    """Import a file by the command, as a user imports an archive from somebody else; return its JSON."""
     Folder(tmp_path / "cache").close()
     with tarfile.open(tmp_path / "given.tar", "w") as tar:
         member = tarfile.TarInfo(name)
@@ -131,7 +131,7 @@ async def test_a_file_with_a_crafted_header_is_not_imported_and_keeps_no_store_f
     content, name = crafted(sound(tmp_path), changes)
     assert imported(tmp_path, content, name)["files"] == 0, "it is not ours"
     (tmp_path / "cache" / "snapshots" / name).write_bytes(content)
-    for _ in range(2):  # with no index of it, and with the one that then was written
+    for _ in range(2):  # first without an index row of the file, then with the index written meanwhile
         store = await open_store()
         save_all(store, "a", TOKENS)
         assert await store.barrier(5)
@@ -157,7 +157,7 @@ def test_a_header_whose_model_fields_contradict_its_identity_is_rejected(tmp_pat
 async def test_a_file_with_more_tokens_than_a_block_may_have_is_neither_imported_nor_kept(
     tmp_path, open_store
 ) -> None:
-    """`forget` follows only blocks of the size that a worker writes; imports check it."""
+    """`forget` finds only files with a worker's number of tokens, so others must not exist."""
     store = await open_store()
     name, kv = Name(blocks.root(identity().digest(), "a"), 0, pack(MANY)), cut(MANY, Span(0, len(MANY)))
     assert await store.close()
@@ -175,7 +175,7 @@ async def test_a_file_with_more_tokens_than_a_block_may_have_is_neither_imported
 
 
 def grown(whole: bytes, changes: dict[str, Any], num_tokens: int, payload: bytes) -> tuple[bytes, str]:
-    """Change a sound file such that all of it fits so many tokens, which nothing here would write."""
+    """Change a valid file into a consistent file of `num_tokens` tokens, which no worker would write."""
     end = 8 + struct.unpack("<Q", whole[:8])[0]
     fields = json.loads(whole[8:end])
     at = 0
@@ -207,7 +207,7 @@ def grown(whole: bytes, changes: dict[str, Any], num_tokens: int, payload: bytes
 async def test_opening_a_store_repairs_an_index_that_has_rows_of_crafted_files(
     tmp_path, open_store, row
 ) -> None:
-    """The checksums of these rows are right, so the usual check finds no fault."""
+    """The rows' checksums are right, so the check of checksums alone would accept them."""
     folder = Folder(tmp_path / "cache")
     catalog = Catalog(folder)
     catalog.put([row])
@@ -236,7 +236,7 @@ def link(path: Path) -> None:
 async def test_a_directory_pipe_or_link_in_the_place_of_a_snapshot_does_not_block_opening_a_store(
     tmp_path, open_store, make
 ) -> None:
-    """Opening a pipe that nobody writes to takes for ever."""
+    """Opening a pipe blocks for ever if nobody writes to it."""
     snapshots = tmp_path / "cache" / "snapshots"
     snapshots.mkdir(parents=True)
     make(snapshots / f"{NAME.digest.hex()}.safetensors")
@@ -263,7 +263,7 @@ TENSORS = ["0.keys", "0.values", "1.keys", "1.values"]
 
 @st.composite
 def headers(draw: Any) -> bytes:
-    """Change a sound header here and there: its fields, its tensors, its bytes."""
+    """Draw a valid header with one to three random changes of fields, tensors or bytes."""
     text = HEADER
     for _ in range(draw(st.integers(1, 3))):
         match draw(st.sampled_from(["field", "tensor", "bytes", "twice", "deep"])):
@@ -313,7 +313,7 @@ PAYLOAD = b"".join(tensor.data for tensor in cut(TOKENS, Span(0, BLOCK)))
 def test_a_randomly_changed_header_is_either_rejected_or_read_as_it_was_written(
     tmp_path_factory, text
 ) -> None:
-    """No other exception, and no other name or layout, may result."""
+    """Reading it may neither raise another exception nor return another name or layout."""
     path = tmp_path_factory.getbasetemp() / f"{NAME.digest.hex()}.safetensors"
     path.write_bytes(signed(text, PAYLOAD))
     try:
@@ -330,7 +330,7 @@ def test_a_randomly_changed_header_is_either_rejected_or_read_as_it_was_written(
 
 
 def test_an_oversized_header_is_rejected_before_it_is_parsed(tmp_path) -> None:
-    """A list in JSON takes twenty times its text: 60 MiB of header would be more than a gigabyte."""
+    """A parsed JSON list takes twenty times the memory of its text, so 60 MiB would take over a gigabyte."""
     path = tmp_path / "x"
     text = HEADER[:29] + b'","x":[' + b"[]," * (20 << 20)
     path.write_bytes(signed(text, b""))
@@ -341,7 +341,7 @@ def test_an_oversized_header_is_rejected_before_it_is_parsed(tmp_path) -> None:
 async def test_a_file_with_a_forged_huge_shape_is_rejected_without_allocating_memory_for_it(
     tmp_path, open_store
 ) -> None:
-    """A file of some hundred bytes claims a million heads of size zero."""
+    """The file has some hundred bytes, and its header claims a million heads of size zero."""
     store = await open_store()
     save_all(store, "a", TOKENS)
     assert await store.barrier(5)

@@ -1,6 +1,6 @@
-"""Disks that fail at any point, hang, vanish or are full, and kills: real calls, real files.
+"""Disks that fail, hang, disappear or are full, and kills at any write, with real files and system calls.
 
-The faults come from `faulty_disk.c`, preloaded into processes of their own (`on_faulty_disk.py`).
+The faults come from `faulty_disk.c`, which is preloaded into child processes (`on_faulty_disk.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ONE, TWO = [1, *range(9)], [2, *range(9)]
 
 @pytest.fixture(scope="module")
 def faulty_disk(tmp_path_factory) -> Path:
-    """Compile the faults."""
+    """Compile the library that injects disk faults; return its path."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if sys.platform != "linux" or compiler is None:
         pytest.skip("faults are injected by a preloaded library: that takes Linux and a C compiler")
@@ -40,7 +40,7 @@ def faulty_disk(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def base() -> Iterator[Path]:
-    """A directory in memory where there is one: hundreds of lives sync all they write."""
+    """A temporary directory, in memory if possible, since hundreds of child processes sync their writes."""
     memory = Path("/dev/shm")
     where = memory if memory.is_dir() and os.access(memory, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="turnkeep-disk-", dir=where) as name:
@@ -61,10 +61,10 @@ def run(library: Path, scenario: str, base: Path):
 
 
 @pytest.mark.process
-async def test_a_kill_at_any_change_of_the_disk_loses_no_saved_and_revives_no_erased_snapshot(
+async def test_a_kill_at_any_disk_write_loses_no_confirmed_snapshot_and_brings_back_no_erased_one(
     faulty_disk, base, open_store
 ) -> None:
-    """Before each call that changes the directory, and in the middle of each write."""
+    """The kill comes before each call that changes the directory, and in the middle of each write."""
     lives = run(faulty_disk, "killed", base)
     assert len(lives) > 150
     for life in lives:
@@ -77,7 +77,7 @@ async def test_a_kill_at_any_change_of_the_disk_loses_no_saved_and_revives_no_er
         assert list((directory / "tmp").iterdir()) == []
         assert await num_restored(store, ONE) >= (10 if "two" in said else 6 if "one" in said else 0), life
         two = await num_restored(store, TWO)
-        if "two" in said:  # it may just be forgotten: from its end, never from its middle
+        if "two" in said:  # a forget may be in progress, which removes files from the session's end
             assert two in (0, 4, 8, 10), life
         assert two == 0 or "forgotten" not in said, life
         assert (store.stats().kept_bytes > 0) >= ("pinned" in said), life
@@ -89,14 +89,14 @@ async def test_a_kill_at_any_change_of_the_disk_loses_no_saved_and_revives_no_er
 
 
 @pytest.mark.process
-def test_the_cache_stays_correct_and_continues_whichever_change_of_the_disk_fails(faulty_disk, base) -> None:
-    """EIO, ENOSPC or EDQUOT once at each call; these or EROFS from some call on."""
+def test_the_cache_stays_correct_and_works_again_after_any_failed_disk_write(faulty_disk, base) -> None:
+    """One call fails with EIO, ENOSPC or EDQUOT, or all calls from some call on, also with EROFS."""
     assert run(faulty_disk, "failing", base)["changes"] > 100
 
 
 @pytest.mark.process
 def test_the_event_loop_never_touches_the_disk(faulty_disk, base) -> None:
-    """However slow the disk is, no turn waits for it."""
+    """So no turn waits for the disk, however slow that is."""
     found = run(faulty_disk, "touched", base)
     assert found["here"] == 0
     assert found["everywhere"] > 20
@@ -105,7 +105,7 @@ def test_the_event_loop_never_touches_the_disk(faulty_disk, base) -> None:
 
 @pytest.mark.process
 def test_a_disk_that_hangs_on_reads_blocks_neither_other_loads_nor_the_exit(faulty_disk, base) -> None:
-    """A read that hangs keeps its thread: at most two do, and the process can still exit."""
+    """A hanging read occupies its thread. At most two threads hang, and the process can still exit."""
     assert 0 < run(faulty_disk, "hanging", base)["stuck"] <= 2
 
 
@@ -113,7 +113,7 @@ def test_a_disk_that_hangs_on_reads_blocks_neither_other_loads_nor_the_exit(faul
 async def test_confirmed_pins_evictions_and_erasures_survive_a_power_failure(
     faulty_disk, base, open_store
 ) -> None:
-    """A confirmed pin, evicted middle blocks, and an erase that left no trace."""
+    """Erased tokens do not reappear in SQLite's log either."""
     found = run(faulty_disk, "powerless", base)
     store = await open_store(directory=base / "pinned")
     assert store.stats().kept_bytes > 0

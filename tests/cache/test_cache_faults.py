@@ -1,4 +1,4 @@
-"""Disks that are full, corrupt or failing: a miss or a counted loss, never a wrong answer."""
+"""Full, corrupt and failing disks cause misses or counted losses, and never wrong KV."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Clock:
 
 @pytest.fixture
 def small_disk(mounted):
-    """A file system of 4 MiB of its own."""
+    """A mounted file system of 4 MiB for the test alone."""
     return mounted("size=4m")
 
 
@@ -68,7 +68,7 @@ async def restored(store, tenant, tokens) -> int:
 async def test_a_disk_that_fills_up_while_snapshots_are_written_costs_only_those_snapshots(
     open_store, small_disk, monkeypatch
 ) -> None:
-    """Real ENOSPC: another process takes the last bytes after the snapshots were accepted."""
+    """The error is a real ENOSPC: other files take the last bytes after the snapshots were accepted."""
     clock, gate, write = Clock(), threading.Event(), snapshot_format.write
 
     def held(draft, path, *more) -> None:
@@ -120,7 +120,7 @@ async def test_the_cache_evicts_before_it_writes_so_that_the_required_free_space
     assert await restored(store, "a", [249, *range(11)]) == 12
 
 
-async def test_failing_writes_cause_longer_and_longer_pauses_and_are_logged_once(
+async def test_repeatedly_failing_writes_cause_longer_pauses_each_time_and_are_logged_once(
     open_store, monkeypatch
 ) -> None:
     clock = Clock()
@@ -146,16 +146,16 @@ async def test_failing_writes_cause_longer_and_longer_pauses_and_are_logged_once
     assert_sum_rule(store)
 
 
-async def test_after_a_failed_write_the_queued_snapshots_are_dropped_without_being_tried(
+async def test_after_a_failed_write_the_queued_snapshots_are_dropped_without_a_write(
     open_store, monkeypatch
 ) -> None:
-    """Otherwise a full disk would be hammered with the whole queue."""
+    """Otherwise the writer would try the whole queue on a full disk."""
     store = await open_store(monotonic=Clock())
     loop, tried = asyncio.get_running_loop(), []
 
     def fail(draft, path, *more) -> None:
         tried.append(path)
-        if len(tried) > 1:  # once around the event loop: by then it knows of the first failure
+        if len(tried) > 1:  # wait until the event loop has handled the first failure
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(10)
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -208,7 +208,7 @@ async def test_a_snapshot_file_is_synced_before_it_is_renamed_and_its_folder_aft
 
 
 async def test_a_file_whose_rename_could_not_be_synced_is_removed(open_store, tmp_path, monkeypatch) -> None:
-    """It is not counted as stored, so it must not turn up at the next start either."""
+    """It does not count as stored, so the next start must not find it either."""
     store = await open_store()
     fsync = os.fsync
 
@@ -239,7 +239,7 @@ async def test_an_unexpected_exception_in_a_write_does_not_end_the_writer(open_s
     assert await restored(store, "a", [1, 2]) == 2
 
 
-async def test_an_unexpected_exception_in_a_removal_stops_saving_but_not_serving(
+async def test_after_an_unexpected_exception_in_a_removal_snapshots_are_still_restored_but_not_saved(
     open_store, monkeypatch
 ) -> None:
     store, gate = await open_store(monotonic=Clock()), threading.Event()
@@ -260,7 +260,7 @@ async def test_an_unexpected_exception_in_a_removal_stops_saving_but_not_serving
         assert not (await store.erase("a", TOKENS)).settled
     assert [log["event"] for log in logs] == ["snapshot_writer_failed"]
     stats = store.stats()
-    # The loop drops those that still wait once it has heard of the first.
+    # The event loop drops the snapshots that still wait when it learns of the first failure.
     assert (stats.durable, stats.failed + sum(stats.dropped.values()), stats.in_flight) == (6, 3, 0)
     assert stats.failed
     span = Span(0, BLOCK)
@@ -278,7 +278,7 @@ async def test_an_unexpected_exception_in_a_removal_stops_saving_but_not_serving
 async def test_an_index_that_cannot_be_written_does_not_lose_the_snapshots(
     open_store, monkeypatch, error
 ) -> None:
-    """SQLite out of memory is no `sqlite3.Error`."""
+    """For example, SQLite out of memory raises no `sqlite3.Error`."""
     store = await open_store()
 
     def fail(catalog, rows) -> None:
@@ -297,7 +297,7 @@ async def test_an_index_that_cannot_be_written_does_not_lose_the_snapshots(
 
 
 async def test_an_idle_writer_keeps_no_tensors_alive(open_store) -> None:
-    """No later snapshot replaces the last one's tensors."""
+    """After the last snapshot, no later one would replace a reference to its tensors."""
     store = await open_store()
     whole = [np.ones((1, HEADS, 2, DIM), np.float32) for _ in range(4)]
     names = ["0.keys", "0.values", "1.keys", "1.values"]
@@ -317,7 +317,7 @@ async def test_an_idle_writer_keeps_no_tensors_alive(open_store) -> None:
 
 
 def nth_file(tmp_path, n, tenant="a"):
-    """Name the file of the n-th block of TOKENS, or of the tail."""
+    """Return the path of the file of the n-th block of TOKENS, or of their tail."""
     root = blocks.root(identity().digest(), tenant)
     chain = [*Chain(root, BLOCK).names(as_tokens(TOKENS))][1:]
     chain.append(blocks.link(chain[-1], pack(TOKENS[8:])))
@@ -366,14 +366,16 @@ async def test_a_damaged_or_missing_file_ends_the_restored_prefix_before_it(
 
 @pytest.fixture
 def no_files_left():
-    """Lets the process open no file more, for as long as it is entered."""
+    """A context manager in which the process cannot open any more files."""
 
     @contextmanager
     def lacking():
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         files = Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")
         highest = max(int(file.name) for file in files.iterdir())
-        fillers = [os.open(os.devnull, os.O_RDONLY) for _ in range(highest)]  # no gap is left below it
+        fillers = [
+            os.open(os.devnull, os.O_RDONLY) for _ in range(highest)
+        ]  # so that no lower number is free
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(fillers) + 1, before[1]))
         try:
             with pytest.raises(OSError, match="Too many open files"):
@@ -390,7 +392,7 @@ def no_files_left():
 async def test_running_out_of_file_descriptors_is_a_miss_and_quarantines_no_file(
     open_store, tmp_path, no_files_left
 ) -> None:
-    """The files are fine; quarantining them would cost the whole session."""
+    """The files are undamaged, and moving them to quarantine would lose the whole session's KV."""
     store = await open_store()
     save_all(store, "a", TOKENS)
     assert await store.barrier(5)
@@ -405,7 +407,7 @@ async def test_running_out_of_file_descriptors_is_a_miss_and_quarantines_no_file
 
 @pytest.fixture
 def no_room():
-    """Lets the process make no file longer, for as long as it is entered: a full disk without a mount."""
+    """A context manager in which the process cannot enlarge any file, as on a full disk."""
 
     @contextmanager
     def lacking():
@@ -440,7 +442,9 @@ async def test_files_missing_from_the_index_of_a_full_disk_are_served_and_can_be
         assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
-async def test_unpin_on_a_full_disk_fails_instead_of_claiming_success(open_store, tmp_path, no_room) -> None:
+async def test_unpin_on_a_full_disk_raises_an_error_and_succeeds_once_there_is_space(
+    open_store, tmp_path, no_room
+) -> None:
     store = await open_store()
     assert (await store.pin("a", TOKENS)).noted
     await store.close()
@@ -507,7 +511,7 @@ async def test_the_quarantine_keeps_a_limited_number_of_files_which_count_toward
 async def test_emptying_the_quarantine_by_hand_gives_its_disk_space_back_to_the_cache(
     open_store, tmp_path
 ) -> None:
-    """The worker need not be stopped for this."""
+    """This works without stopping the worker."""
     store = await open_store()
     sessions = [[session, 1] for session in range(6)]
     for tokens in sessions:

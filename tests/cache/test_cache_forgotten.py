@@ -1,4 +1,4 @@
-"""`settled` confirms an erase: no file of the directory has any trace of the tokens."""
+"""An erase with `settled` true is confirmed: no file in the cache directory contains the erased tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from cache.names.marks import Marks
 from cache.names.tokens import Chain, as_tokens, pack
 from cache.store import Forgotten
 
-#: Numbers that nothing else has, so that their bytes are found wherever they are left.
+#: Numbers that occur nowhere else, so that a search finds their bytes wherever they are left.
 TOKENS = [0x5A5A0000 + i for i in range(10)]
 OTHER = [0x6B6B0000 + i for i in range(10)]
 
 
 def traces(directory: Path, tokens: list[int]) -> list[str]:
-    """Name the files that have two of the tokens behind one another, as numbers or as text."""
+    """Return the files that contain two consecutive tokens, as packed numbers or in hexadecimal."""
     found = set()
     for path in directory.rglob("*"):
         content = path.read_bytes() if path.is_file() else b""
@@ -47,7 +47,7 @@ async def stored(open_store, *runs: list[int], **settings):
 
 
 async def test_erased_tokens_are_left_in_no_file_of_the_directory(open_store, tmp_path) -> None:
-    """SQLite's pages and its write-ahead log had the tokens too."""
+    """This includes SQLite's pages and its write-ahead log, which had the tokens."""
     store = await stored(open_store, OTHER, *([*TOKENS, i] for i in range(20)), TOKENS)
     for i in range(20):
         assert (await store.erase("a", [*TOKENS, i], 10)).settled
@@ -94,7 +94,7 @@ async def test_an_erase_is_not_confirmed_while_a_file_that_eviction_failed_to_re
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_a_file_that_could_not_be_removed_no_longer_counts_as_left_over_once_saved_again(
+async def test_a_file_that_an_erase_could_not_remove_blocks_no_later_erase_once_it_is_saved_again(
     open_store, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -107,7 +107,7 @@ async def test_a_file_that_could_not_be_removed_no_longer_counts_as_left_over_on
     assert store.match("a", [*TOKENS, 7]).num_tokens == 11
 
 
-async def test_an_erase_is_not_confirmed_while_another_turn_still_holds_the_files(
+async def test_an_erase_is_not_confirmed_while_another_turn_still_uses_the_files(
     open_store, tmp_path
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -120,7 +120,7 @@ async def test_an_erase_is_not_confirmed_while_another_turn_still_holds_the_file
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_an_erase_is_confirmed_though_shared_and_pinned_snapshots_stay(open_store) -> None:
+async def test_an_erase_that_keeps_only_shared_and_pinned_snapshots_is_confirmed(open_store) -> None:
     store = await stored(open_store, TOKENS, [*TOKENS[:8], 7, 8])
     await store.pin("a", TOKENS[:4])
     assert (await store.erase("a", TOKENS, 10)).settled
@@ -193,7 +193,7 @@ async def test_a_file_found_damaged_after_it_was_erased_is_not_kept_in_quarantin
 async def test_an_erase_removes_copies_of_the_tokens_made_by_other_models_or_settings(
     open_store, tmp_path, lost
 ) -> None:
-    """Made with other `kv_bits`, or blocks of another size; also if the index was lost in between."""
+    """They were made with other weights, `kv_bits` or block sizes; the index may have been lost since."""
     for changes in ({"caches": "8 bits"}, {"block_tokens": 3}, {"weights": "other"}, {}):
         await (await stored(open_store, TOKENS, OTHER, identity=identity(**changes))).close()
     if lost:
@@ -215,8 +215,8 @@ async def test_an_erase_leaves_the_copies_of_another_tenant(open_store) -> None:
     assert store.match("b", TOKENS).num_tokens == 10
 
 
-def test_marks_are_of_one_tenant_and_of_all_tokens_before_them() -> None:
-    """Those of what is shared too, up to which they begin."""
+def test_erase_marks_differ_by_tenant_and_depend_on_all_tokens_before_them() -> None:
+    """With `shared`, marks also depend on the number of first tokens that are kept."""
     packed, other = pack(range(300)), pack([9, *range(1, 200)])
     marks = Marks.of("a", packed, shared=140)
     assert marks.digests != Marks.of("b", packed, shared=140).digests
@@ -268,10 +268,10 @@ async def test_an_erase_is_not_confirmed_if_the_directory_cannot_be_synced(open_
 
 
 @pytest.mark.parametrize("code", [0, errno.ENOTSUP, errno.EIO])
-async def test_an_erase_on_macos_flushes_the_drive_s_cache_with_f_fullfsync(
+async def test_on_macos_an_erase_syncs_with_f_fullfsync_so_that_the_drives_cache_is_flushed(
     open_store, tmp_path, monkeypatch, code
 ) -> None:
-    """fsync only reaches that cache. Snapshots have checksums and are not promised: they need no more."""
+    """fsync alone does not. For writing snapshots it is enough, since they have checksums and may be lost."""
     synced, fsynced, fsync = [], [], os.fsync
 
     def full_sync(fd: int, command: int) -> None:
@@ -327,7 +327,7 @@ async def test_a_chain_of_more_than_a_thousand_blocks_is_erased_completely(open_
     assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
-async def test_clear_returns_false_while_something_could_not_be_removed(
+async def test_clear_returns_false_as_long_as_a_file_cannot_be_removed(
     open_store, tmp_path, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)

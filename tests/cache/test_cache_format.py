@@ -1,4 +1,4 @@
-"""One snapshot file: it is read back bit by bit, and a damaged one is never used."""
+"""The format of a snapshot file: it is read back bit by bit, and damaged files are rejected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def path(tmp_path):
 
 
 def load(path, layout=None, num_tokens=BLOCK, **changes):
-    """Read a file as a restore does."""
+    """Read a file with the functions of a restore; return its arrays."""
     wanted = {"digest": NAME.digest, "start": 0, "identity": IDENTITY.digest(), **changes}
     layout = layout or snapshot_format.peek(path, **wanted)[0]
     blank = Blank(layout, wanted["start"] + num_tokens)
@@ -80,7 +80,7 @@ def test_the_safetensors_library_reads_a_snapshot_file(path) -> None:
 
 
 def test_bfloat16_tensors_are_read_back_bit_by_bit(tmp_path) -> None:
-    """numpy has no bfloat16, so the bytes are passed on unchanged."""
+    """numpy has no bfloat16, so the bytes must be passed to MLX unchanged."""
     whole = mx.random.normal((1, HEADS, BLOCK, 8)).astype(mx.bfloat16)
     mx.eval(whole)
     data = memoryview(whole).cast("B")
@@ -152,7 +152,7 @@ def test_an_intact_file_of_other_tokens_another_model_or_another_layout_is_rejec
 
 
 def forge(path, change) -> None:
-    """Rewrite the header and sign it properly: what a checksum alone would let pass."""
+    """Change the header and compute its checksum again, so that only other checks can detect the change."""
     whole = path.read_bytes()
     header_end = 8 + struct.unpack("<Q", whole[:8])[0]
     fields = json.loads(whole[8:header_end])
@@ -256,7 +256,7 @@ def test_encoding_tensors_that_do_not_match_the_number_of_tokens_raises_an_error
 
 
 def chain_of_two(folder, tokens):
-    """Write two blocks, and return what `load` wants of each."""
+    """Write two blocks; return the arguments with which `load` reads each."""
     wanted, parent = [], NAME.parent
     for span in (Span(0, 4), Span(4, 8)):
         name = Name(parent, span.start, pack(tokens[span.start : span.end]))
@@ -272,7 +272,7 @@ def chain_of_two(folder, tokens):
 def test_blocks_are_read_into_one_array_and_the_last_block_may_be_read_in_part(
     tmp_path, monkeypatch, num_read, own_memory
 ) -> None:
-    """Also where the CPU cannot write into MLX's arrays."""
+    """Also on devices where the CPU cannot write into MLX's arrays."""
     monkeypatch.setattr(mx.cuda, "is_available", lambda: own_memory)
     monkeypatch.setattr(cuda, "copied", lambda host, dtype: mx.array(host).view(dtype))
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]

@@ -1,4 +1,7 @@
-"""Sessions longer than the disk limit: the middle of a chain is evicted first, and its names stay."""
+"""Sink-window sessions longer than the disk limit: blocks in the middle are evicted first.
+
+The names of evicted blocks stay in the index, as gaps between sinks and window.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ from cache.names.tokens import Boundary, Tokens, as_tokens
 
 LIMITED = LAYOUT.under(POLICY)
 TOKENS = [at * 7 % 50 for at in range(400)]
-#: A little more than any file here takes.
+#: A little more than the size of each file here, in bytes.
 FILE = 1600
 
 
 async def grown(store, chain, num_tokens, tokens=TOKENS, layout=LIMITED) -> None:
-    """Save a session's blocks as it grows, each as soon as the one before it is on disk."""
+    """Save a session block by block, each when the block before it is on disk."""
     for end in range(BLOCK, num_tokens + 1, BLOCK):
         for span in store.wanted(chain, tokens, end - BLOCK, end):
             assert store.save(chain, tokens, span, tensors_of(layout, tokens, span)), "dropped"
@@ -46,7 +49,7 @@ def is_there(store, node) -> bool:
 
 
 def longest(store, chain, tokens) -> int:
-    """Find the longest prefix of whole blocks that can be restored, the slow way."""
+    """Return the longest prefix of whole blocks that can be restored, by testing all prefixes."""
     nodes = store._index.follow(chain.names(as_tokens(tokens))[1:], usable=False)
     there = [is_there(store, node) and not (node.is_partial or node.doomed) for node in nodes]
     for end in range(len(nodes) * BLOCK, 0, -BLOCK):
@@ -65,7 +68,7 @@ def assert_room_rule(store) -> None:
 
 
 async def test_a_sink_window_session_longer_than_the_disk_limit_is_saved_and_restored(open_store) -> None:
-    """Every block is saved, those between sinks and window are evicted, and the end is restored."""
+    """Every block is saved, those between sinks and window are evicted, and the whole session matches."""
     store = await limited(open_store, 8)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 400)
@@ -79,8 +82,8 @@ async def test_a_sink_window_session_longer_than_the_disk_limit_is_saved_and_res
     assert_restored(await store.load(match), LIMITED, TOKENS)
 
 
-async def test_sinks_of_more_than_one_block_stay_on_disk_while_a_session_needs_them(open_store) -> None:
-    """While a session grows, and when only a pending restore holds it."""
+async def test_sinks_of_more_than_one_block_are_not_evicted_while_a_session_needs_them(open_store) -> None:
+    """It needs them while it grows, and while a restore of it is pending."""
     policy = Policy(10, 6)
     store = await limited(open_store, 12)
     chain = store.chain("a", policy)
@@ -121,7 +124,7 @@ async def test_a_session_with_evicted_middle_blocks_survives_restarts(open_store
     assert store.match(chain, TOKENS).num_tokens == 300
 
 
-async def test_a_rewind_into_evicted_blocks_finds_the_longest_prefix_that_is_still_restorable(
+async def test_a_match_of_a_rewound_session_is_the_longest_prefix_that_can_still_be_restored(
     open_store,
 ) -> None:
     store = await limited(open_store, 12)
@@ -139,10 +142,10 @@ async def test_a_rewind_into_evicted_blocks_finds_the_longest_prefix_that_is_sti
     assert store.stats().rejected == 0
 
 
-async def test_a_session_that_continues_within_evicted_blocks_saves_again_only_those_it_sees(
+async def test_a_session_rewound_into_evicted_blocks_saves_only_the_blocks_that_it_sees_again(
     open_store,
 ) -> None:
-    """It prefills these blocks once, and not again after its next restore."""
+    """It prefills these blocks once; after that they can be restored."""
     store = await limited(open_store, 12)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 300)
@@ -169,7 +172,7 @@ async def test_a_session_that_continues_within_evicted_blocks_saves_again_only_t
 async def test_a_failed_write_of_an_evicted_block_leaves_the_index_and_later_blocks_unchanged(
     open_store, monkeypatch
 ) -> None:
-    """The blocks that continue it stay on disk, and no file is left behind."""
+    """The blocks after it stay on disk, and the failed write leaves no file."""
     store = await limited(open_store, 12)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 300)
@@ -191,8 +194,8 @@ async def test_a_failed_write_of_an_evicted_block_leaves_the_index_and_later_blo
         is_there(store, node)
 
 
-async def test_eviction_spares_the_blocks_that_a_pending_restore_needs(open_store) -> None:
-    """Also if the restore ends in the middle of a chain."""
+async def test_eviction_keeps_the_blocks_that_a_pending_restore_needs(open_store) -> None:
+    """Also if the restore ends in the middle of a session."""
     store = await limited(open_store, 100)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 200)
@@ -215,7 +218,7 @@ async def test_eviction_spares_the_blocks_that_a_pending_restore_needs(open_stor
     assert len(store._index) == 0
 
 
-async def test_eviction_spares_the_windows_of_both_branches_of_a_session(open_store) -> None:
+async def test_eviction_keeps_the_windows_of_both_branches_of_a_session(open_store) -> None:
     store = await limited(open_store, 100)
     chain = store.chain("a", POLICY)
     await grown(store, chain, 200)
@@ -231,7 +234,9 @@ async def test_eviction_spares_the_windows_of_both_branches_of_a_session(open_st
         assert_restored(await store.load(match), LIMITED, tokens)
 
 
-async def test_eviction_leaves_no_gaps_in_pinned_blocks_and_in_chains_of_the_full_policy(open_store) -> None:
+async def test_eviction_removes_no_middle_blocks_of_pinned_prefixes_or_of_sessions_under_full(
+    open_store,
+) -> None:
     store = await limited(open_store, 60)
     chain = store.chain("a", POLICY)
     await store.pin(chain, TOKENS[:40])
@@ -248,7 +253,7 @@ async def test_eviction_leaves_no_gaps_in_pinned_blocks_and_in_chains_of_the_ful
     assert not any(node.is_gap for node in store.match("a", TOKENS[:40]).nodes)
 
 
-async def test_forgetting_a_chain_with_evicted_blocks_removes_all_of_its_index_rows(open_store) -> None:
+async def test_erasing_a_session_with_evicted_blocks_removes_all_of_its_index_rows(open_store) -> None:
     store = await limited(open_store, 8)
     await grown(store, store.chain("a", POLICY), 200)
     forgotten = await store.erase("a", TOKENS[:200])
@@ -260,10 +265,10 @@ async def test_forgetting_a_chain_with_evicted_blocks_removes_all_of_its_index_r
         assert db.execute("SELECT COUNT(*) FROM snapshot").fetchone() == (0,)
 
 
-async def test_an_evicted_block_whose_file_outlived_a_crash_is_used_again_at_the_next_start(
+async def test_an_evicted_block_whose_file_still_exists_is_used_again_after_the_next_start(
     open_store,
 ) -> None:
-    """The row says evicted, but the file is there: the start adopts it."""
+    """Its index row says that it is evicted, but the start finds the file and uses it."""
     store = await limited(open_store, 8)
     await grown(store, store.chain("a", POLICY), 100)
     gap = next(node for node in store._index if node.is_gap)
@@ -282,7 +287,7 @@ async def test_an_evicted_block_whose_file_outlived_a_crash_is_used_again_at_the
 async def test_a_crash_right_after_a_middle_block_s_file_is_removed_leaves_the_end_restorable(
     open_store, tmp_path, monkeypatch
 ) -> None:
-    """The row is written first: a row with a size but no file would end the chain there."""
+    """The row is changed before the file is removed: a row of a missing file would end the session there."""
     store, remove, lives = await limited(open_store, 8), Folder.remove, []
 
     def copied(folder, digest) -> None:
@@ -301,10 +306,10 @@ async def test_a_crash_right_after_a_middle_block_s_file_is_removed_leaves_the_e
         assert found >= 36, directory.name
 
 
-async def test_finding_the_blocks_that_a_session_needs_does_not_walk_its_middle(
+async def test_finding_the_blocks_that_a_session_needs_does_not_visit_the_blocks_in_the_middle(
     open_store, monkeypatch
 ) -> None:
-    """A full disk needs this for each snapshot, and a session may have a million tokens."""
+    """On a full disk this search runs for each snapshot, and a session may have a million tokens."""
     store, seen = await limited(open_store, 8), []
     chain = Node.chain
     monkeypatch.setattr(Node, "chain", lambda self: (seen.append(node) or node for node in chain(self)))
@@ -326,8 +331,10 @@ async def test_finding_the_blocks_that_a_session_needs_does_not_walk_its_middle(
     assert costs[0] == costs[1]
 
 
-async def test_a_lost_index_costs_only_the_blocks_behind_the_first_evicted_one(open_store) -> None:
-    """Only the index has its name; blocks before it are found by their files."""
+async def test_after_the_loss_of_the_index_the_blocks_before_the_first_evicted_one_are_found(
+    open_store,
+) -> None:
+    """Later blocks cannot be found, since only the index had the evicted block's name."""
     store = await limited(open_store, 8)
     await grown(store, store.chain("a", POLICY), 200)
     num_before = next(i for i, node in enumerate(sorted(store._index, key=lambda n: n.start)) if node.is_gap)
@@ -374,7 +381,7 @@ async def test_a_chain_with_evicted_blocks_is_exported_up_to_the_first_evicted_b
 
 
 class Sessions:
-    """Random sessions of one tenant: they grow, branch, rewind, are held, pinned, forgotten; writes fail."""
+    """Random operations on sessions: grow, branch, rewind, hold, pin, forget, restart, failing writes."""
 
     layout, policy = LIMITED, POLICY
 
@@ -473,15 +480,17 @@ def _fail(*_) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_random_sessions_are_restored_as_far_as_the_files_on_disk_allow(open_store, seed) -> None:
-    """Each match is the longest on disk, its KV is right, and the counters match the disk."""
+async def test_a_match_in_random_sessions_is_the_longest_prefix_that_the_files_on_disk_allow(
+    open_store, seed
+) -> None:
+    """Also the restored KV is right, and the counters match the files."""
     await Sessions(random.Random(seed), open_store).run(50)
 
 
-async def test_a_session_of_a_model_with_only_window_layers_may_outgrow_the_disk_limit_too(
+async def test_a_session_of_a_model_with_only_window_layers_may_exceed_the_disk_limit_too(
     open_store,
 ) -> None:
-    """With a layer that sees all tokens no block could be spared."""
+    """If one layer saw all tokens, no block could be evicted from the middle."""
     store = await limited(open_store, 8, layout=ModelLayout(LAYOUT.kv, reaches=(POLICY,) * 4))
     await grown(store, "a", 200)
     match = store.match("a", TOKENS)
@@ -490,10 +499,10 @@ async def test_a_session_of_a_model_with_only_window_layers_may_outgrow_the_disk
     assert store.chain("a").policy == FULL
 
 
-async def test_a_shortened_session_accepts_block_names_only_from_its_own_valid_boundary(
+async def test_shortened_tokens_take_block_names_only_from_a_valid_boundary_of_the_same_chain(
     open_store, monkeypatch
 ) -> None:
-    """Not from another tenant, an unknown chain, or one shorter than the boundary says."""
+    """They take none from another tenant, an unknown chain, or a chain shorter than the boundary says."""
     monkeypatch.setattr("cache.names.tokens._PART", 2 * BLOCK)
     store = await open_store()
     for tenant in ("a", "b"):

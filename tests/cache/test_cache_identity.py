@@ -1,4 +1,4 @@
-"""A model's identity comes from its contents: equal models share it, others do not."""
+"""A model's identity depends on its contents: equal models have the same identity, others do not."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_any_change_of_weights_config_or_tokenizer_gives_another_identity(folder
     assert take(folder).digest() != before
 
 
-def test_a_chat_template_does_not_change_the_identity_wherever_it_is_stored(folder) -> None:
-    """It only chooses tokens, which name their KV themselves; other tokenizer settings count."""
+def test_a_chat_template_in_any_file_does_not_change_the_identity(folder) -> None:
+    """A template determines only the tokens, which are in the blocks' names. Other settings do change it."""
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps({"eos_token": "</s>"}))
     before = take(folder)
@@ -70,7 +70,7 @@ def test_an_invalid_tokenizer_config_changes_the_identity(folder, content) -> No
     assert take(folder) != before
 
 
-def test_code_dtype_block_size_and_policy_each_change_the_identity(folder) -> None:
+def test_code_dtype_block_size_policy_and_cache_classes_each_change_the_identity(folder) -> None:
     variants = [
         take(folder),
         take(folder, code="other"),

@@ -1,4 +1,4 @@
-"""The index finds what a full search would, and is rebuilt if its file is lost."""
+"""The index finds the same snapshots as a full search, and is rebuilt if its file is lost."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_index_finds_the_stored_child_with_the_longest_common_prefix(runs, d
 
 
 @given(RUNS, st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple))
-def test_the_index_finds_all_shorter_entries_that_a_new_one_replaces(runs, wanted) -> None:
+def test_the_index_finds_all_shorter_entries_that_a_new_entry_replaces(runs, wanted) -> None:
     index = filled(runs)
     new = index.get(name(wanted).digest)
     if new is None:
@@ -74,8 +74,8 @@ def test_tokens_count_as_stored_if_and_only_if_a_stored_entry_begins_with_them(r
     assert (num_tokens == len(wanted)) == any(run[: len(wanted)] == wanted for run in runs)
 
 
-def test_use_of_a_leaf_counts_for_its_parents_and_children_come_first_in_eviction_order() -> None:
-    """A parent takes its last use from its leaf, and keeps it when the leaf is removed."""
+def test_using_a_leaf_also_updates_its_parent_and_children_are_evicted_before_parents() -> None:
+    """A parent gets the last use of its leaf, also when the leaf is removed."""
     index = Index(lambda: 0.0)
     parent = index.add(name((1, 2)), 1)
     one = index.add(name((3,), parent.digest), 1)
@@ -154,7 +154,7 @@ async def test_a_missing_or_damaged_index_is_rebuilt_from_the_files_and_the_rebu
 async def test_an_index_row_with_wrong_tokens_is_not_used_for_a_match(
     open_store, tmp_path, has_proof
 ) -> None:
-    """A wrong row could match tokens that the file does not hold."""
+    """Otherwise the row could match tokens that are not in the file."""
     await stored_once(open_store)
     db = sqlite3.connect(tmp_path / "cache" / "index.sqlite")
     with db:
@@ -189,7 +189,7 @@ async def test_an_index_row_with_wrong_tokens_is_not_used_for_a_match(
     ],
 )
 async def test_a_changed_index_row_is_rebuilt_from_its_file(open_store, tmp_path, change) -> None:
-    """SQLite has no checksums of its own."""
+    """SQLite itself has no checksums, so each row has one."""
     await stored_once(open_store)
     db = sqlite3.connect(tmp_path / "cache" / "index.sqlite")
     before = set(
@@ -210,7 +210,7 @@ async def test_a_changed_index_row_is_rebuilt_from_its_file(open_store, tmp_path
 
 
 async def test_opening_a_store_drops_an_index_row_whose_parent_is_missing(open_store, tmp_path) -> None:
-    """Row and file of a block are missing; the blocks that continue it are useless."""
+    """Without the row and file of a block, the blocks after it cannot be used."""
     await stored_once(open_store)
     db = sqlite3.connect(tmp_path / "cache" / "index.sqlite")
     with db:
@@ -223,8 +223,8 @@ async def test_opening_a_store_drops_an_index_row_whose_parent_is_missing(open_s
     assert store.stats().stored == 1
 
 
-async def test_a_truncated_file_is_detected_when_it_is_read_and_never_used(open_store, tmp_path) -> None:
-    """A start looks at names only; the length is verified when the file is read."""
+async def test_a_truncated_file_is_detected_when_it_is_read_and_not_restored(open_store, tmp_path) -> None:
+    """A start checks only the names of files; their length is checked when they are read."""
     await stored_once(open_store)
     tokens = as_tokens(TOKENS)
     digest = Chain(blocks.root(identity().digest(), "a"), BLOCK).names(tokens)[2]
@@ -268,7 +268,7 @@ async def test_opening_a_store_quarantines_an_invalid_snapshot_and_leaves_other_
 
 
 @pytest.mark.parametrize("stray", [".DS_Store", "._x.safetensors", "Thumbs.db"])
-async def test_a_foreign_file_in_the_directory_does_not_cause_a_check_of_every_row(
+async def test_a_file_of_another_program_in_the_directory_does_not_cause_a_check_of_every_index_row(
     open_store, tmp_path, monkeypatch, stray
 ) -> None:
     await stored_once(open_store)
@@ -308,7 +308,7 @@ async def test_unfinished_files_of_an_earlier_process_are_removed_and_logged(ope
 
 
 async def test_the_order_of_use_survives_a_restart(open_store, tmp_path) -> None:
-    """The least recently used is evicted first, not the oldest, even if the clock was set back."""
+    """The least recently used snapshot is evicted first, not the oldest, even if the clock was set back."""
     store = await open_store(clock=lambda: 1000.0)
     for tenant in ("a", "b", "c"):
         save_all(store, tenant, [1, 2])
@@ -323,8 +323,8 @@ async def test_the_order_of_use_survives_a_restart(open_store, tmp_path) -> None
     assert {tenant: store.match(tenant, [1, 2]).num_tokens for tenant in "abc"} == {"a": 2, "b": 0, "c": 2}
 
 
-async def test_a_prefix_keeps_the_last_use_of_its_evicted_leaf_after_a_restart(open_store) -> None:
-    """Only leaves are noted in the index; when one is evicted, its parent inherits its last use."""
+async def test_after_a_restart_a_prefix_still_has_the_last_use_of_its_evicted_leaf(open_store) -> None:
+    """The file of the index has the last use of leaves only; an evicted leaf's passes to its parent."""
     store = await open_store(clock=lambda: 1000.0)
     save_all(store, "old", [1, 2, 3, 4])
     save_all(store, "new", [1, 2, 3, 4])

@@ -1,4 +1,4 @@
-"""Kill -9 in the middle of writing: only whole files are left, and confirmed snapshots are restored."""
+"""A process is killed with SIGKILL while it writes: files are complete, confirmed snapshots restorable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live caches are copied and rebuilt, and the model computes the same bits."""
+"""KV caches are copied and rebuilt, and the model then computes bit-identical logits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def model():
 
 
 def prefill(model, caches, tokens) -> mx.array:
-    """Run tokens on the grid, as the device does; return the last logits."""
+    """Prefill in pieces that end at block boundaries, as the device does; return the last logits."""
     at, logits = caches[0].offset, None
     while at < len(tokens):
         end = min(len(tokens), at - at % BLOCK + BLOCK)
@@ -57,7 +57,7 @@ def prefill(model, caches, tokens) -> mx.array:
 
 
 def decode(model, caches, logits, num_tokens) -> tuple[list[int], list[bytes]]:
-    """Sample greedily; return the tokens, and the bits of all logits."""
+    """Decode greedily; return the tokens, and the bytes of all logits."""
     tokens, bits = [], []
     for _ in range(num_tokens):
         tokens.append(int(mx.argmax(logits).item()))
@@ -89,7 +89,7 @@ def state(cache, start, end, row=0) -> tuple[np.ndarray, np.ndarray]:
     "position", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1]
 )
 async def test_a_restored_session_continues_with_bit_identical_logits(model, open_store, position) -> None:
-    """On, before and after a block's boundary; through real files, read on another thread."""
+    """At, before and after a block's boundary. The KV goes through files that another thread reads."""
     store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
     tokens = prompt(position)
     caches = make_prompt_cache(model)
@@ -105,7 +105,7 @@ async def test_a_restored_session_continues_with_bit_identical_logits(model, ope
 
 
 async def test_attention_never_reads_the_unused_memory_behind_a_restored_session(model, open_store) -> None:
-    """Its contents are undefined; a NaN there would spread if attention read it."""
+    """That memory is undefined; here it is NaN, which would be in all results if attention read it."""
     store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
     tokens = prompt(3 * BLOCK + 1)
     caches = make_prompt_cache(model)
@@ -142,7 +142,7 @@ async def test_a_prompt_continued_from_a_snapshot_at_a_block_boundary_gives_iden
 
 
 def test_copied_kv_does_not_change_when_the_cache_is_trimmed_and_continued(model) -> None:
-    """A view of a live cache would: assigning to a slice changes the array under its reader."""
+    """A view of a cache in use would change, since assigning to a slice changes the array in place."""
     caches = make_prompt_cache(model)
     logits = prefill(model, caches, prompt(2 * BLOCK))
     tensors = layers.cut(caches, 0, 2 * BLOCK)
@@ -165,7 +165,7 @@ def test_a_copy_of_a_span_holds_exactly_the_kv_of_its_tokens(model) -> None:
 
 
 def test_kv_copied_in_one_transfer_equals_kv_copied_array_by_array(model, monkeypatch) -> None:
-    """As on CUDA; also for a state of several dtypes."""
+    """CUDA uses one transfer. This includes states of several dtypes."""
     caches = [*make_prompt_cache(model), ArraysCache(2)]
     prefill(model, caches[:-1], list(range(BLOCK)))
     caches[-1][0] = mx.arange(7, dtype=mx.uint32)
@@ -180,7 +180,7 @@ def test_kv_copied_in_one_transfer_equals_kv_copied_array_by_array(model, monkey
 
 @pytest.mark.parametrize(("start", "end"), [(-1, 3), (3, 3), (4, 3), (0, 13)])
 def test_copying_tokens_that_the_cache_does_not_hold_raises_an_error(model, start, end) -> None:
-    """Memory is allocated ahead: without the check, zeros would be saved as KV."""
+    """Caches allocate memory in advance: without the check, zeros would be saved as KV."""
     caches = make_prompt_cache(model)
     prefill(model, caches, prompt(12))
     with pytest.raises(ValueError, match="does not hold"):
@@ -192,7 +192,7 @@ def test_copying_from_an_empty_cache_raises_an_error(model) -> None:
         layers.cut(make_prompt_cache(model), 0, 1)
 
 
-def test_live_bytes_count_tokens_not_allocations(model) -> None:
+def test_live_bytes_is_the_size_of_the_tokens_kv_and_not_of_the_allocated_memory(model) -> None:
     caches = make_prompt_cache(model)
     assert layers.live_bytes(caches) == 0
     prefill(model, caches, prompt(20))
@@ -204,7 +204,7 @@ def test_live_bytes_count_tokens_not_allocations(model) -> None:
     assert [cache.offset for cache in caches] == [13, 13]
 
 
-def test_a_trimmed_cache_continues_as_if_the_trimmed_tokens_had_never_been_there(model) -> None:
+def test_a_trimmed_cache_continues_with_the_same_tokens_and_logits_as_a_cache_never_longer(model) -> None:
     tokens = prompt(20)
     caches, short = make_prompt_cache(model), make_prompt_cache(model)
     prefill(model, caches, tokens)
@@ -228,7 +228,7 @@ def test_the_first_unsupported_cache_class_is_named(model) -> None:
 
 
 def test_describe_lists_the_classes_of_the_caches_and_their_parameters(model) -> None:
-    """Snapshots do not store these; if they change, the identity changes."""
+    """Snapshots do not contain them. They are a part of the model's identity."""
     assert layers.describe(make_prompt_cache(model)) == "2*KVCache"
     caches = [
         KVCache(),
@@ -241,7 +241,7 @@ def test_describe_lists_the_classes_of_the_caches_and_their_parameters(model) ->
     )
 
 
-def test_trim_also_shortens_concatenating_caches_and_cache_lists() -> None:
+def test_trimming_also_shortens_concatenating_caches_and_cache_lists() -> None:
     """mlx-lm's trim of `ConcatenateKVCache` leaves the old tokens before the new ones."""
     joined, listed = ConcatenateKVCache(), KVCache()
     first, second = mx.random.normal((1, 2, 10, 4)), mx.random.normal((1, 2, 3, 4))
@@ -255,7 +255,7 @@ def test_trim_also_shortens_concatenating_caches_and_cache_lists() -> None:
 
 
 async def test_snapshots_are_written_while_the_device_thread_keeps_running(model, open_store) -> None:
-    """As in production: one thread steps and copies KV, another writes."""
+    """As in a worker, one thread runs steps and copies KV, and another writes."""
     store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
     rows = [prompt(64)[i:] + prompt(64)[:i] for i in range(4)]
     cuts: list = []

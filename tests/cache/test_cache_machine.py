@@ -45,7 +45,7 @@ def unpacked(packed: bytes) -> tuple[int, ...]:
 
 
 class Driven(RuleBasedStateMachine):
-    """A store on a real directory, driven step by step."""
+    """A hypothesis state machine that runs operations on a store in a real directory."""
 
     max_bytes = 1 << 30
     queue_bytes = 1 << 30
@@ -136,7 +136,7 @@ class Driven(RuleBasedStateMachine):
 
 
 class Faithful(Driven):
-    """With room for everything the cache finds exactly what the model finds."""
+    """With a large disk limit, the store finds exactly what the reference model finds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Faithful(Driven):
         return longest
 
     def node(self, tenant: str, entry) -> Node:
-        """Find out what an entry of the store's index holds: all that comes before it too."""
+        """Return an entry of the store's index as a node of the model, with all tokens before it."""
         cuts, tokens = (entry.name.start,), unpacked(entry.name.tokens)
         while (parent := self.store._index.get(entry.parent)) is not None:
             cuts, tokens = (parent.name.start, *cuts), unpacked(parent.name.tokens) + tokens
@@ -174,7 +174,7 @@ class Faithful(Driven):
         return tenant, cuts, tokens
 
     def take_stock(self) -> None:
-        """Nothing is there that was not saved; nothing has gone but what another snapshot holds."""
+        """Check the store's entries: all were saved, and a missing one is contained in another entry."""
         roots = {blocks.root(identity().digest(), tenant): tenant for tenant in "ab"}
         there = set()
         for entry in self.store._index:
@@ -212,7 +212,7 @@ class Faithful(Driven):
         match = self.store.match(tenant, tokens)
         num_tokens = self.longest((tenant, (), ()), tokens)
         assert match.num_tokens == num_tokens
-        # Of two that share as much either may be taken, but it must be one of those that are there.
+        # If two snapshots share equally many tokens, either may be used, but it must be stored.
         path = [self.node(tenant, entry) for entry in match.nodes]
         assert set(path) <= self.nodes
         bad = next((node for node in path if node in self.bad), None)
@@ -225,7 +225,7 @@ class Faithful(Driven):
 
     @rule(tenant=TENANTS, tokens=TOKENS)
     def forget(self, tenant, tokens) -> None:
-        # Settled before, so that model and store agree on which tails are gone already.
+        # Wait for the writer, so that model and store agree on which tails are already removed.
         self.settle()
         self.take_stock()
         gone: set[Node] = set()
@@ -261,7 +261,9 @@ class Faithful(Driven):
         if lose_the_catalog:
             for path in self.directory.glob("index.sqlite*"):
                 path.unlink()
-            if self.access is not PLAIN:  # so small a file is one chunk: its header is as damaged as its KV
+            if (
+                self.access is not PLAIN
+            ):  # such a small file is one encrypted chunk: the header is damaged too
                 bad = self.bad & self.nodes
                 self.nodes -= bad.union(*map(self.below, bad))
                 self.bad.clear()
@@ -276,7 +278,7 @@ class Faithful(Driven):
 
 
 class Cramped(Driven):
-    """With little room it forgets as it must, but whatever it finds is right."""
+    """With a small disk limit, the store evicts snapshots, but all that it restores is right."""
 
     max_bytes = 9_000
     queue_bytes = 5_000
@@ -288,9 +290,9 @@ class Cramped(Driven):
         self.held: list = []
         #: Pinned prefixes, and how many of their tokens were once stored.
         self.pins: dict[tuple[str, tuple[int, ...]], int] = {}
-        #: What a limit that was lowered has not made good yet.
+        #: Bytes above a lowered limit that are not evicted yet.
         self.used_bytes = 0
-        #: Matches of which all was cleared away.
+        #: Matches whose snapshots a `clear` has removed.
         self.lost: set[int] = set()
 
     @property
@@ -298,7 +300,7 @@ class Cramped(Driven):
         return max(self.max_bytes, self.used_bytes)
 
     def stored_of(self, tenant: str, tokens: tuple[int, ...]) -> int:
-        """Count the stored tokens of a prefix, without using them as a match would."""
+        """Count the stored tokens of a prefix, without updating their last use as a match does."""
         parent, rest = blocks.root(identity().digest(), tenant), pack(tokens)
         while rest and (found := self.store._index.closest_child(parent, rest)):
             entry, num_tokens = found
@@ -358,12 +360,12 @@ class Cramped(Driven):
     @precondition(lambda self: self.held)
     @rule(load=st.booleans())
     def let_go(self, load) -> None:
-        """What was matched is still there when it is loaded, whatever was evicted meanwhile."""
+        """Release or load a held match; a load must succeed whatever was evicted since the match."""
         tenant, tokens, match = self.held.pop()
         if not load:
             self.store.release(match)
             return
-        if id(match) in self.lost:  # by then all was cleared, and maybe saved again
+        if id(match) in self.lost:  # its snapshots were cleared, and may be saved again
             self.load(tenant, tokens, match)
             return
         assert self.load(tenant, tokens, match) == match.num_tokens
@@ -407,7 +409,7 @@ class Cramped(Driven):
     @rule()
     def look_at_the_disk(self) -> None:
         self.settle()
-        self.run(asyncio.sleep(0.03))  # a step or two of making a lowered limit good
+        self.run(asyncio.sleep(0.03))  # one or two steps of evictions for a lowered limit
         self.settle()
         stats = self.store.stats()
         assert stats.free_bytes >= 0 or stats.evictable_bytes == 0
@@ -423,7 +425,7 @@ HUNT = os.environ.get("TURNKEEP_TEST_EXAMPLES")
 
 
 class WithKey(Faithful):
-    """The same in a directory with a key."""
+    """`Cramped` in an encrypted directory."""
 
     def __init__(self) -> None:
         super().__init__()

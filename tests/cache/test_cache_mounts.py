@@ -1,4 +1,4 @@
-"""File systems that turn read-only under the cache, or have a quota: real ones, mounted for the test."""
+"""Mounted file systems that become read-only while the cache uses them, or have a quota."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ONE, TWO, THREE = ([session, *range(9)] for session in (1, 2, 3))
 
 
 async def command(*words) -> str:
-    """Run a command; returns what it says."""
+    """Run a command; return its output."""
     done = await asyncio.to_thread(subprocess.run, words, check=True, capture_output=True, text=True)
     return done.stdout.strip()
 
@@ -34,7 +34,7 @@ def fill(path) -> None:
 
 
 def trigger_error(device) -> None:
-    """Tell ext4 that it has found an error: it keeps nobody's changes from then on."""
+    """Make ext4 report an error, after which it writes no more changes."""
     trigger = Path("/sys/fs/ext4", device, "trigger_fs_error")
     if not trigger.exists():
         pytest.skip("this kernel lets nobody trigger an error of a file system")
@@ -48,7 +48,7 @@ async def saved(store, tokens) -> None:
 
 
 async def failing(store, tokens) -> list[str]:
-    """Save what cannot be saved; returns the codes of the faults that were logged."""
+    """Try to save tokens, which must fail; return the codes of the logged faults."""
     with capture_logs() as logs:
         await saved(store, tokens)
     assert await num_restored(store, tokens) < len(tokens)
@@ -98,7 +98,7 @@ async def test_a_read_only_remount_stops_writes_but_not_reads_until_it_is_writab
     assert [await num_restored(store, tokens) for tokens in (ONE, TWO)] == [10, 10]
 
 
-async def test_snapshots_erased_on_a_read_only_disk_are_found_again_at_the_next_start(
+async def test_snapshots_that_an_erase_could_not_remove_from_a_read_only_disk_are_found_at_restart(
     open_store, mounted, read_only
 ) -> None:
     directory = mounted("size=4m") / "cache"
@@ -116,10 +116,10 @@ async def test_snapshots_erased_on_a_read_only_disk_are_found_again_at_the_next_
     assert await num_restored(store, ONE) == 10
 
 
-async def test_a_file_system_that_turns_read_only_by_itself_loses_no_durable_snapshot(
+async def test_a_file_system_that_becomes_read_only_after_an_error_loses_no_durable_snapshot(
     open_store, disk_image
 ) -> None:
-    """ext4 with `errors=remount-ro`: files that are open cannot be written any more either."""
+    """It is ext4 with `errors=remount-ro`, where files that are already open cannot be written either."""
     folder = disk_image(16 << 20, "errors=remount-ro", "mkfs.ext4", "-q")
     device = Path(await command("findmnt", "-no", "SOURCE", folder)).name
     clock = Clock()
@@ -145,7 +145,7 @@ async def test_a_file_system_that_turns_read_only_by_itself_loses_no_durable_sna
 async def test_a_used_up_disk_quota_pauses_the_writer_until_space_is_free_again(
     open_store, disk_image
 ) -> None:
-    """EDQUOT from a quota group of btrfs, which holds for root too; `statvfs` does not show it."""
+    """The error is EDQUOT from a btrfs quota group, which applies to root too; `statvfs` does not show it."""
     if shutil.which("btrfs") is None:
         pytest.skip("there is no btrfs here")
     folder = disk_image(128 << 20, "rw", "mkfs.btrfs", "-q", "--mixed")

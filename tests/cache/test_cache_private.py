@@ -1,4 +1,4 @@
-"""Only the owner can read a cache: file modes, and archives crafted to escape or to fill memory."""
+"""Only the owner can read a cache; archives that would write elsewhere or fill the memory are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS = list(range(10))
 
 @pytest.fixture(autouse=True)
 def open_to_all() -> Iterator[None]:
-    """Let everybody read what is made without a mode of its own."""
+    """Set umask 0, so that files created without an explicit mode are accessible to everybody."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -39,7 +39,7 @@ async def filled(open_store, tmp_path) -> Path:
 
 
 def open_to_others(directory: Path) -> list[str]:
-    """Name what others than the owner have any access to."""
+    """Return the files and folders to which others than the owner have any access."""
     return sorted(
         str(path.relative_to(directory))
         for path in (directory, *directory.rglob("*"))
@@ -59,9 +59,7 @@ async def test_other_users_have_no_access_to_any_file_of_a_cache(open_store, tmp
     assert open_to_others(tmp_path / "cache") == []
 
 
-async def test_opening_a_store_closes_files_that_an_older_version_left_open_to_other_users(
-    open_store, filled, tmp_path
-) -> None:
+async def test_opening_a_store_removes_other_users_access_to_its_files(open_store, filled, tmp_path) -> None:
     outside = tmp_path / "mine.txt"
     outside.write_text("")
     (filled / "snapshots" / f"{'ab' * 32}.safetensors").symlink_to(outside)
@@ -79,7 +77,7 @@ async def test_opening_a_store_closes_files_that_an_older_version_left_open_to_o
     assert stat.S_IMODE((filled / "quarantine").stat().st_mode) == 0o700
 
 
-def test_opening_a_data_directory_closes_its_private_folders_to_other_users(tmp_path) -> None:
+def test_opening_a_data_directory_removes_other_users_access_to_its_private_folders(tmp_path) -> None:
     DataDir.open(tmp_path / "data").close()
     for path in (tmp_path / "data").iterdir():
         path.chmod(0o777)
@@ -87,7 +85,7 @@ def test_opening_a_data_directory_closes_its_private_folders_to_other_users(tmp_
         assert open_to_others(tmp_path / "data") == ["models", "worker.lock"], "which say nothing of anybody"
 
 
-async def test_a_command_that_closes_a_cache_to_other_users_prints_only_its_json_on_stdout(filled) -> None:
+async def test_a_command_that_removes_other_users_access_prints_only_its_json_on_stdout(filled) -> None:
     filled.chmod(0o755)
     said = CliRunner().invoke(main, ["cache", "prune", "--to-bytes", "0", "--json", "--dir", str(filled)])
     assert json.loads(said.stdout)["files"] == 3
@@ -119,7 +117,7 @@ async def test_an_archive_is_a_plain_tar_without_extended_headers_or_user_names(
 
 
 async def test_an_export_that_includes_a_symbolic_link_fails(filled, tmp_path) -> None:
-    """Its target may change before it is read."""
+    """The link's target could change between the check and the read."""
     first, *_, leaf = sorted((filled / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     first.rename(tmp_path / "elsewhere")
     first.symlink_to(tmp_path / "elsewhere")
@@ -128,7 +126,7 @@ async def test_an_export_that_includes_a_symbolic_link_fails(filled, tmp_path) -
 
 
 async def test_importing_a_compressed_archive_is_refused(filled, tmp_path) -> None:
-    """A few kilobytes may unpack to a full disk."""
+    """A few kilobytes could unpack to more than the disk can hold."""
     archive.export(filled, None, tmp_path / "all.tar")
     for kind in ("gz", "bz2", "xz"):
         with tarfile.open(tmp_path / f"all.{kind}", f"w:{kind}") as packed:
@@ -175,7 +173,7 @@ async def test_an_import_takes_only_regular_files_from_an_archive(open_store, fi
 async def test_an_import_skips_huge_extended_headers_without_reading_them_into_memory(
     open_store, filled, tmp_path, monkeypatch
 ) -> None:
-    """Each header is 1 GiB of a sparse file."""
+    """Each header has 1 GiB, in a sparse file."""
     archive.export(filled, None, tmp_path / "all.tar")
     sound = (tmp_path / "all.tar").read_bytes()
     for kind in (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK):

@@ -1,4 +1,4 @@
-"""Limited-attention layers: stored whole, restored without the tokens that they cannot see."""
+"""Layers that see only sinks and a window: all of their KV is stored, and the visible part restored."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ModelLayout, Place, seen
 
 POLICY = Policy(2, 6)
-#: Layer 0 looks at all tokens, layer 1 at its sinks and a window.
+#: Layer 0 sees all tokens, layer 1 its sinks and a window.
 HYBRID = ModelLayout(LAYOUT.kv, reaches=(FULL, FULL, POLICY, POLICY))
 TOKENS = list(range(20, 61))
 
 
 def tensors_of(layout: ModelLayout, tokens, span):
-    """Cut KV as a device whose layers have these reaches would, in the order of its layers."""
+    """Return a span of KV as a device would copy it whose layers see the tokens that `layout` says."""
     reaches = {name: reach for (name, _, _), reach in zip(layout.kv, layout.reaches, strict=True)}
     return tuple(replace(tensor, reach=reaches[tensor.name]) for tensor in cut(tokens, span))
 
@@ -35,7 +35,7 @@ def save(store, layout, chain, tokens, start=0) -> None:
 
 
 def assert_restored(restored, layout, tokens) -> None:
-    """What each layer looks at is there, bit by bit, and a limited one has nothing else."""
+    """Assert that each layer got exactly the KV that it sees; a layer that sees all may have free memory."""
     assert restored.num_tokens == len(tokens)
     expected = kv(tokens)
     assert restored.tensors.keys() == expected.keys()
@@ -52,7 +52,7 @@ def file_of(store, node):
     return store._folder.path(node.digest)
 
 
-def test_a_buffer_of_visible_tokens_maps_each_part_of_a_span_to_its_offset_or_to_none() -> None:
+def test_a_restore_buffer_gives_the_offset_of_each_part_of_a_span_or_none_if_it_is_not_visible() -> None:
     place = Place((), 0, Policy(2, 6), seen(Policy(2, 6), 20))
     assert [*place.segments(Span(0, 4))] == [(0, 2), (None, 2)]
     assert [*place.segments(Span(4, 8))] == [(None, 4)]
@@ -66,7 +66,7 @@ def test_a_buffer_of_visible_tokens_maps_each_part_of_a_span_to_its_offset_or_to
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 7, 8, 9, 12, 14, 25, 40, 41])
 @pytest.mark.parametrize("layout", [HYBRID, LAYOUT.under(POLICY), HYBRID.under(Policy(1, 9))])
 async def test_a_restore_gives_each_layer_exactly_its_visible_tokens(open_store, layout, num_tokens) -> None:
-    """At, before and behind the edges of blocks, of sinks and of windows; a match may end within a file."""
+    """The restored prefix ends at, before and after ends of blocks, sinks and windows, or within a file."""
     store = await open_store(layout=layout)
     save(store, layout, "a", TOKENS)
     assert await store.barrier(5)
@@ -93,7 +93,7 @@ async def test_a_restore_reads_only_the_file_sections_that_its_layers_need(open_
 
 
 async def test_a_sink_window_restore_reads_the_same_number_of_bytes_at_any_length(open_store) -> None:
-    """Files in the middle are not even opened: a session restores without them."""
+    """The files of blocks in the middle are not opened, so they may be missing."""
     store = await open_store()
     chain, layout = store.chain("a", POLICY), LAYOUT.under(POLICY)
     save(store, layout, chain, TOKENS)
@@ -116,10 +116,10 @@ async def test_a_sink_window_restore_reads_the_same_number_of_bytes_at_any_lengt
 
 
 @pytest.mark.parametrize(("node", "section", "num_left"), [(0, 0, 0), (3, 0, 12), (0, 1, 0), (9, 1, 36)])
-async def test_damage_in_a_needed_section_drops_the_file_and_all_files_that_continue_it(
+async def test_damage_in_a_file_section_that_is_read_drops_the_file_and_all_later_ones(
     open_store, node, section, num_left
 ) -> None:
-    """The prefix before it needs another window, so it is matched again."""
+    """The prefix before that file has another window, so a new match is needed for it."""
     store = await open_store(layout=HYBRID)
     save(store, HYBRID, "a", TOKENS[:40])
     assert await store.barrier(5)
@@ -134,7 +134,9 @@ async def test_damage_in_a_needed_section_drops_the_file_and_all_files_that_cont
     assert_sum_rule(store)
 
 
-async def test_damage_in_a_section_is_noticed_only_by_a_restore_that_needs_it(open_store) -> None:
+async def test_damage_in_a_file_section_is_detected_only_by_a_restore_that_reads_the_section(
+    open_store,
+) -> None:
     store = await open_store(layout=HYBRID)
     save(store, HYBRID, "a", TOKENS[:40])
     assert await store.barrier(5)
@@ -155,7 +157,7 @@ def flip(path, section) -> None:
 
 
 async def test_a_file_with_the_sections_of_another_layout_is_rejected(open_store) -> None:
-    """It has the same tensors in another layout: only its sections differ."""
+    """The tensors are the same, but the file is divided into other sections."""
     store = await open_store()
     save(store, LAYOUT, "a", TOKENS[:8])
     assert await store.close()
@@ -180,7 +182,9 @@ async def test_a_snapshot_with_limited_layers_and_a_state_restores_both(open_sto
     assert_restored(restored, layout, TOKENS[:24])
 
 
-async def test_cache_policies_share_no_snapshots_and_forgetting_covers_every_policy(open_store) -> None:
+async def test_cache_policies_share_no_snapshots_and_an_erase_removes_those_of_all_policies(
+    open_store,
+) -> None:
     store = await open_store()
     chains = [store.chain("a"), store.chain("a", POLICY), store.chain("a", Policy(2, 7))]
     for chain in chains:
@@ -199,7 +203,7 @@ async def test_cache_policies_share_no_snapshots_and_forgetting_covers_every_pol
 
 
 async def test_saving_kv_of_another_policy_raises_an_error(open_store) -> None:
-    """Its values differ: under the wrong name they would give a wrong answer."""
+    """Such KV has other values, and would give wrong answers under the name of this policy."""
     store = await open_store()
     chain, span = store.chain("a", POLICY), Span(0, BLOCK)
     with pytest.raises(ValueError, match="another policy"):
@@ -211,7 +215,7 @@ async def test_saving_kv_of_another_policy_raises_an_error(open_store) -> None:
 
 @pytest.mark.parametrize("policy", [FULL, POLICY, Policy(0, 5)])
 async def test_ring_and_plain_caches_are_saved_to_files_and_restored_bit_by_bit(open_store, policy) -> None:
-    """Plain layers beside the model's own windows, also if both reach equally far."""
+    """A model with plain layers and windowed layers, also if both see the same tokens."""
     model = SimpleNamespace(make_cache=lambda: [RotatingKVCache(5), KVCache(), RotatingKVCache(5)])
     sample = run(layers.make(model, rings=True), 1)
     base = layers.layout(sample, lambda given=FULL: layers.make(model, given, rings=True))
@@ -232,7 +236,7 @@ async def test_ring_and_plain_caches_are_saved_to_files_and_restored_bit_by_bit(
 
 
 def run(caches, num_tokens):
-    """Write some KV."""
+    """Write the KV of `num_tokens` random tokens to the caches; return the caches."""
     mx.random.seed(3)
     keys, values = (mx.random.normal((1, 2, num_tokens, 8)) for _ in range(2))
     for cache in caches:

@@ -1,4 +1,4 @@
-"""Stores that share a remote tier: one restores what another stored; erased KV is nowhere."""
+"""Stores that share a remote tier: one restores snapshots of another, and an erase covers the tier."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WINDOW = Policy(2, 8)
 
 @pytest.fixture(params=["directory", "objects"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
-    """A directory; or an object store, by the library's own store in a directory."""
+    """A remote tier: a shared directory, or an object store that its library keeps in a directory."""
     if request.param == "directory":
         return SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
     (tmp_path / "tier").mkdir()
@@ -51,14 +51,14 @@ def open_two(
 
 
 async def put(store: Store, tokens: list[int], tenant: str = "a") -> None:
-    """Save KV, and wait until the tier has it."""
+    """Save the KV of some tokens, and wait until it is uploaded to the tier."""
     save_all(store, tenant, tokens)
     await store.barrier(5)
     assert await store.barrier_remote(5)
 
 
 async def fetched(store: Store, tokens: list[int], tenant: str = "a") -> int:
-    """Fetch what there is of some tokens; return how many are restored."""
+    """Fetch the snapshots of some tokens from the tier; return how many tokens a restore then gives."""
     found = await store.find_remote(store.chain(tenant), tokens)
     if found is not None:
         await store.fetch(found)
@@ -95,7 +95,7 @@ async def test_a_store_fetches_from_the_tier_only_the_blocks_it_lacks(open_two: 
     assert (len(found.links), found.num_tokens) == (2, 10)
 
 
-async def test_a_tail_stored_in_pieces_is_fetched_completely_from_the_tier(open_two: Any) -> None:
+async def test_a_tail_that_the_tier_stores_in_pieces_is_fetched_completely(open_two: Any) -> None:
     one, two = await open_two()
     await put(one, TOKENS[:9])
     await put(one, TOKENS)
@@ -191,7 +191,7 @@ async def test_a_damaged_file_is_not_used_and_is_removed_from_the_tier(open_two:
     assert len(in_tier(tmp_path)) == 2, "the first block; what continues it ages"
 
 
-async def test_blocks_stored_before_a_tier_was_configured_are_uploaded_with_their_continuation(
+async def test_blocks_stored_before_a_tier_was_configured_are_uploaded_with_later_blocks(
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     one = await open_store(tmp_path / "one")
@@ -202,7 +202,7 @@ async def test_blocks_stored_before_a_tier_was_configured_are_uploaded_with_thei
     assert await fetched(await open_store(tmp_path / "two", tier=tier), TOKENS) == 10
 
 
-async def test_blocks_that_a_failing_tier_did_not_take_are_uploaded_later(
+async def test_blocks_whose_upload_to_the_tier_failed_are_uploaded_later(
     open_two: Any, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = await open_two()
@@ -229,7 +229,7 @@ async def test_a_fetch_ends_before_the_first_block_that_the_tier_lacks(
     assert await fetched(two, TOKENS) == 4
 
 
-async def test_a_tier_that_has_disappeared_does_not_stop_local_saves_and_restores(
+async def test_a_tier_whose_directory_was_removed_does_not_stop_local_saves_and_restores(
     open_two: Any, tmp_path: Path
 ) -> None:
     one, two = await open_two()
@@ -272,7 +272,7 @@ def test_an_invalid_object_store_url_raises_an_error_of_one_line(url: str) -> No
 async def test_an_erase_in_a_full_tier_still_removes_the_snapshots_of_other_models(
     open_store: Any, tmp_path: Path
 ) -> None:
-    """The files that name the identities are the oldest and never used."""
+    """The tier's files with the models' identities are the oldest, but must not be evicted."""
     tight = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=3000, min_free_bytes=0)
     one = await open_store(tmp_path / "one", tier=tight)
     for tenant in "abcd":
@@ -330,7 +330,7 @@ async def test_an_erase_also_removes_snapshots_of_a_policy_that_this_store_never
 
 
 class Watched:
-    """A tier that notes which files it is asked for."""
+    """A tier that records which files are read from it."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
@@ -345,12 +345,12 @@ class Watched:
 
 
 def starts(store: Store) -> list[int]:
-    """Return where the snapshots begin that have a file."""
+    """Return the start positions of the snapshots with a file."""
     return sorted(node.start for node in store._index if not node.is_gap)
 
 
 async def windowed(open_store: Any, tmp_path: Path, tier: Tier, num_tokens: int = 101) -> tuple[Store, Store]:
-    """Open two stores; the tier has a session of `num_tokens` tokens that sees sinks and a window."""
+    """Return two stores; the first has uploaded a sink-window session of `num_tokens` tokens to the tier."""
     tokens, sees = LONG[:num_tokens], LAYOUT.under(WINDOW)
     one = await open_store(tmp_path / "one", tier=tier)
     save(one, sees, one.chain("a", WINDOW), tokens)
@@ -360,7 +360,7 @@ async def windowed(open_store: Any, tmp_path: Path, tier: Tier, num_tokens: int 
 
 
 async def taken_over(store: Store, tokens: list[int]) -> None:
-    """Fetch what a session that sees a window needs, and restore it."""
+    """Fetch the blocks that a sink-window session needs, restore the session, and check its KV."""
     chain = store.chain("a", WINDOW)
     found = await store.find_remote(chain, tokens)
     assert found is not None
@@ -368,7 +368,7 @@ async def taken_over(store: Store, tokens: list[int]) -> None:
     assert_restored(await store.load(store.match(chain, tokens)), LAYOUT.under(WINDOW), tokens)
 
 
-async def test_only_the_visible_blocks_of_a_windowed_session_are_fetched(
+async def test_only_the_visible_blocks_of_a_sink_window_session_are_fetched(
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     watched: Any = Watched(tier)
@@ -378,7 +378,7 @@ async def test_only_the_visible_blocks_of_a_windowed_session_are_fetched(
     assert len(watched.gotten) == 4
     assert two.stats().stored == 4
     assert await two.find_remote(two.chain("a", WINDOW), LONG[:101]) is None
-    for _ in range(2):  # the names of the others outlive a restart, and the session goes on
+    for _ in range(2):  # the index still has the other blocks' names after a restart
         await two.close()
         two = await open_store(tmp_path / "two")
         chain = two.chain("a", WINDOW)
@@ -397,7 +397,7 @@ async def test_blocks_that_a_rewound_session_sees_again_are_fetched_later(
     assert starts(two) == [0, 40, 44, 92, 96, 100]
 
 
-async def test_forgetting_removes_the_blocks_that_a_fetch_left_out_too(
+async def test_an_erase_also_removes_the_blocks_that_a_fetch_left_out(
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     _, two = await windowed(open_store, tmp_path, tier)
@@ -407,7 +407,7 @@ async def test_forgetting_removes_the_blocks_that_a_fetch_left_out_too(
     assert len(two._index) == 0
 
 
-async def test_forgetting_during_a_fetch_of_a_window_leaves_no_blocks_in_the_index(
+async def test_an_erase_during_a_fetch_of_a_sink_window_session_leaves_no_blocks_in_the_index(
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     _, two = await windowed(open_store, tmp_path, tier)
@@ -434,7 +434,7 @@ async def test_a_cancelled_fetch_leaves_no_temporary_file(open_two: Any, tmp_pat
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_a_fetch_adopts_nothing_of_what_is_forgotten_meanwhile(open_two: Any) -> None:
+async def test_a_fetch_stores_no_blocks_of_tokens_that_were_forgotten_during_the_fetch(open_two: Any) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     found = await two.find_remote(two.chain("a"), TOKENS)

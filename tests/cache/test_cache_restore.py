@@ -1,4 +1,4 @@
-"""How a restore gets memory and processors."""
+"""How a restore allocates memory, and which CPUs its threads use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is o
 
 @pytest.fixture(params=["a hole", "zeros"])
 def way(request, monkeypatch):
-    """Both ways to make arrays; the second is for other systems, and where the first is forbidden."""
+    """Select how arrays are allocated: from a memfd, or where that is impossible or forbidden as zeros."""
     if request.param == "zeros":
 
         def forbidden(name: str) -> int:
@@ -56,7 +56,7 @@ def test_bytes_written_into_a_restore_buffer_appear_in_the_mlx_array(dtype) -> N
 
 
 @pytest.mark.usefixtures("way")
-async def test_both_ways_to_allocate_arrays_restore_the_same_kv(open_store) -> None:
+async def test_each_way_to_allocate_arrays_restores_the_saved_kv(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     assert await store.barrier(10)

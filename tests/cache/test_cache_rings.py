@@ -1,4 +1,4 @@
-"""Ring caches: copied by tokens while they hold them, rebuilt from sinks and a window, and measured."""
+"""Ring caches: their KV is copied by tokens, rebuilt from sinks and a window, and measured."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ TOKEN_BYTES = 2 * 2 * 8 * 4  # keys and values, heads, dim, bytes
 
 
 def model(*caches):
-    """Make what `make_prompt_cache` asks for caches."""
+    """Make an object with the method `make_cache`, by which `make_prompt_cache` gets a model's caches."""
     return SimpleNamespace(make_cache=lambda: [make() for make in caches])
 
 
 def run(caches, start: int, end: int) -> list:
-    """Write the KV of `[start, end)`, which follows from the positions, to rings and plain caches."""
+    """Write KV for the positions `[start, end)`, which encodes these positions, to rings and plain caches."""
     for at in range(start, end, 100):
         positions = mx.arange(at, min(end, at + 100)).astype(mx.float32)[None, None, :, None]
         keys = positions + mx.arange(16).astype(mx.float32).reshape(1, 2, 1, 8) / 64
@@ -44,7 +44,7 @@ def run(caches, start: int, end: int) -> list:
 
 
 def visible(caches, num_tokens: int) -> dict[str, mx.array]:
-    """Cut what a session of `num_tokens` sees, and join it as a restore does."""
+    """Copy the KV that a session of `num_tokens` tokens sees, and join it as a restore does."""
     first = POLICY.visible_from(num_tokens)
     spans = [(0, min(4, first)), (first, num_tokens)] if first else [(0, num_tokens)]
     parts = [layers.cut(caches, *span) for span in spans]
@@ -62,7 +62,7 @@ def keys_of(caches, start: int, end: int) -> list[float]:
     ]
 
 
-def test_a_sink_window_policy_replaces_plain_layers_and_leaves_windows_and_states() -> None:
+def test_under_sink_window_plain_layers_get_ring_caches_and_windows_and_states_stay() -> None:
     made = model(
         KVCache, lambda: QuantizedKVCache(32, 8), lambda: RotatingKVCache(512), lambda: ArraysCache(2)
     )
@@ -131,7 +131,7 @@ def test_a_ring_cache_rebuilt_from_copied_kv_holds_all_visible_tokens(num_tokens
         layers.rebuild(visible(caches, num_tokens), layers.make(model(KVCache, KVCache), POLICY), 7)
 
 
-def test_a_ring_cache_can_be_copied_only_where_it_still_holds_the_tokens() -> None:
+def test_a_ring_cache_can_be_copied_only_for_tokens_that_it_still_has() -> None:
     caches = run(layers.make(model(KVCache), POLICY), 0, 1000)
     assert layers.holds(caches, 700, 900)
     assert layers.holds(caches, 0, 4)
@@ -141,7 +141,7 @@ def test_a_ring_cache_can_be_copied_only_where_it_still_holds_the_tokens() -> No
             layers.cut(caches, *span)
 
 
-def test_ring_layers_can_be_trimmed_only_as_far_as_every_one_of_them_allows() -> None:
+def test_ring_layers_can_be_trimmed_only_to_positions_that_every_layer_allows() -> None:
     caches = run(layers.make(model(KVCache, lambda: RotatingKVCache(50)), POLICY, rings=True), 0, 1000)
     assert layers.trimmable(caches)
     assert layers.earliest(caches) == 1000 - SLACK

@@ -1,4 +1,4 @@
-"""Disk space: pinned prefixes stay, limits change while the store runs, and all can be cleared."""
+"""Disk space: pinned prefixes are not evicted, limits can change at any time, and `clear` removes all."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_a_pin_covers_only_its_tokens_and_is_removed_only_by_a_matching_un
 
 
 async def test_a_prefix_can_be_pinned_before_it_is_saved(open_store) -> None:
-    """The prefix may be in the queue, or be sent only in an hour."""
+    """The prefix may be waiting to be written, or be prefilled only later."""
     size = await size_of_a_block(open_store)
     store = await open_store(max_bytes=8 * size)
     pinned = await store.pin("a", TOKENS)
@@ -92,7 +92,7 @@ async def test_a_prefix_can_be_pinned_before_it_is_saved(open_store) -> None:
     assert await num_restored(store, TOKENS) == 10
 
 
-async def test_a_pin_moves_to_the_snapshot_that_replaces_the_pinned_one(open_store, gate) -> None:
+async def test_a_snapshot_that_replaces_a_pinned_one_is_pinned_in_its_place(open_store, gate) -> None:
     gate.set()
     size = await size_of_a_block(open_store)
     store = await open_store(max_bytes=8 * size)
@@ -141,7 +141,7 @@ async def test_a_pin_beyond_half_of_the_disk_limit_is_refused(open_store) -> Non
 
 
 async def test_saves_are_dropped_and_counted_when_pins_fill_the_disk_limit(open_store) -> None:
-    """The limit was lowered after the pins were made."""
+    """Here the limit is lowered after the pins were made."""
     size = await size_of_a_block(open_store)
     store = await open_store(max_bytes=4 * size)
     save_all(store, "a", TOKENS[:8])
@@ -175,7 +175,7 @@ async def test_a_damaged_pinned_snapshot_is_not_used_and_its_replacement_is_pinn
     assert await num_restored(store, TOKENS) == 10
 
 
-async def test_forgetting_a_session_leaves_its_pinned_prefix(open_store) -> None:
+async def test_forgetting_a_session_keeps_its_pinned_prefix(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     await store.pin("a", TOKENS[:4])
@@ -185,8 +185,8 @@ async def test_forgetting_a_session_leaves_its_pinned_prefix(open_store) -> None
     assert_sum_rule(store)
 
 
-async def test_snapshots_that_were_held_are_evicted_after_those_not_used_since(open_store) -> None:
-    """A session in memory is not read from disk, but its snapshots must not be evicted first."""
+async def test_snapshots_that_a_turn_held_are_evicted_after_snapshots_not_used_since(open_store) -> None:
+    """Sessions in memory do not read their snapshots, but hold them; these must not be evicted first."""
     store = await open_store()
     for session in range(3):
         save_all(store, "a", [session, 1])
@@ -242,7 +242,7 @@ async def test_the_required_free_space_can_be_changed_while_the_store_runs(open_
     assert save_all(store, "a", [1, 1]) == [True]
 
 
-async def test_space_for_what_waits_for_the_disk_is_not_free(open_store, gate) -> None:
+async def test_space_for_snapshots_that_wait_to_be_written_does_not_count_as_free(open_store, gate) -> None:
     store = await open_store()
     assert save_all(store, "a", TOKENS[:4]) == [True]
     size = store.stats().in_flight_bytes
@@ -251,8 +251,8 @@ async def test_space_for_what_waits_for_the_disk_is_not_free(open_store, gate) -
     gate.set()
 
 
-async def test_snapshots_over_a_lowered_limit_are_evicted_once_nothing_holds_them(open_store, gate) -> None:
-    """A limit lowered while nothing could be evicted still applies."""
+async def test_snapshots_above_a_lowered_limit_are_evicted_once_nothing_uses_them(open_store, gate) -> None:
+    """The limit was lowered while nothing could be evicted, and applies later."""
     store = await open_store()
     save_all(store, "a", TOKENS[:4])
     store.set_limits(max_bytes=10)
@@ -305,10 +305,10 @@ async def test_a_load_whose_snapshots_were_cleared_restores_nothing(open_store) 
     ("stuck_at", "what", "deadline_s"),
     [("write", "erase", 2.0), ("place", "erase", 0.2), ("write", "clear", 0.2), ("place", "clear", 5.0)],
 )
-async def test_erase_and_clear_keep_their_deadline_while_the_disk_hangs_and_nothing_comes_back(
+async def test_erase_and_clear_return_in_time_while_the_disk_hangs_and_the_files_do_not_come_back(
     open_store, tmp_path, monkeypatch, stuck_at, what, deadline_s
 ) -> None:
-    """The writer is writing one of these snapshots, before or after its last check."""
+    """The writer thread hangs in a write of these snapshots, before or after its last check for a cancel."""
     store = await open_store()
     busy, go_on = threading.Event(), threading.Event()
     where, name = (snapshot_format, "write") if stuck_at == "write" else (Folder, "place")
@@ -323,7 +323,7 @@ async def test_erase_and_clear_keep_their_deadline_while_the_disk_hangs_and_noth
     save_all(store, "a", TOKENS)
     await asyncio.to_thread(busy.wait, 10)
     started = time.monotonic()
-    asked = () if deadline_s > 1 else (deadline_s,)  # the defaults are what is promised
+    asked = () if deadline_s > 1 else (deadline_s,)  # the longer deadlines are the defaults
     if what == "erase":
         settled = (await store.erase("a", TOKENS, *asked)).settled
     else:
@@ -333,7 +333,7 @@ async def test_erase_and_clear_keep_their_deadline_while_the_disk_hangs_and_noth
     assert deadline_s <= took_s < deadline_s + 0.5
     assert store.match("a", TOKENS).num_tokens == 0
     assert_sum_rule(store)
-    save_all(store, "b", TOKENS)  # behind it in the queue, and none of what was cleaned up
+    save_all(store, "b", TOKENS)  # queued after it, and not to be removed
     go_on.set()
     assert await store.barrier(5)
     assert store.stats().cancelled == 3

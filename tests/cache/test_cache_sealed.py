@@ -1,4 +1,4 @@
-"""An encrypted cache directory: its files show no tokens, and changed files are not used."""
+"""An encrypted cache directory: its files do not reveal tokens, and changed files are rejected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pathlib import Path
 from cache.disk import sealing
 from cache.store import Store
 
-#: Numbers that nothing else has, so that their bytes are found wherever they lie.
+#: Numbers that occur nowhere else, so that a search finds their bytes wherever they are.
 TOKENS = [0x5A5A0000 + i for i in range(10)]
 KEY, OTHER_KEY = sealing.Sealed(bytes(range(32))), sealing.Sealed(bytes(32))
 
@@ -40,7 +40,7 @@ def snapshots(directory: Path) -> list[Path]:
 
 
 def traces(directory: Path, tokens: list[int]) -> list[str]:
-    """Say what shows two of the tokens one behind the other, or a name that a guess can be tested on."""
+    """Return the entries of the directory that contain two consecutive tokens, or the hash of a block."""
     chain = Chain(blocks.root(identity().digest(), "a"), BLOCK)
     told = list(chain.names(as_tokens(tokens)))
     told += [pack(tokens[i : i + 2]) for i in range(len(tokens) - 1)]
@@ -92,7 +92,9 @@ async def test_a_reopened_encrypted_cache_still_has_its_snapshots_pins_and_order
     assert (await num_restored(store, other), store.stats().kept_bytes) == (0, 0)
 
 
-async def test_the_size_of_an_encrypted_cache_is_that_of_its_encrypted_files(open_store, tmp_path) -> None:
+async def test_the_reported_size_of_an_encrypted_cache_is_that_of_its_encrypted_files(
+    open_store, tmp_path
+) -> None:
     store = await filled(open_store, TOKENS, access=KEY)
     sizes = [path.stat().st_size for path in snapshots(tmp_path / "cache")]
     assert store.stats().stored_bytes == sum(sizes)
@@ -158,7 +160,7 @@ async def test_an_encrypted_file_under_another_name_is_not_used(open_store, tmp_
 
 
 def test_an_encrypted_file_with_a_chunk_missing_moved_or_added_is_rejected(tmp_path, monkeypatch) -> None:
-    """With chunks of 64 bytes the tensors of a file span several."""
+    """With chunks of 64 bytes, the tensors of a file are in several chunks."""
     monkeypatch.setattr(sealing, "_CHUNK", 64)
     tensors = cut(TOKENS, blocks.Span(0, 4))
     name = Name(blocks.root(identity().digest(), "a"), 0, pack(TOKENS[:4]))
@@ -189,7 +191,7 @@ GOLDEN = (
 
 
 def test_the_encrypted_file_format_stays_the_same_between_versions(tmp_path, monkeypatch) -> None:
-    """A salt, two full chunks and a partial one that is marked as the last."""
+    """The file has a salt, two full chunks, and a partial chunk that is marked as the last."""
     monkeypatch.setattr(sealing, "_CHUNK", 32)
     monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
     path, contents = tmp_path / KEY.file_name(bytes(32)), bytes(range(80))
@@ -338,10 +340,10 @@ def test_cryptography_is_imported_only_for_a_key_and_its_absence_names_the_extra
         access_by(tmp_path / "key")
 
 
-async def test_a_directory_whose_key_was_not_yet_recorded_when_a_process_died_can_be_used(
+async def test_a_directory_can_be_used_after_a_crash_before_its_key_was_recorded(
     open_store, tmp_path
 ) -> None:
-    """Killed before the record was in place."""
+    """The record of the key is only a temporary file then."""
     (tmp_path / "cache" / "tmp").mkdir(parents=True)
     (tmp_path / "cache" / "tmp" / accesses.SEAL).write_text("AES")
     store = await filled(open_store, TOKENS, access=KEY)

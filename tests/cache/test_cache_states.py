@@ -1,4 +1,4 @@
-"""Layers whose state is saved whole: a match ends at a state and reads only that one."""
+"""Layers with a recurrent state, saved as a whole: a match ends at a state, and reads only that state."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ STATEFUL = ModelLayout(LAYOUT.kv, STATES)
 
 
 def state(end: int) -> Tensor:
-    """Make a state that says where it was taken, in a type and a shape of its own."""
+    """Make a state tensor whose numbers are the position `end`, with a dtype and shape unlike the KV's."""
     data = np.full((3, 5), end, np.int64)
     return Tensor("state.2.0.numbers", "I64", data.shape, memoryview(data).cast("B"))
 
 
 def save(store, tokens, end, *, resumable=True, only_state=False) -> bool:
-    """Save the span that ends at `end`: a block, or the tail of one."""
+    """Save the span that ends at `end`: a full block, or a tail."""
     span = Span((end - 1) // BLOCK * BLOCK, end)
     tensors = () if only_state else cut(tokens, span)
     return store.save("a", tokens, span, (*tensors, *([state(end)] if resumable else [])))
 
 
 async def restored(store, tokens) -> int:
-    """Restore what there is of these tokens, look at all of it, and count them."""
+    """Restore the longest prefix of these tokens, check KV and state, and return its number of tokens."""
     match = store.match("a", tokens)
     found = await store.load(match)
     if found is None:
@@ -50,7 +50,7 @@ async def restored(store, tokens) -> int:
 
 
 async def test_a_match_for_a_stateful_model_ends_at_the_end_of_a_snapshot(open_store) -> None:
-    """A part of a plain snapshot can be used, but a state only as a whole."""
+    """The KV of a part of a snapshot could be used, but a state is only that of the whole snapshot."""
     store = await open_store(layout=STATEFUL)
     for end in (4, 8, 11):
         assert save(store, TOKENS, end)
@@ -64,14 +64,14 @@ async def test_a_match_for_a_stateful_model_ends_at_the_end_of_a_snapshot(open_s
 
 
 async def test_a_match_for_a_stateful_model_picks_the_longest_of_several_tails(open_store) -> None:
-    """Among many that begin alike, then differ or are too long."""
+    """There are many tails with the same beginning, which then differ or are too long."""
     store = await open_store(layout=STATEFUL, identity=identity(block_tokens=16))
     many = [[*TOKENS[:num], *rest] for num in (3, 5, 9) for rest in ([], [1], [98], [98, 99])]
     for tokens in many:
         whole = (*cut(tokens, Span(0, len(tokens))), state(len(tokens)))
         store.save("a", tokens, Span(0, len(tokens)), whole)
         assert await store.barrier(5)
-    # One that begins another one goes when that is stored: it is a block at most that is run again.
+    # A tail is removed when a longer one that begins with it is stored: at most a block is prefilled again.
     expected = {4: 0, 8: 0, 9: 0, 10: 0}
     assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
     assert await restored(store, [*TOKENS[:9], 98, 99, 7]) == 11
@@ -79,8 +79,10 @@ async def test_a_match_for_a_stateful_model_picks_the_longest_of_several_tails(o
     assert await restored(store, [*TOKENS[:5], 1, 3]) == 6
 
 
-async def test_a_missing_block_saved_later_without_a_state_lets_later_states_be_restored(open_store) -> None:
-    """The second block was dropped with its state; until it is saved, no later block can be."""
+async def test_later_states_can_be_restored_once_a_missing_block_is_saved_even_without_a_state(
+    open_store,
+) -> None:
+    """The second block was dropped with its state; until it is saved again, no later block can be saved."""
     store = await open_store(layout=STATEFUL)
     save(store, TOKENS, 4)
     assert not save(store, TOKENS, 12)
@@ -111,8 +113,10 @@ async def test_a_reopened_store_knows_which_snapshots_have_a_state(open_store, t
     assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
 
 
-async def test_a_model_that_has_only_states_is_restored_from_its_last_saved_state(open_store) -> None:
-    """Blocks without a state are files with only a header."""
+async def test_a_session_of_a_model_with_only_states_is_restored_from_its_last_saved_state(
+    open_store,
+) -> None:
+    """The file of a block without a state has only a header."""
     store = await open_store(layout=ModelLayout((), STATES))
     for end in (4, 8, 12, 14):
         assert save(store, TOKENS, end, only_state=True, resumable=end != 4)
@@ -144,7 +148,7 @@ async def test_a_damaged_state_is_a_miss_and_the_next_restore_uses_the_state_bef
         save(store, TOKENS, end)
     assert await store.barrier(5)
     flip(file_of(tmp_path, TOKENS, 12), -1)
-    flip(file_of(tmp_path, TOKENS, 4), -1)  # nobody reads this one's state, unless to resume there
+    flip(file_of(tmp_path, TOKENS, 4), -1)  # this state is read only by a restore that ends there
     assert await restored(store, TOKENS) == 0
     assert store.stats().rejected == 1
     assert await restored(store, TOKENS) == 8
@@ -221,7 +225,7 @@ def test_any_change_in_a_file_with_a_state_is_detected(tmp_path) -> None:
         load(path, name)
 
 
-def test_a_snapshot_without_a_state_is_valid_but_cannot_be_resumed_from(tmp_path) -> None:
+def test_a_snapshot_without_a_state_is_valid_but_a_restore_cannot_end_there(tmp_path) -> None:
     path = tmp_path / "x.safetensors"
     name = write(path, 4, cut(TOKENS, Span(0, 4)), resumable=False)
     load(path, name, state=False)
@@ -249,7 +253,7 @@ def test_encoding_tensors_that_do_not_form_a_snapshot_raises_an_error(tmp_path, 
 
 
 def test_a_quantised_layer_and_a_layer_with_keys_only_are_read_back_unchanged(tmp_path) -> None:
-    """Six tensors of two types for one layer; an index layer has keys, and values of size zero."""
+    """The quantised layer has six tensors of two dtypes; the other has values of size zero."""
     import mlx.core as mx
 
     whole = kv(TOKENS)["0.keys"][:, :, :4]

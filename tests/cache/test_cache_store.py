@@ -1,4 +1,4 @@
-"""The store on a real directory: saved snapshots are found again; limits hold."""
+"""The store on a real directory: saved snapshots are found and restored, and limits are kept."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_saved_snapshots_are_restored_by_a_reopened_store(open_store) -> N
     [
         (TOKENS, 10),
         ([*TOKENS, 77, 78], 10),
-        (TOKENS[:9], 9),  # half of the tail: the last token is kept back to be run
+        (TOKENS[:9], 9),  # a part of the tail
         ([*TOKENS[:9], 77], 9),
         (TOKENS[:8], 8),
         (TOKENS[:7], 7),
@@ -107,7 +107,7 @@ async def test_another_model_finds_no_snapshots_and_leaves_the_files_in_place(op
     assert await num_restored(await open_store(), TOKENS) == 10
 
 
-async def test_wanted_names_only_the_spans_that_are_not_yet_stored_or_queued(open_store) -> None:
+async def test_the_method_wanted_returns_only_spans_that_are_not_yet_stored_or_queued(open_store) -> None:
     store = await open_store()
     assert store.wanted("a", TOKENS, 0, 10) == [Span(0, 4), Span(4, 8), Span(8, 10)]
     assert store.save("a", TOKENS, Span(0, 4), cut(TOKENS, Span(0, 4)))
@@ -121,7 +121,7 @@ async def test_wanted_names_only_the_spans_that_are_not_yet_stored_or_queued(ope
 
 
 async def test_a_span_whose_earlier_blocks_are_missing_is_neither_wanted_nor_saved(open_store) -> None:
-    """Without the blocks before it a span is unreachable; asked from 0, all are wanted."""
+    """Without the blocks before it, no match could reach the span. From position 0, all spans are wanted."""
     store = await open_store()
     assert store.wanted("a", TOKENS, 5, 10) == []
     assert not store.save("a", TOKENS, Span(4, 8), cut(TOKENS, Span(4, 8)))
@@ -139,7 +139,9 @@ async def test_saving_the_same_block_again_writes_it_once(open_store) -> None:
     assert store.stats().accepted == store.stats().durable == 1
 
 
-async def test_outgrown_tails_are_removed_as_a_session_grows(open_store, tmp_path) -> None:
+async def test_tails_that_a_longer_snapshot_replaces_are_removed_as_a_session_grows(
+    open_store, tmp_path
+) -> None:
     store = await open_store()
     for end in (1, 2, 3, 5, 6, 7, 9, 10):
         save_all(store, "a", TOKENS[:end])
@@ -150,7 +152,7 @@ async def test_outgrown_tails_are_removed_as_a_session_grows(open_store, tmp_pat
 
 
 async def test_a_tail_replaced_by_a_longer_one_is_still_found_by_other_sessions(open_store) -> None:
-    """A shared system prompt: its own tail is gone, but the block that replaced it holds it."""
+    """For example a shared system prompt: its tail was removed, but the block that replaced it has it."""
     store = await open_store()
     save_all(store, "a", [1, 2, 3])
     await store.barrier(5)
@@ -192,7 +194,7 @@ async def test_a_snapshot_held_by_a_pending_load_is_not_evicted(open_store) -> N
 async def test_the_files_on_disk_never_exceed_the_disk_limit_at_any_step(
     open_store, tmp_path, monkeypatch
 ) -> None:
-    """Measured by the writer when a new file is complete: evicted files must be gone by then."""
+    """The sizes are measured each time a new file is complete; evicted files must be removed by then."""
     store = await open_store()
     save_all(store, "a", list(range(4)))
     await store.barrier(5)
@@ -218,7 +220,7 @@ async def test_the_files_on_disk_never_exceed_the_disk_limit_at_any_step(
     assert store.stats().evicted >= 12
 
 
-async def test_a_snapshot_does_not_evict_its_own_prefix(open_store) -> None:
+async def test_a_snapshot_for_which_only_its_own_prefix_could_be_evicted_is_dropped(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS[:4])
     await store.barrier(5)
@@ -251,8 +253,10 @@ async def test_a_snapshot_too_large_for_the_disk_limit_or_the_queue_is_not_saved
     assert store.stats().dropped == {"too_large": 1}
 
 
-async def test_a_full_queue_drops_new_snapshots_and_those_that_depend_on_them(open_store, gate) -> None:
-    """The limit is in bytes, `room` shows it in advance; after a dropped block none is taken."""
+async def test_a_full_queue_drops_new_snapshots_and_the_later_blocks_of_their_sessions(
+    open_store, gate
+) -> None:
+    """The queue's limit is in bytes, and `room` is what is left of it."""
     store = await open_store(queue_bytes=3000)
     sizes = []
     for session in range(3):
@@ -374,10 +378,10 @@ async def test_forgetting_tokens_cancels_their_queued_snapshots(open_store, tmp_
 
 
 @pytest.mark.parametrize("save_again", [False, True])
-async def test_a_file_being_renamed_while_it_is_forgotten_does_not_come_back(
+async def test_a_file_forgotten_while_it_is_being_renamed_does_not_come_back(
     open_store, tmp_path, monkeypatch, save_again
 ) -> None:
-    """The writer has checked for the last time; only the event loop can still cancel."""
+    """The writer has already made its last check for a cancel, so the event loop must remove the file."""
     store = await open_store()
     renaming, go_on, place = threading.Event(), threading.Event(), Folder.place
 
@@ -451,7 +455,7 @@ async def test_closing_with_a_short_timeout_cancels_queued_snapshots(open_store,
 async def test_a_snapshot_forgotten_then_saved_again_and_dropped_leaves_no_file(
     open_store, tmp_path, monkeypatch
 ) -> None:
-    """The first write was past its last check when cancelled; the second would replace its file."""
+    """The first write is cancelled after its last check; the second, dropped, would replace its file."""
     gate, entered, place = threading.Event(), threading.Event(), Folder.place
 
     def held(folder, path, digest) -> None:

@@ -1,4 +1,4 @@
-"""The index is read beside a worker that owns it and changes it all the time."""
+"""Commands read the index of a cache while the worker that owns it changes it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from cache.names.errors import CacheError
 PINS = 300
 
 
-def test_inspecting_an_index_while_it_changes_shows_a_consistent_state(tmp_path) -> None:
-    """All pins come and go together: a copy with only some has half of a change."""
+def test_inspecting_an_index_while_a_worker_changes_it_shows_a_consistent_state(tmp_path) -> None:
+    """The worker adds and removes all pins together, so an inconsistent copy would have only some."""
     folder = Folder(tmp_path)
     catalog = Catalog(folder)
     over = threading.Event()
@@ -46,7 +46,7 @@ def test_inspecting_an_index_while_it_changes_shows_a_consistent_state(tmp_path)
 def test_the_index_is_copied_again_if_its_write_ahead_log_restarts_during_the_copy(
     tmp_path, monkeypatch
 ) -> None:
-    """Otherwise the copy has old pages that the new log does not cover."""
+    """Otherwise the copy would have old pages for which the new log has no replacement."""
     folder = Folder(tmp_path)
     catalog = Catalog(folder)
     early, late = ([Pin(bytes([i % 256] * 16), bytes([kind] * 400)) for i in range(200)] for kind in (1, 2))
@@ -57,7 +57,7 @@ def test_the_index_is_copied_again_if_its_write_ahead_log_restarts_during_the_co
         copy(source, target)
         copied.append(source.name)
         if len(copied) == 1:
-            for _ in range(5):  # each writes more than the log holds before it begins anew
+            for _ in range(5):  # each writes so much that SQLite restarts its log
                 catalog.unpin(early)
                 catalog.pin(early)
             catalog.pin(late)
@@ -71,7 +71,7 @@ def test_the_index_is_copied_again_if_its_write_ahead_log_restarts_during_the_co
 
 @pytest.fixture
 async def without_files(open_store, tmp_path, monkeypatch):
-    """A closed cache whose index is lost, in a process that can open none of its files."""
+    """A closed cache whose index is lost, and whose files cannot be opened (too many open files)."""
     store = await open_store()
     save_all(store, "a", range(10))
     assert await store.close()

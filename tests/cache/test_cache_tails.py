@@ -1,4 +1,4 @@
-"""Tails grow by pieces: few tokens are rewritten, and a restore reaches all saved tokens."""
+"""Tails grow in pieces, so that few tokens are written again, and a restore finds all saved tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cache.names import blocks
 from cache.names.blocks import Span
 from cache.store import Store
 
-LONG = 16  # a block with room for a tail of several pieces
+LONG = 16  # tokens of a block, enough for a tail of several pieces
 
 
 def piece_starts(store) -> list[tuple[int, int]]:
@@ -28,7 +28,7 @@ def piece_starts(store) -> list[tuple[int, int]]:
 
 
 @given(st.integers(0, 8).map(lambda power: 2**power), st.lists(st.integers(1, 40), min_size=1, max_size=300))
-def test_a_token_is_written_at_most_two_plus_log2_of_block_over_turn_times(block, turns) -> None:
+def test_a_token_is_written_at_most_2_plus_log2_of_block_tokens_over_turn_tokens_times(block, turns) -> None:
     edges, end, writes = [0], 0, Counter()
     for turn in turns:
         grown = end + turn
@@ -61,13 +61,13 @@ def test_saved_tokens_are_found_again_after_growth_rewinds_and_forks(history) ->
         store = await Store.open(directory, identity=identity(block_tokens=LONG), layout=LAYOUT, **settings)
         sessions: list[list[int]] = [[], [], [], []]
         for session, keep, more in history:
-            sessions[session] = [*sessions[keep % 4][:keep], *more]  # of itself, or of another one
+            sessions[session] = [*sessions[keep % 4][:keep], *more]  # grows, rewinds or forks another session
             tokens = sessions[session]
             save_all(store, "a", tokens)
             assert await store.barrier(5)
             restored = await store.load(store.match("a", tokens))
             found = restored.num_tokens if restored else 0
-            # A few tokens at the beginning of a longer piece count as saved, but are not worth reading it.
+            # Few tokens at the beginning of a longer piece count as saved, but a match does not use them.
             assert len(tokens) - LONG // 4 < found <= len(tokens)
             if restored:
                 assert_is_kv_of(restored.tensors, tokens[:found])
@@ -140,10 +140,10 @@ async def test_forgetting_tokens_removes_all_pieces_of_their_tail(open_store, tm
 
 
 @pytest.mark.parametrize("forget", [False, True])
-async def test_a_turn_can_extend_tail_pieces_it_holds_after_others_replaced_or_forgot_them(
+async def test_a_turn_can_extend_tail_pieces_that_other_turns_replaced_or_forgot_meanwhile(
     open_store, forget
 ) -> None:
-    """During a turn another one replaces the pieces by a longer one, or forgets them."""
+    """The turn holds the pieces while another turn replaces them by a longer piece, or forgets them."""
     store = await open_store(identity=identity(block_tokens=LONG))
     mine = [*range(8), 8, 50]
     for end in (8, 9):
@@ -177,7 +177,7 @@ async def test_a_tail_piece_whose_parent_is_not_stored_is_not_saved(open_store) 
 async def test_after_a_crash_at_any_write_the_next_process_restores_every_durable_token(
     open_store, tmp_path, monkeypatch, lose_the_catalog
 ) -> None:
-    """The disk after each step of the writer, as the next process finds it."""
+    """The next process is tested with a copy of the directory after each step of the writer."""
     moments: list[tuple[Path, int]] = []
     place, remove = Folder.place, Folder.remove
     reached = 0

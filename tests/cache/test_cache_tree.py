@@ -1,4 +1,4 @@
-"""The index's tree against a naive model that walks whole chains; and its use of memory."""
+"""The index's tree, compared with a simple model that searches whole chains; and its use of memory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PICKS = st.integers(0, 99)
 
 
 class Modelled(RuleBasedStateMachine):
-    """The model uses and holds every entry of a chain, and searches everything for what it is asked."""
+    """Compares an `Index` with a model in which a use or hold touches all entries of a chain."""
 
     def __init__(self) -> None:
         super().__init__()
         self.index = Index(lambda: 0.0)
         self.there: list = []
         self.used: dict = {}
-        #: Each is a whole chain; what is removed meanwhile stays in it.
+        #: Each hold is a list of all entries of a chain; removed entries stay in the list.
         self.holds: list[list] = []
         self.pins: list[list] = []
 
@@ -113,7 +113,7 @@ class Modelled(RuleBasedStateMachine):
     @precondition(leaves)
     @rule(pick=PICKS)
     def remove(self, pick) -> None:
-        """One that is held, too: its file was doubtful, or its write has failed."""
+        """Remove a leaf, also a held one, as after a failed write or a damaged file."""
         entry = self.picked(pick, self.leaves())
         for pinned in [chain for chain in self.pins if entry in chain]:
             pinned.remove(entry)
@@ -193,7 +193,7 @@ test_the_index_tree_behaves_like_a_naive_model_that_walks_whole_chains = Modelle
 
 
 def saved(index: Index, chance: Random) -> None:
-    """Enter what a session leaves after a turn or two: a block, and a tail of 20 tokens."""
+    """Add the entries of a session to the index: a block, and a tail of 20 tokens."""
     packed = pack(chance.choices(range(49_152), k=148))
     block = Name(blocks.root(b"identity", "tenant"), 0, packed[:512])
     for name in (block, Name(block.digest, 128, packed[512:])):
@@ -201,7 +201,7 @@ def saved(index: Index, chance: Random) -> None:
 
 
 def test_an_idle_session_takes_less_than_two_kib_in_the_index() -> None:
-    """592 bytes of it are the tokens of a block and a tail."""
+    """592 bytes of this are the tokens of a block and a tail."""
     index, chance, num_sessions = Index(time.time), Random(1), 2000
     for _ in range(100):
         saved(index, chance)
@@ -218,8 +218,8 @@ def test_an_idle_session_takes_less_than_two_kib_in_the_index() -> None:
     assert index.stored == 2 * (num_sessions + 100)
 
 
-def test_removed_entries_leave_nothing_behind_in_the_index() -> None:
-    """A full cache evicts as much as it stores, for ever."""
+def test_the_index_keeps_no_memory_of_removed_entries() -> None:
+    """A full cache evicts as many entries as it adds, for as long as the worker runs."""
     index, chance = Index(time.time), Random(1)
     for _ in range(300):
         saved(index, chance)

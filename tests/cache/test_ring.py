@@ -1,4 +1,4 @@
-"""A ring cache holds sinks and a window, in slots computed from positions."""
+"""`RingCache` keeps the KV of sinks and a window, in slots that are computed from the positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cache.kv.ring import SLACK, RingCache
 
 
 def _run(ring: RingCache, edges: list[int]) -> None:
-    """Write tokens whose keys are their positions, and whose values are those and a half."""
+    """Write tokens whose keys are their positions, and whose values are the positions plus 0.5."""
     for start, end in pairwise(edges):
         keys = mx.arange(start, end).astype(mx.float32).reshape(1, 1, -1, 1)
         ring.write([keys], [keys + 0.5])
@@ -51,7 +51,7 @@ def test_a_ring_cache_has_the_same_contents_however_its_tokens_are_split_into_wr
         assert all(mx.array_equal(a[0], b[0]).item() for a, b in zip(one, other, strict=True))
 
 
-def test_a_full_ring_cache_can_be_trimmed_by_its_spare_slots_at_most_and_a_short_one_to_zero() -> None:
+def test_a_full_ring_cache_can_be_trimmed_at_most_by_its_spare_slots_and_a_short_one_to_0() -> None:
     ring = RingCache(4, 100)
     _run(ring, _edges(1000, []))
     assert ring.can_trim(1000 - SLACK)
@@ -62,8 +62,8 @@ def test_a_full_ring_cache_can_be_trimmed_by_its_spare_slots_at_most_and_a_short
     assert young.can_trim(0)
 
 
-def test_a_trimmed_or_refilled_ring_cache_refuses_to_go_back_to_tokens_it_does_not_hold() -> None:
-    """Tokens that were overwritten or never written must not be attended to."""
+def test_a_ring_cache_refuses_a_trim_to_tokens_that_were_overwritten_or_never_written() -> None:
+    """Attention must never read tokens that were overwritten or never written."""
     ring = RingCache(4, 100)
     _run(ring, _edges(1000, []))
     ring.trim(200)

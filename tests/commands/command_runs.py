@@ -1,4 +1,4 @@
-"""The program as a user runs it: as a process, its output in pipes or on a terminal."""
+"""Runs the program as a user does: as a process, with its output in pipes or on a terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.parts import LocalWorker
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
 _CONTROL = r"\x1b(\[[0-9;?]*[A-Za-z])"
-#: Keys such as Ctrl-C are signals only on the terminal that a session of processes calls its own.
+#: Ctrl-C is a signal only on the controlling terminal of a process session, which this program sets.
 _TAKE_TERMINAL = """
 import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -37,7 +37,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def environment() -> dict[str, str]:
-    """The tests' own, without settings of a worker and without what a terminal around them says of itself."""
+    """Return the tests' environment without a worker's settings, and without variables of a terminal."""
     hidden = ("TURNKEEP_", "NATS_URL", "COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR")
     return {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
 
@@ -47,7 +47,7 @@ def turnkeep(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, with `text` on its standard input and its output in pipes.
 
-    A `fresh` process imports what it needs itself.
+    A `fresh` process is not a fork of one that has already imported the modules.
     """
     content = text.encode() if isinstance(text, str) else text
     if CAN_FORK and not fresh:
@@ -76,18 +76,18 @@ async def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def beside(program: str) -> str:
-    """How a user in the checkout types a program of the environment that the tests run in."""
+    """Return the path of a program in the tests' environment, as a user in the checkout types it."""
     path = Path(sys.executable).with_name(program)
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def where(worker: LocalWorker) -> tuple[Any, ...]:
-    """The options with which a command finds a worker of these tests."""
+    """Return the options with which a command finds a worker of these tests."""
     return ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
 
 
 class Terminal:
-    """A command on a terminal of its own: keys go in, and what it has printed can be waited for. Blocking."""
+    """A command on a terminal of its own: tests type keys, and wait for the output. Blocking."""
 
     def __init__(
         self,
@@ -98,9 +98,10 @@ class Terminal:
         fresh: bool = False,
         **more: str,
     ) -> None:
-        """`command` is run by a shell around the program; without `own` the terminal is another session's.
+        """Start the program; with `command`, a shell runs that script with the program as its arguments.
 
-        A `fresh` process imports what it needs itself.
+        Without `own` the terminal does not control the program's process session. A `fresh` process is not
+        a fork of one that has already imported the modules.
         """
         self._columns = columns
         self._output = b""
@@ -139,7 +140,7 @@ class Terminal:
         os.close(self._control)
 
     def hang_up(self) -> None:
-        """Close the terminal, as a window does: what runs in it gets SIGHUP, and can print no more."""
+        """Close the terminal, as a closed window does: its processes get SIGHUP, and can print no more."""
         os.close(self._control)
         self._control = os.open(os.devnull, os.O_RDWR)
 
@@ -147,7 +148,7 @@ class Terminal:
         os.write(self._control, keys.encode())
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """Wait until what was printed behind the last match matches; returns the match."""
+        """Wait until the text printed after the last match contains `pattern`; return the match."""
         deadline = time.monotonic() + WAIT_S
         while True:
             if found := re.search(pattern, self.transcript[self._seen :]):
@@ -157,7 +158,7 @@ class Terminal:
                 raise AssertionError(f"{pattern!r} never came: {self.transcript[self._seen :]!r}")
 
     def end(self) -> int:
-        """Wait for the command's end; returns its exit code."""
+        """Wait for the command's end; return its exit code."""
         deadline = time.monotonic() + WAIT_S
         while self.process.poll() is None and time.monotonic() < deadline:
             self._read(time.monotonic() + 0.05)
@@ -167,7 +168,7 @@ class Terminal:
 
     @property
     def transcript(self) -> str:
-        """All that was printed, without what moves the cursor and styles."""
+        """The printed text, without the escape sequences for cursor and styles."""
         return re.sub(_CONTROL, "", self._text)
 
     @property
@@ -179,7 +180,7 @@ class Terminal:
         return bool(termios.tcgetattr(self.terminal)[3] & termios.ECHO)
 
     def screen(self) -> list[str]:
-        """What can be seen, of a command that moves its cursor as an answer does; nothing scrolls away."""
+        """Return the lines on the terminal (see `seen`)."""
         return seen(self._output.decode(errors="replace"), self._columns)
 
     def _read(self, deadline: float) -> bool:
@@ -195,7 +196,7 @@ def without_styles(text: str) -> str:
 
 
 def seen(text: str, columns: int) -> list[str]:
-    """The lines on a terminal after what an answer prints; nothing scrolls away."""
+    """Return the lines on an endless terminal after `text`; knows only the escapes that answers use."""
     rows: list[list[str]] = [[]]
     row = column = 0
     for code, char in re.findall(rf"{_CONTROL}|(.|\n)", without_styles(text)):

@@ -27,7 +27,7 @@ from turnkeep_client.messages import Closed, Generate, Generated, decode_request
 
 
 async def asked(client: Client, session: str = "s") -> Generate:
-    """Read the last generate of a session from the log."""
+    """Return the last request of a session, a `generate`, from the log."""
     bodies = [entry.body for entry in await client.log(session) if entry.kind == "in"]
     request = decode_request(bodies[-1])
     assert isinstance(request, Generate)
@@ -35,7 +35,7 @@ async def asked(client: Client, session: str = "s") -> Generate:
 
 
 async def answered(client: Client, session: str = "s") -> Generated:
-    """Read the last answer of a session from the log."""
+    """Return the last answer of a session from the log."""
     results = [decode_result(entry.body) for entry in await client.log(session) if entry.kind == "out"]
     return next(result for result in reversed(results) if isinstance(result, Generated))
 
@@ -114,7 +114,7 @@ async def test_the_generation_options_of_ask_reach_the_worker(local_worker: Call
 async def test_a_number_out_of_range_is_refused_with_an_error_that_names_its_option(
     wrong: tuple[str, ...],
 ) -> None:
-    """Before any request is sent: no worker runs here."""
+    """The number is refused before any request is sent: no worker runs here."""
     name, *options = wrong
     done = await command(name, *(("hello",) if name == "ask" else ()), *options)
     assert (done.returncode, done.stdout) == (2, "")
@@ -144,7 +144,7 @@ def test_the_ranges_of_command_line_options_equal_those_of_the_protocol_messages
 async def test_ask_prints_the_answer_into_a_pipe_exactly_as_it_was_logged(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
-    """Neither wrapped nor cut, and without anything else."""
+    """The answer is neither wrapped nor truncated, and standard output has nothing else."""
     worker = await local_worker(model=str(endless_model))
     done = await ask(worker, "hello", "--max-tokens", 300, "--temperature", 1, "--seed", 3, COLUMNS="20")
     assert (done.returncode, done.stderr) == (0, "turnkeep: ended at max_tokens (300): the answer is cut\n")
@@ -433,7 +433,7 @@ async def test_ask_reports_a_lost_nats_server_and_ctrl_c_ends_it(
 async def test_ask_answers_in_the_background_or_without_a_controlling_terminal(
     local_worker: Callable[..., Any], around: dict[str, Any]
 ) -> None:
-    """Changing the terminal would stop a background process."""
+    """The system would stop a background process that changes the terminal's settings."""
     worker = await local_worker()
     options = ("--session", "s", "--max-tokens", 4, *where(worker))
 

@@ -1,4 +1,4 @@
-"""A command that is run while its worker still starts waits for it."""
+"""A command waits for its worker while that is still starting."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ BEGUN = r"first\r*\n(?:\r(?:waiting|prefill)[^\r\n]*+)*\r?(?!waiting|prefill)[^>
 async def on_terminal(
     script: Callable[[Terminal], None], worker: LocalWorker, *options: object, fresh: bool = False
 ) -> str:
-    """Run a script at a chat's terminal; returns all that was printed, when the chat has ended well."""
+    """Run `script` on a chat's terminal, and check the chat's exit code; return the printed text."""
 
     def run() -> str:
         arguments = ("chat", "--session", "s", "--max-tokens", 5, *where(worker), *options)

@@ -1,4 +1,4 @@
-"""`turnkeep close`, `rm` and `rewind`, and what `turnkeep ask` leaves behind."""
+"""`turnkeep close`, `rm`, `cancel`, `rewind` and `sessions`; `ask` removes its temporary session."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Start = Callable[..., Awaitable[LocalWorker]]
 
 
 async def states(worker: LocalWorker, *options: object) -> dict[str, str]:
-    """The sessions that are listed, each with its state."""
+    """Return the state of each session that `turnkeep sessions` lists."""
     done = await command("sessions", "--json", *options, *where(worker))
     assert done.returncode == 0, done.stderr
     return {row["session"]: row["state"] for row in json.loads(done.stdout)["sessions"]}
 
 
 async def contents(worker: LocalWorker) -> bytes:
-    """All that the log says, of any session."""
+    """Return the bodies of the tenant's entries in the log, of all sessions."""
     return b"".join([entry.body for entry in await worker.client.log()])
 
 
@@ -161,7 +161,7 @@ async def test_rewind_removes_the_last_exchanges_or_everything_after_a_position(
     assert "give --last or --position, not both" in said
 
 
-async def test_ask_leaves_nothing_in_the_log_even_if_it_failed(local_worker: Start) -> None:
+async def test_ask_leaves_no_session_and_no_text_in_the_log_even_if_it_failed(local_worker: Start) -> None:
     worker = await local_worker()
     for text, code in (("a secret", 0), ("a secret " * 400, 1)):
         done = await asyncio.to_thread(turnkeep, "ask", text, "--max-tokens", 2, *where(worker))

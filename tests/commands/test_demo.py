@@ -18,7 +18,9 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.process
-def test_the_demo_survives_its_kills_and_shows_what_each_turn_cost(tmp_path: Path, model: Path) -> None:
+def test_the_demo_continues_after_each_kill_and_shows_the_cost_of_its_turns(
+    tmp_path: Path, model: Path
+) -> None:
     done = turnkeep("demo", "--data-dir", tmp_path / "data", TURNKEEP_MODEL=str(model))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "kill -9 in the middle of the answer" in done.stdout

@@ -13,11 +13,11 @@ from command_runs import WAIT_S, command, where
 
 @pytest.fixture
 async def two(local_worker: Callable[..., Awaitable[Any]], tmp_path: Path) -> tuple[Any, Any]:
-    """Two workers of a prefix."""
+    """Start two workers of one prefix."""
     return tuple([await local_worker(data_dir=tmp_path / name, worker=name) for name in ("one", "two")])
 
 
-async def test_drain_moves_a_worker_s_sessions_to_another_and_undo_lets_it_take_sessions_again(
+async def test_new_sessions_avoid_a_drained_worker_and_undo_lets_it_take_sessions_again(
     two: tuple[Any, Any],
 ) -> None:
     one, _ = two

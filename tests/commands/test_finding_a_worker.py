@@ -46,7 +46,9 @@ def test_ask_finds_a_worker_on_another_port_by_its_data_directory(
     until_ready(worker, num_starts=2)
 
 
-def test_url_prints_the_address_of_the_running_server(started: Callable[..., WorkerProcess]) -> None:
+def test_the_command_url_prints_the_address_of_the_running_nats_server(
+    started: Callable[..., WorkerProcess],
+) -> None:
     worker = started()
     for port in ("", "4223"):
         said = turnkeep("url", "--data-dir", worker.data_dir, TURNKEEP_NATS_PORT=port)
@@ -82,7 +84,7 @@ def test_a_wrong_nats_port_fails_with_an_error_that_names_the_right_one(
     )
 
 
-def test_nats_url_selects_the_server_unless_an_option_does(
+def test_the_variable_nats_url_names_the_server_unless_an_option_does(
     started: Callable[..., WorkerProcess],
 ) -> None:
     worker, nowhere = started(), f"nats://127.0.0.1:{free_port()}"

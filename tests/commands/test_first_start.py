@@ -1,4 +1,4 @@
-"""What `turnkeep serve` and `turnkeep demo` say to a user who runs them for the first time."""
+"""The output of `turnkeep serve` and `turnkeep demo` when a user runs them for the first time."""
 
 from __future__ import annotations
 

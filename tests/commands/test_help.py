@@ -1,4 +1,4 @@
-"""`--help` shows the allowed values, and docs/commands.md names every command and bench."""
+"""`--help` shows commands and allowed values; docs/commands.md names every command and benchmark."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_help_lists_the_nats_connection_options_in_a_separate_section(command: t
 
 @pytest.mark.parametrize("group", groups(), ids=" ".join)
 @pytest.mark.parametrize("columns", [40, 80])
-def test_help_does_not_cut_off_the_descriptions_of_commands(group: tuple[str, ...], columns: int) -> None:
+def test_help_does_not_truncate_the_descriptions_of_commands(group: tuple[str, ...], columns: int) -> None:
     assert "..." not in help_of(*group, columns=columns).partition("Commands:")[2]
 
 

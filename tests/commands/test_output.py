@@ -1,4 +1,4 @@
-"""What commands print: whole lines in a pipe, JSON beside every table, plain words and units."""
+"""The output of commands: tables on a terminal and in a pipe, JSON, error messages and units."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG = "a-model-with-a-name-that-is-longer-than-a-terminal-is-wide-" * 2
 
 @pytest.fixture
 def data_dir(tmp_path: Path, tiny_model: Path) -> Path:
-    """A data directory with one converted model under a long name."""
+    """Return a data directory with one converted model under a long name."""
     shutil.copytree(tiny_model, tmp_path / "data" / "models" / LONG)
     return tmp_path / "data"
 
@@ -111,7 +111,7 @@ def test_doctor_on_a_terminal_omits_empty_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [("model", "list"), ("doctor",)])
-def test_commands_that_print_a_table_print_the_same_entries_as_json(
+def test_model_list_and_doctor_print_the_entries_of_their_tables_as_json(
     data_dir: Path, command: tuple[str, ...]
 ) -> None:
     done = turnkeep(*command, "--json", "--data-dir", data_dir)
@@ -130,7 +130,7 @@ async def test_info_names_the_device_as_cpu_metal_or_cuda(local_worker: Callable
 
 
 async def test_info_without_a_session_shows_the_worker_s_current_state(local_worker: Callable) -> None:
-    """It waits for no metrics message: this worker publishes its next one in an hour."""
+    """The command asks for the metrics: the worker publishes its next metrics message only in an hour."""
     worker = await local_worker(metrics_interval_s=3600.0, metrics_tenants=5)
     await worker.client.session("s").append(text="hello")
     shown = await run("info", *where(worker))

@@ -94,7 +94,7 @@ An end."""
 
 
 def terminal(monkeypatch: pytest.MonkeyPatch, lines: int = 24) -> Callable[[], list[str]]:
-    """Print to a terminal of 40 columns; returns what is on it."""
+    """Make standard output a terminal of 40 columns; return a function that returns its lines."""
     printed = io.StringIO()
     monkeypatch.setattr(printed, "isatty", lambda: True, raising=False)
     for name, value in (("COLUMNS", "40"), ("LINES", str(lines)), ("TERM", "xterm")):

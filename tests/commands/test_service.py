@@ -43,7 +43,7 @@ def stub(tmp_path: Path) -> Callable[[str, str], Path]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Run a command as a user whose home and programs are below `tmp_path`."""
+    """Return a function that runs a command, with the user's home and programs below `tmp_path`."""
     home = tmp_path / "home"
     home.mkdir()
 

@@ -1,4 +1,4 @@
-"""`turnkeep size`: its estimate is what a worker with the same settings takes."""
+"""`turnkeep size` estimates the memory and disk that a worker with the same settings really uses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def sized(model: Path, *options: object, **more: object) -> dict[str, Any]
 
 
 async def settled(worker: LocalWorker) -> Metrics:
-    """The metrics once no snapshot is on its way."""
+    """Return the metrics once no request runs and no snapshot waits to be written."""
     async with asyncio.timeout(20):
         async for metrics in worker.client.metrics():
             if not metrics.snapshots.in_flight and not metrics.running and metrics.resident_sessions:

@@ -1,8 +1,8 @@
-"""Makes a tiny random model of each of mlx-lm's architectures that it can, and a table of how each is served.
+"""Builds tiny random models of mlx-lm's architectures, and a table of how a worker serves each of them.
 
     python tests/device/architectures.py    # writes the table in docs/architectures.md
 
-One configuration has the union of the fields that the architectures ask for; each takes the ones it knows.
+Nearly all get the same configuration, with the fields of all architectures; each reads those that it knows.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ longcat_flash mamba2 mimo minicpm mistral3 mixtral nanochat nemotron olmo2 olmo3
 phimoe plamo2 qwen2 qwen2_moe qwen3 qwen3_5 qwen3_5_moe qwen3_moe qwen3_next recurrent_gemma rwkv7
 seed_oss smollm3 solar_open starcoder2 telechat3
 """.split()  # noqa: SIM905  # a list of so many lines tells less
-#: Those of them that need fields which mean something else in other architectures.
+#: Families with a configuration of `tiny_models`: their fields mean something else in other architectures.
 THEIR_OWN = {"falcon_h1", "granitemoehybrid", "llama4", "longcat_flash", "mamba2", "recurrent_gemma", "rwkv7"}
 CHANGES = {"exaone4": {"sliding_window_pattern": "LLGL"}}
 BLOCK = 32
@@ -133,7 +133,7 @@ def _livelier(weights: mx.array) -> mx.array:
 
 
 def serve(model: Any) -> Served:
-    """Do what a worker does at its start, then cut a session and rebuild it."""
+    """Find out how a worker would serve a model, and whether a restored session continues bit for bit."""
     try:
         run(model, make_prompt_cache(model), prompt(3))
     except RuntimeError as error:
@@ -159,7 +159,7 @@ def run(model: Any, caches: list[Any], tokens: list[int]) -> mx.array:
 
 
 def _is_restored(model: Any) -> bool:
-    """Say whether a session that is cut in the middle of a block goes on with the same bits."""
+    """Say whether a session restored from KV that ends within a block continues with the same bits."""
     caches, tokens = make_prompt_cache(model), prompt(2 * BLOCK + 9)
     for start in range(0, len(tokens), BLOCK):
         run(model, caches, tokens[start : start + BLOCK])
@@ -178,7 +178,7 @@ def _is_restored(model: Any) -> bool:
 
 
 def table() -> list[str]:
-    """Return the page's rows, one for each architecture: the outcome in float32, then in bfloat16."""
+    """Return the table's rows, one for each architecture: the outcome in float32, then in bfloat16."""
     rows = []
     for family in FAMILIES:
         model = build(family)

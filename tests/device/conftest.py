@@ -1,4 +1,4 @@
-"""Tiny random models of every kind of cache, and a device thread that a test talks to directly."""
+"""Fixtures: tiny random models with every kind of cache, and a device thread that tests call directly."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from worker.models.quantised import quantise_kv
 
 @pytest.fixture(scope="session")
 def build_model() -> Callable[..., Any]:
-    """Build a new small model of an architecture, with changes to its configuration."""
+    """Return a function that builds a small model of an architecture, with changed configuration fields."""
 
     def build(kind: str, **changes: Any) -> Any:
         config = {"model_type": kind, **(CONFIGS | OTHERS)[kind], **changes}
@@ -50,9 +50,9 @@ def build_model() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def make_model(build_model) -> Callable[..., Any]:
-    """Build a small model of an architecture; the same one for the whole run.
+    """Return a function that builds a small model of an architecture, once for the whole test run.
 
-    With `kv_bits` its heads are of a size that can be quantised, and its caches keep KV so.
+    With `kv_bits` the model's heads have a size that can be quantised, and its KV is quantised.
     """
     made: dict[tuple[str, int | None], Any] = {}
 
@@ -69,12 +69,12 @@ def make_model(build_model) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def trials(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file that remembers for the whole run how rows of each model run together, as a worker has it."""
+    """A file for the results of model trials (how rows can run together), kept for the whole test run."""
     return tmp_path_factory.mktemp("trials") / "trials.json"
 
 
 class Rig:
-    """A device thread and what it has reported. Drops idle sessions for it, as the event loop does."""
+    """A device thread and its reports. Drops idle sessions when memory is short, as the event loop does."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Rig:
         self.peak = 0
 
     def _take(self, report: StepReport) -> None:
-        """Keep a report for the test, and make room where it asks for that. On the device thread."""
+        """Keep a report for the test, and drop idle sessions if it asks for memory. On the device thread."""
         for event in report.events:
             match event:
                 case Finished(turn, num_cached, live_bytes):
@@ -125,7 +125,7 @@ class Rig:
         self._reports.put(report)
 
     def wait(self, done: Callable[[list[Event]], bool]) -> None:
-        """Collect events until `done` says that there are enough."""
+        """Collect reported events until `done(events)` is true."""
         while not done(self.events):
             report = self._reports.get(timeout=60)
             self.peak = max(self.peak, report.peak_bytes)
@@ -133,11 +133,11 @@ class Rig:
             self.events += report.events
 
     def finish(self, *turns: Turn) -> None:
-        """Wait until these turns are over."""
+        """Wait until these turns have ended."""
         self.wait(lambda _: all(self.end(turn) is not None for turn in turns))
 
     def run(self, *turns: Turn) -> None:
-        """Submit turns and wait until they are over."""
+        """Submit turns and wait until they have ended."""
         for turn in turns:
             self.device.submit(turn)
         self.finish(*turns)
@@ -168,7 +168,7 @@ class Rig:
 
 @pytest.fixture
 def make_rig(trials: Path) -> Iterator[Callable[..., Rig]]:
-    """Start device threads on models; they are stopped after the test."""
+    """Return a function that starts a device thread for a model; the threads are stopped after the test."""
     rigs: list[Rig] = []
 
     def make(

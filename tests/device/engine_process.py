@@ -1,4 +1,4 @@
-"""A worker process reduced to an engine, a device and an open store."""
+"""Runs the core of a worker process: an engine, a device and an open store, without NATS."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IDENTITY = Identity(weights="w", config="c", tokenizer="t", kv_dtype="float32", 
 
 
 class Recorded:
-    """A model that keeps the bits of the logits that answers are drawn from."""
+    """A model that records the bits of the logits from which answers are drawn."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -67,7 +67,7 @@ class Process:
         name: str = "s",
         policy: Policy = FULL,
     ) -> tuple[TurnResult, list[int], list[bytes]]:
-        """Return what it cost, the tokens, and the bits of the logits that they were drawn from."""
+        """Answer; return the turn's result, the tokens, and the bits of the logits of each token."""
         growing = answer(num)
         self.model.bits.clear()
         outcome = await self.engine.run(
@@ -91,7 +91,7 @@ async def open_process(
     trials: Path | None = None,
     keep_behind: int | None = None,
 ) -> AsyncIterator[Process]:
-    """Be a worker process on a snapshot directory; `num_blocks` times `BLOCK` tokens are a block."""
+    """Run a `Process` on a snapshot directory, with blocks of `num_blocks` times `BLOCK` tokens."""
     recorded = Recorded(model)
     block = num_blocks * BLOCK
     device = Device(

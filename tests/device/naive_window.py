@@ -1,4 +1,4 @@
-"""A plain reference for sinks and a window: the whole history at once, positions as in the paper."""
+"""A plain reference for attention to sinks and a window (arXiv 2309.17453): runs a whole session at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ THEIRS = base.scaled_dot_product_attention
 
 
 def kinds_of(model: Any, policy: Policy) -> list[tuple[int, int | None] | None]:
-    """List what each layer sees under a policy; None for one without attention."""
+    """Return each layer's number of sinks and window under a policy; None for a layer without attention."""
     found: list[tuple[int, int | None] | None] = []
     for cache in make_prompt_cache(model):
         attending = next((leaf for _, leaf in leaves([cache]) if type(leaf) is not ArraysCache), None)
@@ -41,10 +41,10 @@ class _Unrotated(nn.Module):
 
 
 class Naive:
-    """A model of its own with the weights of another; `kinds` are sinks and windows by layer.
+    """The model `fresh` with the weights of `model`; `kinds` are the sinks and windows by layer.
 
-    A token at t sees key j if t - window < j <= t or j < sink; where that is a sink out of the window, the
-    query stands at `sink + window - 1` instead of t. Without a window it sees all.
+    A token at t sees key j if t - window < j <= t or j < sink. For a sink outside the window, the query is
+    rotated to `sink + window - 1` instead of t. A token in a layer without a window sees all before it.
     """
 
     def __init__(self, model: Any, fresh: Any, kinds: Sequence[tuple[int, int | None] | None]) -> None:
@@ -62,7 +62,7 @@ class Naive:
                 setattr(part, name, _Unrotated(getattr(part, name)))
 
     def logits(self, tokens: Sequence[int]) -> mx.array:
-        """Run a whole session: (tokens, vocabulary)."""
+        """Run a whole session at once; return logits, (tokens, vocabulary)."""
         modules = [sys.modules[type(part).__module__] for part in self._model.modules()]
         known = [module for module in modules if hasattr(module, "scaled_dot_product_attention")]
         theirs = [module.scaled_dot_product_attention for module in known]

@@ -34,7 +34,7 @@ TENANTS = "wxyz"
 
 
 class Turn:
-    """A turn as the engine and the device together carry it out, without either."""
+    """A simulated turn: what the engine and the device would know of it."""
 
     def __init__(self, name: str, need: int, tenant: str, priority: int, arrived: int) -> None:
         self.claim = Claim(SessionKey(tenant, name), priority, place(arrived, priority))
@@ -48,7 +48,7 @@ class Turn:
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Turns that come, grow, are paused and end in any order, on a device that does as it is told."""
+    """Simulates turns that arrive, grow, pause and end in any order, on a device that obeys all decisions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         return [turn for turn in self.turns.values() if turn.granted]
 
     def stop(self, turn: Turn) -> None:
-        """Bring a turn to its end, or back into the queue."""
+        """End a turn, or put it back into the queue."""
         key, is_over = turn.claim.key, turn.has == turn.need
         turn.granted, turn.is_paused = 0, False
         if turn.has:
@@ -89,7 +89,7 @@ class AdmissionMachine(RuleBasedStateMachine):
             self.carry_out(self.admission.begin(turn.claim, turn.likely()))
 
     def step(self, turn: Turn, num: int) -> None:
-        """Let a turn run; it asks for more in good time, and ends where it has got none."""
+        """Run up to `num` tokens of a turn. It asks for more memory in time, and stops if it has got none."""
         turn.has = min(turn.has + num, turn.granted)
         if turn.is_paused or turn.has in (turn.granted, turn.need):
             self.stop(turn)
@@ -114,7 +114,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 50))
     def give_up(self, index: int) -> None:
-        """A client cancels: what runs leaves what it has, what waits leaves nothing."""
+        """A client cancels a turn: a running one leaves its KV on the device, a waiting one nothing."""
         if self.turns:
             turn = list(self.turns.values())[index % len(self.turns)]
             if turn.granted:
@@ -127,7 +127,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @rule(num_bytes=st.integers(1, CAPACITY))
     def make_room(self, num_bytes: int) -> None:
-        """The device is short of memory: idle sessions are dropped, or those whose turns just begin."""
+        """The device is short of memory: drop the least recently used sessions of at least `num_bytes`."""
         for key_ in self.ledger.residency.oldest(num_bytes, ()):
             self.resident.pop(key_, None)
             self.ledger.residency.pop(key_)
@@ -147,7 +147,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert self.running() or not self.turns
 
     def teardown(self) -> None:
-        """Nobody waits for ever: whoever runs does a step in turn, and all come to their end."""
+        """Run all running turns in rotation, and check that every turn ends."""
         steps = 0
         while self.turns:
             for turn in self.running():
@@ -171,7 +171,7 @@ def begin(admission: Admission, name: str, size: int, *, tenant: str = "t", prio
 
 
 def leave(admission: Admission, claim: Claim, size: int = 0) -> list[str]:
-    """Bring a turn to its end, or a pause, that leaves so much idle on the device."""
+    """End or pause a turn, which leaves `size` bytes of idle KV; return the decisions that follow."""
     idle(admission, claim, size)
     return told(admission.release(claim))
 
@@ -181,7 +181,7 @@ def idle(admission: Admission, claim: Claim, size: int) -> None:
         admission._ledger.residency.put(claim.key, as_tokens([0]), size)
 
 
-#: What the decisions of a test have said, by name.
+#: The names of a test's turns, and its latest decisions in words.
 claims: dict[Claim, str] = {}
 said: list[str] = []
 
@@ -228,8 +228,8 @@ def test_tenants_take_turns_in_the_queue_for_memory() -> None:
     assert sorted(order[5:]) == sorted(f"many{i}" for i in range(3, 20))
 
 
-def test_small_turns_overtake_a_large_waiting_one_and_pause_once_their_memory_lets_it_start() -> None:
-    """Small turns use memory that is too little for it, until older turns have freed enough."""
+def test_small_turns_overtake_a_large_one_and_pause_once_that_frees_enough_memory_for_it() -> None:
+    """Until older turns have freed enough for the large one, small turns use the free memory."""
     admission = Admission(Ledger(CAPACITY))
     older = begin(admission, "older", 60)
     begin(admission, "large", 90)
@@ -258,7 +258,7 @@ def test_a_growing_answer_drops_idle_sessions_and_then_pauses_the_youngest_turn(
 
 @pytest.fixture
 async def make_engine(make_model, trials):
-    """Start an engine on a device of its own, with memory for a number of tokens and no snapshots."""
+    """Return a function that starts an engine with memory for a number of tokens, and without snapshots."""
     devices = []
 
     async def make(num_tokens: int, *, limit_bytes: int | None = None) -> Engine:
@@ -283,7 +283,7 @@ async def make_engine(make_model, trials):
         assert device.stop()
 
 
-async def test_a_large_turn_is_not_starved_by_small_ones(make_engine) -> None:
+async def test_a_large_waiting_turn_ends_before_small_turns_that_came_later(make_engine) -> None:
     """Small turns that come later do not overtake a large one that waits."""
     engine = await make_engine(600)
     order: list[str] = []
@@ -304,7 +304,9 @@ async def test_a_large_turn_is_not_starved_by_small_ones(make_engine) -> None:
     assert engine.num_waiting == 0
 
 
-async def test_a_tenant_with_many_turns_that_wait_for_memory_does_not_hold_up_another(make_engine) -> None:
+async def test_a_tenant_with_many_turns_that_wait_for_memory_does_not_block_another_tenant(
+    make_engine,
+) -> None:
     engine = await make_engine(300)
     order: list[str] = []
 
@@ -334,8 +336,8 @@ def test_a_tenants_turns_start_within_its_share_of_memory_and_a_single_turn_may_
     assert admission.num_waiting == 0
 
 
-async def test_a_session_whose_turn_was_cancelled_can_start_the_next_one_at_once(make_engine) -> None:
-    """The device still has the old turn; the new one must not wait for its own session's prefill."""
+async def test_a_session_can_start_a_turn_while_the_device_still_runs_its_cancelled_one(make_engine) -> None:
+    """The new turn must not wait to share the prefill of its own session's old turn."""
     engine = await make_engine(20_000)
     context = as_tokens(prompt(900))
     for _ in range(10):
@@ -371,7 +373,7 @@ def test_a_turn_that_has_waited_long_enough_is_not_overtaken_by_a_higher_priorit
 
 
 async def test_a_cancelled_turn_no_longer_waits_for_memory(make_engine) -> None:
-    """A turn takes what caches allocate for it: 768 of 1,024 tokens, which leaves 256 for a small one."""
+    """Caches grow by 256 tokens: the running turn reserves 768 of 1,024, so only the small one fits."""
     engine = await make_engine(1024)
     running = asyncio.create_task(engine.run(Asked(key("running"), as_tokens(prompt(590))), lambda: False))
     await asyncio.sleep(0)
@@ -386,7 +388,7 @@ async def test_a_cancelled_turn_no_longer_waits_for_memory(make_engine) -> None:
     assert await running is not None
 
 
-def test_the_turns_behind_a_waiting_turn_start_when_it_is_cancelled() -> None:
+def test_turns_behind_a_waiting_turn_start_when_the_waiting_turn_is_cancelled() -> None:
     admission = Admission(Ledger(CAPACITY))
     older = begin(admission, "older", 60)
     large = begin(admission, "large", 90)
@@ -397,7 +399,7 @@ def test_the_turns_behind_a_waiting_turn_start_when_it_is_cancelled() -> None:
     assert leave(admission, large) == ["late"]
 
 
-async def test_a_rewound_session_counts_with_its_old_size_until_its_turn_is_over(make_engine) -> None:
+async def test_a_rewound_session_reserves_memory_for_its_old_length_until_its_turn_ends(make_engine) -> None:
     engine = await make_engine(300)
     await engine.run(Asked(key("rewound"), as_tokens(prompt(250))), lambda: False)
     turn = asyncio.create_task(engine.run(Asked(key("rewound"), as_tokens(prompt(10))), lambda: False))
@@ -408,7 +410,7 @@ async def test_a_rewound_session_counts_with_its_old_size_until_its_turn_is_over
 
 
 async def test_reserved_memory_never_exceeds_the_limit_under_random_turns(make_engine) -> None:
-    """Rewinds, cancellations before and on the device, and more sessions than fit."""
+    """Turns rewind sessions and are cancelled before or on the device; more sessions run than fit."""
     engine = await make_engine(300)
     over: list[int] = []
     watched = engine.ledger.reserve
@@ -446,7 +448,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampling: Sampling):
-    """Begin an answer to the prompt that belongs to its name."""
+    """Start an answer of up to `num_tokens` tokens; return the answer and the task that waits for it."""
     given = answer(num_tokens)
     run = engine.run(
         Asked(key(name), as_tokens(prompt(num_prompt, salt=len(name))), answer=given, sampling=sampling),
@@ -456,10 +458,10 @@ def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampli
 
 
 @pytest.mark.parametrize("sampling", first([Sampling(1.0, seed=7), Sampling()]), ids=["hot", "greedy"])
-async def test_answers_that_outgrow_memory_pause_the_youngest_one_and_lose_no_token(
+async def test_when_answers_outgrow_memory_the_youngest_pauses_and_all_get_the_same_tokens(
     make_engine, make_model, sampling
 ) -> None:
-    """Three answers of 600 tokens in memory for 1,600 have the same tokens as alone."""
+    """Three answers of 600 tokens, in memory for 1,600 tokens, get the same tokens as alone."""
     engine = await make_engine(1600)
     await engine.run(Asked(key("idle"), as_tokens(prompt(60))), lambda: False)
     with structlog.testing.capture_logs() as lines:
@@ -505,8 +507,10 @@ async def test_a_paused_answer_that_is_cancelled_keeps_the_tokens_generated_so_f
     assert await old is not None
 
 
-async def test_a_memory_shortage_does_not_take_the_reservation_of_a_turn_just_admitted(make_engine) -> None:
-    """The device asks for room between the turn's admission and its task's next step."""
+async def test_a_turn_just_admitted_keeps_its_reserved_memory_when_the_device_lacks_memory(
+    make_engine,
+) -> None:
+    """The device asks for memory after a turn has been admitted, and before the turn's task runs again."""
     engine = await make_engine(1000)
     await engine.run(Asked(key("second"), as_tokens(prompt(100))), lambda: False)
     first = asyncio.create_task(engine.run(Asked(key("first"), as_tokens(prompt(590))), lambda: False))
@@ -533,7 +537,7 @@ async def test_a_memory_shortage_does_not_take_the_reservation_of_a_turn_just_ad
 async def test_an_abandoned_turn_keeps_its_memory_and_sends_the_next_turn_none_of_its_events(
     make_engine,
 ) -> None:
-    """A stop cancels the task that waits for a turn; the next turn must not get the old one's events."""
+    """A stop cancels the task that waits for a turn, while the device still runs the turn."""
     engine = await make_engine(2000)
     given, task = answered(engine, "s", 20, 1500, Sampling(1.0))
     await until(lambda: len(given.tokens) > 2)
@@ -557,7 +561,7 @@ def held_by(engine: Engine) -> set[SessionKey]:
 async def test_the_engine_drops_the_least_recently_used_sessions_when_the_device_lacks_memory(
     make_engine,
 ) -> None:
-    """The ledger has room for all of them; the device has not."""
+    """All sessions fit by the ledger's count, but not into the device's memory limit."""
     gc.collect()
     engine = await make_engine(4000, limit_bytes=mx.get_active_memory() + 2**19)
     for index in range(12):
@@ -573,7 +577,7 @@ async def test_the_engine_drops_the_least_recently_used_sessions_when_the_device
 async def test_event_loop_and_device_agree_on_the_resident_sessions_under_random_turns(
     make_engine, make_model, seed
 ) -> None:
-    """Turns that grow, fork, are rewound and cancelled, with the device short of memory all the time."""
+    """Turns grow, fork, rewind and are cancelled, while the device is always short of memory."""
     gc.collect()
     engine = await make_engine(2500, limit_bytes=mx.get_active_memory() + 2**19)
     asked = Mock(wraps=engine._device.made_room)

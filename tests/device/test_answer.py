@@ -17,7 +17,7 @@ STOPS = ("ab", "aab", "\u00e9x")
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: Path) -> Tokenizer:
-    """One token for each byte, so that characters and stop strings fall apart over tokens."""
+    """A tokenizer with one token for each byte: characters and stop strings span several tokens."""
     return Tokenizer.from_folder(tiny_model)
 
 
@@ -35,10 +35,10 @@ def push_until_over(answer: Answer, tokens: list[int]) -> list[str]:
 
 
 @given(data=st.data())
-def test_an_answer_replayed_from_its_first_tokens_continues_like_the_original(
+def test_an_answer_resumed_from_its_first_tokens_continues_like_the_original(
     tokenizer, new_answer, data
 ) -> None:
-    """After every token: the same texts follow, the same end, the same text if cancelled there."""
+    """Resumed after any token, it has the same further text and end, and the same text if cancelled."""
     letters = [tokenizer.encode(letter, at_start=False) for letter in ("a", "b", "x", "\u00e9", "\u20ac")]
     bytes_and_ends = sorted({token for letter in letters for token in letter} | tokenizer.eos_ids)
     tokens = data.draw(st.lists(st.sampled_from(bytes_and_ends), min_size=1, max_size=16))
@@ -89,7 +89,9 @@ def test_the_last_token_of_max_tokens_releases_text_held_back_for_a_stop_string(
     assert answer.finish_reason == "length"
 
 
-def test_half_a_character_at_the_end_becomes_a_replacement_character(tokenizer, new_answer) -> None:
+def test_an_incomplete_utf8_character_at_the_end_becomes_a_replacement_character(
+    tokenizer, new_answer
+) -> None:
     answer = new_answer(max_tokens=2)
     push_until_over(answer, tokenizer.encode("\u20ac", at_start=False)[:2])
     assert answer.text == "\ufffd"

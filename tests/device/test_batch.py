@@ -1,4 +1,4 @@
-"""Rows that join and leave a batch: each decodes as if alone."""
+"""Rows (running answers) that join and leave a batch decode as if each were alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAMPLINGS = [
 def run(
     batch: Batch, pieces: list[PrefillPiece], num_steps: int, *, run_ahead: bool = True
 ) -> list[list[int]]:
-    """Begin with these prompts; returns what each one's row has drawn."""
+    """Run steps, of which the first runs `pieces` and starts their rows; return the tokens of each row."""
     rows = [piece.row for piece in pieces if piece.row is not None]
     drawn: list[list[int]] = [[] for _ in rows]
     for _ in range(num_steps):
@@ -47,8 +47,10 @@ def run(
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_rounding_in_16_bits_does_not_keep_a_model_from_the_shared_forward_pass(build_model, dtype) -> None:
-    """In 12 layers bfloat16 changes logits by 0.06 to 0.11 of the largest, as a wrong mask does."""
+def test_rounding_in_16_bits_does_not_make_a_model_fail_the_trial_of_the_shared_pass(
+    build_model, dtype
+) -> None:
+    """In 12 layers bfloat16 changes logits by 0.06 to 0.11 of the largest, as much as a wrong mask does."""
     model = build_model("llama", num_hidden_layers=12, **WIDE)
     model.set_dtype(dtype)
     batch = batch_for(model)
@@ -70,7 +72,7 @@ def test_rounding_in_16_bits_does_not_keep_a_model_from_the_shared_forward_pass(
         ("llama4", None, OwnPass, Keeping),
     ],
 )
-def test_a_models_caches_and_attention_decide_how_its_batches_run(
+def test_a_models_cache_classes_and_attention_decide_how_its_rows_are_batched(
     make_model, kind, kv_bits, way, keeping
 ) -> None:
     batch = batch_for(make_model(kind, kv_bits))
@@ -83,7 +85,7 @@ def test_a_models_caches_and_attention_decide_how_its_batches_run(
 def test_rows_that_join_and_leave_a_batch_get_the_same_tokens_and_kv_as_alone(
     make_model, monkeypatch, seed, smallest, ahead
 ) -> None:
-    """Random joins, leaves and lengths, in one pool or moving from one to the next, with steps run ahead."""
+    """Joins, leaves and lengths are random. Rows stay in one pool or move to larger ones; steps run ahead."""
     monkeypatch.setattr(slots, "SMALLEST", smallest)
     monkeypatch.setattr(pools, "_ROOM", 2)
     model, dice = make_model("llama"), random.Random(seed)
@@ -118,7 +120,7 @@ def test_rows_that_join_and_leave_a_batch_get_the_same_tokens_and_kv_as_alone(
 def test_rows_with_windows_or_recurrent_states_decode_together_with_the_same_tokens_as_alone(
     make_model, kind
 ) -> None:
-    """Windows share a pass with pieces of prompts, recurrent states are merged: see test_merged.py."""
+    """Windows run in a pass shared with prompts. Recurrent states are merged, see test_merged.py."""
     model = make_model(kind)
     prompts = [prompt(3), prompt(19, salt=5), prompt(11, salt=9)]
     drawn = run(batch_for(model), [begin(model, tokens) for tokens in prompts], 12)
@@ -126,7 +128,7 @@ def test_rows_with_windows_or_recurrent_states_decode_together_with_the_same_tok
 
 
 def test_prompts_prefilled_in_one_pass_with_answers_and_other_prompts_change_no_token(make_model) -> None:
-    """Pieces of three prompts and two rows in one pass, each as if it were alone."""
+    """One pass runs pieces of three prompts and two answers; each gets the tokens that it gets alone."""
     model = make_model("llama")
     batch = batch_for(model)
     early = [begin(model, prompt(n, salt=n)) for n in (9, 14)]
@@ -155,7 +157,7 @@ def test_prompts_prefilled_in_one_pass_with_answers_and_other_prompts_change_no_
 
 
 def test_a_row_without_kv_decodes_beside_rows_with_kv(make_model) -> None:
-    """A prompt of one token: there is nothing in its caches before its first step."""
+    """Its prompt has one token, so its caches are empty before its first step."""
     model = make_model("llama")
     prompts = [prompt(20), prompt(1), prompt(9, salt=7)]
     drawn = run(batch_for(model), [begin(model, tokens) for tokens in prompts], 6)
@@ -163,7 +165,7 @@ def test_a_row_without_kv_decodes_beside_rows_with_kv(make_model) -> None:
 
 
 def test_one_or_two_rows_use_their_own_caches_and_three_share_a_pool(make_model) -> None:
-    """Nothing is copied for a session that runs alone."""
+    """A pool needs a copy of each row's KV, which does not pay for one or two rows."""
     model = make_model("llama")
     one, other = begin(model, prompt(9)), begin(model, prompt(5))
     batch = batch_for(model)
@@ -180,7 +182,7 @@ def test_one_or_two_rows_use_their_own_caches_and_three_share_a_pool(make_model)
 
 
 def test_rows_of_very_different_lengths_do_not_share_a_pool(make_model, monkeypatch) -> None:
-    """So that a short session does not pay for a long one."""
+    """In a shared pool, attention for a short row would take as long as for a long one."""
     monkeypatch.setattr(slots, "SMALLEST", 64)
     model = make_model("llama")
     batch = batch_for(model)
@@ -207,7 +209,7 @@ def test_rows_added_after_the_batch_is_cleared_get_the_same_tokens_as_alone(make
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, seed=3)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_speculation_changes_only_the_number_of_steps(make_model, sampling, num_rows) -> None:
-    """Right and wrong drafts, and their KV; alone, and beside another answer."""
+    """Some drafts are wrong. One or two answers run, and their KV is compared, too."""
     model = make_model("llama")
     contexts = [prompt(20 + 7 * i, salt=i) for i in range(num_rows)]
     answers = [alone(model, tokens, 150, sampling)[0] for tokens in contexts]

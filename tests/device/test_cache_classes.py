@@ -1,4 +1,4 @@
-"""Every cache class on the device: the tokens of a run from scratch over many turns, and its size."""
+"""Sessions with every cache class get the tokens of a run from scratch, and KV of the computed size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worker.models.model import cache_sizes
 def test_a_resident_session_gets_the_tokens_of_a_run_from_scratch_in_every_turn(
     make_model, make_rig, kind
 ) -> None:
-    """Append, generate, append, generate on resident KV, with caches that cannot be trimmed too."""
+    """Appends and generates alternate on resident KV, also in caches that cannot be trimmed."""
     model = make_model(kind)
     rig, fresh = make_rig(model), make_rig(model)
     history, num_held = [], 0
@@ -52,7 +52,7 @@ def test_a_rewound_session_continues_with_the_tokens_of_a_run_from_scratch(
 
 @pytest.mark.parametrize("kind", [*CONFIGS, "gemma3_text", "gpt_oss", "llama4", "qwen3_next"])
 def test_the_kv_of_a_session_has_exactly_the_computed_size_at_any_length(make_model, make_rig, kind) -> None:
-    """To the byte, after prompts and answers: windows and chunks do not exceed their size."""
+    """Sizes are equal to the byte after prompts and answers; windows and chunks do not exceed their limit."""
     model = make_model(kind)
     size, rig, history = cache_sizes(model), make_rig(model), []
     assert layers.live_bytes(make_prompt_cache(model)) == size.held(0) == 0

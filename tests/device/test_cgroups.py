@@ -1,4 +1,4 @@
-"""The memory that a process's control groups leave it: version 2, version 1, and no limit."""
+"""The memory that control groups (cgroups, versions 1 and 2) leave to a process."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def left(tmp_path: Path, own: str) -> int | None:
     return cgroups.left_bytes(tmp_path / "own", tmp_path / "fs")
 
 
-def test_version_2_leaves_the_limit_minus_the_used_memory_that_cannot_be_reclaimed(tmp_path: Path) -> None:
+def test_cgroup_v2_leaves_the_limit_minus_the_used_memory_that_cannot_be_reclaimed(tmp_path: Path) -> None:
     stat = f"anon {200 * MIB}\nfile {150 * MIB}\ninactive_file {100 * MIB}"
     group(tmp_path / "fs", {"memory.max": 512 * MIB, "memory.current": 300 * MIB, "memory.stat": stat})
     assert left(tmp_path, "0::/\n") == 312 * MIB
 
 
 def test_the_tightest_limit_of_a_group_and_its_parents_counts(tmp_path: Path) -> None:
-    """For example systemd's MemoryHigh of a unit's slice, which slows a process down."""
+    """`memory.high` (systemd's MemoryHigh) counts, too: a group that exceeds it is slowed down."""
     fs = tmp_path / "fs"
     group(fs, {"memory.stat": ""})  # the root has no limit
     group(fs / "a", {"memory.max": "max", "memory.high": 100 * MIB, "memory.current": 60 * MIB})
@@ -44,7 +44,7 @@ def test_the_tightest_limit_of_a_group_and_its_parents_counts(tmp_path: Path) ->
     assert cgroups.limit_bytes(tmp_path / "own", fs) == 100 * MIB, "whatever is used of it"
 
 
-def test_version_1_limits_are_read_from_their_own_files_among_other_controllers(tmp_path: Path) -> None:
+def test_cgroup_v1_limits_are_read_from_the_memory_controllers_group(tmp_path: Path) -> None:
     files = {
         "memory.limit_in_bytes": 256 * MIB,
         "memory.usage_in_bytes": 100 * MIB,
@@ -90,7 +90,7 @@ def test_the_default_memory_limit_of_a_device_respects_the_control_group(
 
 
 def test_the_limit_of_a_real_control_group_is_read() -> None:
-    """Skipped where no group can be created."""
+    """Skipped where this process may not create a control group."""
     roots = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]
     names = ["memory.limit_in_bytes", "memory.max"]
     for root, name in zip(roots, names, strict=True):

@@ -1,4 +1,4 @@
-"""Sessions with chunked attention: stored once, rewound, forked, with the tokens of masks."""
+"""Sessions with chunked attention are stored, rewound and forked, and get the tokens of plain masks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK = 4 * BLOCK
 
 
 def answer(model: Any, tokens: Sequence[int], num: int) -> list[int]:
-    """Answer greedily without caches: chunks are masks over the whole session, anew for each token."""
+    """Answer greedily without caches: for each token, run the whole session under a mask of its chunks."""
     known = list(tokens)
     for _ in range(num):
         known.append(int(model(mx.array([known]))[0, -1].argmax().item()))
@@ -26,7 +26,7 @@ def answer(model: Any, tokens: Sequence[int], num: int) -> list[int]:
 async def test_chunked_layers_are_stored_once_and_a_restore_reads_only_their_last_chunk(
     make_model, trials, tmp_path
 ) -> None:
-    """Blocks of half a chunk; four layers, the fourth of which keeps all tokens."""
+    """A block is half a chunk. The model has four layers, of which the fourth keeps all tokens."""
     model, tokens, block = make_model(KIND), prompt(699), 2 * BLOCK
 
     def open_process() -> Any:
@@ -66,7 +66,7 @@ def test_rows_with_chunked_attention_in_a_batch_get_the_tokens_of_attention_with
 
 
 @pytest.mark.parametrize("end", [3 * CHUNK + 1, 3 * CHUNK + 5, 4 * CHUNK - 1, 4 * CHUNK])
-def test_a_rewind_within_the_last_chunk_prefills_one_token_and_one_beyond_it_starts_over(
+def test_a_rewind_within_the_last_chunk_prefills_one_token_and_a_longer_one_prefills_all(
     make_model, make_rig, end
 ) -> None:
     model = make_model(KIND)

@@ -1,4 +1,4 @@
-"""The operations that numpy runs on a CPU give the results of MLX."""
+"""The operations that numpy runs on a CPU give the same results as MLX."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def normal(*shape: int, seed: int) -> mx.array:
 
 
 def some(rows: int, heads: int, kv_heads: int, tokens: int, length: int) -> tuple[mx.array, ...]:
-    """Queries, and keys and values that are views of buffers with more room, as a cache has them."""
+    """Return random queries, and keys and values that are views of larger buffers, as in a cache."""
     room = length + 7
     keys, values = normal(rows, kv_heads, room, 64, seed=1), normal(rows, kv_heads, room, 64, seed=2)
     return 3 * normal(rows, heads, tokens, 64, seed=0), keys[:, :, :length], values[:, :, :length]
@@ -38,14 +38,14 @@ def causal(rows: int, tokens: int, length: int) -> str:
 
 
 def window(rows: int, tokens: int, length: int) -> mx.array:
-    """Each token sees the last five up to itself."""
+    """Return a mask under which each token sees itself and the four tokens before it."""
     del rows
     at, to = mx.arange(length - tokens, length)[:, None], mx.arange(length)
     return (to <= at) & (to > at - 5)
 
 
 def lengths(rows: int, tokens: int, length: int) -> mx.array:
-    """Each row is of another length."""
+    """Return a mask of rows with different lengths."""
     del tokens
     return (mx.arange(length) < mx.array([max(length - 3 * i, 1) for i in range(rows)])[:, None])[
         :, None, None
@@ -110,7 +110,7 @@ def test_only_large_float32_attention_runs_in_numpy() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 128])
-def test_swiglu_in_numpy_equals_mlxs_even_for_very_large_gates(tokens: int) -> None:
+def test_swiglu_in_numpy_equals_mlxs_swiglu_even_for_very_large_gates(tokens: int) -> None:
     gate, x = 30 * normal(tokens, 1, 512, seed=3), normal(tokens, 1, 512, seed=4)
     gate = mx.concatenate([gate, mx.full((tokens, 1, 2), -200.0), mx.full((tokens, 1, 2), 200.0)], axis=-1)
     x = mx.concatenate([x, mx.ones((tokens, 1, 4))], axis=-1)
@@ -133,7 +133,7 @@ def test_swiglu_does_not_change_its_inputs() -> None:
 def test_comparing_queries_with_2_bit_keys_in_numpy_equals_the_result_of_mlx(
     heads: int, size: int, num_tokens: int, num_queries: int
 ) -> None:
-    """The keys may be views of larger buffers, as in a cache; some scores are far apart."""
+    """The keys are a view of a larger buffer, as in a cache; some scores are far apart."""
     keys = 2 * normal(1, heads, num_tokens + 256, size, seed=1)
     sketch = tuple(part[..., :num_tokens, :] for part in mx.quantize(keys, paged.sketch_group(size), bits=2))
     queries = normal(1, heads, num_queries, size, seed=2) * mx.arange(1, num_queries + 1)[:, None] / 8

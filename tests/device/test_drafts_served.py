@@ -1,4 +1,4 @@
-"""A worker with a draft model gives the answers of one without: alone, in pairs, across kills."""
+"""A worker with a draft model gives the same answers as one without, even if it is killed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PERSON = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "person", "description": "Tell", "parameters": PERSON}}
-#: As Qwen's models tell of tools.
+#: Describes tools and calls as the chat templates of Qwen's models do.
 TOOLS = (
     "{% for tool in tools or [] %}<tools>{{ tool | tojson }}</tools>{% endfor %}"
     "{% for m in messages %}{% for call in m.tool_calls or [] %}<tool_call>\n"
@@ -58,7 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model of 14 layers, of which all but two change little; and these two as its draft model."""
+    """Folders of a model of 14 layers, 12 of which change little, and of a draft model with the other two."""
     small, large = (tmp_path_factory.mktemp("pair") / name for name in ("small", "large"))
     shutil.copytree(tiny_model, small)
     (small / "chat_template.jinja").write_text(TOOLS + CHAT_TEMPLATE)
@@ -79,7 +79,7 @@ def pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 async def answer(
     client: Client, session: str, kind: str, heard: asyncio.Event | None = None
 ) -> tuple[int, ...]:
-    """Answer; `heard` is set in the middle of the answer."""
+    """Return the tokens of an answer; set `heard` once 15 tokens have arrived."""
     generation = client.session(session).generate(**QUESTION, max_tokens=150, **KINDS[kind])
     num = 0
     async for chunk in generation:
@@ -95,7 +95,7 @@ async def answer(
 async def test_answers_with_a_draft_model_equal_those_without_one(
     local_worker: Callable[..., Awaitable[Any]], pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone, two at a time, and in the next turn; the draft model drafts whatever that costs."""
+    """Answers run alone, two at a time, and in a second turn. The draft model is forced to draft."""
     large, small = pair
     plain = (await local_worker(model=str(large), max_draft=0, prefix="plain")).client
     monkeypatch.setattr(speculation, "best", lambda *_: (9.0, 4))
@@ -119,7 +119,7 @@ async def test_answers_with_a_draft_model_equal_those_without_one(
 async def test_answers_with_a_draft_model_across_worker_kills_equal_those_without_one(
     worker_process: Any, local_worker: Callable[..., Awaitable[Any]], pair: Any, tmp_path: Path, num: int
 ) -> None:
-    """Two at a time, and the worker is killed in the middle of every other pair."""
+    """Answers run two at a time, and the worker is killed in the middle of every other pair."""
     large, small = pair
     plain = (await local_worker(model=str(large), max_draft=0, data_dir=tmp_path / "plain")).client
     process = worker_process("--draft-model", str(small), "--ack-wait-s", "0.5", model=large)
@@ -179,7 +179,7 @@ async def test_an_unsuitable_or_unused_draft_model_is_refused_with_the_reason(
 async def test_a_workers_memory_and_its_estimate_include_the_draft_models_weights_and_kv(
     local_worker: Callable[..., Awaitable[Any]], pair: Any, tmp_path: Path
 ) -> None:
-    """The KV is that of the sessions with drafts; a supervisor and `size` use the estimate."""
+    """Draft KV counts for the most sessions that may have drafts. `turnkeep size` uses the estimate, too."""
     large, small = pair
     room = []
     for draft in (None, str(small)):

@@ -1,4 +1,4 @@
-"""Paged sessions whose prompts see all tokens before them, read from SSD layer by layer."""
+"""Prompts of paged sessions attend to all earlier tokens, whose KV is read from SSD layer by layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from worker.sessions.port import Asked, DeviceFaultError
 
 POLICY = Policy.paged(9 * CHUNK + 4, [(3 * CHUNK + 5, 3 * CHUNK + 40)], sink=4)
 HELD = (POLICY.window or 0) + SLACK
-#: As many tokens on the device; prompts see only these.
+#: A window of as many tokens as `POLICY` keeps on the device; its prompts see only these.
 WINDOW = Policy(4, 9 * CHUNK)
 
 
@@ -41,13 +41,13 @@ def model(build_model) -> Any:
     return build_model("llama", **WIDE)
 
 
-def test_the_name_of_a_paged_policy_lists_its_numbers_and_says_exact() -> None:
-    """So KV of an older version's inexact prefill is not found."""
+def test_the_name_of_a_paged_policy_contains_its_numbers_and_the_word_exact() -> None:
+    """Because of the word, KV that an older version stored after an inexact prefill is not found."""
     assert str(POLICY) == "paged(4,256,320,197-232,exact)"
 
 
 class Kept:
-    """A past of which all parts are in memory."""
+    """Earlier KV of a session, kept in memory, which `parts` yields as if it came from SSD."""
 
     def __init__(self, end: int, held: dict[str, mx.array], part: int) -> None:
         self.end = end
@@ -84,7 +84,7 @@ def exactly(forward: Forward, caches: list[Any], tokens: list[int], pieces: list
     return mx.concatenate(found)
 
 
-#: A seed chooses the same cuts for all of them: three for one will do, but for `make soak`.
+#: A seed divides the prompts of all cases in the same way, so only one case runs three outside `make soak`.
 EXACT = [
     pytest.param(*case, seed, marks=pytest.mark.soak if seed and case[:2] != ("llama", mx.float32) else ())
     for case in (("llama", mx.float32, 1e-4), ("gpt_oss", mx.float32, 1e-4), ("llama", mx.bfloat16, 0.1))
@@ -129,7 +129,7 @@ def test_prefill_refuses_stored_kv_that_ends_before_the_kv_on_the_device_starts(
 
 
 async def test_a_paged_prompt_stores_the_same_kv_as_a_session_with_full_attention(model, tmp_path) -> None:
-    """And the answer's first token has the same logits; those of a session with a window differ."""
+    """The logits of the answer's first token are equal, too. Those of a session with a window differ."""
     tokens, per_policy = prompt(40 * CHUNK + 9), {}
     for policy in (FULL, POLICY, WINDOW):
         async with engine_process.open_process(model, tmp_path / str(policy), num_blocks=8) as process:
@@ -145,7 +145,7 @@ async def test_a_paged_prompt_stores_the_same_kv_as_a_session_with_full_attentio
 
 
 async def stored(process: Process, tokens: list[int], policy: Policy) -> np.ndarray:
-    """The last layer's values of all whole blocks, as they are on disk."""
+    """Return the last layer's values of all complete blocks, read from disk."""
     chain = process.store.chain(engine_process.key("s").tenant, policy)
     spans = [Span(0, len(tokens) // CHUNK * CHUNK)]
     if policy != POLICY:
@@ -196,7 +196,9 @@ async def test_a_prompt_is_prefilled_again_from_a_damaged_or_missing_block_on(
     assert np.abs(np.frombuffer(bits[0], np.float32) - np.array(expected)).max() < 1e-3
 
 
-async def test_forgetting_a_damaged_block_leaves_no_copy_of_it(model, tmp_path) -> None:
+async def test_erasing_a_session_deletes_its_damaged_block_from_quarantine_once_no_turn_uses_it(
+    model, tmp_path
+) -> None:
     tokens = prompt(50 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)
@@ -221,7 +223,9 @@ async def test_forgetting_a_damaged_block_leaves_no_copy_of_it(model, tmp_path) 
         assert list((tmp_path / "quarantine").iterdir()) == []
 
 
-async def test_a_turn_fails_with_the_reason_if_the_disk_takes_no_writes(model, tmp_path, monkeypatch) -> None:
+async def test_a_paged_turn_fails_with_the_reason_if_no_block_can_be_saved(
+    model, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr(cutting, "PATIENCE_S", 0.1)
     monkeypatch.setattr(finding, "PATIENCE_S", 0.1)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
@@ -253,7 +257,7 @@ async def test_the_stored_kv_of_one_layer_is_read_without_the_other_layers(model
 async def test_paged_prompts_get_the_logits_of_full_attention_after_rewinds_forks_and_restarts(
     model, tmp_path, seed: int
 ) -> None:
-    """Answers have one token: it is drawn from the prompt and prefilled with the next prompt."""
+    """An answer has one token, which is drawn from the prompt's logits and prefilled with the next prompt."""
     rng, sessions = random.Random(seed), {"a": prompt(8 * CHUNK, seed)}
     for _ in range(3):
         async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:

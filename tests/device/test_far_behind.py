@@ -1,4 +1,4 @@
-"""Windowed layers: KV behind their windows is deleted from disk, the KV of other layers stays."""
+"""On disk, sliding-window layers' KV from before the window is deleted; the KV of other layers stays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARES = {"exaone4": 1 / 4, "gpt_oss": 1 / 2, "gemma3_text": 1 / 4}
 
 
 async def _settle(store: Store) -> int:
-    """Evict what is behind, without pauses; return the bytes of all KV on disk, without headers."""
+    """Evict all KV from before the windows; return the bytes of KV left on disk, without file headers."""
     assert await store.barrier(5)
     while store._behind:
         store._room._shrink()
@@ -38,7 +38,10 @@ def _is_behind(store: Store, node: Node) -> bool:
 
 
 async def _live(model: Any, directory: Path, keep_behind: int | None) -> tuple[list[Any], list[int]]:
-    """Be three processes, one after the other, with a session that grows, and is rewound in the last."""
+    """Run a growing session in three processes, one after the other; rewind it at the start of the last.
+
+    Return the answers with their numbers of prefilled tokens, and the bytes on disk after each process.
+    """
     session: list[int] = []
     answers, sizes = [], []
     for part in range(3):
@@ -56,10 +59,10 @@ async def _live(model: Any, directory: Path, keep_behind: int | None) -> tuple[l
 
 
 @pytest.mark.parametrize("kind", first([*SHARES], 2))
-async def test_deleting_kv_behind_the_windows_from_disk_changes_no_answer(
+async def test_deleting_kv_from_before_sliding_windows_from_disk_changes_no_answer(
     make_model, tmp_path: Path, kind: str
 ) -> None:
-    """After restarts too, and after a rewind to deleted windows, which is prefilled again."""
+    """This includes answers after restarts, and after a rewind to a part that must be prefilled again."""
     model, share = make_model(kind), SHARES[kind]
     kept, sizes = await _live(model, tmp_path / "kept", KEEP)
     everything, all_sizes = await _live(model, tmp_path / "all", None)

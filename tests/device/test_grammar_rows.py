@@ -1,4 +1,4 @@
-"""Rows that follow grammars: the same tokens alone, beside other rows, and with drafts."""
+"""Rows that follow grammars get the same tokens alone, beside other rows, and with drafts."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_speculation_under_a_grammar_changes_no_token_and_some_drafts_are_accept
 
 
 def test_a_row_whose_grammar_allows_no_more_text_draws_only_end_tokens(make_model, grammar) -> None:
-    """A complete text before `min_tokens`, and a letter that no token has; beside another row."""
+    """One grammar is complete before `min_tokens`; the other needs a letter that no token has."""
     model = make_model("llama")
     samplings = [
         Sampling(min_tokens=50, grammar=grammar("aa")),

@@ -1,4 +1,4 @@
-"""Logprobs and penalties equal those of a plain loop over the model, however rows run."""
+"""Log probabilities and penalties equal those of a plain loop over the model in every kind of batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIXED = [PLAIN, TOLD, PENALISED, BIASED]
 
 
 def run(model: Any, samplings: list[Sampling], num: int, **options: Any) -> list[list[Any]]:
-    """Answer prompts of several lengths together; return what was drawn for each."""
+    """Answer prompts of several lengths in one batch; return the `num` first drawn tokens of each."""
     batch = drafting(model, **options) if options else batch_for(model)
     pieces = [begin(model, prompt(9 + 2 * n, salt=n), sampling) for n, sampling in enumerate(samplings)]
     drawn: dict[Row, list[Any]] = {piece.row: [] for piece in pieces}
@@ -39,7 +39,7 @@ def run(model: Any, samplings: list[Sampling], num: int, **options: Any) -> list
 
 
 def reference(model: Any, context: list[int], tokens: list[int]) -> np.ndarray:
-    """The logarithmic probabilities of the vocabulary before each of `tokens`."""
+    """Return the log probabilities of the whole vocabulary at the position of each of `tokens`."""
     caches = make_prompt_cache(model)
     prefill(model, caches, context[:-1])
     rows = [model(mx.array([[token]]), cache=caches)[0, -1] for token in [context[-1], *tokens[:-1]]]
@@ -72,7 +72,7 @@ def test_rows_together_get_the_same_tokens_as_alone_and_the_models_own_logprobs(
 
 @pytest.mark.parametrize("sampling", [TOLD, PENALISED, BIASED], ids=["told", "penalised", "biased"])
 def test_speculation_changes_neither_tokens_nor_logprobs(make_model, sampling) -> None:
-    """A text that repeats itself, so that there are drafts."""
+    """The text repeats itself, so that prompt lookup finds drafts."""
     model = make_model("llama")
     (plain,), (drafted,) = (run(model, [sampling], 80, most=most) for most in (0, 6))
     assert [one.token for one in drafted] == [one.token for one in plain]

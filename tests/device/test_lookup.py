@@ -1,4 +1,4 @@
-"""The drafts of prompt lookup."""
+"""Prompt lookup drafts the tokens that followed an earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_prompt_lookup_drafts_nothing_if_the_last_tokens_did_not_occur_before() 
 
 
 def test_prompt_lookup_searches_only_the_last_part_of_a_long_session() -> None:
-    """So the cost of a token does not grow with the session."""
+    """So the time to draft does not grow with the session."""
     early, late = [5, 6, 7, 8], [1, 2, 3, 4]
     tokens = [*early, *late, *[9] * (MOST_SEEN - 8), 5, 6, 7]
     assert draft(tokens, 1) == [], "three tokens too far back"

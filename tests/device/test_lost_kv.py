@@ -1,6 +1,6 @@
-"""A GPU reports a failed command buffer late and once: no token and no snapshot may follow from it.
+"""A GPU reports a failed command buffer late and once: no token and no snapshot may be made from its results.
 
-A CPU stands for the GPU here. One evaluation raises, once, after all keys and values on the device became 0.
+A CPU stands for the GPU here: an evaluation sets all keys and values on the device to 0, and raises an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EVALUATE = mx.eval
 
 @dataclass
 class Buffers:
-    """Fails the next evaluation for whose calling frame `fails` returns true."""
+    """Makes the next `num_left` evaluations fail for whose calling frame `fails` returns true."""
 
     fails: Callable[[Any], bool] = lambda frame: False
     process: Process | None = None
@@ -45,7 +45,7 @@ class Buffers:
         EVALUATE(*args)
 
     def zero(self) -> None:
-        """Zero what any turn or idle session has on the device."""
+        """Set all keys and values of turns and idle sessions on the device to 0."""
         runner = self.process.engine._device._runner
         batch = runner._batch
         every = [turn.caches or [] for turn in runner._scheduler.prefilling]
@@ -153,10 +153,10 @@ async def test_an_answer_completes_even_if_copying_the_kv_of_its_last_tokens_fai
         assert more == alone(model, tokens + said, 5)[0]
 
 
-async def test_a_prompt_that_fails_every_time_ends_with_an_error_and_harms_no_answer(
+async def test_a_prompt_that_fails_every_time_ends_with_an_error_and_changes_no_other_answer(
     make_model, trials, tmp_path, buffers
 ) -> None:
-    """An answer beside it restarts as often as needed; the prompt is tried twice."""
+    """The prompt is tried twice. An answer beside it restarts as often as needed."""
     model, tokens = make_model("llama"), prompt(BLOCK + 3)
 
     def poisoned(frame: Any) -> bool:

@@ -32,7 +32,7 @@ FREED = 512 * 2**20
 
 @pytest.fixture
 def a_gpu(monkeypatch) -> Any:
-    """Let MLX name a GPU, with what is free in the machine and what MLX holds."""
+    """Return a function that makes MLX report this GPU, so many free bytes, and so many in use by MLX."""
 
     def pretend(
         told: dict[str, Any], *, free: int = 100 * GIB, active: int = 0, is_metal: bool = False
@@ -58,7 +58,7 @@ def test_the_memory_limit_on_metal_is_80_percent_of_the_working_set_minus_freed_
 
 
 @pytest.mark.parametrize("host", [8 * GIB, 128 * GIB])
-def test_the_memory_limit_on_cuda_depends_on_the_cards_memory_and_not_on_the_hosts(a_gpu, host) -> None:
+def test_the_memory_limit_on_cuda_depends_on_the_gpus_memory_and_not_on_the_hosts(a_gpu, host) -> None:
     a_gpu(CUDA, free=host)
     assert machine.name() == "cuda"
     assert machine.default_limit_bytes() == int(24 * GIB * 0.8) - FREED
@@ -73,7 +73,7 @@ def test_a_gpu_that_reports_memory_size_instead_of_total_memory_gets_a_limit(a_g
     assert machine.default_limit_bytes() == int(24 * GIB * 0.8) - FREED
 
 
-def test_a_gpu_that_does_not_report_its_memory_requires_the_setting_device_memory(a_gpu) -> None:
+def test_a_gpu_that_does_not_report_its_memory_needs_the_setting_device_memory(a_gpu) -> None:
     a_gpu({"architecture": "gfx"})
     with pytest.raises(machine.DeviceError, match="set device_memory"):
         machine.default_limit_bytes()
@@ -92,10 +92,10 @@ def test_mlxs_own_memory_limit_is_set_only_on_a_gpu(a_gpu, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "lengths"), [("llama", [4]), ("exaone4", [4]), ("qwen3_next", [1, 2, 3, 4, 5, 6, 7])]
 )
-def test_a_prompt_alone_prefills_several_blocks_per_step_and_each_block_is_copied(
+def test_a_prompt_without_others_prefills_several_blocks_per_step_and_snapshots_each_block(
     make_model, make_rig, monkeypatch, kind, lengths
 ) -> None:
-    """With recurrent layers one block: a state exists only at a piece's end."""
+    """With recurrent layers a piece is one block, since a state exists only at the end of a piece."""
     few = machine.Profile(1 << 24, frozenset(), 1, prompt_blocks=4, pooled_rows=3, merged_rows=2)
     monkeypatch.setattr(machine, "profile", lambda: few)
     model = make_model(kind)

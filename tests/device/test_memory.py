@@ -1,4 +1,4 @@
-"""Estimates of memory: formulas with known values, and what MLX measures."""
+"""Memory estimates agree with known values and with MLX's measurements."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from worker.device.memory import Estimator, Shape, attention_bytes, shape_of
 GIB = 2**30
 
 
-def test_the_estimate_for_attention_and_kv_of_a_long_prompt_equals_a_known_value() -> None:
+def test_the_memory_estimate_for_attention_and_kv_of_a_long_prompt_equals_a_known_value() -> None:
     """110,000 tokens in chunks of 2,048 for 16 heads of 256, and 10 layers of 2 KV heads in 16 bits."""
     shape = Shape(num_heads=16, head_dim=256, hidden=4096, intermediate=1, vocabulary=1)
     kv = 110_000 * 10 * 2 * 256 * 2 * 2
     assert (attention_bytes(shape, 2048, 110_000, fused=False) + kv) / GIB == pytest.approx(15.557, abs=5e-4)
 
 
-def test_a_fused_attention_kernel_saves_the_memory_of_scores_for_some_head_sizes_only() -> None:
+def test_only_some_head_sizes_use_fused_attention_which_needs_no_memory_for_scores() -> None:
     small, large = (Shape(8, dim, 512, 1, 1) for dim in (128, 129))
     assert attention_bytes(small, 10, 1000, fused=True) == 8 * 10 * 128 * 4
     assert attention_bytes(small, 10, 1000, fused=False) == 8 * 10 * (128 + 1000) * 4
@@ -38,8 +38,8 @@ def test_a_fused_attention_kernel_saves_the_memory_of_scores_for_some_head_sizes
     assert not small.fuses(_PROFILES["cpu"].fused_head_dims)
 
 
-def test_attention_with_latent_keys_is_counted_with_their_head_size_and_unfused() -> None:
-    """Their configuration gives the rotary part as `head_dim`, for example deepseek_v3's."""
+def test_memory_for_latent_attention_is_estimated_with_latent_head_sizes_and_without_fusion() -> None:
+    """In such configurations (deepseek_v3) the field `head_dim` has only the size of the rotary part."""
     config = {
         "num_attention_heads": 128,
         "hidden_size": 7168,
@@ -54,8 +54,8 @@ def test_attention_with_latent_keys_is_counted_with_their_head_size_and_unfused(
     assert not shape.fuses(_PROFILES["metal"].fused_head_dims)
 
 
-def test_scratch_memory_grows_with_the_number_of_layers_whose_arrays_a_device_keeps() -> None:
-    """Metal frees the inputs of a command buffer after it has run, with ten of them in flight."""
+def test_estimated_scratch_memory_grows_with_the_number_of_layers_whose_arrays_are_kept() -> None:
+    """Metal frees a command buffer's inputs only after it has run, and ten buffers may be in flight."""
     shape = Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000)
     one, ten, four = (
         Estimator(shape, GIB, 0, KvSize(1024), layers, fused=True, kept_layers=kept).scratch_bytes(
@@ -99,7 +99,7 @@ def test_a_configuration_without_details_gets_a_default_shape() -> None:
 def test_a_prefill_step_takes_no_more_memory_than_estimated(
     make_model, num_cached: int, num_new: int
 ) -> None:
-    """And at least a fifth of it: a far too high estimate would refuse prompts that fit."""
+    """It takes at least a fifth of the estimate: one far too high would refuse prompts that fit."""
     model = make_model("llama")
     batch, caches = batch_for(model), make_prompt_cache(model)
     for start in range(0, num_cached, 256):
@@ -114,8 +114,8 @@ def test_a_prefill_step_takes_no_more_memory_than_estimated(
     assert expected / 5 <= mx.get_peak_memory() - max(before, after) <= expected
 
 
-def test_the_memory_reserved_for_a_step_shrinks_with_the_longest_possible_session() -> None:
-    """No session is longer than the KV that fits: nothing is reserved beyond that."""
+def test_memory_is_reserved_for_a_step_of_the_longest_session_that_can_fit() -> None:
+    """No session can be longer than the KV that fits into memory, so no step needs more than that."""
     shape = Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000)
     estimator = Estimator(
         shape=shape,
@@ -139,7 +139,9 @@ def test_the_memory_reserved_for_a_step_shrinks_with_the_longest_possible_sessio
 
 
 @pytest.mark.parametrize("policy", [Policy(4, 1020), Policy.paged(1024, sink=4)])
-def test_a_windowed_or_paged_policy_reserves_less_memory_for_a_step_than_full(policy: Policy) -> None:
+def test_a_windowed_or_paged_policy_reserves_less_memory_for_a_step_than_full_attention(
+    policy: Policy,
+) -> None:
     """So more memory is left for the KV of sessions."""
     estimator = Estimator(
         shape=Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000),

@@ -1,4 +1,4 @@
-"""Out of memory, idle sessions are dropped first; then prompts slow down, wait and fail."""
+"""When memory is short, idle sessions are dropped first; then prompts slow down, wait, and at last fail."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def limit_of(num_sessions: float, scratch: int = 2**20) -> int:
 
 
 def least_limit(estimator: Estimator, num_tokens: int, weight_bytes: int) -> int:
-    """Find the limit that leaves KV for just so many tokens."""
+    """Return the least memory limit, in bytes, with room for the KV of `num_tokens` tokens."""
     wanted = estimator.kv.held(num_tokens)
     low, high = wanted, wanted + 2**26
     while low < high:
@@ -46,7 +46,9 @@ def least_limit(estimator: Estimator, num_tokens: int, weight_bytes: int) -> int
     return weight_bytes + low
 
 
-def test_idle_sessions_are_dropped_from_the_device_least_recently_used_first(make_rig, model) -> None:
+def test_when_memory_is_short_the_least_recently_used_idle_sessions_are_dropped_first(
+    make_rig, model
+) -> None:
     rig = make_rig(model, limit_bytes=limit_of(4, scratch=2**17))
     turns = [append(prompt(200), name=f"s{i}") for i in range(8)]
     for turn in turns:
@@ -62,10 +64,10 @@ def test_idle_sessions_are_dropped_from_the_device_least_recently_used_first(mak
 
 
 @pytest.mark.parametrize("ending", ["answered", "cancelled", "stopped"])
-def test_a_turn_that_waits_for_memory_continues_once_it_is_freed_and_can_be_cancelled(
+def test_a_turn_that_waits_for_memory_continues_once_memory_is_freed_and_can_be_cancelled(
     make_rig, model, ending: str
 ) -> None:
-    """Until the event loop has dropped idle sessions, the thread only takes commands."""
+    """Until the event loop has freed memory, the device thread runs no step, but it takes commands."""
     rig = make_rig(model, limit_bytes=limit_of(4, scratch=2**17))
     rig.answers = False
     for i in range(8):
@@ -94,7 +96,7 @@ def is_short(event: object) -> bool:
     return isinstance(event, Short)
 
 
-def test_a_fork_drops_other_idle_sessions_before_its_own_source(make_rig, model) -> None:
+def test_a_fork_that_lacks_memory_drops_other_idle_sessions_before_the_forked_one(make_rig, model) -> None:
     limit = limit_of(14)
     rig = make_rig(model, limit_bytes=limit)
     rig.run(append(prompt(1000), name="source"))
@@ -111,7 +113,7 @@ def test_a_fork_drops_other_idle_sessions_before_its_own_source(make_rig, model)
 
 
 def test_a_prompt_is_prefilled_in_smaller_pieces_when_memory_is_short(make_rig, model) -> None:
-    """Attention scores of 64 tokens to 1,800 take 1.8 MB, of 16 a quarter of it."""
+    """The attention scores of 64 queries and 1,800 keys take 1.8 MB; those of 16 queries take a quarter."""
     rig = make_rig(model, block_tokens=64, limit_bytes=limit_of(8, scratch=2**20))
     turn = append(prompt(1800))
     rig.run(turn)
@@ -136,7 +138,7 @@ def test_a_prompt_too_large_for_the_device_fails_and_leaves_other_sessions_intac
     assert rig.tokens(after) == alone(model, prompt(20), 4)[0]
 
 
-def test_a_prompt_continues_once_memory_that_waits_for_the_disk_is_freed(make_rig, model) -> None:
+def test_a_prompt_that_lacks_memory_waits_and_continues_once_memory_is_freed(make_rig, model) -> None:
     limit = limit_of(4, scratch=2**18)
     held = [mx.ones((SESSION // 4,)) for _ in range(3)]
     mx.eval(held)
@@ -164,7 +166,7 @@ def test_a_prompt_without_enough_memory_waits_until_running_answers_end(make_rig
     assert order == [rig.end(running), rig.end(waiting)]
 
 
-def test_memory_for_a_restore_is_freed_before_it_is_granted_and_held_until_it_is_released(
+def test_memory_for_a_restore_is_freed_then_granted_and_reserved_until_it_is_released(
     make_rig, model
 ) -> None:
     limit = limit_of(8, scratch=2**20)
@@ -214,7 +216,7 @@ def test_a_restore_without_enough_memory_waits_until_running_answers_end(make_ri
 def test_many_short_prompts_that_compete_for_memory_all_finish_within_the_limit(
     make_rig, model, num_turns: int, num_new: int
 ) -> None:
-    """Their caches allocate 256 tokens each; the limit has room only for the 30 that each needs."""
+    """Each prompt's caches allocate 256 tokens at first; the limit has room for only 30 tokens per prompt."""
     estimator = make_rig(model, max_batch=4).device.estimator
     gc.collect()
     limit = least_limit(estimator, num_turns * 30, weight_bytes=mx.get_active_memory())
@@ -236,7 +238,7 @@ def test_many_short_prompts_that_compete_for_memory_all_finish_within_the_limit(
 
 
 def test_long_prompts_that_do_not_fit_together_all_finish_after_some_of_them_restart(make_rig, model) -> None:
-    """Nothing limits the prompts of all tenants to the memory, so some lose their progress."""
+    """Prompts of several tenants start even if they do not fit together, so some lose their progress."""
     estimator = make_rig(model, max_batch=4).device.estimator
     gc.collect()
     limit = least_limit(estimator, 1500, weight_bytes=mx.get_active_memory())
@@ -257,7 +259,7 @@ def test_long_prompts_that_do_not_fit_together_all_finish_after_some_of_them_res
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.soak) for i in range(1, 20))])
 def test_peak_memory_stays_within_the_limit_under_random_prompts(make_rig, model, seed: int) -> None:
-    """Short and long prompts at random; all of them are answered."""
+    """Short and long prompts arrive at random, and all are answered."""
     dice, limit = random.Random(seed), limit_of(14)
     rig = make_rig(model, block_tokens=64, max_batch=4, limit_bytes=limit)
     turns = []
@@ -292,10 +294,10 @@ def test_the_setting_wired_memory_is_refused_on_a_device_other_than_metal() -> N
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_wired_memory_sets_metals_wired_limit_and_metals_refusal_is_an_error(
+def test_the_setting_wired_memory_sets_metals_limit_or_fails_with_metals_reason(
     make_model, monkeypatch, refused: bool
 ) -> None:
-    """Metal's functions are replaced."""
+    """Metal's functions are replaced by fakes."""
     told: list[int] = []
 
     def set_wired_limit(size_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Snapshots that the writer's full queue dropped are copied again, so a kill costs at most a block."""
+"""Snapshots dropped by a full write queue are copied again, so a kill costs at most one block of prefill."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = ["llama", "exaone4", "mamba2", "qwen3_next"]
 
 @pytest.fixture(autouse=True)
 def _slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a snapshot take the disk longer than it takes the device to make several."""
+    """Make writing a snapshot slower than the device makes several."""
     write = snapshot_format.write
 
     def slow(*args: Any) -> None:
@@ -34,7 +34,7 @@ def _slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def small_queue(model: Any, directory: Path, num_blocks: int, trials: Path) -> AsyncIterator[Process]:
-    """Be a process whose queue holds some blocks only."""
+    """Run a `Process` whose write queue has room for few blocks, about twice `num_blocks`."""
     async with open_process(model, directory / "measured", trials=trials) as process:
         await process.generate(PROMPT, 2)
         await process.store.barrier(5)
@@ -47,7 +47,7 @@ async def small_queue(model: Any, directory: Path, num_blocks: int, trials: Path
 
 
 async def quiet(process: Process) -> None:
-    """Wait until nothing is queued and nothing is being mended."""
+    """Wait until the write queue is empty and no dropped snapshot is being copied again."""
     for _ in range(3):
         await asyncio.sleep(0.3)
         assert await process.store.barrier(5)
@@ -84,7 +84,7 @@ async def test_a_stopping_worker_stores_the_snapshots_that_a_full_queue_dropped(
 
 
 @pytest.mark.parametrize("num_passes", [0, 1, 2, 4, 8, 16, 32])
-async def test_a_session_erased_while_its_dropped_snapshots_are_stored_again_leaves_none(
+async def test_a_session_erased_while_its_dropped_snapshots_are_stored_again_leaves_no_snapshot(
     make_model: Callable[..., Any], tmp_path: Path, trials: Path, num_passes: int
 ) -> None:
     model = make_model("llama")

@@ -1,4 +1,4 @@
-"""Rows with merged caches: each decodes as if alone, whenever it joins, leaves or is read."""
+"""Rows with merged caches decode as if alone, whenever they join, leave or are read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SAMPLINGS = [GREEDY, Sampling(0.8, seed=1), Sampling(1.2, top_k=20, seed=2)]
 
 
 def go_on(model: Any, caches: list[Any], last: int, num_tokens: int) -> list[int]:
-    """Take the likeliest tokens after `last`, alone."""
+    """Decode greedily after the token `last` with these caches; return the tokens."""
     tokens = []
     for _ in range(num_tokens):
         last = int(mx.argmax(model(mx.array([[last]]), cache=caches)[0, -1]).item())
@@ -51,7 +51,7 @@ def go_on(model: Any, caches: list[Any], last: int, num_tokens: int) -> list[int
 
 @pytest.fixture(autouse=True)
 def _no_rings(monkeypatch) -> None:
-    """Have the trial of rings fail: windows of other models than it was written for are merged."""
+    """Make the trial of ring caches fail, so that models' sliding windows are merged instead."""
 
     def refuse(*_: Any) -> float:
         raise TypeError("no rings here")
@@ -65,7 +65,7 @@ def is_merged(row: Row) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_join_and_leave_merged_caches_get_the_same_tokens_as_alone(make_model, kind) -> None:
-    """Random joins, leaves and lengths, wrapped windows too; rows that left continue alone."""
+    """Joins, leaves and lengths are random, and windows wrap. Rows that left continue alone."""
     model, dice = make_model(kind), random.Random(KINDS.index(kind))
     waiting = deque((prompt(dice.randint(1, 30), salt), SAMPLINGS[salt % 3]) for salt in range(7))
     batch = batch_for(model)
@@ -94,8 +94,10 @@ def test_rows_that_join_and_leave_merged_caches_get_the_same_tokens_as_alone(mak
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_kv_of_a_merged_row_read_after_any_step_equals_that_of_a_row_alone(make_model, kind) -> None:
-    """It is the KV of exactly the tokens known so far."""
+def test_kv_read_from_a_merged_row_between_steps_continues_with_the_tokens_of_a_row_alone(
+    make_model, kind
+) -> None:
+    """The KV that is read covers exactly the tokens known so far."""
     model = make_model(kind)
     batch = batch_for(model)
     prompts = [prompt(n, salt=n) for n in (9, 3, 17)]
@@ -114,7 +116,7 @@ def test_the_kv_of_a_merged_row_read_after_any_step_equals_that_of_a_row_alone(m
 
 
 class Broken:
-    """A cache that fails as soon as anybody touches it."""
+    """A cache that raises `MemoryError` at every access."""
 
     def __getattr__(self, name: str) -> Any:
         raise MemoryError(name)
@@ -135,7 +137,7 @@ class Broken:
 def test_merged_rows_roll_back_after_a_failed_step_and_lose_no_token(
     make_model, monkeypatch, kind, num_steps, built
 ) -> None:
-    """Failures while the step is built or runs; wrapped windows too."""
+    """The step fails while it is built, or while it runs; windows have wrapped in some cases."""
     model = make_model(kind)
     batch = batch_for(model)
     contexts = [prompt(n, salt=n) for n in (10, 5)]
@@ -171,7 +173,7 @@ def test_merged_rows_roll_back_after_a_failed_step_and_lose_no_token(
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "exaone4"])
-def test_a_row_with_caches_of_its_own_cannot_be_rolled_back(make_model, kind) -> None:
+def test_a_row_with_its_own_recurrent_or_windowed_caches_cannot_be_rolled_back(make_model, kind) -> None:
     model = make_model(kind)
     batch = batch_for(model)
     batch.step([begin(model, prompt(9))])
@@ -223,7 +225,7 @@ def test_windowed_rows_whose_merging_fails_its_trial_decode_with_their_own_cache
 
 
 def test_rows_of_a_cache_class_that_cannot_be_merged_run_one_by_one_with_a_warning(make_model) -> None:
-    """Chunks (llama4), with the same tokens."""
+    """The class is that of chunked attention (llama4). Tokens are those of rows alone."""
     model = make_model("llama4")
     with capture_logs() as lines:
         batch = batch_for(model)
@@ -241,7 +243,7 @@ def test_rows_of_a_cache_class_that_cannot_be_merged_run_one_by_one_with_a_warni
 
 class Careless(BatchKVCache):
     def make_mask(self, N: int, **options: Any) -> None:  # noqa: N803  # mlx-lm's name
-        """See the padding too."""
+        """Return no mask, so that tokens see the padding, too."""
 
 
 class Swapped(merged_module._Arrays):
@@ -259,10 +261,10 @@ class Forgetful(merged_module._Window):
 @pytest.mark.parametrize(
     ("kind", "like"), [("deepseek_v3", Careless), ("mamba2", Swapped), ("exaone4", Forgetful)]
 )
-def test_caches_whose_merged_logits_differ_from_a_row_alone_are_not_merged(
+def test_caches_are_not_merged_if_their_merged_logits_differ_from_those_of_a_row_alone(
     make_model, monkeypatch, kind, like
 ) -> None:
-    """The comparison at load detects a wrong mask, order or position."""
+    """The trial at model load detects a wrong mask, order or position."""
     model = make_model(kind)
     assert batch_kinds.merged_for(model, Trials()) is not None
     wrong = {own: like if issubclass(like, of) else of for own, of in merged_module._USUAL.items()}
@@ -270,7 +272,7 @@ def test_caches_whose_merged_logits_differ_from_a_row_alone_are_not_merged(
     assert batch_kinds.merged_for(model, Trials()) is None
 
 
-def test_window_caches_that_keep_their_first_tokens_are_not_merged(make_model, monkeypatch) -> None:
+def test_sliding_window_caches_with_sink_tokens_are_not_merged(make_model, monkeypatch) -> None:
     """mlx-lm would drop those tokens, silently (mlx-lm#1631)."""
     model = make_model("exaone4")
     sinks = [RotatingKVCache(8, keep=2)]
@@ -305,7 +307,7 @@ def test_a_row_that_leaves_merged_caches_does_not_keep_the_whole_batch_in_memory
 
 @pytest.mark.parametrize("kind", ["mamba2", "qwen3_next", "exaone4", "baichuan_m1"])
 def test_a_row_that_joins_merged_caches_takes_no_more_memory_than_estimated(make_model, kind) -> None:
-    """The estimate is `joining_bytes`, which the device is asked for before a row joins."""
+    """The estimate is `joining_bytes`; a row joins only if so much memory is free."""
     model = make_model(kind)
     merged = batch_kinds.merged_for(model, Trials())
     for i in range(6):
@@ -335,8 +337,8 @@ def test_sampling_with_a_seed_draws_the_same_tokens_alone_and_merged(make_model)
         assert np.max(drawn) < VOCABULARY
 
 
-def test_merged_caches_name_the_rows_whose_kv_the_next_step_will_grow(make_model) -> None:
-    """Merged KV is allocated by 256 tokens, for all rows at once; the first time right after a join."""
+def test_merged_caches_announce_all_rows_before_a_step_that_allocates_memory(make_model) -> None:
+    """Merged KV grows by 256 tokens for all rows at once; the first time right after a join."""
     model = make_model("deepseek_v3")
     merged = batch_kinds.merged_for(model, Trials())
     own = make_prefilled(model)
@@ -356,7 +358,7 @@ def test_merged_caches_name_the_rows_whose_kv_the_next_step_will_grow(make_model
 def test_sessions_answered_side_by_side_over_several_turns_get_the_same_tokens_as_alone(
     make_model, make_rig, kind
 ) -> None:
-    """Through the device thread: prompts beside answers, turns that end at different times."""
+    """On the device thread, prompts run beside answers, and turns end at different times."""
     model = make_model(kind)
     rig = make_rig(model)
     histories = {f"s{i}": prompt(6 + 5 * i, salt=i) for i in range(4)}
@@ -376,10 +378,10 @@ def test_sessions_answered_side_by_side_over_several_turns_get_the_same_tokens_a
 
 
 @pytest.mark.parametrize(("kind", "merged_rows"), thinned(KINDS, [1, 2]))
-def test_merged_rows_run_ahead_and_get_the_same_tokens_when_rows_leave_or_are_read(
+def test_merged_rows_launch_steps_ahead_and_get_the_same_tokens_if_rows_leave_or_are_read(
     make_model, kind, merged_rows
 ) -> None:
-    """A step in flight is undone if a row leaves or its KV is read; it runs again, with the same tokens."""
+    """If a row leaves or its KV is read, the step in flight is undone and repeated with the same tokens."""
     model, dice = make_model(kind), random.Random(merged_rows)
     batch = batch_for(model, merged_rows=merged_rows, runs_ahead=True)
     samplings = [GREEDY, Sampling(0.9, seed=3), GREEDY, Sampling(0.9, seed=4)]

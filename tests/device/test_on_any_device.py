@@ -1,6 +1,6 @@
-"""Where a GPU may differ: models in 16 and in 4 bits, hybrids and windows, restores beside answers.
+"""Tests of what may differ on a GPU: models in 16 and 4 bits, hybrids, windows, restores beside answers.
 
-The tests hold on every device. In 16 bits rows that run together may round otherwise than alone, so answers
+The tests pass on every device. In 16 bits, rows that run together may round otherwise than alone, so answers
 are compared with answers that ran in the same way.
 """
 
@@ -28,7 +28,7 @@ KINDS = ["llama", "qwen3_moe", "qwen3_next", "gemma3_text"]
 
 @pytest.fixture(params=[*KINDS, "qwen3_moe in 4 bits"])
 def open_model(request, tmp_path, trials) -> Callable[[], AbstractAsyncContextManager[Process]]:
-    """Be a worker process on the test's snapshot directory, with weights as a worker loads them here."""
+    """Return a function that runs a `Process` with weights as a worker loads them on this device."""
     kind, _, packed = request.param.partition(" in ")
     model = build(kind)
     if not machine.on_cpu():
@@ -43,7 +43,7 @@ def _is_divisible(module: Any, group: int) -> bool:
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % group == 0
 
 
-async def test_the_same_prompt_gets_the_same_answer_from_finite_logits(open_model) -> None:
+async def test_the_same_prompt_gets_the_same_answer_in_two_sessions(open_model) -> None:
     async with open_model() as process:
         _, first, bits = await process.generate(prompt(5 * BLOCK), 12, name="one")
         _, again, _ = await process.generate(prompt(5 * BLOCK), 12, name="two")

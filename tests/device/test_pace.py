@@ -1,4 +1,4 @@
-"""The length of prompt pieces beside running answers."""
+"""How many tokens of prompts a step prefills beside running answers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_a_prompt_without_answers_beside_it_is_prefilled_in_whole_blocks() -> No
     assert learned(1.0, 1.0).budget(0) == 128
 
 
-def test_prompts_beside_answers_get_as_many_tokens_as_fit_into_the_allowed_stall() -> None:
-    """A GPU: a step takes 15 ms and 20 us a token, so 2,048 tokens stall the answers for 56 ms only."""
+def test_prompts_beside_answers_prefill_as_many_tokens_per_step_as_the_stall_limit_allows() -> None:
+    """As on a GPU, a step takes 15 ms plus 20 us a token: 2,048 tokens stall answers for only 56 ms."""
     pace, budgets = Pace(0.25, 2048), []
     for _ in range(4):
         budgets.append(pace.budget(1))
@@ -32,7 +32,7 @@ def test_prompts_beside_answers_get_as_many_tokens_as_fit_into_the_allowed_stall
     assert Pace(0.25, 2048).budget(0) == 2048
 
 
-def test_prompt_pieces_are_small_until_the_pace_has_been_measured() -> None:
+def test_prompt_pieces_are_small_until_step_times_have_been_measured() -> None:
     assert Pace(0.25, 128).budget(3) == LEAST
     assert Pace(0.25, 8).budget(3) == 8
 
@@ -41,7 +41,7 @@ def test_prompt_pieces_are_small_until_the_pace_has_been_measured() -> None:
     ("token_s", "row_s", "budget"),
     [(0.003, 0.05, 64), (0.003, 0.2, 16), (0.0001, 0.01, 128), (0.02, 0.3, 16)],
 )
-def test_prompt_pieces_use_the_step_time_that_answers_leave(
+def test_prompt_pieces_fill_the_part_of_the_stall_limit_that_answers_leave(
     token_s: float, row_s: float, budget: int
 ) -> None:
     """50 ms for the answers leave 200 ms, in which 64 tokens of 3 ms fit and 128 do not."""

@@ -1,4 +1,4 @@
-"""Paged sessions: all KV on SSD, part on the device, relevant chunks recalled."""
+"""Paged sessions have all KV on SSD and part of it on the device; relevant chunks are recalled."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def model(build_model) -> Any:
 def _run(
     forward: Forward, caches: list[Any], tokens: Sequence[int], end: int, *, most: int = 300
 ) -> mx.array:
-    """Run tokens up to `end` in pieces of random lengths: (tokens, vocabulary)."""
+    """Run tokens up to `end` in pieces of random lengths; return logits, (tokens, vocabulary)."""
     rng, found = random.Random(end), []
     while caches[0].offset < end:
         at = caches[0].offset
@@ -57,7 +57,7 @@ def _run(
 
 
 def _under_masks(model: Any, tokens: Sequence[int], seen: np.ndarray) -> mx.array:
-    """Run a whole session at once, with a mask of what each token sees: (tokens, vocabulary)."""
+    """Run a whole session at once under the mask `seen`; return logits, (tokens, vocabulary)."""
 
     class Masked:
         offset = 0
@@ -80,7 +80,7 @@ def _stored(caches: list[PagedCache], tokens: Span) -> dict[str, mx.array]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_attend_to_recalled_chunks_exactly_as_with_masks_over_the_session(model, seed: int) -> None:
-    """In every layer a token sees sinks, window, pins and chunks in slots, each once, nothing else."""
+    """In every layer a token sees sinks, window, pinned chunks and recalled ones, each once, nothing else."""
     rng, num_tokens = random.Random(seed), 16 * CHUNK
     tokens, forward, caches = prompt(num_tokens, seed + 3), Forward(model), layers.make(model, POLICY)
     at, window = np.arange(num_tokens), POLICY.window or 0
@@ -113,7 +113,7 @@ def test_tokens_attend_to_recalled_chunks_exactly_as_with_masks_over_the_session
     assert mx.abs(mx.concatenate(found) - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
 
 
-def test_a_paged_session_equals_full_attention_until_it_outgrows_the_device(model) -> None:
+def test_a_paged_session_has_the_logits_of_full_attention_until_it_outgrows_its_device_limit(model) -> None:
     tokens = prompt(MOST + 40)
     found = _run(Forward(model), layers.make(model, POLICY), tokens, len(tokens))
     expected = model(mx.array([tokens]), cache=make_prompt_cache(model))[0]
@@ -195,7 +195,7 @@ def test_layers_that_match_repeated_tokens_are_selected_for_key_sketches(build_m
 async def test_a_step_of_a_paged_session_takes_no_more_memory_than_estimated_at_any_length(
     model, tmp_path, monkeypatch, num_tokens: int
 ) -> None:
-    """Nor is the estimate so high that it refuses prompts that fit."""
+    """The estimate is not so high, either, that it would refuse prompts that fit."""
     steps, learn = [], StepChooser.learn
 
     def noted(self: StepChooser, choice: ChosenStep, measured_bytes: int) -> None:
@@ -215,7 +215,7 @@ async def test_a_step_of_a_paged_session_takes_no_more_memory_than_estimated_at_
 async def test_paged_sessions_restored_together_need_memory_only_for_their_resident_parts(
     model, tmp_path
 ) -> None:
-    """If all their tokens were copied, the prompts with the least progress would restart."""
+    """If the KV of all their tokens were copied, some prompts would restart for lack of memory."""
     policy, num_tokens = Policy.paged(1024, sink=4), 7_000
     said = [prompt(num_tokens, salt=i + 1) for i in range(4)]
     async with engine_process.open_process(model, tmp_path, num_blocks=16) as process:
@@ -240,7 +240,7 @@ def test_a_model_runs_without_key_sketches_if_choosing_their_layers_fails(model,
     assert (batch.sketched, batch.has_rings) == ((), True)
 
 
-async def test_size_estimates_the_same_kv_per_token_as_a_worker_for_a_model_with_windows(
+async def test_turnkeep_size_estimates_the_same_kv_per_token_as_a_worker_for_a_model_with_windows(
     build_model, tmp_path
 ) -> None:
     """Two of eight layers keep all tokens, and neither is among the first."""
@@ -266,7 +266,7 @@ def test_the_most_relevant_chunk_takes_the_slot_of_the_least_relevant_one() -> N
     assert sorted(pages.slots) == [-1, 0, 2]
 
 
-def test_a_chunk_relevant_to_this_question_beats_one_relevant_to_every_question() -> None:
+def test_a_chunk_that_only_this_question_matches_is_recalled_before_one_that_all_match() -> None:
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
     for asked in ({5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.8}):
         pages.note(mx.array([asked.get(page, 0.0) for page in range(40)]))
@@ -291,7 +291,7 @@ async def _answered(process: Process, tokens: list[int], num: int) -> tuple[Any,
 async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_part_of_the_session(
     model, tmp_path, monkeypatch
 ) -> None:
-    """A prompt reads the rest, which is not kept on the device."""
+    """The prompt attends to the rest of the session from disk, which is not kept on the device."""
     wanted, read, seen_bytes = [2, 9], [], []
     recall = layers.recall
     monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in wanted if c not in self.slots])
@@ -326,10 +326,10 @@ async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_pa
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-async def test_a_restart_reads_key_sketches_from_some_blocks_or_prefills_if_one_of_these_is_damaged(
+async def test_a_restart_reads_key_sketches_from_few_blocks_and_prefills_if_one_is_damaged(
     model, tmp_path, is_damaged: bool
 ) -> None:
-    """Of 40 blocks, 16 and 32 carry the sketches; no others are opened."""
+    """Of 40 blocks, the 16th and the 32nd have the sketches (2-bit copies of keys) of all before them."""
     tokens = prompt(40 * 64 + 20)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)
@@ -365,8 +365,10 @@ def _sketches(caches: list[Any], num_tokens: int) -> list[np.ndarray]:
     return [np.array(part[..., :num_tokens, :]) for cache in caches for part in cache.sketch]
 
 
-async def test_a_prompt_queries_the_sketches_once_in_each_layer(model, tmp_path, monkeypatch) -> None:
-    """Not again when its end is rerun with recalled chunks: comparing all tokens takes time."""
+async def test_a_prompt_is_compared_with_the_key_sketches_only_once_in_each_layer(
+    model, tmp_path, monkeypatch
+) -> None:
+    """They are not compared again when the prompt's end is rerun with recalled chunks."""
     tokens, asked, note = prompt(16 * CHUNK + 42), [], Pages.note
     monkeypatch.setattr(Pages, "note", lambda self, one: asked.append(one) or note(self, one))
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
@@ -382,7 +384,7 @@ async def test_a_prompt_queries_the_sketches_once_in_each_layer(model, tmp_path,
 async def test_every_chunk_behind_the_window_is_considered_for_recall(
     model, tmp_path, monkeypatch, num_appended: int
 ) -> None:
-    """Also those at the end of a long prompt."""
+    """This includes chunks at the end of a long prompt."""
     tokens, considered, choose = prompt(41 * CHUNK), [], Pages.choose
 
     def noted(self: Pages, position: int) -> list[int]:
@@ -416,10 +418,10 @@ async def test_an_answer_continues_without_a_chunk_that_is_no_longer_on_disk(
         assert (outcome.num_prefilled, len(answer)) == (2, 12)
 
 
-async def test_an_answer_gets_recalled_chunks_even_while_its_publishing_is_blocked(
+async def test_an_answer_recalls_chunks_even_while_its_tokens_cannot_be_published(
     model, tmp_path, monkeypatch
 ) -> None:
-    """For example without NATS: the answer continues, and must not miss its chunks."""
+    """Publishing blocks without NATS, for example. The answer continues, and still needs its chunks."""
     tokens, can_publish, has_come, recall = (
         prompt(16 * CHUNK),
         asyncio.Event(),
@@ -448,7 +450,7 @@ async def test_an_answer_gets_recalled_chunks_even_while_its_publishing_is_block
     assert len(published) == 40
 
 
-async def test_a_turn_cancelled_while_it_waits_for_chunks_from_disk_ends(
+async def test_a_turn_cancelled_while_it_recalls_chunks_from_disk_ends_early(
     model, tmp_path, monkeypatch
 ) -> None:
     tokens = as_tokens(prompt(16 * CHUNK))
@@ -501,7 +503,7 @@ async def test_a_paged_prompt_waits_for_a_slow_disk_and_stores_its_blocks(model,
 async def test_a_turn_cancelled_while_it_waits_for_blocks_to_be_written_ends_at_once(
     model, tmp_path, monkeypatch
 ) -> None:
-    """A prompt needs all KV that left the device."""
+    """Prefill waits until all KV that has left the device is on disk."""
     monkeypatch.setattr(finding, "PATIENCE_S", 600.0)
     tokens, write, may_end = prompt(40 * 64), snapshot_format.write, threading.Event()
     monkeypatch.setattr(snapshot_format, "write", lambda *args: may_end.wait() and write(*args))
@@ -542,7 +544,7 @@ async def test_a_rewind_waits_for_blocks_being_written_by_a_slow_disk_but_not_by
         may_end.set()
 
 
-async def test_a_restore_waits_for_memory_that_a_turn_waiting_for_the_disk_may_free(
+async def test_memory_requests_count_a_turn_that_waits_for_the_disk_as_running(
     model, tmp_path, monkeypatch
 ) -> None:
     tokens, may_go_on, busy = prompt(16 * CHUNK), asyncio.Event(), []

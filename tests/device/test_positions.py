@@ -1,4 +1,4 @@
-"""Each architecture uses the rotary positions of the model's folder, or the model is refused."""
+"""Each architecture uses the rotary settings of the model's config.json, or the model is refused."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from worker.models.model_files import ModelError
 
 #: Architectures that have no rotary positions.
 UNROTATED = {"gpt2", "gpt_bigcode", "mamba2", "rwkv7"}
-#: mlx-lm rotates these by a base of its own, or reads the newer field alone.
+#: mlx-lm rotates `FIXED` by a fixed base; for `NEED_NEWER` it reads only the field `rope_parameters`.
 FIXED = {"plamo2", "recurrent_gemma"}
 NEED_NEWER = {"qwen3_5", "qwen3_5_moe"}
 THETA = 500_000.0
 LENGTH = {"original_max_position_embeddings": 16}
-#: As long a prompt as makes each of them visible.
+#: Each changes the logits of the prompt in `said`.
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": {
@@ -41,9 +41,9 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 
 def said(family: str, **fields: Any) -> mx.array | None:
-    """Return the logits of a model whose folder has only these fields for its positions; None if refused.
+    """Return the logits of a model whose config.json has only these rotary fields; None if it is refused.
 
-    A model is refused by a `ModelError`, or by what mlx-lm raises as it builds it, which `load` makes one of.
+    It is refused by a `ModelError`, or by an error of mlx-lm, which `load` turns into a `ModelError`.
     """
     config = configuration(family)
     inner = family in {"mistral3", "llama4"}
@@ -69,7 +69,7 @@ def same(one: mx.array | None, other: mx.array | None) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rope_parameters_alone_has_the_effect_of_the_older_rope_fields(family: str) -> None:
+def test_the_config_field_rope_parameters_has_the_effect_of_the_older_rope_theta(family: str) -> None:
     usual = said(family, rope_theta=10_000.0)
     newer = said(family, rope_parameters={"rope_type": "default", "rope_theta": THETA})
     older = said(family, rope_theta=THETA)
@@ -85,7 +85,7 @@ def test_rope_parameters_alone_has_the_effect_of_the_older_rope_fields(family: s
 @pytest.mark.packaging
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in UNROTATED])
-def test_a_rope_scaling_is_applied_or_refused_under_each_of_its_field_names(
+def test_a_rope_scaling_has_the_same_effect_under_each_field_name_or_is_refused(
     family: str, scaling: dict[str, Any]
 ) -> None:
     parameters = {"rope_type": "default", "rope_theta": THETA}

@@ -1,4 +1,4 @@
-"""Quantised KV: the same tokens in any batch, its true size, and models that do not support it."""
+"""Quantised KV gives the same tokens in any batch, and has the computed size; some models are refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TOKEN_BYTES = {8: 2 * 2 * 2 * (32 + 8), 4: 2 * 2 * 2 * (16 + 8)}
 
 
 def codes(caches: list[Any], num_tokens: int) -> mx.array:
-    """Take the numbers that the codes of the first tokens stand for."""
+    """Return the dequantised keys and values of the first tokens."""
     return mx.concatenate(
         [
             mx.dequantize(*(array[..., :num_tokens, :] for array in side), group_size=32, bits=cache.bits)
@@ -57,7 +57,7 @@ def codes(caches: list[Any], num_tokens: int) -> mx.array:
 
 @pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 8), ("llama", 4), ("qwen3_next", 4)])
 def test_rows_with_quantised_kv_get_the_same_tokens_in_a_batch_as_alone(make_model, kind, kv_bits) -> None:
-    """Random joins, leaves and lengths, with steps run ahead; one by one in models with other layers."""
+    """Joins, leaves and lengths are random, and steps run ahead. Rows of hybrid models run one by one."""
     model, dice = make_model(kind, kv_bits), random.Random(kv_bits)
     waiting = deque((prompt(dice.randint(1, 40), salt), SAMPLINGS[salt % 3]) for salt in range(9))
     batch = batch_for(model, max_draft=4)
@@ -97,7 +97,7 @@ def test_rows_with_quantised_kv_get_the_same_tokens_in_a_batch_as_alone(make_mod
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
 def test_rejected_drafts_are_undone_in_quantised_kv(make_model, kv_bits) -> None:
-    """From its third token on a draft is wrong."""
+    """Each draft is wrong from its third token on."""
     model, tokens = make_model("llama", kv_bits), prompt(21)
     answer = alone(model, tokens, 60)[0]
     oracle = Oracle([answer], lambda here: [*here[:2], *((token + 1) % VOCABULARY for token in here[2:])])
@@ -138,7 +138,7 @@ def test_rows_with_quantised_kv_roll_back_after_a_failed_step_and_lose_no_token(
 def test_sessions_with_quantised_kv_get_the_right_tokens_after_a_fork_and_a_rewind(
     make_model, make_rig
 ) -> None:
-    """Through the device thread: a fork of another session, a rewind, and the memory left after it."""
+    """The device thread forks one session and rewinds another, whose KV size is checked, too."""
     model = make_model("llama", 4)
     rig = make_rig(model)
     first = generate(prompt(30), 6, name="a")
@@ -219,7 +219,7 @@ def test_kv_bits_of_6_is_refused_with_the_allowed_values(build_model) -> None:
 
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="other devices read quantised KV as it is")
 def test_attention_to_quantised_kv_on_a_cpu_equals_that_of_mlx_lm() -> None:
-    """Dequantised first, since MLX's products with quantised matrices take many times as long there."""
+    """KV is dequantised first, since MLX's products with quantised matrices are much slower on a CPU."""
     mx.random.seed(2)
     queries = mx.random.normal((1, 8, 40, 64))
     keys, values = (mx.quantize(mx.random.normal((1, 2, 100, 64)), 64, 8) for _ in range(2))
@@ -240,7 +240,7 @@ def test_attention_to_quantised_kv_on_a_cpu_equals_that_of_mlx_lm() -> None:
 def test_a_step_on_quantised_kv_takes_no_more_memory_than_estimated(
     make_model, make_rig, kv_bits, num_cached, num_new
 ) -> None:
-    """A piece of a prompt, then rows: all keys and values of a layer are dequantised at a time."""
+    """Steps run a piece of a prompt, then answers. The KV of one layer is dequantised at a time."""
     model = make_model("llama", kv_bits)
     estimator = make_rig(model).device.estimator
     on_cpu = mx.default_device() == mx.cpu

@@ -36,7 +36,7 @@ HOT = Sampling(0.9, top_p=0.95, seed=77)
 
 @pytest.fixture
 def open_process(make_model, trials, tmp_path) -> Callable[..., AbstractAsyncContextManager[Process]]:
-    """Be a worker process on the test's snapshot directory, until the end of the `async with`."""
+    """Return a function that runs a `Process` on the test's snapshot directory in an `async with` block."""
 
     def open_(
         folder: str = "snapshots", kind: str = "llama", kv_bits: int | None = None, **sizes: int
@@ -57,7 +57,7 @@ POSITIONS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK
 async def test_a_session_restored_after_an_append_continues_bit_for_bit(
     open_process, position, sampling
 ) -> None:
-    """The logits' bits are compared, which do not depend on sampling; hot draws test the seed."""
+    """Logits are compared bit for bit. Sampled tokens are compared, too, which tests the seed."""
     tokens = prompt(position)
     async with open_process() as before:
         await before.append(tokens)
@@ -74,7 +74,7 @@ async def test_a_session_restored_after_an_append_continues_bit_for_bit(
 async def test_a_restore_allocates_caches_with_space_for_the_turns_first_tokens(
     open_process, monkeypatch, num_new
 ) -> None:
-    """The session nearly fills an allocation of 256 tokens."""
+    """Caches grow by 256 tokens, which the session nearly fills."""
     tokens = prompt(250)
     async with open_process() as before:
         await before.append(tokens)
@@ -103,7 +103,7 @@ async def test_a_restore_allocates_caches_with_space_for_the_turns_first_tokens(
 async def test_a_restored_session_with_quantised_kv_continues_bit_for_bit(
     open_process, kind, kv_bits
 ) -> None:
-    """On, before and after boundaries; also beside layers that cannot be quantised."""
+    """Sessions end on, before and after block boundaries; some models also have unquantised layers."""
     added = prompt(5, salt=40)
     prompts = {f"s{position}": prompt(position, salt=position) for position in POSITIONS[1:]}
     expected: dict[str, Any] = {}
@@ -136,7 +136,7 @@ async def test_a_restored_session_with_quantised_kv_continues_bit_for_bit(
 async def test_a_session_restored_after_a_generate_continues_bit_for_bit(
     open_process, num_answered, sampling
 ) -> None:
-    """An answer's blocks, its tail, and its last token, which is not in the KV yet."""
+    """The answer's complete blocks and its partial last block are restored; its last token has no KV yet."""
     tokens = prompt(BLOCK + 3)
     async with open_process() as before:
         _, answered, _ = await before.generate(tokens, num_answered, sampling)
@@ -154,7 +154,7 @@ async def test_a_session_restored_after_a_generate_continues_bit_for_bit(
 
 
 async def test_turns_in_new_processes_prefill_only_new_tokens_and_continue_bit_for_bit(open_process) -> None:
-    """Five turns, each in a process of its own, against one process for all of them."""
+    """Compares five turns, each in a new process, with the same turns in one process."""
     history: list[int] = []
     async with open_process(folder="whole") as whole:
         expected = []
@@ -177,7 +177,7 @@ async def test_turns_in_new_processes_prefill_only_new_tokens_and_continue_bit_f
 async def test_a_partial_last_block_stored_in_pieces_is_restored_without_another_prefill(
     open_process,
 ) -> None:
-    """Turns of two tokens, each in a process of its own, across two boundaries of the grid."""
+    """Turns of two tokens, each in a new process, cross two block boundaries."""
     begin = prompt(BLOCK + 5)
     history = list(begin)
     async with open_process(folder="whole") as whole:
@@ -225,7 +225,7 @@ async def test_a_much_longer_prefix_on_disk_replaces_a_sessions_kv_on_the_device
 
 
 async def test_the_next_turn_stores_the_blocks_that_a_full_queue_dropped(open_process) -> None:
-    """The queue to the disk is full for a whole turn; the next turn stores its blocks."""
+    """The write queue is full for a whole turn; the next turn stores that turn's blocks."""
     tokens = prompt(5 * BLOCK)
     async with open_process() as process:
         process.engine._device.cut_snapshots(lambda: 0)
@@ -241,10 +241,10 @@ async def test_the_next_turn_stores_the_blocks_that_a_full_queue_dropped(open_pr
         assert outcome.num_prefilled <= 1
 
 
-async def test_a_turn_completes_although_the_store_fails_to_take_its_snapshot(
+async def test_a_turn_completes_although_saving_its_snapshot_raises_an_error(
     open_process, monkeypatch
 ) -> None:
-    """The turn must end whatever becomes of its KV: nothing waits for the disk."""
+    """A turn never waits for its KV to be stored."""
     async with open_process() as process:
 
         def broken(*_: Any) -> bool:
@@ -258,7 +258,7 @@ async def test_a_turn_completes_although_the_store_fails_to_take_its_snapshot(
 
 
 async def test_sessions_that_start_together_prefill_their_common_prefix_only_once(open_process) -> None:
-    """No snapshot could help them: none is durable before all of them have begun."""
+    """Snapshots cannot help them: none is on disk before all of them have started."""
     shared = prompt(6 * BLOCK + 3)
     contexts = {name: shared + prompt(5 + i, salt=9 + i) for i, name in enumerate("abc")}
     async with open_process() as process:
@@ -285,12 +285,12 @@ async def test_a_prefix_is_never_shared_between_tenants(open_process) -> None:
         assert (outcome.num_cached, outcome.num_prefilled) == (0, len(shared) - 1)
 
 
-#: Recurrent layers with attention in one list or in turns, and recurrent layers alone.
+#: Models with recurrent layers, the first two also with attention: within each layer, or in other layers.
 STATEFUL = ["falcon_h1", "qwen3_next", "mamba2"]
-#: Windows, whose tokens are stored like any other's, with attention.
+#: A model with sliding windows and full attention; KV of windows is stored token by token, like other KV.
 WINDOWED = "exaone4"
 WINDOW = Policy(sink=3, window=20)
-#: Chunks, whose tokens are stored like that, too.
+#: A model with chunked attention, whose KV is stored in the same way.
 CHUNKED = "llama4_chunks"
 CUT = (WINDOWED, CHUNKED)
 
@@ -301,7 +301,7 @@ CUT = (WINDOWED, CHUNKED)
 async def test_a_restored_session_of_recurrent_windowed_or_chunked_layers_continues_bit_for_bit(
     open_process, kind, position
 ) -> None:
-    """After an append its KV ends before its last token: on, before and after a boundary."""
+    """After an append, the KV ends before the last token: on, before or after a block boundary."""
     tokens = prompt(position)
     async with open_process(folder="whole", kind=kind) as whole:
         await whole.append(tokens)
@@ -313,7 +313,7 @@ async def test_a_restored_session_of_recurrent_windowed_or_chunked_layers_contin
         assert (outcome.num_cached, outcome.num_prefilled) == (position - 1, 1)
         assert got == list(expected[1:])
     async with open_process(kind=kind) as later:
-        # What was written beyond the prompt meanwhile has replaced its tail: of states that is of no use.
+        # The answer has replaced the tail of the prompt; its recurrent state cannot serve the prompt alone.
         outcome, *got = await later.generate(tokens, 20, HOT)
         boundary = (position - 1) // BLOCK * BLOCK
         assert outcome.num_cached == boundary or (kind in CUT and outcome.num_cached > boundary)
@@ -327,7 +327,7 @@ async def test_a_restored_session_of_recurrent_windowed_or_chunked_layers_contin
 async def test_turns_of_recurrent_or_windowed_models_in_new_processes_prefill_only_new_tokens(
     open_process, kind, policy
 ) -> None:
-    """One process per turn, against one process for all turns, and after dropping the resident KV."""
+    """Compares a process per turn with one for all turns, and repeats turns after dropping resident KV."""
     history: list[int] = []
     async with open_process(folder="whole", kind=kind) as whole:
         expected = []
@@ -355,7 +355,7 @@ async def test_turns_of_recurrent_or_windowed_models_in_new_processes_prefill_on
 async def test_a_rewound_session_continues_from_stored_kv_or_the_last_stored_recurrent_state(
     open_process, kind
 ) -> None:
-    """The device's caches cannot be trimmed; on disk there is a state at each block boundary."""
+    """The device's caches cannot be trimmed. On disk there is a recurrent state at each block boundary."""
     tokens = prompt(5 * BLOCK)
     async with open_process(kind=kind) as process:
         _, answered, _ = await process.generate(tokens, 2 * BLOCK)
@@ -393,7 +393,7 @@ async def test_dropped_recurrent_states_do_not_keep_later_states_from_being_stor
         assert outcome.num_prefilled == 1
 
 
-async def test_a_damaged_state_costs_a_prefill_from_the_stored_state_before_it(
+async def test_after_a_damaged_recurrent_state_prefill_starts_at_the_stored_state_before_it(
     open_process, tmp_path
 ) -> None:
     tokens = prompt(2 * BLOCK + 5)
@@ -409,7 +409,7 @@ async def test_a_damaged_state_costs_a_prefill_from_the_stored_state_before_it(
 
 
 def remade(path: Path, identity: Identity, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
-    """Put other tensors into a file under the same name, with the right checksums."""
+    """Replace a snapshot file's tensors by `change(tensors)`, with correct checksums."""
     with header.opened(path) as (file, head, payload_bytes):
         found, payload = header.parse(head, payload_bytes=payload_bytes), memoryview(file.read(payload_bytes))
     specs = [
@@ -445,7 +445,7 @@ def heads_of_nothing(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def numbers(place: int, number: int) -> Callable[[list[Tensor]], list[Tensor]]:
-    """Change a number in each state."""
+    """Return a change that sets integer `place` of each state to `number`."""
 
     def change(tensors: list[Tensor]) -> list[Tensor]:
         changed = []
@@ -490,7 +490,7 @@ def states_of_other_heads(tensors: list[Tensor]) -> list[Tensor]:
 async def test_a_snapshot_with_tensors_of_another_layout_is_a_miss_and_is_quarantined(
     open_process, tmp_path, kind, change
 ) -> None:
-    """Before the device gets it, where it would fail or end the turn every time."""
+    """It is rejected before the device gets it, where every turn of the session would fail."""
     tokens = prompt(BLOCK + 3)
     async with open_process(kind=kind) as before:
         await before.append(tokens)
@@ -535,7 +535,7 @@ async def test_a_model_with_an_unknown_cache_class_is_served_and_the_class_is_re
 async def test_sessions_with_random_histories_get_the_tokens_of_a_run_from_scratch(
     open_process, kind, kv_bits
 ) -> None:
-    """Sessions that share beginnings grow, are rewound, leave the device, lose snapshots and processes."""
+    """Sessions with common prefixes grow, rewind, are dropped, lose snapshots, and outlive processes."""
     chance = random.Random(kind)
     histories: dict[str, list[int]] = {"a": prompt(9), "b": prompt(2 * BLOCK)}
     for _ in range(3):
@@ -568,7 +568,7 @@ async def test_sessions_with_random_histories_get_the_tokens_of_a_run_from_scrat
 
 
 class Uncached:
-    """A model without caches, which masks chunks over the whole history."""
+    """A reference without caches: runs a whole session under the model's own masks."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -581,9 +581,10 @@ class Uncached:
 async def _random_histories(
     open_process, build_model, kind: str, seed: int, num_steps: int, max_bytes: int = 1 << 30
 ) -> int:
-    """Sessions of both policies that go on, back, apart and over restarts, against masks over all.
+    """Let sessions continue, rewind, fork and restart at random; compare their tokens with a reference.
 
-    Returns how many snapshots were evicted from the middle of a chain.
+    Sessions have full attention or a window. The reference runs each whole session under masks. Returns the
+    largest number of snapshots that were evicted from the middle of a chain.
     """
     num_gaps = 0
     dice, window = random.Random(seed), FULL if kind == CHUNKED else WINDOW
@@ -630,7 +631,7 @@ async def _random_histories(
     return num_gaps
 
 
-#: One of each kind: those of layers with states find one that is not restored. The others in `make soak`.
+#: One seed of each kind; for kinds with states, one that detects a state not restored. `make soak` runs all.
 WALKS = [("llama", 0), ("exaone4", 1), ("qwen3_next", 0), ("falcon_h1", 2), (CHUNKED, 1)]
 
 
@@ -651,7 +652,7 @@ async def test_sessions_with_random_histories_get_the_tokens_of_attention_with_m
 async def test_sessions_that_outgrow_the_disk_get_the_tokens_of_attention_with_masks(
     open_process, build_model
 ) -> None:
-    """The middle of their chains is evicted; they continue, rewind into it, and restart."""
+    """KV from the middle of sessions is evicted; they continue, rewind to before that part, and restart."""
     assert await _random_histories(open_process, build_model, "llama", 4, 30, max_bytes=120_000)
 
 

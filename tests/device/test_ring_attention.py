@@ -22,7 +22,7 @@ TOKENS = [(i * i * 7 + i // 5) % 89 for i in range(160)]
 
 
 def _rings(model: Any, grid: int | None = 32) -> list[RingCache]:
-    """A ring for each layer: the policy's for plain ones, the model's own for its windows."""
+    """Make a ring for each layer: with `SINK` and `WINDOW` for plain caches, else with the model's window."""
     return [
         RingCache(SINK, WINDOW, grid=grid)
         if type(cache) is KVCache
@@ -32,7 +32,7 @@ def _rings(model: Any, grid: int | None = 32) -> list[RingCache]:
 
 
 def _run(forward: Forward, rings: list[RingCache], tokens: Sequence[int], lengths: Sequence[int]) -> mx.array:
-    """Run tokens in pieces of these lengths, from where the rings are: (tokens, vocabulary)."""
+    """Run tokens in pieces of these lengths behind the rings' tokens; return logits, (tokens, vocabulary)."""
     found, at = [], 0
     for length in lengths:
         found.append(forward([OwnPart(rings, rings[0].offset, length)], list(tokens[at : at + length])))
@@ -44,7 +44,7 @@ def _run(forward: Forward, rings: list[RingCache], tokens: Sequence[int], length
 @pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma3_text", "gpt_oss"])
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.lists(st.integers(1, 159), max_size=12, unique=True))
-def test_ring_attention_in_any_split_equals_attention_with_masks_over_the_history(
+def test_ring_attention_over_any_split_of_the_tokens_equals_attention_with_masks(
     make_model, build_model, kind: str, cuts: list[int]
 ) -> None:
     model = make_model(kind)
@@ -55,7 +55,9 @@ def test_ring_attention_in_any_split_equals_attention_with_masks_over_the_histor
     assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
 
 
-def test_the_reference_with_sinks_differs_from_the_reference_without(make_model, build_model) -> None:
+def test_the_reference_model_has_other_logits_with_attention_sinks_than_without(
+    make_model, build_model
+) -> None:
     model = make_model("llama")
     with_sinks, without = (
         Naive(model, build_model("llama"), [(sink, WINDOW)] * 2).logits(TOKENS) for sink in (SINK, 0)

@@ -1,4 +1,4 @@
-"""Sampling against plain numpy, and what its draws depend on."""
+"""Sampling equals a reference in plain numpy; draws depend only on logits, settings, seed and index."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ FILTERS = [
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
 def test_draws_follow_the_distribution_that_the_filters_define(sampling: Sampling) -> None:
-    """Filtered tokens are never drawn, all others as often as they should be (chi-squared)."""
+    """Filtered tokens are never drawn, all others as often as their probability says (chi-squared)."""
     values, seen, num = logits(5), {0, 3, 7, 11}, 1500
     expected = distribution(values, sampling, seen)
     counts = np.bincount(draws(values, sampling, num, seen), minlength=VOCABULARY)
@@ -119,7 +119,7 @@ def test_min_p_1_and_a_tiny_top_p_leave_only_the_most_likely_token() -> None:
 def test_a_temperature_that_float32_cannot_divide_by_takes_the_most_likely_token(
     temperature: float, filters: dict[str, float]
 ) -> None:
-    """Also with the largest logits of half precision, and with -inf for ids without a token."""
+    """This includes the largest logits of half precision, and -inf for ids without a token."""
     for values in (logits(4), logits(4) * 30_000, np.where(logits(4) < 0, -np.inf, logits(4))):
         drawn = draws(values, Sampling(temperature, **filters), 5)
         assert drawn.tolist() == [values.argmax()] * 5
@@ -143,8 +143,8 @@ def test_a_penalty_too_small_for_float32_keeps_the_order_of_the_tokens_that_it_f
     assert draws(values, Sampling(0.0, repetition_penalty=penalty), 1, set(favoured.tolist())) == favoured[-1]
 
 
-def test_a_draw_depends_only_on_the_seed_and_the_tokens_index() -> None:
-    """Not on what was drawn before, nor on MLX's own generator."""
+def test_for_given_logits_a_draw_depends_only_on_the_seed_and_the_tokens_index() -> None:
+    """A draw depends neither on earlier draws nor on MLX's own random generator."""
     values, sampling = mx.array(logits(1)), Sampling(1.5, seed=42)
     forwards = [int(draw(values, sampling, index, ()).item()) for index in range(30)]
     mx.random.seed(99)

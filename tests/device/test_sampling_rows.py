@@ -1,4 +1,4 @@
-"""Many rows drawn at once: each as if alone, and as if the whole vocabulary had been sorted."""
+"""Rows that are drawn together get the same tokens as alone, and as with a full sort of the vocabulary."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def some_draw(dice: random.Random) -> Draw:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_penalties_and_biases_change_logits_as_their_definitions_say(seed) -> None:
-    """OpenAI's for presence and frequency, CTRL's for repetition, in plain Python."""
+def test_penalties_biases_and_min_tokens_change_logits_as_their_definitions_say(seed) -> None:
+    """The reference is plain Python: presence and frequency as OpenAI's API, repetition as CTRL."""
     dice = random.Random(seed)
     logits = rows(seed, 8)
     samplers = []
@@ -126,7 +126,7 @@ def test_rows_with_any_settings_draw_the_same_tokens_together_as_alone(seed, kin
 
 @pytest.mark.parametrize("spread", [0.01, 0.5, 6.0])
 def test_top_p_among_a_few_candidates_draws_the_same_tokens_as_a_full_sort(monkeypatch, spread) -> None:
-    """With enough candidates, and where the rest is needed."""
+    """In some cases the candidates suffice, in others the rest of the vocabulary is needed."""
     logits = rows(1, 8, spread=spread)
     draws = [Draw(Sampling(1.0, top_p=0.1 + 0.1 * i, seed=i), i) for i in range(8)]
     found = draw_all(logits, draws).tokens.tolist()
@@ -156,7 +156,7 @@ def test_top_k_keeps_the_first_of_equal_logits_whichever_rows_share_the_batch() 
     assert [np.flatnonzero(row).tolist() for row in kept] == [list(range(n)) for n in (4, 900, VOCABULARY)]
 
 
-def test_only_rows_with_top_p_and_no_top_k_wait_for_their_logits_on_a_cpu() -> None:
+def test_on_a_cpu_only_sampled_rows_with_top_p_and_no_top_k_wait_for_their_logits() -> None:
     assert waits_for_logits(Sampling(1.0, top_p=0.9)) == (mx.default_device() == mx.cpu)
     for sampling in (Sampling(), Sampling(0.0, top_p=0.9), Sampling(1.0, top_p=0.9, top_k=40), Sampling(0.7)):
         assert not waits_for_logits(sampling)

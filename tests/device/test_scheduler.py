@@ -1,4 +1,4 @@
-"""The scheduler: each turn in one phase, tenants in rotation, a tenant's shortest work first."""
+"""The scheduler runs tenants in rotation, and a tenant's shortest prompt first."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def scheduler_of(*turns: Turn, max_rows: int = 4) -> Scheduler:
 
 
 def carry_out(scheduler: Scheduler, budget: int = BLOCK) -> Step:
-    """Do what the device does with a step."""
+    """Choose the next step and update the turns as the device does; return the step."""
     step = scheduler.next(budget)
     scheduler.advance(step)
     for turn, num in step.prefill:
@@ -90,7 +90,7 @@ def test_a_prompt_that_needs_long_pieces_runs_in_steps_without_other_prompts() -
     assert [one.ran for one in others] == [[3], [3, 5, 6, 2]]
 
 
-def test_a_tenant_with_many_prompts_does_not_hold_up_another() -> None:
+def test_a_tenant_with_many_prompts_does_not_block_another_tenant() -> None:
     many = [Turn(80, tenant="many") for _ in range(10)]
     one = Turn(80, tenant="one")
     scheduler = scheduler_of(*many, one)
@@ -176,7 +176,7 @@ def test_an_empty_step_and_an_empty_scheduler_are_false() -> None:
 
 @pytest.mark.parametrize("num_refused", range(4))
 def test_choosing_a_step_again_does_not_change_the_rotation_of_tenants(num_refused: int) -> None:
-    """Where memory is short a step is chosen again with ever smaller pieces, of the same prompts."""
+    """When memory is short, a step is chosen again with smaller pieces of the same prompts."""
     turns = [Turn(400, tenant) for tenant in ("a", "b", "c")]
     scheduler = scheduler_of(*turns)
     for _ in range(12):
@@ -200,8 +200,8 @@ def test_the_higher_priority_runs_first_and_the_lower_one_gets_the_rest_of_the_b
     assert carry_out(scheduler).prefill == ((high, 4), (low, 4))
 
 
-def test_a_lower_priority_is_not_starved() -> None:
-    """A priority rises while its turns wait, whatever keeps coming with a higher one."""
+def test_turns_of_a_lower_priority_are_not_starved() -> None:
+    """A priority rises while its turns wait, even if new turns of a higher one keep coming."""
     low = Turn(1000, priority=-1)
     scheduler = scheduler_of(low)
     waits, waited = [], 0
@@ -239,7 +239,7 @@ def test_a_free_row_goes_to_the_prompt_with_the_higher_priority() -> None:
 def test_no_turn_is_lost_starved_or_run_twice_in_a_step(
     max_rows: int, budget: int, script: list[tuple[str, int, str, bool]]
 ) -> None:
-    """Steps keep to budget and rows, no prompt overruns, and every turn ends."""
+    """No step exceeds its budget or rows, no prompt runs more tokens than it has, and every turn ends."""
     scheduler = scheduler_of(max_rows=max_rows)
     alive: list[Turn] = []
     for action, size, tenant, draws in script:

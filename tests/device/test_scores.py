@@ -1,4 +1,4 @@
-"""The log probabilities of a prompt's tokens equal the model's own, however it runs rows."""
+"""The log probabilities of a prompt's tokens equal the model's own, in every kind of batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check(model: Any, tokens: list[int], scores: Scores) -> None:
 def test_prompt_tokens_get_the_models_log_probabilities_alone_and_beside_answers(
     make_rig, make_model, kind
 ) -> None:
-    """From a session's start, after its KV, and where its KV reaches too far."""
+    """Scoring begins at the session's start, at the end of its KV, or before the end of its KV."""
     model, tokens = make_model(kind), prompt(43)
     rig = make_rig(model)
     turn = append(tokens, scores=Scores(1, 2))
@@ -59,9 +59,7 @@ def test_prompt_tokens_get_the_models_log_probabilities_alone_and_beside_answers
         assert rig.tokens(again) == rig.tokens(other)
 
 
-def test_a_scored_prompt_copies_another_sessions_kv_up_to_its_first_scored_token(
-    make_rig, make_model
-) -> None:
+def test_a_scored_prompt_copies_shared_kv_only_up_to_its_first_scored_token(make_rig, make_model) -> None:
     model, tokens = make_model("llama"), prompt(60)
     rig = make_rig(model)
     leader = append(tokens, name="leader")
@@ -92,7 +90,7 @@ def test_a_prompt_is_scored_in_small_pieces_so_that_few_logits_exist_at_once(mak
 
 
 def test_a_restarted_prompt_does_not_score_its_tokens_again(make_model) -> None:
-    """Tokens whose scores are known are run without logits."""
+    """Tokens whose scores are known are prefilled without logits."""
     model, tokens = make_model("llama"), prompt(21)
     scores = Scores(5)
     turn = append(tokens, scores=scores)

@@ -1,4 +1,4 @@
-"""Sessions that start with the same tokens: one of them prefills these, the others copy."""
+"""Of sessions that start with the same tokens, one prefills these, and the others copy its KV."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_session_may_wait_for_the_prefix_of_a_session_that_waits_itself(make_r
 
 
 def test_a_new_session_copies_the_prompt_of_a_running_answer(make_rig, model) -> None:
-    """Several run, so that their KV is in a pool's slots."""
+    """Several answers run, so that their KV is in the slots of a pool."""
     rig = make_rig(model)
     turns = [generate(with_end(i, 5 + i), 60, name=f"r{i}") for i in range(4)]
     for turn in turns:
@@ -126,8 +126,10 @@ def test_a_session_cancelled_while_it_waits_for_a_shared_prefix_keeps_its_own_kv
     assert waiting.num_prefilled == 0
 
 
-def test_a_source_that_has_changed_shares_only_equal_tokens_and_a_missing_one_none(make_rig, model) -> None:
-    """The event loop may be a step behind the device."""
+def test_a_changed_source_session_shares_only_equal_tokens_and_a_missing_one_shares_none(
+    make_rig, model
+) -> None:
+    """The event loop, which names the source, may be a step behind the device."""
     rig = make_rig(model)
     rig.run(append(COMMON[:10] + prompt(40, salt=50), name="a"))
     turn = shared("b", with_end(3, 6), 8, "a")
@@ -159,7 +161,7 @@ def test_no_turn_waits_for_the_last_token_of_another_turns_prompt() -> None:
     assert sharing.ready() == []
 
 
-def test_a_turn_does_not_wait_for_a_source_of_lower_priority() -> None:
+def test_a_turn_does_not_wait_for_a_shared_prefix_from_a_turn_of_lower_priority() -> None:
     sharing = Sharing()
     leader = generate(COMMON, 8, name="a")
     leader.target = len(COMMON)

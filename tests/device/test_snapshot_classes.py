@@ -1,4 +1,4 @@
-"""Caches of every class, stored in files and restored, continue bit for bit."""
+"""Caches of every class continue bit for bit after they were stored in files and restored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS = [
     "concatenated",
 ]
 PLAIN = {"llama", "deepseek_v3", "longcat_flash", "quantized", "concatenated"}
-#: MLX computes these in float32 alone on a CPU.
+#: On a CPU, MLX computes these only in float32.
 MIXTURES = {
     "gpt_oss",
     "deepseek_v3",
@@ -48,13 +48,13 @@ MIXTURES = {
     "granitemoehybrid",
     "qwen3_next",
 }
-#: Windows and chunks of 8 and of 12 tokens have wrapped by the last ones.
+#: At the last of these positions, windows and chunks of 8 and of 12 tokens have wrapped.
 POSITIONS = [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1]
 
 
 @pytest.fixture(scope="module")
 def make_caches(make_model) -> Callable[[str], tuple[Any, Callable[[], list[Any]]]]:
-    """Give a model of a kind, and what makes its caches."""
+    """Return a function that returns a model of a kind, and a function that makes its caches."""
     mx.random.seed(5)
     args = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 2}
     wide = llama.Model(
@@ -101,7 +101,7 @@ def run(model: Any, caches: list[Any], tokens: list[int]) -> mx.array:
 
 
 def decode(model: Any, caches: list[Any], first: int, num: int) -> tuple[list[int], list[bytes]]:
-    """Sample greedily; return the tokens, and the bits of all logits."""
+    """Decode greedily; return the tokens, and the bits of all logits."""
     tokens, bits = [first], []
     for _ in range(num):
         logits = run(model, caches, tokens[-1:])
@@ -111,7 +111,7 @@ def decode(model: Any, caches: list[Any], first: int, num: int) -> tuple[list[in
 
 
 def spill(store: Store, model: Any, caches: list[Any], tokens: list[int]) -> int:
-    """Prefill on the grid, and save each piece as it is done; return the first token after them."""
+    """Prefill block by block, save each block, and return the first token that follows."""
     logits = mx.zeros(1)
     for span in store.wanted("a", tokens, 0, len(tokens)):
         logits = run(model, caches, tokens[span.start : span.end])
@@ -125,7 +125,7 @@ def spill(store: Store, model: Any, caches: list[Any], tokens: list[int]) -> int
 async def test_restored_caches_continue_bit_for_bit_from_positions_around_block_boundaries(
     make_caches, tmp_path, kind
 ) -> None:
-    """On, before and after a block's boundary; by a store that was reopened."""
+    """The store is closed and reopened. Positions are on, before and after a block's boundary."""
     model, new = make_caches(kind)
     store = await open_store(tmp_path, model, new)
     expected = {}
@@ -170,7 +170,7 @@ async def test_a_prompt_continues_bit_for_bit_from_caches_restored_at_a_block_bo
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS | OTHERS))
 def test_the_tensors_of_a_snapshot_match_the_layout_computed_for_the_model(build_model, kind) -> None:
-    """At any length; in half precision too, where parts of a state may have another type."""
+    """Checked at several lengths, and in bfloat16, where parts of a state may have another type."""
     model = build_model(kind)
     if kind not in MIXTURES:
         model.set_dtype(mx.bfloat16)
@@ -189,7 +189,7 @@ def test_the_tensors_of_a_snapshot_match_the_layout_computed_for_the_model(build
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_snapshot_does_not_change_while_its_caches_continue(make_caches, kind) -> None:
-    """The writer reads it later, on its own thread; a ring is written over in place."""
+    """The writer thread reads the snapshot later, while a ring cache is overwritten in place."""
     model, new = make_caches(kind)
     caches = new()
     for at in range(0, 3 * BLOCK, BLOCK):
@@ -203,7 +203,7 @@ def test_a_snapshot_does_not_change_while_its_caches_continue(make_caches, kind)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PLAIN])
-def test_a_state_is_copied_and_restored_only_at_its_own_position(make_caches, kind) -> None:
+def test_a_layers_state_is_copied_and_restored_only_at_its_own_token_position(make_caches, kind) -> None:
     model, new = make_caches(kind)
     caches = new()
     run(model, caches, prompt(2 * BLOCK)[:BLOCK])
@@ -236,8 +236,8 @@ def test_a_state_is_copied_and_restored_only_at_its_own_position(make_caches, ki
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "baichuan_m1", "mamba2"])
-def test_checking_restored_states_leaves_mlxs_default_device_unchanged(make_caches, kind) -> None:
-    """The default device is one for all threads: the device thread's. A second CPU stands for the GPU."""
+def test_checking_restored_recurrent_states_leaves_mlxs_default_device_unchanged(make_caches, kind) -> None:
+    """All threads share one default device, which the device thread uses. A second CPU stands for the GPU."""
     model, new = make_caches(kind)
     caches = new()
     run(model, caches, prompt(BLOCK))
@@ -281,8 +281,8 @@ def test_checking_restored_states_leaves_mlxs_default_device_unchanged(make_cach
         prove(arrays, BLOCK + 1)
 
 
-def test_a_snapshot_that_lacks_queue_space_omits_states_before_keys_and_values(make_caches) -> None:
-    """Later blocks need the keys and values."""
+def test_a_snapshot_that_lacks_queue_space_omits_recurrent_states_before_keys_and_values(make_caches) -> None:
+    """Later blocks cannot be used without the keys and values of earlier ones."""
     model, new = make_caches("qwen3_next")
     caches = new()
     run(model, caches, prompt(BLOCK))
@@ -302,8 +302,8 @@ def test_a_snapshot_that_lacks_queue_space_omits_states_before_keys_and_values(m
         assert cut == expected
 
 
-def test_queue_space_for_one_state_is_kept_for_the_end_of_a_turn(make_caches, make_rig) -> None:
-    """Boundaries before it need space for two states; after an append the end may be a boundary."""
+def test_a_turn_reserves_queue_space_for_the_recurrent_state_at_its_end(make_caches, make_rig) -> None:
+    """At earlier block boundaries a state is stored only if the queue has space for two."""
     model, new = make_caches("mamba2")
     caches = new()
     run(model, caches, prompt(BLOCK))

@@ -1,4 +1,4 @@
-"""Speculation with a draft model: the same tokens as without, and when it drafts."""
+"""Speculation with a draft model gives the same tokens as without, and drafts only where that pays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SAMPLED = Sampling(0.8, seed=3, top_p=0.9)
 
 @pytest.fixture(scope="module")
 def draft_model(build_model) -> Callable[..., DraftModel]:
-    """Make a draft model that mostly agrees with the tiny model of a kind: the same one, a little off."""
+    """Return a function that makes a draft model for a tiny model: a copy with noise `off` in its weights."""
 
     def made(
         kind: str = "llama", off: float = 0.003, vocabularies: tuple[int, int] | None = None
@@ -54,7 +54,7 @@ def draft_model(build_model) -> Callable[..., DraftModel]:
 
 
 def ask(batch: Any, model: Any, tokens: list[int], sampling: Sampling = GREEDY) -> Row:
-    """Begin an answer as a worker does: with rings for the model's own windows."""
+    """Start an answer as a worker does, with ring caches for the model's own sliding windows."""
     caches = layers.make(model, rings=batch.windows_are_rings)
     row = Row(caches, array("I", tokens), RowSampler(sampling, prompt=tokens), len(tokens), 1000)
     batch.step([PrefillPiece(caches, 0, tokens, row)])
@@ -80,7 +80,7 @@ def go_on(batch: Any, num_steps: int) -> None:
 def test_a_draft_model_changes_only_the_number_of_steps(
     make_model, draft_model, sampling, kind, num_rows
 ) -> None:
-    """Plain layers, and windows that wrap."""
+    """The models have plain layers, or windows that wrap."""
     model = make_model(kind)
     contexts = [prompt(20 + 7 * i, salt=i) for i in range(num_rows)]
     undrafted, drafted = (drafting(model, 6, drafters=drafters) for drafters in ((), (draft_model(kind),)))
@@ -101,7 +101,7 @@ def test_a_draft_model_changes_only_the_number_of_steps(
 def test_rows_that_share_a_pool_draft_together_and_get_the_same_tokens_as_without(
     make_model, draft_model, num_rows
 ) -> None:
-    """With drafts of any length; when a row leaves, when the pool is full, and at their ends."""
+    """Drafts have any length. A row leaves, the pool gets full, and answers reach their limits."""
     model = make_model("llama")
     contexts = [prompt(110 + 7 * i, salt=i) for i in range(num_rows)]
     samplings = [GREEDY, SAMPLED, GREEDY, PENALISED, SAMPLED][:num_rows]
@@ -125,10 +125,10 @@ def test_rows_that_share_a_pool_draft_together_and_get_the_same_tokens_as_withou
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafts_of_a_draft_model_follow_the_grammar_of_their_row(
+def test_under_a_grammar_some_drafts_of_a_bad_draft_model_are_accepted_and_change_no_token(
     make_model, draft_model, grammar, temperature
 ) -> None:
-    """So even a bad draft model is right wherever the grammar leaves one token."""
+    """Drafts follow the grammar, so even a bad draft model is right where only one token is allowed."""
     model = make_model("llama")
     sampling = Sampling(temperature, grammar=grammar("(a{3}b{2}x){90}"), seed=7)
     plain, drafted = (drafting(model, 6, drafters=some) for some in ((), (draft_model(off=0.3),)))
@@ -143,8 +143,8 @@ def test_drafts_of_a_draft_model_follow_the_grammar_of_their_row(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_text_that_a_grammar_leaves_no_choice_about_is_drafted(make_model, grammar, temperature) -> None:
-    """Beside a row that chooses; where the model spells the text otherwise, the drafts are wrong."""
+def test_text_that_a_grammar_fully_determines_is_drafted(make_model, grammar, temperature) -> None:
+    """One row has no grammar. In another, the model spells the text with other tokens than the draft."""
     model = make_model("llama")
     spelled = Sampling(
         temperature, grammar=grammar("(a{5}b{4}(x|a))*"), logit_bias=((4, 40.0), (1, 40.0)), seed=7
@@ -164,8 +164,8 @@ def test_text_that_a_grammar_leaves_no_choice_about_is_drafted(make_model, gramm
 
 
 @pytest.mark.parametrize("off", [0.003, 0.3])
-def test_the_drafter_that_promises_the_higher_gain_drafts_first(make_model, draft_model, off) -> None:
-    """In a text that repeats itself: a draft model that is mostly right, and one that is mostly wrong."""
+def test_the_drafter_with_the_higher_expected_gain_drafts_first(make_model, draft_model, off) -> None:
+    """The text repeats itself, so prompt lookup drafts well. The draft model is mostly right or wrong."""
     model, asked = make_model("llama"), []
     drafter = draft_model(off=off)
     propose = drafter.propose
@@ -181,7 +181,7 @@ def test_the_drafter_that_promises_the_higher_gain_drafts_first(make_model, draf
 
 
 def test_a_sessions_next_answer_reuses_the_draft_models_kv(make_model, draft_model, monkeypatch) -> None:
-    """Only new tokens are run; KV of tokens that differ is trimmed."""
+    """The draft model runs only new tokens, and trims KV of tokens that differ."""
     model, drafter, runs = make_model("llama"), draft_model(), []
     run = drafter._run
     monkeypatch.setattr(
@@ -256,7 +256,7 @@ def test_a_long_answer_restarts_its_draft_kv_and_keeps_it_short(make_model, draf
 
 
 @pytest.mark.parametrize("vocabularies", [(VOCABULARY, VOCABULARY + 32), (VOCABULARY, VOCABULARY - 16)])
-def test_a_draft_model_may_have_another_number_of_logits_than_its_model(
+def test_a_draft_model_may_have_another_number_of_logits_than_the_target_model(
     make_model, build_model, vocabularies
 ) -> None:
     model = make_model("llama")
@@ -283,7 +283,7 @@ class SameTokens:
         return True
 
 
-def test_a_model_whose_state_cannot_undo_a_draft_is_refused_with_a_draft_model(make_model, tmp_path) -> None:
+def test_a_draft_model_is_refused_for_a_model_whose_state_cannot_undo_a_draft(make_model, tmp_path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     model, draft = (
         replace(loaded(make_model(kind)), tokenizer=SameTokens(), folder=tmp_path)  # type: ignore[arg-type]
@@ -325,7 +325,7 @@ def test_an_answer_continues_without_drafts_after_its_draft_model_fails(
 
 
 def test_a_draft_model_that_never_pays_slows_an_answer_by_at_most_3_percent(make_model, draft_model) -> None:
-    """Passes of the draft model take as long as the model's."""
+    """A pass of the draft model takes as long as one of the target model."""
     model, drafter = make_model("llama"), draft_model(off=0.3)
     batch = drafting(model, 8, drafters=(drafter,))
     clock, run = batch._clock, drafter._run

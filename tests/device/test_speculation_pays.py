@@ -1,6 +1,6 @@
 """Answers are never much slower with drafts than without, whatever drafts cost and however wrong they are.
 
-Steps take a time that is made up: some more for each draft token, some less if launched ahead, as on a GPU.
+Time is simulated: a step takes longer for each draft token, and less if launched ahead, as on a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ANSWER = 200
 
 
 class Drafts(Lookup):
-    """Drafts whose tokens are right by chance; a pass takes `pass_share` of a step, a session is prepared."""
+    """A drafter whose tokens are right with probability `right`; a pass takes `pass_share` of a step."""
 
     def __init__(self, world: World, right: float, pass_share: float) -> None:
         self.right, self.pass_share = right, pass_share
@@ -49,12 +49,12 @@ class Drafts(Lookup):
 
 
 class World:
-    """Answers of so many rows at a time, by the speculation alone."""
+    """Simulates answers, `num_rows` at a time, with the real `Speculation` but no model."""
 
     def __init__(
         self, num_rows: int, late: float, checked: float, drafts: tuple[tuple[float, float], ...]
     ) -> None:
-        """A step takes `late` times as long if it is not launched ahead, `checked` more for a draft token."""
+        """A step not launched ahead takes `late` times as long; a draft token adds the share `checked`."""
         self.dice, self.now_s = random.Random(4), 0.0
         self._num_rows, self._late, self._checked = num_rows, late, checked
         self._speculation = Speculation([Drafts(self, *one) for one in drafts], 8, lambda: self.now_s)
@@ -105,7 +105,7 @@ class World:
 def test_speculation_slows_answers_by_at_most_3_percent_and_good_drafts_make_them_faster(
     num_rows: int, late: float, checked: float, right: float, pass_share: float, least: float
 ) -> None:
-    """A draft model, and prompt lookup that is right half as often."""
+    """The drafters are a draft model, and prompt lookup that is right half as often."""
     plain = World(num_rows, late, checked, ()).rate(20)
     drafting = World(num_rows, late, checked, ((right / 2, 0.0), (right, pass_share))).rate(20)
     assert drafting > (least if num_rows == 1 else 0.97) * plain

@@ -1,4 +1,4 @@
-"""The choice of the next step when memory is short; a test decides how much is free."""
+"""How the next step is chosen when memory is short. The memory is simulated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = 64
 
 
 class Room:
-    """Has room for nothing, or for everything; `waits` says that idle sessions could leave."""
+    """Simulated memory that is full, or has room for all; `waits`: idle sessions could be dropped."""
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
@@ -58,7 +58,7 @@ def turns() -> list[Turn]:
 
 
 @pytest.mark.parametrize("why", ["idle sessions leave", "a restore is under way", "the disk has it"])
-def test_a_step_that_finds_no_memory_does_not_change_the_order_and_age_of_waiting_turns(
+def test_a_step_postponed_for_lack_of_memory_leaves_order_and_age_of_waiting_turns_unchanged(
     estimator, why: str
 ) -> None:
     room, scheduler, untouched = Room(estimator), Scheduler(4, BLOCK), Scheduler(4, BLOCK)

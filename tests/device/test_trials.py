@@ -1,4 +1,4 @@
-"""The trials that a model has passed are remembered, failed ones are not."""
+"""Trials find out how a model's rows can run together; the results of passed ones are stored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def never() -> int:
     raise AssertionError("it was tried again")
 
 
-def test_the_next_process_does_not_repeat_a_trial_that_has_passed(path: Path) -> None:
+def test_the_result_of_a_passed_model_trial_is_stored_and_the_trial_not_repeated(path: Path) -> None:
     assert Trials(path, "model").way("merge", lambda: 1, 2) == 1
     assert Trials(path, "model").way("merge", never, 2) == 1
     assert Trials(path, "model").way("share", lambda: 0, 1) == 0
@@ -33,32 +33,32 @@ def test_the_next_process_does_not_repeat_a_trial_that_has_passed(path: Path) ->
     assert Trials(path, "model").way("merge", never, 2) == 1
 
 
-def test_the_next_process_repeats_a_trial_that_has_failed(path: Path) -> None:
+def test_a_failed_model_trial_is_repeated(path: Path) -> None:
     assert Trials(path, "model").way("merge", lambda: None, 2) is None
     assert Trials(path, "model").way("merge", lambda: 1, 2) == 1
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{not json", '{"model": 3}', "[" * 100_000])
-def test_a_broken_file_of_trials_counts_as_empty_and_is_written_again(path: Path, content: str) -> None:
+def test_a_broken_file_of_trial_results_counts_as_empty_and_is_replaced(path: Path, content: str) -> None:
     path.write_text(content)
     assert Trials(path, "model").way("merge", lambda: 1, 2) == 1
     assert Trials(path, "model").way("merge", never, 2) == 1
 
 
 @pytest.mark.parametrize("way", [2, -1, True, "1", None, 1.0])
-def test_a_trial_with_an_invalid_stored_result_runs_again(path: Path, way: object) -> None:
+def test_a_model_trial_with_an_invalid_stored_result_runs_again(path: Path, way: object) -> None:
     path.write_text(json.dumps({"model": {"merge": way}}))
     assert Trials(path, "model").way("merge", lambda: 0, 2) == 0
 
 
-def test_the_file_of_trials_keeps_the_last_sixteen_models(path: Path) -> None:
+def test_the_file_of_trial_results_has_at_most_sixteen_models_among_them_the_latest(path: Path) -> None:
     for i in range(40):
         Trials(path, f"model {i}").way("merge", lambda: 0, 2)
     assert len(json.loads(path.read_text())) == 16
     assert Trials(path, "model 39").way("merge", never, 2) == 0
 
 
-def test_a_trial_succeeds_although_its_result_cannot_be_stored(tmp_path: Path) -> None:
+def test_a_model_trial_returns_its_result_although_it_cannot_be_stored(tmp_path: Path) -> None:
     assert Trials(tmp_path / "missing" / "trials.json", "model").way("merge", lambda: 1, 2) == 1
 
 
@@ -94,9 +94,9 @@ batch_for(loaded.model, trials=Trials(path, trial_key(loaded, layers.describe(ow
 def test_the_shipped_trial_results_match_the_packaged_models_trials(
     packaged_folder: Path, path: Path
 ) -> None:
-    """After an update of MLX or mlx-lm, or for another packaged model, change `SHIPPED`.
+    """If it fails after an update of MLX or mlx-lm, or for another packaged model, change `SHIPPED`.
 
-    In a process of its own, as a worker's: the key has the modules of mlx-lm that others have imported.
+    The trials run in a new process, as in a worker: their key depends on the imported modules of mlx-lm.
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "protocol")))}
     command = [sys.executable, "-P", "-c", TRY, str(packaged_folder), str(path)]

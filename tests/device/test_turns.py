@@ -1,4 +1,4 @@
-"""The device thread: turns in, events out, and what a fault or a cancellation leaves behind."""
+"""The device thread runs turns and reports events; tests also cover faults and cancellations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worker.device.turn import Faulted, Finished, Prefilled, Sampled, SnapshotCu
 
 
 class Wrapped:
-    """A model that can be told to fail, or to wait, at a call that a test chooses."""
+    """A model that fails, or waits, at the calls that a test selects."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -46,8 +46,8 @@ def model(make_model):
     return Wrapped(make_model("llama"))
 
 
-def test_every_turn_leaves_its_last_token_to_be_run_by_the_next_turn(make_rig, model) -> None:
-    """An answer is drawn from that token's logits, so it is run then, and only then."""
+def test_a_turn_leaves_its_last_token_without_kv_and_the_next_turn_prefills_it(make_rig, model) -> None:
+    """An answer is drawn from the logits of the last token, so that token runs when the answer begins."""
     rig = make_rig(model)
     added = append(prompt(19))
     rig.run(added)
@@ -98,8 +98,10 @@ def test_a_context_that_differs_from_the_resident_kv_reuses_their_common_prefix(
     assert rig.tokens(turn) == alone(model, context, 8)[0]
 
 
-def test_a_resumed_answer_runs_its_published_tokens_and_draws_the_rest_as_before(make_rig, model) -> None:
-    """Tokens published before a crash are run, not drawn; the draws after them do not change."""
+def test_a_resumed_answer_keeps_its_published_tokens_and_draws_the_same_remaining_tokens(
+    make_rig, model
+) -> None:
+    """Tokens published before a crash are not drawn again; the draws after them do not change."""
     sampling = Sampling(0.9, seed=5)
     whole, _ = alone(model, prompt(11), 12, sampling)
     rig = make_rig(model)
@@ -111,10 +113,10 @@ def test_a_resumed_answer_runs_its_published_tokens_and_draws_the_rest_as_before
     assert turn.num_prompt == turn.num_prefilled == 11, "forced tokens are no part of the prompt"
 
 
-def test_a_turn_copies_the_requested_spans_of_its_prompt_and_all_blocks_of_its_answer(
+def test_a_turn_snapshots_the_requested_spans_of_its_prompt_and_all_blocks_of_its_answer(
     make_rig, model
 ) -> None:
-    """Each span is copied as soon as it is complete."""
+    """Each span is copied as soon as its KV is complete."""
     rig = make_rig(model, room=lambda: 2**30)
     wanted = [Span(8, 16), Span(24, 30)]
     turn = append(prompt(31), spans=list(wanted))
@@ -133,10 +135,10 @@ def test_a_turn_copies_the_requested_spans_of_its_prompt_and_all_blocks_of_its_a
 
 
 @pytest.mark.parametrize("max_new", [1, 14])
-def test_the_first_token_does_not_wait_for_the_copy_of_the_prompts_last_block(
+def test_the_first_token_does_not_wait_for_the_snapshot_of_the_prompts_last_block(
     make_rig, model, max_new
 ) -> None:
-    """Earlier blocks are copied at once, so that a long prompt's do not pile up."""
+    """Earlier blocks are copied at once, so that the blocks of a long prompt do not pile up."""
     rig = make_rig(model, room=lambda: 2**30)
     turn = generate(prompt(30), max_new, spans=[Span(0, 8), Span(8, 16), Span(16, 24), Span(24, 30)])
     rig.run(turn)
@@ -156,10 +158,10 @@ def test_the_first_token_does_not_wait_for_the_copy_of_the_prompts_last_block(
         ((16, 20), (24, 31)),
     ],
 )
-def test_an_answer_copies_only_new_tokens_of_its_partial_block_and_merges_short_pieces(
+def test_an_answer_snapshots_only_new_tokens_of_its_partial_block_and_merges_short_pieces(
     make_rig, model, edges, cut
 ) -> None:
-    """Existing pieces stay, except those that are not longer than the new one."""
+    """Stored pieces of the block stay, except those that are not longer than the new piece."""
     rig = make_rig(model, room=lambda: 2**30)
     rig.run(append(prompt(27)))
     turn = generate(prompt(27), 5, num_kept=26, edges=edges)
@@ -167,10 +169,10 @@ def test_an_answer_copies_only_new_tokens_of_its_partial_block_and_merges_short_
     assert rig.cuts(turn) == [cut] * (cut is not None)
 
 
-def test_tokens_are_reported_before_the_block_that_they_complete_is_copied(
+def test_tokens_are_reported_before_the_block_that_they_complete_is_copied_for_a_snapshot(
     make_rig, model, monkeypatch
 ) -> None:
-    """So the first token does not wait for a copy."""
+    """So a client gets the first token without waiting for a copy."""
     seen, cut = threading.Event(), layers.cut
     waited: list[bool] = []
 
@@ -190,7 +192,7 @@ def test_tokens_are_reported_before_the_block_that_they_complete_is_copied(
     assert rig.tokens(turn) == alone(model, turn.context, 40)[0]
 
 
-def test_missing_spans_of_resident_kv_are_copied_without_a_prefill(make_rig, model) -> None:
+def test_a_turn_snapshots_requested_spans_of_resident_kv_without_a_prefill(make_rig, model) -> None:
     """So the next turn stores a block that was dropped under load."""
     rig = make_rig(model, room=lambda: 2**30)
     rig.run(append(prompt(21)))
@@ -201,7 +203,7 @@ def test_missing_spans_of_resident_kv_are_copied_without_a_prefill(make_rig, mod
 
 
 def test_the_bytes_of_a_snapshot_equal_the_kv_that_the_model_computed(make_rig, model) -> None:
-    """Also of a row in the middle of a batch, which is padded."""
+    """This includes a row in the middle of a padded batch."""
     rig = make_rig(model, room=lambda: 2**30)
     turns = [generate(prompt(n), 12, name=f"s{n}", spans=spans(0, n - 1, BLOCK)) for n in (5, 21, 14)]
     rig.run(*turns)
@@ -217,7 +219,9 @@ def test_the_bytes_of_a_snapshot_equal_the_kv_that_the_model_computed(make_rig, 
                 np.testing.assert_allclose(bits, live, atol=1e-4)
 
 
-def test_a_full_snapshot_queue_gets_no_copies_and_each_lost_span_is_reported(make_rig, model) -> None:
+def test_while_the_snapshot_queue_is_full_no_kv_is_copied_and_each_lost_span_is_reported(
+    make_rig, model
+) -> None:
     rig = make_rig(model, room=lambda: 0)
     turn = generate(prompt(20), 8, spans=[Span(0, 8), Span(8, 16)])
     rig.run(turn)
@@ -262,8 +266,10 @@ def test_a_turn_cancelled_during_decoding_ends_and_keeps_its_tokens_so_far(make_
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode alone", "decode in a batch"])
-def test_an_error_in_a_forward_pass_fails_the_turns_in_it_and_no_others(make_rig, model, phase) -> None:
-    """Their KV is dropped; other turns go on, and so do later turns of the same sessions."""
+def test_an_error_in_a_forward_pass_fails_the_turns_of_that_pass_and_no_others(
+    make_rig, model, phase
+) -> None:
+    """Their KV is dropped. Other turns continue, and later turns of the same sessions succeed."""
     rig = make_rig(model)
     bystander = generate(prompt(12, salt=4), 40, name="bystander")
     victims = [generate(prompt(20), 30, name="victim")]
@@ -317,10 +323,10 @@ def test_an_error_in_one_prompt_does_not_disturb_running_answers(make_rig, model
     assert rig.tokens(running) == alone(model, prompt(6), 60)[0]
 
 
-def test_a_prompt_that_cannot_start_fails_without_the_other_turns_of_its_step(
+def test_a_prompt_that_cannot_start_fails_and_the_other_turns_of_its_step_complete(
     make_rig, model, monkeypatch
 ) -> None:
-    """Prompts and answers of the same step go on."""
+    """Prompts and answers in the same step continue."""
     piece = Runner._piece
 
     def cut(runner: Runner, turn: Turn, num_tokens: int) -> PrefillPiece:
@@ -359,7 +365,7 @@ def test_restored_kv_that_does_not_fit_the_model_is_ignored_and_the_prompt_is_pr
 
 
 @pytest.mark.parametrize("num_before", [5, 900], ids=["short", "rewound"])
-def test_idle_sessions_hold_less_than_four_times_the_memory_that_they_are_counted_with(
+def test_idle_sessions_take_less_than_four_times_the_memory_that_they_report(
     make_rig, model, num_before
 ) -> None:
     """Caches grow by 256 tokens at a time and do not shrink by themselves."""

@@ -30,7 +30,7 @@ def model(build_model):
 
 
 def spoil(model: Any, token: int, value: float = math.nan) -> None:
-    """Break what the model knows of one token, as a damaged file does."""
+    """Set the embedding of one token to `value` (NaN or infinite), as in a damaged file."""
     model.model.embed_tokens.weight[token] = value
     mx.eval(model.parameters())  # on this thread, which has the stream of this change
 
@@ -40,7 +40,7 @@ def spoil(model: Any, token: int, value: float = math.nan) -> None:
 def test_an_answer_with_nan_or_infinite_logits_fails_and_one_beside_it_completes(
     make_rig, model, sampling: Sampling, value: float
 ) -> None:
-    """It ends at the token after which the logits are not finite."""
+    """The failing answer ends at the token after which the logits are not finite."""
     rig = make_rig(model)
     right, _ = alone(model, prompt(19), 12, sampling)
     beside, _ = alone(model, prompt(9, salt=5), 12)
@@ -74,7 +74,7 @@ def test_a_model_with_nan_logits_at_its_start_is_refused(make_rig, model) -> Non
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("at", [0, 50, 4999])
-def test_a_nan_or_infinite_logit_makes_only_its_own_row_unsound(value: float, at: int) -> None:
+def test_a_nan_or_infinite_logit_is_reported_for_its_own_row_only(value: float, at: int) -> None:
     logits = mx.random.normal((len(SAMPLINGS) + 1, 5000), key=mx.random.key(1))
     draws = [Draw(sampling, 0) for sampling in (*SAMPLINGS.values(), GREEDY)]
     assert all(draw_all(logits, draws).are_sound.tolist())
@@ -86,7 +86,7 @@ def test_a_nan_or_infinite_logit_makes_only_its_own_row_unsound(value: float, at
 
 
 def test_logits_of_minus_infinity_are_valid_unless_a_row_has_no_others() -> None:
-    """Models mask ids without a token so."""
+    """Models set the logits of ids without a token to minus infinity."""
     logits = mx.full((2, 8), -math.inf)
     logits[0, 3] = 1.0
     assert draw_all(logits, [Draw(GREEDY, 0)] * 2).are_sound.tolist() == [True, False]

@@ -1,4 +1,4 @@
-"""Sessions with sinks and a window on the device: bounded, exact, in a batch, beside plain sessions."""
+"""Sessions with sinks and a window have bounded KV and exact tokens, alone and beside full sessions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker.batch.own_pass import run_alone
 from worker.batch.slots import Pool
 
 POLICY = Policy(sink=3, window=20)
-#: Attention beside recurrent layers: in turns, without positions, in one list, and with windows of its own.
+#: Attention and recurrent layers: alternating, without positions, within a layer, and with sliding windows.
 HYBRIDS = ["qwen3_next", "granitemoehybrid", "falcon_h1", "baichuan_m1"]
 
 
@@ -29,7 +29,7 @@ def _naive(model: Any, fresh: Any) -> Naive:
 
 
 def _assert_greedy(naive: Naive, tokens: Sequence[int], drawn: Sequence[int], num: int) -> None:
-    """Check that an answer has so many tokens, each the likeliest one after all before it: in one pass."""
+    """Check with one pass that an answer has `num` tokens, each the likeliest after the tokens before it."""
     assert len(drawn) == num
     assert list(drawn) == naive.logits([*tokens, *drawn])[len(tokens) - 1 : -1].argmax(axis=-1).tolist()
 
@@ -68,7 +68,7 @@ def test_the_kv_of_a_windowed_session_stays_at_the_size_of_its_sinks_and_window(
     assert rig.device.kv(POLICY).held(10**6) == (23 + SLACK) * per_token
 
 
-def test_a_rewind_within_the_kept_tokens_prefills_one_token_and_one_beyond_them_starts_over(
+def test_a_rewind_within_the_ring_prefills_one_token_and_a_longer_one_prefills_all(
     make_model, build_model, make_rig
 ) -> None:
     model = make_model("llama")
@@ -105,7 +105,7 @@ def test_a_fork_copies_the_ring_and_leaves_its_source_unchanged(make_model, buil
     _assert_greedy(naive, context, rig.tokens(again), 5)
 
 
-def test_a_long_windowed_session_holds_memory_only_for_its_sinks_window_and_slack(
+def test_a_long_windowed_session_has_kv_only_for_sinks_window_and_a_margin_for_rewinds(
     make_model, make_rig
 ) -> None:
     model = make_model("llama")
@@ -116,7 +116,7 @@ def test_a_long_windowed_session_holds_memory_only_for_its_sinks_window_and_slac
     assert all(array.shape[2] <= 23 + SLACK for cache in held.caches for array in cache.state)
 
 
-def test_windowed_rows_join_a_pool_once_and_are_never_moved(make_model, make_rig, monkeypatch) -> None:
+def test_windowed_rows_join_a_pool_once_and_never_move_to_another(make_model, make_rig, monkeypatch) -> None:
     joined: list[int] = []
     join = Pool.join
     monkeypatch.setattr(Pool, "join", lambda pool, caches: joined.append(pool.capacity) or join(pool, caches))
@@ -127,7 +127,7 @@ def test_windowed_rows_join_a_pool_once_and_are_never_moved(make_model, make_rig
     assert all(rig.end(turn).num_cached > SLACK + 23 for turn in turns)
 
 
-def test_rows_of_several_windows_get_in_one_batch_what_they_get_alone(make_model, make_rig) -> None:
+def test_rows_with_different_windows_get_the_same_tokens_in_one_batch_as_alone(make_model, make_rig) -> None:
     model, policies = make_model("llama"), [POLICY, Policy(3, 28)]
 
     def answers(*numbers: int) -> list[Sequence[int]]:
@@ -143,7 +143,7 @@ def test_rows_of_several_windows_get_in_one_batch_what_they_get_alone(make_model
 def test_a_windowed_prompt_with_quantised_kv_gives_the_same_tokens_in_pieces_as_whole(
     make_model, make_rig, kv_bits
 ) -> None:
-    """Its size is that of the codes, and of a scale and a bias for each group."""
+    """Its KV has the size of the codes, and of a scale and a bias for each group."""
     rig = make_rig(make_model("llama", kv_bits))
     context = prompt(300)
     turn = generate(context, 12, name="whole", policy=POLICY)
@@ -165,8 +165,8 @@ def test_a_step_of_a_long_windowed_prompt_takes_no_more_memory_than_estimated(ma
     assert all(measured <= estimated for estimated, measured in rig.steps)
 
 
-def test_a_windowed_row_counts_only_the_tokens_in_its_ring(make_model, make_rig) -> None:
-    """Attention to quantised KV dequantises that much, not the whole session."""
+def test_a_windowed_row_counts_only_the_tokens_in_its_ring_as_cached(make_model, make_rig) -> None:
+    """Attention to quantised KV dequantises only these tokens, not the whole session."""
     rig = make_rig(make_model("llama", 8))
     turn = generate(prompt(2000), 400, policy=POLICY)
     rig.device.submit(turn)
@@ -179,7 +179,7 @@ def test_a_windowed_row_counts_only_the_tokens_in_its_ring(make_model, make_rig)
 def test_a_windowed_hybrid_model_gives_the_same_logits_for_any_split_of_its_tokens(
     make_model, build_model, make_rig, kind: str
 ) -> None:
-    """No call of the model crosses a base of positions; the recurrent state continues."""
+    """No model call crosses a multiple of the ring's grid, where positions restart; states continue."""
     model = make_model(kind)
     naive, rig = _naive(model, build_model(kind)), make_rig(model)
     tokens, rotations = prompt(150), Forward(model).rotations

@@ -1,4 +1,4 @@
-"""Configurations of tiny models, and plain references to hold the device against."""
+"""Configurations of tiny models, and plain reference loops that tests compare the device with."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ WIDE: dict[str, Any] = {"hidden_size": 128, "head_dim": 32}
 
 
 class Endless:
-    """A text sink for tests that are about tokens."""
+    """A text stream without stop strings, for tests that check only tokens."""
 
     stop = None
 
@@ -298,7 +298,7 @@ def key(name: str = "s") -> SessionKey:
 
 
 class PassClock:
-    """A clock for a batch by which each pass over the model takes a second, and more for each token."""
+    """A simulated clock: each pass of a batch takes a second, plus `token_s` per draft token."""
 
     def __init__(self, token_s: float = 0.01) -> None:
         self.now_s = 0.0
@@ -308,7 +308,7 @@ class PassClock:
         return self.now_s
 
     def count(self, batch: Any) -> Any:
-        """Let the passes of a batch take time; returns the batch."""
+        """Make the passes of a batch advance this clock; return the batch."""
         run = batch._run
 
         def timed(parts: Any, tokens: Any, pieces: Any = (), **more: Any) -> Any:
@@ -320,7 +320,7 @@ class PassClock:
 
 
 class Oracle(Lookup):
-    """Drafts what will be drawn, except where `errs`, a function of the tokens, makes it wrong."""
+    """Drafts the tokens that will be drawn, as changed by the function `errs`."""
 
     def __init__(self, answers: Sequence[list[int]], errs: Callable[[list[int]], list[int]]) -> None:
         self._answers = answers
@@ -339,7 +339,7 @@ class Oracle(Lookup):
 
 
 def drafting(model: Any, most: int, *, token_s: float = 0.01, **options: Any) -> Any:
-    """Make a batch that drafts, by a clock for which drafts pay."""
+    """Make a batch that drafts up to `most` tokens, with a simulated clock by which drafts pay."""
     clock = PassClock(token_s)
     return clock.count(batch_for(model, max_draft=most, clock=clock, **options))
 
@@ -373,7 +373,7 @@ def alone(
     *,
     block: int = BLOCK,
 ) -> tuple[list[int], list[Any]]:
-    """Answer by the plainest loop there is: one session, its own caches, prefill on the grid."""
+    """Answer with a plain loop over the model, prefill in blocks; return the tokens and the caches."""
     caches = make_prompt_cache(model)
     prefill(model, caches, context[:-1], block=block)
     seen, last, tokens = set(context), context[-1], []
@@ -392,7 +392,7 @@ def prefill(model: Any, caches: list[Any], tokens: Sequence[int], *, block: int 
 
 
 def begin(model: Any, tokens: list[int], sampling: Sampling = GREEDY) -> PrefillPiece:
-    """Prefill all but the last token, which draws the first one of the answer."""
+    """Prefill all but the last token; return a piece that runs the last one and starts the answer's row."""
     caches = make_prompt_cache(model)
     prefill(model, caches, tokens[:-1])
     row = Row(caches, tokens.copy(), RowSampler(sampling, prompt=tokens), len(tokens), 1000)
@@ -400,7 +400,7 @@ def begin(model: Any, tokens: list[int], sampling: Sampling = GREEDY) -> Prefill
 
 
 def kv(caches: list[Any], num_tokens: int) -> np.ndarray:
-    """Stack keys and values of the first tokens of plain caches."""
+    """Return keys and values of the first tokens of plain caches as one array."""
     return np.stack(
         [np.array(part[0, :, :num_tokens]) for cache in caches for part in (cache.keys, cache.values)]
     )

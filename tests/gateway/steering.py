@@ -1,6 +1,6 @@
-"""A proxy between an agent and the gateway: a small model calls no tool by itself, so a call is forced.
+"""A proxy between an agent and the gateway, which forces tool calls: a small model makes none by itself.
 
-Changes what an agent asks for, in each API's shape, and nothing of what it is answered.
+The proxy changes the agent's requests, in each API's format, and passes on the answers unchanged.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 class Steering:
-    """Lets the tool `tool` do only what `arguments` say, and has it called after each message of the user's.
+    """Makes the model call the tool `tool` with these `arguments` after each message of the user.
 
-    Not if `calls` is false. `answering` is set when the first text of an answer has gone through.
+    If `calls` is false, the model calls no tool. `answering` is set when an answer's first text has come.
     """
 
     def __init__(self, url: str, tool: str, arguments: Mapping[str, str]) -> None:
@@ -91,7 +91,7 @@ class Steering:
         return {**body, **({"tools": tools} if tools else {}), **choice, **stops}
 
     def _narrowed(self, tool: dict[str, Any]) -> dict[str, Any]:
-        """Leave one value for each of a tool's arguments."""
+        """Return a tool whose schema allows only one value for each argument."""
         if _named(tool) != self._tool:
             return tool
         values = {name: {"type": "string", "enum": [value]} for name, value in self._arguments.items()}
@@ -110,7 +110,7 @@ def _named(tool: dict[str, Any]) -> str | None:
 
 
 def _is_users(item: dict[str, Any]) -> bool:
-    """Whether a conversation ends with something that a user said, and not with what a tool returned."""
+    """Whether a conversation's last message or item is from the user, not a tool's result."""
     content = item.get("content")
     kinds = {part.get("type") for part in content} if isinstance(content, list) else set()
     return item.get("role") == "user" and "tool_result" not in kinds
@@ -121,7 +121,7 @@ def _stop(path: str) -> str:
 
 
 def _choice(path: str, tool: str | None) -> dict[str, Any]:
-    """Return the fields that have one call of a tool made, or none."""
+    """Return the request fields that force one call of `tool` or, for None, forbid calls."""
     if path.endswith("/messages"):
         one = {"type": "tool", "name": tool, "disable_parallel_tool_use": True}
         return {"tool_choice": {"type": "none"} if tool is None else one}

@@ -1,4 +1,4 @@
-"""Coding agents as people install them, headless and offline, on a real worker: tasks, restarts, kills."""
+"""Coding agents from npm, run headless and offline with a real worker: tasks, and a worker that is killed."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ PICTURE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBA
 
 
 class Agent(NamedTuple):
-    """How an agent is installed and told a task; `again` comes before further ones in the same conversation.
+    """An agent's npm package and command line; `again` has the options that continue the last conversation.
 
-    `tool` runs a command of the shell, with these arguments. `files` are in the project. `looks` shows a
-    picture in the first message; `develops` says that the agent's prompt is of the role `developer`.
+    `tool` with these `arguments` runs a shell command. `files` are written to the project. `looks` has
+    options that add a picture to the first message. `develops`: the agent's prompt has the role `developer`.
     """
 
     package: str
@@ -94,7 +94,7 @@ AGENTS = {
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the agents once; once for all where TURNKEEP_TEST_AGENTS names a folder."""
+    """Install the agents, in the folder TURNKEEP_TEST_AGENTS if set, where later runs find them."""
     given = os.environ.get("TURNKEEP_TEST_AGENTS")
     folder = Path(given) if given else tmp_path_factory.mktemp("agents")
     found = folder / "node_modules" / ".bin"
@@ -106,7 +106,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Desk:
-    """A project in which an agent works, and a worker behind it."""
+    """A project folder in which an agent works; `turnkeep launch` starts the agent there."""
 
     def __init__(self, name: str, folder: Path, programs: Path, steering: Steering, url: str) -> None:
         self.agent = AGENTS[name]
@@ -122,7 +122,7 @@ class Desk:
         (self.project / "picture.png").write_bytes(base64.b64decode(PICTURE))
 
     async def ask(self, text: str, *before: str) -> str:
-        """Run the agent until it ends; return what it said."""
+        """Give the agent a task, wait until it ends, and return its output."""
         command = self.agent.command
         given = [part for word in command for part in ((*before, text) if word == TASK else (word,))]
         launch = ["launch", "--gateway", self._url, "--data-dir", str(self._folder / "data"), self._name]
@@ -145,7 +145,7 @@ class Desk:
 
 
 async def answers(client: Client) -> list[Generated]:
-    """Return all recorded answers, in the log's order; no request has two."""
+    """Return all answers in the log, in order; assert that no request has two."""
     keys = await client.stored.subjects(client.tenant)
     entries = [entry for key in keys for entry in await client.log(key.session) if entry.kind == "out"]
     results = [decode_result(entry.body) for entry in sorted(entries, key=lambda entry: entry.seq)]
@@ -164,7 +164,7 @@ async def until_ready(client: Client) -> None:
 
 
 def longest(results: Sequence[Generated]) -> Usage:
-    """Return the usage of the conversation; agents also ask for titles."""
+    """Return the usage of the answer with the longest prompt: others are for titles, which agents request."""
     return max((result.usage for result in results), key=lambda usage: usage.prompt_tokens)
 
 

@@ -1,4 +1,4 @@
-"""Anthropic's own client, unchanged, with a random model: only a grammar makes it call tools."""
+"""Anthropic's own client, unchanged, with a random model, which a grammar forces to call tools."""
 
 from __future__ import annotations
 

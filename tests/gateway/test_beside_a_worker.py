@@ -1,4 +1,4 @@
-"""`turnkeep serve --gateway`: a gateway that begins and ends with its worker."""
+"""`turnkeep serve --gateway`: a gateway that starts and ends with its worker."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ async def until_served(http: httpx2.AsyncClient, *, served: bool) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_the_gateway_of_a_worker_starts_and_ends_with_it(worker_process: Any, tiny_model: Path) -> None:
-    """Also if the worker starts while the killed one's gateway is still running."""
+async def test_the_gateway_of_a_worker_starts_and_ends_with_the_worker(
+    worker_process: Any, tiny_model: Path
+) -> None:
+    """Also if a worker is killed and starts again while its old gateway is still running."""
     port = free_port()
     process = worker_process("--gateway", str(port), model=tiny_model)
     process.start()
@@ -51,7 +53,7 @@ async def test_the_gateway_of_a_worker_starts_and_ends_with_it(worker_process: A
     assert process.log.count(f"the gateway is at http://127.0.0.1:{port}/v1") == 2
 
 
-def test_an_agent_launched_while_the_worker_starts_waits_for_its_gateway(
+def test_launch_waits_for_the_gateway_of_a_worker_that_is_starting(
     worker_process: Any, tiny_model: Path
 ) -> None:
     port = free_port()
@@ -91,7 +93,7 @@ async def test_a_worker_continues_after_its_gateway_is_killed(worker_process: An
     await client.close()
 
 
-def test_a_worker_whose_gateway_port_is_taken_says_so_before_it_loads_the_model(
+def test_a_worker_whose_gateway_port_is_in_use_fails_before_it_loads_the_model(
     worker_process: Any, nats_url: str
 ) -> None:
     taken = nats_url.rpartition(":")[2]
@@ -104,7 +106,9 @@ def test_a_worker_whose_gateway_port_is_taken_says_so_before_it_loads_the_model(
     assert "loading weights" not in process.log
 
 
-async def test_the_options_of_the_gateway_command_take_effect(local_worker: Any, tmp_path: Path) -> None:
+async def test_the_gateway_command_applies_keys_cors_explain_and_until_eof(
+    local_worker: Any, tmp_path: Path
+) -> None:
     worker, port, site = await local_worker(), free_port(), "https://chat.example"
     (tmp_path / "keys").write_text("secret acme at_once=2\n")
     command = [

@@ -1,4 +1,4 @@
-"""Digests that identify conversations, and their index: pure."""
+"""The digests that identify conversations (`boundaries`), and the index that finds sessions by them. Pure."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_changed_formatting_ids_and_options_leave_the_digest_of_a_conversation_u
     assert one == other
 
 
-def test_a_change_in_what_the_model_reads_changes_all_digests_from_that_message_on() -> None:
+def test_a_changed_message_or_tool_changes_its_digest_and_all_later_digests() -> None:
     one = chain(user("a"), {"role": "assistant", "content": "b"}, user("c"))
     for num_common, other in [
         (0, chain(user("a"), {"role": "assistant", "content": "b"}, user("c"), tools=[TOOL])),
@@ -115,7 +115,7 @@ def test_an_answer_sent_back_is_recognised_with_or_without_white_space_around_it
     assert after not in boundaries.answered(prompt, result("\n"))
 
 
-def test_request_names_and_session_tags_encode_and_decode_digests() -> None:
+def test_digests_are_decoded_from_request_ids_and_from_the_tags_of_forks() -> None:
     name = RequestName(b"\xab" * 16, b"\x02" * 8, 3)
     assert RequestName.parse(str(name)) == name
     for other in ("turn-1", "a-b-c", str(name).upper(), f"{name}-1", ""):
@@ -133,8 +133,8 @@ def answered(index: Index, held: Held, prompt: bytes, given: Generated) -> None:
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "expired", "model_changed", "given_up"])
-def test_an_answer_that_was_cancelled_expired_or_given_up_is_marked_as_failed(reason: str) -> None:
-    """A retry must get a whole answer."""
+def test_the_index_marks_an_answer_that_was_ended_early_as_failed(reason: str) -> None:
+    """So a client that repeats the request gets a new, whole answer."""
     index, held = Index(), Held("s", 0, 1.0)
     asked = Asked(held, RequestName(b"x", b"", 0), set(), 0)
     index.add(held)
@@ -143,7 +143,7 @@ def test_an_answer_that_was_cancelled_expired_or_given_up_is_marked_as_failed(re
     assert asked.state == "failed"
 
 
-def test_the_index_forgets_positions_after_one_where_the_text_was_rewritten() -> None:
+def test_the_index_drops_all_positions_after_text_that_the_template_rewrote() -> None:
     index, held = Index(), Held("s", 0, 1.0)
     answered(index, held, b"p", result("a", position=10))
     answered(index, held, b"q", result("b", position=20, rewritten_from=9))
@@ -160,7 +160,7 @@ def test_the_index_forgets_positions_after_one_where_the_text_was_rewritten() ->
     assert not index._held
 
 
-def test_the_index_finds_the_session_that_can_continue_if_several_hold_one_conversation() -> None:
+def test_of_several_sessions_with_one_conversation_the_index_finds_one_that_needs_no_fork() -> None:
     index, one, two, three = Index(), *(Held(name, 0, 1.0) for name in "abc")
     (after,) = boundaries.answered(b"p", result("a"))
     answered(index, one, b"p", result("a"))
@@ -173,7 +173,7 @@ def test_the_index_finds_the_session_that_can_continue_if_several_hold_one_conve
     assert index.find(after) == (three, (10, True))
 
 
-def test_the_index_names_idle_sessions_and_those_beyond_the_maximum_for_removal() -> None:
+def test_the_index_selects_idle_sessions_and_the_oldest_beyond_the_limit_for_removal() -> None:
     index = Index()
     for number in range(MOST_SESSIONS + 3):
         index.add(Held(str(number), 0, float(number)))

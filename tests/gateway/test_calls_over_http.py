@@ -1,4 +1,4 @@
-"""Tool calls over HTTP, from a model that has a token for one."""
+"""Tool calls over HTTP, from a model that has one token with the text of a whole call."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ async def served(local_worker: Start, door: Start, calling_model: Path) -> Any:
 
 
 def options(*tokens: int, **more: Any) -> dict[str, Any]:
-    """The answer is of these tokens; the end is only possible where it is one of them."""
+    """Return request options that force an answer of these tokens; it can end early only if END is one."""
     bias = {str(token): 100 for token in tokens} | ({} if END in tokens else {str(END): -100})
     return {"model": "m", "tools": TOOLS, "logit_bias": bias, "temperature": 0, "max_tokens": 1, **more}
 
 
-async def test_a_tool_call_and_its_result_continue_the_session_however_the_client_writes_them(
+async def test_a_tool_call_sent_back_with_other_spacing_and_key_order_continues_its_session(
     served: Any,
 ) -> None:
     create = served.openai.chat.completions.with_raw_response.create
@@ -86,7 +86,7 @@ async def test_a_tool_call_and_its_result_continue_the_session_however_the_clien
     assert without.headers["x-turnkeep-session"].split()[1] == "begun", "the tools are part of the prompt"
 
 
-async def test_a_stream_sends_tool_calls_in_parts_by_index(served: Any) -> None:
+async def test_a_stream_sends_each_tool_call_in_parts_that_have_its_index(served: Any) -> None:
     stream = await served.openai.chat.completions.create(
         messages=[QUESTION], stream=True, **options(CALL, max_tokens=2)
     )
@@ -118,7 +118,7 @@ async def test_a_malformed_tool_call_is_returned_as_text_with_finish_reason_stop
 
 
 async def test_openais_client_gets_structured_output_and_a_required_tool_call(served: Any) -> None:
-    """The model is random: only a grammar makes such answers."""
+    """The model is random, so only the grammar can make it answer like this."""
     create = served.openai.chat.completions.create
     schema = {
         "type": "object",

@@ -1,4 +1,4 @@
-"""Conversations over HTTP are found again by their content, and only new messages are prefilled."""
+"""Chat and text completions over HTTP: sessions are found by a conversation's content, and continued."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def assistant(text: str) -> dict[str, Any]:
 
 @pytest.fixture
 def begin(local_worker: Start, door: Start, endless_model: Path) -> Callable[..., Any]:
-    """Start a worker and a gateway."""
+    """Return a function that starts a worker and a gateway for it."""
 
     async def start(**options: Any) -> tuple[Any, Any]:
         worker = await local_worker(model=str(endless_model))
@@ -45,7 +45,7 @@ def begin(local_worker: Start, door: Start, endless_model: Path) -> Callable[...
 
 
 async def ask(door: Any, messages: list[dict[str, Any]], **options: Any) -> tuple[Any, str, str]:
-    """Return the answer, and the session and how it was found."""
+    """Send a chat request; return the answer, the session, and how that was found (`begun`, `forked` ...)."""
     options = {"max_tokens": 8, "logit_bias": LETTERS, "temperature": 0.9, **options}
     raw = await door.openai.chat.completions.with_raw_response.create(model="m", messages=messages, **options)
     session, how = raw.headers["x-turnkeep-session"].split()
@@ -103,7 +103,7 @@ async def test_a_chat_stream_has_the_same_text_and_logprobs_as_a_whole_answer(be
 async def test_a_chat_sent_in_full_at_each_turn_prefills_only_its_new_messages(
     local_worker: Start, door: Start, endless_model: Path, *, restarts: bool
 ) -> None:
-    """Twenty turns; contents are divided differently each time."""
+    """For twenty turns; every second turn sends the contents as a list of parts instead of one string."""
     worker = await local_worker(model=str(endless_model))
     served = await door(worker.settings.nats, worker.settings.prefix)
     messages, sessions, before = [SYSTEM], set(), 0
@@ -159,7 +159,7 @@ async def test_a_changed_message_forks_the_conversation_before_it_and_the_origin
 
 
 async def test_a_forked_session_answers_as_a_new_session_would(begin: Any) -> None:
-    """Also one at the beginning of an answer."""
+    """Also a fork at the position where an answer begins."""
     _, door = await begin()
     options = {"temperature": 0.0, "max_tokens": 12}
     first, _, _ = await ask(door, [user("One?")], **options)
@@ -178,7 +178,7 @@ async def test_a_forked_session_answers_as_a_new_session_would(begin: Any) -> No
     assert fresh.choices[0].message.content == forked.choices[0].message.content
 
 
-async def test_equal_requests_sent_at_once_get_separate_sessions_and_answers(begin: Any) -> None:
+async def test_equal_concurrent_requests_get_separate_sessions_and_answers(begin: Any) -> None:
     worker, door = await begin()
     first, _, _ = await ask(door, [SYSTEM, user("One?")])
     messages = [SYSTEM, user("One?"), assistant(first.choices[0].message.content), user("Two?")]
@@ -195,8 +195,8 @@ async def test_equal_requests_sent_at_once_get_separate_sessions_and_answers(beg
         assert how == "forked" or found == where
 
 
-async def test_agents_that_start_at_once_prefill_their_shared_prompt_once(begin: Any) -> None:
-    """Subagents have one system prompt and one header, and are told different things."""
+async def test_concurrent_requests_with_one_system_prompt_prefill_it_once(begin: Any) -> None:
+    """Like subagents, which have the same system prompt and the same session header, but different tasks."""
     _, door = await begin()
     system = {"role": "system", "content": "Be brief. " * 100}
     answers = await asyncio.gather(
@@ -249,7 +249,7 @@ async def test_a_restarted_gateway_finds_forks_and_repeats_a_possibly_undelivere
 async def test_conversations_that_branch_concurrently_get_the_answers_to_their_own_messages(
     begin: Any,
 ) -> None:
-    """Each answer is the one that a session of its own gives to the same messages."""
+    """Each answer equals that of a new session with the same messages."""
     worker, door = await begin()
     options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6}
     chance = random.Random(5)
@@ -305,7 +305,7 @@ async def test_no_fork_starts_at_a_position_whose_text_a_running_request_rewrite
     model_with_template: Callable[[str, str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is the first rewrite, and in the log before the fork is opened."""
+    """The rewrite is the first one of this gateway, and is in the log before the fork is opened."""
     model = model_with_template("counting", "{{ messages | length }} said.\n" + CHAT_TEMPLATE)
     worker = await local_worker(model=str(model))
     served = await door(worker.settings.nats, worker.settings.prefix)
@@ -351,7 +351,7 @@ async def test_a_request_for_several_answers_gets_them_and_each_can_be_continued
     assert sorted(one.index for one in ends) == [0, 1]
 
 
-async def test_a_completion_adds_nothing_to_the_prompt_and_its_session_is_closed_afterwards(
+async def test_a_text_completion_adds_no_tokens_to_the_prompt_and_closes_its_session(
     begin: Any,
 ) -> None:
     worker, door = await begin()
@@ -429,8 +429,8 @@ async def test_idle_conversations_are_removed(begin: Any) -> None:
     assert not door.index.sessions
 
 
-async def test_reasoning_effort_sets_a_token_budget_and_does_not_split_the_conversation(begin: Any) -> None:
-    """This model marks no reasoning, so the limit has no effect on its answers."""
+async def test_reasoning_effort_sets_a_token_budget_and_may_change_within_one_session(begin: Any) -> None:
+    """This model does not mark its reasoning, so the budget does not change its answers."""
     efforts = {"none": 0, "minimal": 64, "low": 512, "medium": 2048, "high": None, "xhigh": None}
     for effort, most in efforts.items():
         body = {"messages": [user("Hello.")], "reasoning_effort": effort}
@@ -454,7 +454,7 @@ async def test_a_developer_message_counts_as_a_system_message(begin: Any) -> Non
     assert (again, how) == (session, "continued")
 
 
-async def test_template_variables_reach_the_template_and_belong_to_the_conversation(
+async def test_template_variables_reach_the_template_and_other_values_begin_another_session(
     local_worker: Start, door: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
     template = CHAT_TEMPLATE + "{% if enable_thinking is false %}12345{% endif %}"
@@ -476,7 +476,7 @@ async def test_template_variables_reach_the_template_and_belong_to_the_conversat
         await ask(served, told, extra_body={"chat_template_kwargs": {"messages": []}})
 
 
-async def test_tools_and_messages_are_logged_with_their_keys_in_the_requests_order(
+async def test_tools_and_messages_are_logged_with_their_json_keys_in_the_order_sent(
     local_worker: Start, door: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
     template = CHAT_TEMPLATE + "{% for tool in tools or [] %}{{ (tool | tojson)[:40] }}{% endfor %}"
@@ -496,7 +496,7 @@ async def test_tools_and_messages_are_logged_with_their_keys_in_the_requests_ord
 
 
 async def test_several_prompts_of_a_completion_are_answered_in_their_order(begin: Any) -> None:
-    """Each as if alone; each prompt counts once."""
+    """Each answer equals that of a request with this prompt alone; each prompt is counted once in `usage`."""
     _, served = await begin()
     more = {"model": "m", "max_tokens": 6, "seed": 3, "n": 2}
     create = served.openai.completions.create

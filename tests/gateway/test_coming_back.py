@@ -1,4 +1,4 @@
-"""Clients leave an answer and return to it: in the background, by event id, or by idempotency key."""
+"""Clients disconnect and get the rest of an answer later: by its id, an event's id, or an idempotency key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LETTERS = {str(token): 100 for token in range(68, 90)}
 
 
 def asked(path: str, max_tokens: int = 40, **more: Any) -> dict[str, Any]:
-    """Return a request of one of the four APIs."""
+    """Return the body of a request to one of the four APIs in `PATHS`."""
     said = [{"role": "user", "content": "Begin."}]
     length = "max_output_tokens" if path.endswith("responses") else "max_tokens"
     given = {"/v1/completions": {"prompt": "Begin."}, "/v1/responses": {"input": "Begin."}}
@@ -44,7 +44,7 @@ async def served(worker: Any, door: Start) -> Any:
 
 
 class Event(dict[str, Any]):
-    """An event of a stream: its id, and what it says."""
+    """A server-sent event: its id, its data, and the text that it adds to the answer."""
 
     def __init__(self, written: str) -> None:
         lines = dict(line.split(": ", 1) for line in written.split("\n"))
@@ -73,7 +73,7 @@ def text_of(found: list[Event]) -> str:
 
 
 async def read(answer: httpx2.Response, num: int = 100_000) -> list[Event]:
-    """Read a stream, or its first events."""
+    """Read the first `num` events of a stream."""
     assert answer.status_code == 200, await answer.aread()
     found: list[Event] = []
     written = ""
@@ -94,7 +94,7 @@ async def post(
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_stream_resumes_after_any_of_its_events(http: httpx2.AsyncClient, path: str) -> None:
-    """By sending the request again, and by the answer's URL."""
+    """With `Last-Event-ID`, by sending the request again, and by a GET of the answer's URL."""
     body = asked(path, stream=True, stream_options={"include_usage": True})
     whole = events((await http.post(path, json=body)).text)
     assert len(text_of(whole)) == 40
@@ -139,7 +139,7 @@ async def test_an_answer_is_found_by_its_id_only_in_the_api_that_made_it(
 
 
 async def test_a_get_of_a_running_answer_waits_for_its_end(http: httpx2.AsyncClient, served: Any) -> None:
-    """Several may watch; one that leaves does not end it."""
+    """Several clients may read the answer; one that disconnects does not end it."""
     body = asked(CHAT, 1200, stream=True)
     key = {"idempotency-key": "watched"}
     async with http.stream("POST", CHAT, json=body, headers=key) as answer:
@@ -156,7 +156,7 @@ async def test_a_get_of_a_running_answer_waits_for_its_end(http: httpx2.AsyncCli
     assert text_of(begun) + text_of(rest) == text
 
 
-async def test_resuming_an_answer_that_its_client_cancelled_by_leaving_returns_an_error(
+async def test_resuming_an_answer_that_a_disconnect_has_cancelled_returns_an_error(
     http: httpx2.AsyncClient,
 ) -> None:
     body = asked(CHAT, 30_000, stream=True)
@@ -168,10 +168,10 @@ async def test_resuming_an_answer_that_its_client_cancelled_by_leaving_returns_a
     assert (found.status_code, found.json()["error"]["code"]) == (409, "cancelled")
 
 
-async def test_an_answer_with_store_false_can_be_resumed_only_by_its_own_client(
+async def test_an_answer_with_store_false_can_be_resumed_but_not_retrieved_or_continued_by_id(
     http: httpx2.AsyncClient,
 ) -> None:
-    """The client has ids of events, and sends the same request again."""
+    """The client resumes it by sending the same request again, with the id of its last event."""
     path = "/v1/responses"
     body = asked(path, stream=True, store=False)
     whole = events((await http.post(path, json=body)).text)
@@ -206,7 +206,7 @@ def options(max_tokens: int, **more: Any) -> dict[str, Any]:
     return {"model": "m", "max_output_tokens": max_tokens, "temperature": 0.9, "extra_body": extra, **more}
 
 
-async def test_a_background_answer_needs_no_connection_and_is_replayed_from_any_event(
+async def test_a_background_answer_runs_without_a_connection_and_replays_from_any_event(
     worker: Any, served: Any, door: Start
 ) -> None:
     create = served.openai.responses.create
@@ -231,7 +231,7 @@ async def test_a_background_answer_needs_no_connection_and_is_replayed_from_any_
     assert [(one.role, one.content[0].text) for one in items.data] == [("user", "Begin.")]
 
 
-async def test_a_background_stream_continues_without_its_client(served: Any) -> None:
+async def test_a_background_stream_continues_after_its_client_disconnects(served: Any) -> None:
     create = served.openai.responses.create
     stream = await create(input="Begin.", background=True, stream=True, **options(700))
     begun = []
@@ -256,7 +256,7 @@ async def test_a_background_stream_continues_without_its_client(served: Any) -> 
             await served.openai.get(f"/responses/{endless.id}?stream=true&{wrong}", cast_to=object)
 
 
-async def test_a_background_answer_that_failed_returns_its_error_to_clients_that_ask(served: Any) -> None:
+async def test_a_failed_background_answer_returns_its_error_whole_and_as_a_stream(served: Any) -> None:
     failed = await served.openai.responses.create(input="word " * 30_000, background=True, **options(8))
     found = await ended(served, failed.id, "failed")
     assert "maximum context length" in found.error.message
@@ -275,7 +275,7 @@ async def test_a_background_answer_that_failed_returns_its_error_to_clients_that
 async def test_a_stream_request_that_the_full_log_refuses_returns_an_error_without_an_id(
     worker: Any, served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
-    """No client could find the answer."""
+    """With an id, clients would look for an answer that is not in the log."""
     js = worker.app._nc.jetstream()
     log = (await js.stream_info(worker.client.subjects.log_stream)).config
     await js.update_stream(log.evolve(max_bytes=1))
@@ -310,7 +310,7 @@ async def test_the_responses_api_counts_input_tokens_and_lists_input_items_in_pa
 async def test_requests_with_one_idempotency_key_get_one_answer_at_any_gateway(
     worker: Any, door: Start, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """At once and later, whatever the gateways' clocks say; another request with the key is refused."""
+    """Concurrently and later, even if the gateways' clocks differ. A changed body with the key is refused."""
     clock = SimpleNamespace(time=itertools.count(1_800_000_000, 10).__next__)
     monkeypatch.setattr(app, "time", clock)
     other = await door(worker.settings.nats, worker.settings.prefix)
@@ -333,10 +333,10 @@ async def test_requests_with_one_idempotency_key_get_one_answer_at_any_gateway(
 
 
 @pytest.mark.parametrize("knows", [False, True])
-async def test_one_idempotency_key_gives_one_answer_if_gateways_know_different_conversations(
+async def test_gateways_that_know_different_conversations_give_one_answer_per_idempotency_key(
     worker: Any, door: Start, served: Any, http: httpx2.AsyncClient, *, knows: bool
 ) -> None:
-    """One begins a session, the other forks one: whichever is first, there is one answer."""
+    """One gateway would begin a session, the other fork one; whichever is first, there is one answer."""
     other = await door(worker.settings.nats, worker.settings.prefix)
     async with httpx2.AsyncClient(base_url=other.url, timeout=60) as there:
         await post(there, CHAT, {}, max_tokens=2)  # it has read the log
@@ -376,20 +376,20 @@ async def test_a_conversation_continues_with_a_new_idempotency_key_for_each_turn
     assert without.headers["x-turnkeep-session"].split()[1] == "continued"
 
 
-async def test_a_request_that_always_fails_gets_the_same_error_again_with_its_key(
+async def test_a_failed_request_repeated_with_its_idempotency_key_gets_the_same_error(
     http: httpx2.AsyncClient, served: Any
 ) -> None:
-    """A prompt exceeds the context."""
+    """Here a request whose prompt is longer than the context."""
     key = {"idempotency-key": "long"}
     body = asked(CHAT, messages=[{"role": "user", "content": "word " * 30_000}])
     first, second = [await http.post(CHAT, json=body, headers=key) for _ in range(2)]
     assert (first.status_code, first.json()) == (400, second.json())
 
 
-async def test_a_running_background_answer_counts_towards_the_keys_limit_of_requests_at_once(
+async def test_a_background_answer_counts_towards_its_api_keys_limit_of_concurrent_requests(
     served: Any, tmp_path: Path
 ) -> None:
-    """A request that failed does not count."""
+    """A request that has failed does not count."""
     (tmp_path / "keys").write_text("none default at_once=1\n")
     served.gateway._keys = Keys.read(tmp_path / "keys")
     create = served.openai.responses.create
@@ -409,7 +409,7 @@ async def test_a_running_background_answer_counts_towards_the_keys_limit_of_requ
             await asyncio.sleep(0.1)
 
 
-async def test_an_answer_with_an_idempotency_key_continues_without_its_client(
+async def test_an_answer_with_an_idempotency_key_continues_after_its_client_disconnects(
     http: httpx2.AsyncClient, served: Any
 ) -> None:
     key = {"idempotency-key": "left"}
@@ -432,7 +432,7 @@ async def test_an_answer_with_an_idempotency_key_continues_without_its_client(
 async def test_an_answer_can_be_read_as_a_durable_stream_from_any_offset(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
-    """Page by page, by long polls, and as server-sent events."""
+    """By single reads, by long polls, and as server-sent events."""
     begun = await served.openai.responses.create(input="Begin.", background=True, **options(700))
     path = f"/v1/responses/{begun.id}/stream"
     found, offset, closed = [], "-1", None
@@ -460,7 +460,7 @@ async def test_an_answer_can_be_read_as_a_durable_stream_from_any_offset(
         assert (await http.get(path, params=wrong)).status_code == 400
 
 
-async def test_reading_the_durable_stream_of_a_running_answer_returns_without_closing_it(
+async def test_reading_the_durable_stream_of_a_running_answer_returns_and_leaves_it_open(
     served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.http.durable._POLL_S", 0.3)
@@ -477,7 +477,7 @@ async def test_reading_the_durable_stream_of_a_running_answer_returns_without_cl
 
 
 async def test_a_retrieved_answer_has_its_requests_options_even_those_equal_to_defaults(served: Any) -> None:
-    """The log leaves out defaults: 256 tokens, a bias of none."""
+    """The log leaves out options that are equal to its defaults, such as 256 tokens."""
     more = {"temperature": 0, "top_p": 1, "parallel_tool_calls": True, "tool_choice": "auto"}
     answer = await served.openai.responses.create(input="Begin.", **options(256, **more))
     assert answer.max_output_tokens == 256

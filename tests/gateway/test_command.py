@@ -22,7 +22,7 @@ def said(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("library", ["starlette", "uvicorn"])
-def test_a_missing_library_is_named_with_the_extra_that_installs_it(
+def test_the_gateway_command_names_a_missing_library_and_the_extra_that_installs_it(
     library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("app", "serving"):
@@ -54,7 +54,7 @@ def test_a_gateway_open_to_the_network_without_keys_warns_at_its_start(
     assert ("--keys" in text) == warns
 
 
-def test_the_gateway_command_names_a_taken_port_a_missing_nats_server_or_key_file(
+def test_the_gateway_command_reports_a_port_in_use_and_a_missing_nats_server_or_key_file(
     nats_url: str, tmp_path: Path
 ) -> None:
     with listening("127.0.0.1", 0) as taken:

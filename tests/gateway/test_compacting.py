@@ -55,7 +55,7 @@ async def test_a_compacted_conversation_continues_from_the_users_messages_and_th
     assert again.output[-1].encrypted_content == summary.encrypted_content, "the recorded answer, by its seed"
 
 
-async def test_a_stored_conversation_is_compacted_by_its_answers_id_and_not_prefilled_again(
+async def test_compacting_a_conversation_by_its_answers_id_does_not_prefill_it_again(
     served: Any,
 ) -> None:
     create = served.openai.responses.create
@@ -69,7 +69,9 @@ async def test_a_stored_conversation_is_compacted_by_its_answers_id_and_not_pref
     assert len(await told(served, answer.id)) == 3, "the conversation itself is as it was"
 
 
-async def test_a_retried_compaction_with_the_same_key_returns_the_recorded_one(served: Any) -> None:
+async def test_a_compaction_repeated_with_its_idempotency_key_returns_the_recorded_output(
+    served: Any,
+) -> None:
     body = {"model": "m", "input": "Hello.", "max_output_tokens": 8}
     async with httpx2.AsyncClient(base_url=served.url, timeout=60, headers={"idempotency-key": "a"}) as http:
         first, second = [(await http.post("/v1/responses/compact", json=body)).json() for _ in "ab"]

@@ -1,6 +1,6 @@
-"""Clients are cut off at random: by leaving, and by kills of gateways, the worker and the NATS server.
+"""Streams that break at random: the client disconnects, or gateways, worker or NATS server are killed.
 
-`TURNKEEP_TEST_EXAMPLES=2500 pytest tests/gateway/test_cut_histories.py -s` runs 200 of them.
+`TURNKEEP_TEST_EXAMPLES=2500 pytest tests/gateway/test_cut_histories.py -s` runs 200 such histories.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ CUTS = (
     "worker and server",
     "client and server",
 )
-#: After these a client tries again: no connection, and 503 of a gateway that has seen no worker yet.
+#: After these errors a client tries again: no connection, and 503 of a gateway that has found no worker yet.
 BROKEN = (openai.APIConnectionError, openai.InternalServerError, httpx2.HTTPError, NoWorkerError)
 
 
 class Gateways:
-    """Two gateways, each a process that may be killed and started again at its address."""
+    """Two gateway processes, each of which can be killed and started again at the same address."""
 
     def __init__(self, folder: Path, url: str) -> None:
         self._folder = folder
@@ -65,12 +65,12 @@ class Gateways:
         self._processes[number].wait()
 
     def start_again(self, number: int) -> None:
-        """Start a gateway that has ended by itself, since there was no NATS server."""
+        """Start a gateway again if it has ended by itself, because there was no NATS server."""
         if self._processes[number].poll() is not None:
             self.start(number)
 
     def kill_server(self) -> None:
-        """Kill the worker's NATS server; the worker, or its successor, starts it again."""
+        """Kill the worker's NATS server, which the worker or the next worker process starts again."""
         with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):  # it is being started
             noted = json.loads((self._folder / "data" / "nats-server.json").read_text())
             os.kill(noted["pid"], signal.SIGKILL)
@@ -88,9 +88,9 @@ class Gateways:
 
 
 class Reader:
-    """A client of one answer, which reads until something cuts it off, and goes on where it was."""
+    """A client of one answer: reads until the stream breaks, then resumes it after the last event."""
 
-    #: Of one event.
+    #: Characters in one event.
     text_length = 1
 
     def __init__(self, length: int, key: str) -> None:
@@ -100,11 +100,11 @@ class Reader:
         self.key = key
 
     async def read(self, url: str, until: Callable[[int], bool]) -> bool:
-        """Read on at a gateway; say whether that was the end. Raises what its library raises."""
+        """Resume the answer at a gateway; return whether it has ended. Raises the client library's errors."""
         raise NotImplementedError
 
     async def check(self, client: Any, url: str) -> None:
-        """Check what was seen against the log, and against a replay."""
+        """Assert that the events equal the answer in the log, and a new read of the whole stream."""
         raise NotImplementedError
 
 
@@ -116,7 +116,7 @@ async def recorded(client: Any, answer_id: str) -> Generated:
 
 
 class OfResponses(Reader):
-    """OpenAI's library, with an answer in the background."""
+    """OpenAI's library, which reads a background answer of the Responses API."""
 
     text_length = 4
 
@@ -152,7 +152,7 @@ class OfResponses(Reader):
 
 
 class OfChat(Reader):
-    """A client of server-sent events, with a key."""
+    """A plain client of server-sent events, which reads a chat completion with an idempotency key."""
 
     async def read(self, url: str, until: Callable[[int], bool]) -> bool:
         body = asked(CHAT, self.length, stream=True, logit_bias=LETTERS)
@@ -202,7 +202,7 @@ async def gateways(started: Any, tmp_path: Path) -> AsyncIterator[Gateways]:
 async def history(
     dice: random.Random, reader: Reader, process: Any, gateways: Gateways, happened: list[str]
 ) -> None:
-    """Read an answer to its end, with cuts on the way; note what `happened`."""
+    """Read an answer to its end, and break the stream one to three times; add each break to `happened`."""
     num_cuts, is_over = dice.randrange(1, 4), False
     while not is_over:
         most = len(reader.seen) + dice.randrange(reader.num_events // 3) if len(happened) < num_cuts else None
@@ -234,7 +234,7 @@ async def history(
 
 
 async def supervise(process: Any) -> None:
-    """Start the worker again when it has ended: killed, or without a server as it began."""
+    """Start the worker again whenever it has ended: it was killed, or found no NATS server at its start."""
     while True:
         if not process.running:
             process.start()
@@ -242,7 +242,7 @@ async def supervise(process: Any) -> None:
 
 
 @pytest.mark.timeout(3600)
-async def test_a_client_sees_each_event_once_whichever_processes_are_killed(
+async def test_a_client_gets_each_event_once_even_if_gateways_worker_and_nats_are_killed(
     started: Any, gateways: Gateways
 ) -> None:
     process, client = started

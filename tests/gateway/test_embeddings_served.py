@@ -27,7 +27,7 @@ async def posted(served: Any, path: str, **body: Any) -> httpx2.Response:
 
 
 async def test_openais_client_gets_the_same_vectors_as_base64_and_as_floats(served: Any) -> None:
-    """By itself the library asks for base64, and gives floats to its caller."""
+    """By default the library requests base64, and returns floats to its caller."""
     create = served.openai.embeddings.create
     listed = await create(model="m", input=TEXTS)
     assert [(one.object, one.index) for one in listed.data] == [("embedding", 0), ("embedding", 1)]
@@ -49,7 +49,7 @@ async def test_token_ids_are_embedded_without_adding_tokens(served: Any) -> None
     assert np.dot(one.data[0].embedding, several.data[1].embedding) == pytest.approx(1.0, abs=1e-5)
 
 
-async def test_more_texts_than_one_request_to_the_worker_takes_are_all_embedded_in_order(served: Any) -> None:
+async def test_texts_that_exceed_one_request_to_the_worker_are_all_embedded_in_order(served: Any) -> None:
     texts = [f"text {number}" for number in range(70)]
     found = await served.openai.embeddings.create(model="m", input=texts)
     last = await served.openai.embeddings.create(model="m", input=texts[-1:])

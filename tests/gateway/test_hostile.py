@@ -1,4 +1,4 @@
-"""Clients that lie, hurry, dawdle or flood, over raw sockets: after each the gateway serves as before."""
+"""Malformed, slow and oversized requests over raw sockets: after each the gateway serves others as before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
 
 @pytest.fixture
 async def served(local_worker: Start, door: Start) -> AsyncIterator[Any]:
-    """After the test a request is answered, and no connection or task is left."""
+    """A gateway; after the test, assert that it answers a request, and that no connection or task is left."""
     worker = await local_worker()
     started = await door(worker.settings.nats, worker.settings.prefix)
     yield started
@@ -42,7 +42,7 @@ def sessions(served: Any) -> list[Any]:
 
 
 class Wire:
-    """A connection of bytes."""
+    """A raw TCP connection to the gateway."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -62,7 +62,7 @@ class Wire:
         return received
 
     async def head(self) -> bytes:
-        """Read the head of the next answer, and drop its body."""
+        """Read the next response; return its head without the body."""
         head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 20)
         length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
         await self.reader.readexactly(int(length.partition(b":")[2]))
@@ -155,7 +155,7 @@ async def test_a_body_too_short_for_its_content_length_times_out_and_surplus_byt
         await wire.send(POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY[:10])
 
 
-async def test_a_connection_that_sends_its_request_too_slowly_is_closed_even_after_an_earlier_one(
+async def test_a_connection_whose_first_or_second_request_arrives_too_slowly_is_closed(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.http.serving._HEAD_S", 0.4)
@@ -212,7 +212,7 @@ async def test_bodies_with_invalid_utf_8_or_deep_nesting_are_refused(served: Any
             assert status(await wire.rest()) == 400
 
 
-async def test_200_idle_connections_keep_no_client_out_and_are_closed(
+async def test_200_idle_connections_block_no_other_client_and_are_closed(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.http.serving._HEAD_S", 1.0)
@@ -226,7 +226,7 @@ async def test_200_idle_connections_keep_no_client_out_and_are_closed(
                 await asyncio.sleep(0.05)
 
 
-async def test_a_key_never_finds_sessions_of_another_tenant(
+async def test_an_api_key_never_finds_sessions_of_another_tenant(
     local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("one acme\ntwo umbrella\nthree other\n")

@@ -1,4 +1,4 @@
-"""Workers and gateways killed in mid-answer, clients that go away, and clients that read slowly."""
+"""Workers and gateways that are killed during an answer, clients that disconnect, and slow clients."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def started(worker_process: Any, endless_model: Path) -> Any:
 
 
 class Followed:
-    """A stream as its client sees it."""
+    """What a client receives of a streamed chat completion: lines, text, and the session header."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -114,7 +114,7 @@ async def test_a_request_waits_for_a_worker_that_is_restarted(started: Any, door
 
 @pytest.fixture
 async def gateway_process(started: Any) -> AsyncIterator[Callable[[], tuple[subprocess.Popen[bytes], str]]]:
-    """Start gateways as processes."""
+    """Return a function that starts a gateway in a process of its own."""
     process, _ = started
     made: list[subprocess.Popen[bytes]] = []
 
@@ -152,7 +152,7 @@ async def gateway_process(started: Any) -> AsyncIterator[Callable[[], tuple[subp
 async def test_a_request_sent_again_to_a_restarted_gateway_gets_the_same_answer_once(
     started: Any, gateway_process: Any
 ) -> None:
-    """While it runs, and after it has ended; but only once."""
+    """While the answer runs, and the first time after it has ended."""
     _, client = started
     asked = question("Begin.", 1500)
     gateway, url = await gateway_process()
@@ -228,10 +228,10 @@ async def test_a_client_that_disconnects_cancels_its_answer(
     await until(lambda: not any(held.num_running for held in served.index.sessions.values()))
 
 
-async def test_a_queued_request_is_closed_when_its_client_disconnects(
+async def test_the_session_of_a_queued_request_is_closed_when_the_client_disconnects(
     local_worker: Start, door: Start, endless_model: Path
 ) -> None:
-    """The answer that the request waited for continues."""
+    """The running answer, for which the request waited, continues."""
     worker = await local_worker(model=str(endless_model), max_batch=1)
     served = await door(worker.settings.nats, worker.settings.prefix)
     first, second = Followed(), Followed()

@@ -74,7 +74,7 @@ async def test_many_messages_are_appended_in_pieces_and_the_conversation_continu
     assert cached == used["total_tokens"] - 1
 
 
-async def test_pieces_that_a_dead_gateway_had_appended_are_not_sent_again(
+async def test_a_new_gateway_does_not_append_again_what_an_ended_gateway_had_appended(
     local_worker: Start, door: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model), max_message_bytes=MAX_BYTES)
@@ -100,7 +100,7 @@ async def test_pieces_that_a_dead_gateway_had_appended_are_not_sent_again(
         assert again.json()["choices"] == answer.json()["choices"]
 
 
-async def test_a_client_that_leaves_during_the_appends_and_returns_continues_where_they_stopped(
+async def test_a_request_repeated_after_a_disconnect_during_its_appends_sends_each_piece_once(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     long = [{"role": "user", "content": f"{number} " + "word " * 200} for number in range(12)]

@@ -82,7 +82,7 @@ async def test_launch_starts_an_agent_with_the_gateways_url_key_and_model(
 
 @pytest.mark.parametrize(("context", "most"), [(8192, 512), (131_072, 32_000)])
 def test_claude_codes_output_limit_shrinks_with_the_models_context(context: int, most: int) -> None:
-    """Claude asks three times more after an answer that hit its limit."""
+    """After an answer that reaches this limit, Claude Code asks three times for the rest."""
     asked = start_of("claude", Door("http://127.0.0.1:1", "none", "m", context)).environment
     assert int(asked["CLAUDE_CODE_MAX_OUTPUT_TOKENS"]) == most
 
@@ -99,7 +99,7 @@ async def test_launch_warns_of_claudes_long_prompt_only_if_no_option_shortens_it
     assert any(one in complained for one in shown)
 
 
-async def test_the_warning_of_a_too_long_prompt_names_a_downloaded_model_that_fits(
+async def test_launch_warns_of_a_too_long_prompt_and_names_a_downloaded_model_that_fits(
     url: str, tmp_path: Path, tiny_model: Path
 ) -> None:
     there = tmp_path / "data" / "models" / "long"
@@ -110,7 +110,7 @@ async def test_the_warning_of_a_too_long_prompt_names_a_downloaded_model_that_fi
     assert "; serve one that is here: --model long" in complained
 
 
-async def test_two_dashes_before_the_agents_arguments_are_not_passed_to_it(url: str, tmp_path: Path) -> None:
+async def test_launch_does_not_pass_two_leading_dashes_to_the_agent(url: str, tmp_path: Path) -> None:
     _, printed, _ = await launched(tmp_path, "--gateway", url, "--print", "other", "--", "-p", "--", "x")
     assert shlex.split(printed)[-4:] == ["other", "-p", "--", "x"]
 

@@ -31,7 +31,7 @@ class Clock:
 
 
 def refusal(key: Key) -> float | None:
-    """Begin and end a request; return after how long it may be sent again if it is refused."""
+    """Begin and end a request; if it is refused, return the seconds until it may be sent again, else None."""
     try:
         with key.one_request():
             return None
@@ -93,7 +93,7 @@ async def test_an_api_key_over_its_limit_gets_429_in_each_apis_shape_and_other_k
         assert (await post("any")).status_code == 200
 
 
-async def test_a_request_counts_towards_the_at_once_limit_until_it_ends_or_its_client_leaves(
+async def test_a_request_counts_as_running_until_it_ends_or_its_client_disconnects(
     local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("few acme at_once=1\n")

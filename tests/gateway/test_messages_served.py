@@ -1,4 +1,4 @@
-"""Anthropic's API over HTTP: the same conversations and streams in its shape."""
+"""Anthropic's API over HTTP: conversations, streams and errors in its format."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def generated(reason: str = "stop", **more: Any) -> Generated:
 
 
 def events(written: str) -> list[dict[str, Any]]:
-    """Read a stream; each event's name is its type."""
+    """Parse a stream's events; assert that each event's name equals its `type`."""
     found = []
     for one in written.strip().split("\n\n"):
         name, _, body = one.partition("\ndata: ")
@@ -106,7 +106,7 @@ def body(*said: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 async def ask(http: httpx2.AsyncClient, *said: dict[str, Any], **more: Any) -> tuple[dict[str, Any], str]:
-    """Return the answer, and how its session was found."""
+    """Send a request; return the answer, and how its session was found (`begun`, `continued`, ...)."""
     answer = await http.post(f"{PATH}?beta=true", json=body(*said, **more))
     assert answer.status_code == 200, answer.text
     return answer.json(), answer.headers["x-turnkeep-session"].split()[1]
@@ -159,7 +159,7 @@ async def test_a_stream_of_the_messages_api_has_the_same_text_as_a_whole_answer(
 async def test_a_conversation_sent_in_full_to_the_messages_api_prefills_only_its_new_messages(
     http: httpx2.AsyncClient,
 ) -> None:
-    """Contents are strings once and blocks the next time; cache markers and the billing line move."""
+    """Contents alternate between strings and blocks; cache markers and the billing line change each time."""
     said, before = [], 0
     for number in range(6):
         said.append(user(f"And number {number}?"))
@@ -332,7 +332,7 @@ def test_anthropic_options_are_mapped_to_turnkeeps_options() -> None:
     assert "tools" not in read(tools=[{"type": "web_search_20250305", "name": "web_search"}]).options
 
 
-def test_cache_markers_billing_lines_and_thinking_do_not_change_the_conversation() -> None:
+def test_cache_markers_billing_lines_and_thinking_do_not_change_a_conversations_digest() -> None:
     thinking = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
     plain = end_of(user("Hello."), assistant("Yes."), user("Well?"), system="A")
     marked = text("Hello.", cache_control={"type": "ephemeral"})

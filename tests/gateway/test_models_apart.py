@@ -1,4 +1,4 @@
-"""A gateway with several models, each with its own prefix."""
+"""A gateway with several models, each with a subject prefix and a worker of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 async def served(local_worker: Any, door: Any, tmp_path: Path) -> Any:
-    """A gateway with the models `one` and `two`, which are workers here, and `gone`, which has none."""
+    """A gateway with the models `one` and `two`, which have workers, and `gone`, which has none."""
     one = await local_worker()
     prefixes = {"one": one.settings.prefix, "two": f"{one.settings.prefix}-two", "gone": "no-worker-here"}
     await local_worker(prefix=prefixes["two"], data_dir=tmp_path / "two")
@@ -26,7 +26,7 @@ async def ask(served: Any, model: str, said: str, **more: Any) -> Any:
     return await made(model=model, input=said, max_output_tokens=2, **more)
 
 
-async def test_a_model_without_a_worker_is_listed_without_a_context_and_answers_503(
+async def test_a_model_without_a_worker_is_listed_without_context_length_and_refuses_with_503(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     listed = (await http.get("/v1/models")).json()["data"]
@@ -39,7 +39,9 @@ async def test_a_model_without_a_worker_is_listed_without_a_context_and_answers_
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_models_share_no_sessions_but_one_can_continue_anothers_answer_by_its_id(served: Any) -> None:
+async def test_models_share_no_sessions_but_a_model_can_continue_another_models_answer_by_id(
+    served: Any,
+) -> None:
     first = await ask(served, "one", "Hello.")
     answer = first.parse()
     assert answer.model == "one"

@@ -1,4 +1,4 @@
-"""Ollama's API, and what LM Studio's clients use beside OpenAI's: read, answered and streamed."""
+"""Ollama's API, the paths that LM Studio's clients use besides OpenAI's, and `/tokenize`."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ async def test_ollama_requests_that_cannot_be_served_are_refused_with_the_reason
 async def test_the_tokenize_and_detokenize_endpoints_convert_texts_and_tokens(
     http: httpx2.AsyncClient, served: Any
 ) -> None:
-    """The tokens of a prompt; this model's are bytes."""
+    """This model's tokens are bytes."""
     text = "Héllo \U0001f600."
     told = (await http.post("/tokenize", json={"content": text})).json()
     assert told["count"] == len(told["tokens"]) == len(text.encode())

@@ -1,4 +1,4 @@
-"""Requests as users of other servers write them."""
+"""Requests with fields and encodings that clients of other inference servers use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def asked(**more: Any) -> Turn:
     return chat.read(json.dumps({"messages": SAID, **more}).encode())
 
 
-def test_minus_one_means_no_limit_or_no_seed_in_each_api() -> None:
+def test_a_value_of_minus_one_means_no_limit_or_no_seed_in_each_api() -> None:
     for turn in (
         asked(max_tokens=-1),
         asked(max_completion_tokens=-1.0),
@@ -67,7 +67,7 @@ def test_options_of_other_servers_are_accepted_in_each_api_without_warnings() ->
         assert not turn.warnings
 
 
-def test_an_integer_may_be_written_as_a_float() -> None:
+def test_integer_fields_of_a_request_may_be_written_as_floats() -> None:
     turn = asked(max_tokens=2.0, n=2.0, top_k=5.0, seed=7.0, logprobs=True, top_logprobs=1.0)
     given = [turn.n, *(turn.options[name] for name in ("max_tokens", "top_k", "seed", "top_logprobs"))]
     assert given == [2, 2, 5, 7, 1]
@@ -158,7 +158,7 @@ def test_only_unpaired_surrogates_are_replaced_in_a_message(sent: str, text: str
     assert chat.read(body.encode()).messages[0].content == text  # type: ignore[index]
 
 
-def test_a_broken_escape_is_refused_as_invalid_json() -> None:
+def test_a_broken_escape_sequence_is_refused_as_invalid_json() -> None:
     for body in (rb'{"messages": "\ud8"}', rb'{"messages": "\ud800', rb'"\x"'):
         with pytest.raises(Fault, match="not JSON"):
             decoded(chat.DECODER, body)

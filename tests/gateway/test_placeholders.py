@@ -1,4 +1,4 @@
-"""Content that the model cannot read becomes a placeholder in each API, unless a setting refuses it."""
+"""In each API a text replaces content that the model cannot read, unless the gateway refuses such content."""
 
 from __future__ import annotations
 
@@ -202,7 +202,9 @@ async def test_a_gateway_without_placeholders_refuses_blocks_that_the_model_cann
         assert answer.headers["x-turnkeep-warnings"].endswith("search_result read as text")
 
 
-async def test_a_token_count_warns_of_the_blocks_it_replaced(local_worker: Start, door: Start) -> None:
+async def test_a_token_count_warns_of_blocks_that_placeholders_replaced(
+    local_worker: Start, door: Start
+) -> None:
     worker = await local_worker()
     served = await door(worker.settings.nats, worker.settings.prefix)
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:

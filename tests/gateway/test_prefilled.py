@@ -1,4 +1,4 @@
-"""If the assistant's message is the last, the answer continues it and has only the rest."""
+"""If a request's last message is the assistant's, the answer continues this message, without repeating it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def served(local_worker: Start, door: Start, endless_model: Path) -> Any:
 async def ask(
     http: httpx2.AsyncClient, path: str, messages: list[dict[str, Any]], **more: Any
 ) -> tuple[str, int, int, str]:
-    """Return the answer's text, how many tokens its prompt has and how many of them were cached, and how."""
+    """Send a request; return text, number of prompt tokens and cached ones, and how the session was found."""
     body = {"messages": messages, "max_tokens": 8, "logit_bias": LETTERS, "temperature": 0.9, **more}
     answer = await http.post(path, json=body)
     assert answer.status_code == 200, answer.text
@@ -42,7 +42,7 @@ async def ask(
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 @pytest.mark.parametrize("restarts", [False, True])
-async def test_a_prefilled_answer_is_continued_and_its_conversation_is_found_by_the_joined_text(
+async def test_the_session_of_a_prefilled_answer_is_found_by_prefix_and_answer_joined(
     served: Any, http: httpx2.AsyncClient, door: Start, path: str, *, restarts: bool
 ) -> None:
     said, num_prompt, _, how = await ask(http, path, BEGUN)
@@ -78,7 +78,7 @@ async def test_a_repeated_request_with_a_prefilled_answer_forks_the_known_conver
     assert (again, how) == (certain, "repeated")
 
 
-async def test_a_prefilled_answer_equals_the_workers_own_answer_after_the_prefix(
+async def test_the_gateway_and_the_worker_give_the_same_answer_after_a_prefix(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     said, num_prompt, _, _ = await ask(http, MESSAGES, BEGUN, temperature=0)
@@ -100,7 +100,7 @@ async def test_a_prefilled_answer_equals_the_workers_own_answer_after_the_prefix
     assert (await session.generate(**asked)).text != plain, "it has other tokens before it"
 
 
-async def test_a_begun_answer_that_cannot_be_continued_is_refused_with_the_reason(
+async def test_a_prefilled_answer_that_cannot_be_continued_is_refused_with_the_reason(
     http: httpx2.AsyncClient,
 ) -> None:
     function = {"type": "function", "function": {"name": "f", "parameters": TOOL}}

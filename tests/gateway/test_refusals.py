@@ -1,4 +1,4 @@
-"""Refusals over HTTP: their statuses, and errors in OpenAI's shape."""
+"""Requests that the gateway refuses: HTTP statuses, and errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_an_invalid_or_unsupported_field_is_refused_with_its_name(
         assert error["param"].partition("[")[0] in {*body}, body
 
 
-async def test_fields_that_do_not_change_the_answer_are_accepted(http: httpx2.AsyncClient) -> None:
+async def test_common_optional_fields_of_chat_requests_are_accepted(http: httpx2.AsyncClient) -> None:
     more = {
         "user": "u",
         "store": True,
@@ -252,7 +252,7 @@ async def test_a_huge_max_tokens_generates_until_the_context_is_full(
 async def test_an_invalid_message_from_the_worker_is_a_server_error(
     served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as a log probability that is null instead of a number."""
+    """Here a log probability that is null instead of a number."""
 
     def broken(body: bytes) -> Any:
         return decode_chunk(body.replace(b'"logprob":-', b'"logprob":null,"was":-'))
@@ -325,7 +325,7 @@ async def test_requests_without_a_worker_get_503_and_the_command_that_starts_one
         assert answer.headers["retry-after"] == "5"
 
 
-async def test_keys_belong_to_tenants_that_share_no_sessions_and_a_wrong_key_is_refused(
+async def test_api_keys_of_two_tenants_share_no_sessions_and_a_wrong_key_is_refused(
     local_worker: Start, door: Start, tmp_path: Path
 ) -> None:
     file = tmp_path / "keys"

@@ -1,4 +1,4 @@
-"""Reranking over HTTP, as Cohere's and Jina's clients ask for it."""
+"""Reranking over HTTP, as Cohere's and Jina's clients request it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def served(local_worker: Start, door: Start, reranker: Path) -> Any:
 async def test_documents_are_ranked_by_score_and_named_by_their_index_in_the_request(
     served: Any, http: httpx2.AsyncClient, path: str
 ) -> None:
-    """As Jina's clients read them, and those of llama.cpp's server."""
+    """In the format of Jina and of llama.cpp's server."""
     scores = (await served.client.rerank(QUERY, DOCUMENTS)).scores
     best = sorted(range(4), key=lambda index: -scores[index])
     answer = await http.post(path, json={"model": "m", "query": QUERY, "documents": DOCUMENTS})
@@ -82,7 +82,7 @@ async def test_an_instruction_is_passed_to_the_reranker(served: Any, http: httpx
     assert told["results"] == [{"index": 0, "relevance_score": pytest.approx(expected, abs=1e-6)}]
 
 
-async def test_many_documents_are_ranked_and_long_ones_are_cut_or_refused_as_requested(
+async def test_many_documents_are_ranked_and_a_long_one_is_truncated_only_if_requested(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     long = {"query": QUERY, "documents": ["words " * 2000, *DOCUMENTS * 10], "max_tokens_per_doc": 20}

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API over HTTP: the same conversations and streams in its shape."""
+"""OpenAI's Responses API over HTTP: conversations, streams, and answers that are retrieved later."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def served(worker: Any, door: Start) -> Any:
 
 @pytest.fixture
 async def endless(local_worker: Start, door: Start, endless_model: Path) -> Any:
-    """A gateway for one answer at a time, which may be long; and the options of a request."""
+    """A gateway whose worker runs one answer at a time, and options for requests with long answers."""
     worker = await local_worker(model=str(endless_model), max_batch=1)
     served = await door(worker.settings.nats, worker.settings.prefix)
     return served, options(extra_body={"logit_bias": {"70": 100}})
@@ -72,7 +72,7 @@ def options(**more: Any) -> dict[str, Any]:
 
 
 async def ask(served: Any, said: Any, **more: Any) -> tuple[Any, str]:
-    """Return the response, and how its session was found."""
+    """Send a request; return the response, and how its session was found (`begun`, `continued`, ...)."""
     raw = await served.openai.responses.with_raw_response.create(input=said, **options(**more))
     return raw.parse(), raw.headers["x-turnkeep-session"].split()[1]
 
@@ -180,7 +180,7 @@ async def test_a_tool_call_of_the_responses_api_and_its_result_continue_the_conv
 async def test_a_conversation_continues_from_a_previous_response_id(
     worker: Any, door: Start, served: Any, *, restarts: bool
 ) -> None:
-    """Instructions apply to one request; two conversations may continue from one answer."""
+    """Instructions apply to one request only; two conversations may continue from the same answer."""
     first, _ = await ask(served, "One?", instructions="Rhyme.")
     second, how = await ask(served, "Two?", instructions="Rhyme.", previous_response_id=first.id)
     assert how == "continued"
@@ -211,7 +211,7 @@ async def test_a_conversation_continues_from_a_previous_response_id(
 async def test_a_forked_conversation_continues_by_its_response_id_after_its_parent_is_deleted(
     served: Any, monkeypatch: pytest.MonkeyPatch, *, is_long: bool
 ) -> None:
-    """Unless the conversation before it is too long for the log's headers."""
+    """Unless the conversation before the fork is too long for a header in the log."""
     first, _ = await ask(served, f"One? {random.Random(5).randbytes(300).hex()}")
     await ask(served, "Two?", previous_response_id=first.id)
     if is_long:
@@ -240,7 +240,7 @@ async def test_a_forked_conversation_continues_by_its_response_id_after_its_pare
 async def test_a_response_whose_session_is_to_be_forgotten_can_no_longer_be_retrieved(
     worker: Any, served: Any
 ) -> None:
-    """Even before the worker removes it."""
+    """Even before the worker has removed the session."""
     first, _ = await ask(served, "One?")
     session = session_key("default", f"gw-{first.id.removeprefix('resp_')[:32]}")
     await worker.stop()
@@ -251,7 +251,7 @@ async def test_a_response_whose_session_is_to_be_forgotten_can_no_longer_be_retr
 
 
 async def test_input_items_may_be_given_by_their_ids(served: Any) -> None:
-    """The AI SDK for JavaScript does so."""
+    """The AI SDK for JavaScript sends ids instead of items."""
     first, _ = await ask(served, "One?")
     thought = {"type": "reasoning", "id": "rs_1", "summary": []}
     for number, how in ((2, "continued"), (3, "forked")):
@@ -265,7 +265,7 @@ async def test_input_items_may_be_given_by_their_ids(served: Any) -> None:
     assert refused.value.param == "input[1].id"
 
 
-async def test_a_repeated_answer_has_its_own_id_and_both_can_be_retrieved(served: Any) -> None:
+async def test_an_answer_that_is_returned_twice_has_two_ids_and_can_be_retrieved_by_both(served: Any) -> None:
     more = {"temperature": 0, "metadata": {"number": "1"}}
     first, _ = await ask(served, "One?", **more)
     again, how = await ask(served, "One?", **more | {"metadata": {"number": "2"}})
@@ -295,7 +295,7 @@ async def test_a_running_response_can_be_cancelled(endless: Any) -> None:
 
 
 class Person(pydantic.BaseModel):
-    """What an answer is parsed as."""
+    """The schema of an answer that OpenAI's client parses."""
 
     ok: bool
 

@@ -1,4 +1,4 @@
-"""Requests and answers of the Responses API: pure functions, for what a tiny model never says."""
+"""The pure functions that parse requests and encode answers of the Responses API, with crafted results."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def generated(reason: str = "stop", *calls: tuple[str, str, str], **more: Any) -
 
 
 def events(written: bytes) -> list[dict[str, Any]]:
-    """Read a stream; each event's name is its type."""
+    """Parse a stream's events; assert that each event's name equals its `type`."""
     found = []
     for one in written.decode().strip().split("\n\n"):
         name, _, body = one.partition("\ndata: ")
@@ -118,7 +118,7 @@ def test_text_and_tool_calls_of_one_turn_are_read_as_one_assistant_message() -> 
 
 
 def test_an_answer_sent_back_as_items_matches_the_conversation_of_its_session() -> None:
-    """Also if a client sends the items in another order, or without the white space around the text."""
+    """Also if a client changes the order of the items, or strips the white space around the text."""
     tools = [FUNCTION, CUSTOM, NAMESPACE]
     done = generated(
         "tool_calls",

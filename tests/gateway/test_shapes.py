@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: pure functions, for what a tiny model never says."""
+"""The pure functions that encode answers in OpenAI's formats, with crafted results."""
 
 from __future__ import annotations
 

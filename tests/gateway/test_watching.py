@@ -1,4 +1,4 @@
-"""The gateway's metrics, and its report of what it found of a conversation."""
+"""The gateway's metrics, its header `x-turnkeep-explain`, and which web pages may send requests."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_metrics_count_requests_conversations_and_tokens(
             assert refused.status_code == 403
 
 
-async def test_the_explain_header_names_the_message_that_was_not_found_without_its_content(
+async def test_the_explain_header_names_the_first_unknown_message_but_not_its_content(
     local_worker: Start, door: Start, endless_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "gateway")
@@ -138,7 +138,7 @@ async def test_the_explain_header_names_the_message_that_was_not_found_without_i
         assert "Again" not in text
 
 
-def test_the_record_of_seen_conversations_is_bounded_and_keeps_the_latest() -> None:
+def test_the_gateway_remembers_the_latest_conversations_in_bounded_memory() -> None:
     seen = Seen()
     for number in range(50_000):
         known = [number.to_bytes(4, "big") + bytes([at]) for at in range(3)]
@@ -183,7 +183,7 @@ async def test_pages_of_this_machine_and_of_allowed_sites_may_send_requests_and_
 async def test_a_host_header_of_an_unknown_domain_is_refused_unless_the_gateway_has_keys(
     local_worker: Start, door: Start, tmp_path: Path
 ) -> None:
-    """Against DNS rebinding: the page has the same origin, so a GET carries no Origin."""
+    """Prevents DNS rebinding: a page whose domain resolves to the gateway sends a GET without an Origin."""
     (tmp_path / "keys").write_text("secret acme\n")
     worker = await local_worker()
     nats, prefix = worker.settings.nats, worker.settings.prefix

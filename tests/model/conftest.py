@@ -1,4 +1,4 @@
-"""The packaged model's tokenizer, and tokenizers with templates of the tests' own."""
+"""The packaged model's tokenizer, and copies of it with other chat templates."""
 
 from __future__ import annotations
 

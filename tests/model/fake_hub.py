@@ -1,4 +1,4 @@
-"""A small hub on loopback, with the few answers that the hub's library asks for, and faults on demand."""
+"""A fake Hugging Face hub on loopback: answers the requests of its library, with faults on demand."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LARGE = 10_000
 
 @dataclass
 class FakeHub:
-    """Repositories by their ids, and what was asked for.
+    """Serves the files of `repositories`, by repository id, and records the requests for files in `asked`.
 
-    `cuts` are numbers of bytes after which the next bodies of large files break off; `broken` files have
-    another content than their checksum says, `claimed` files another size.
+    `cuts` are numbers of bytes after which the next bodies of large files break off; `broken` are files whose
+    content does not match their checksum; `claimed` has false sizes by file.
     """
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -32,8 +32,8 @@ class FakeHub:
     cuts: list[int] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     claimed: dict[str, int] = field(default_factory=dict)
-    asked: list[tuple[str, str | None]] = field(default_factory=list)  # names of files, and ranges
-    stalled: threading.Event | None = None  # a body that is cut waits for it
+    asked: list[tuple[str, str | None]] = field(default_factory=list)  # file names, and ranges of bytes
+    stalled: threading.Event | None = None  # a body that broke off stays open until this is set
 
     def __enter__(self) -> Self:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
@@ -123,4 +123,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""

@@ -1,6 +1,6 @@
-"""When text counts as a tool call: the tool was offered, the whole block parses, and the arguments fit.
+"""Text is a tool call only if the tool was offered, the whole block parses and the arguments fit the schema.
 
-A wrong call would be executed, so a doubtful one stays text.
+A client would execute a wrong call, so a doubtful call stays text.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TOOLS = [
 
 
 def calls_in(family: str, text: str, tools: Any = TOOLS, **more: Any) -> list[tuple[str, Any]]:
-    """Return the calls in an answer, which are the same whole and by one character; nothing vanishes."""
+    """Return an answer's calls, and check that streaming by characters gives the same and loses no text."""
     text = wide(text)
     found = outcome(splitter(family, tools=tools, **more), [text])
     assert outcome(splitter(family, tools=tools, **more), text) == found
@@ -64,7 +64,7 @@ def coder(*lines: str) -> str:
 
 
 @pytest.mark.parametrize("mark", ["</parameter>", "</tool_call>", "</function>", "<tool_call>"])
-def test_an_argument_of_a_call_may_contain_the_markers_of_its_format(mark: str) -> None:
+def test_an_argument_of_a_qwen3_coder_call_may_contain_the_markers_of_that_format(mark: str) -> None:
     command = f"echo '{mark}' > a\nls"
     lines = ("<function=bash>", "<parameter=command>", command, "</parameter>", "</function>")
     assert calls_in("qwen3_coder", coder(*lines)) == [("bash", {"command": command})]
@@ -173,7 +173,7 @@ def test_a_mistral_call_may_have_a_dotted_name_if_such_a_tool_was_offered() -> N
     assert calls_in("mistral_args", text, [tool("fs.bash", command=TEXT)]) == [("fs.bash", {"command": "ls"})]
 
 
-def test_a_mistral_calls_own_id_is_kept_unless_an_earlier_call_has_it() -> None:
+def test_the_id_of_a_mistral_call_is_kept_unless_an_earlier_call_has_the_same_id() -> None:
     text = "[TOOL_CALLS]clock[CALL_ID]a1b2c3d4e[ARGS]{}"
     ((own, _, _), (other, _, _)) = outcome(splitter("mistral_args", tools=TOOLS), [text + text])[2]
     assert own == "a1b2c3d4e"
@@ -227,7 +227,7 @@ def test_a_json_object_that_is_an_invalid_call_stays_text_and_counts_as_malforme
     assert outcome(splitter("generic", tools=TOOLS), text)[3], "which is a malformed call"
 
 
-def test_two_json_calls_in_a_block_are_read_on_two_lines_or_in_a_list_but_not_after_a_comma() -> None:
+def test_two_json_calls_in_a_block_count_on_two_lines_or_in_a_list_but_not_joined_by_a_comma() -> None:
     one, other = '{"name": "clock", "arguments": {}}', '{"name": "bash", "arguments": {"command": "ls"}}'
     wanted = [("clock", {}), ("bash", {"command": "ls"})]
     for between in ("\n", ", "):
@@ -236,7 +236,7 @@ def test_two_json_calls_in_a_block_are_read_on_two_lines_or_in_a_list_but_not_af
     assert calls_in("generic", f"<tool_call>[{one}, {other}]</tool_call>") == wanted
 
 
-def test_raw_line_breaks_in_json_strings_and_arguments_given_as_json_text_are_accepted() -> None:
+def test_json_calls_may_have_raw_line_breaks_in_strings_and_arguments_encoded_as_a_json_string() -> None:
     wanted = [("bash", {"command": "ls\npwd"})]
     assert (
         calls_in("generic", '<tool_call>{"name": "bash", "arguments": {"command": "ls\npwd"}}</tool_call>')
@@ -306,7 +306,7 @@ NESTED = [tool("fs.set", key=TEXT, of={"type": "object"}, all={"type": "array"})
         ),
     ],
 )
-def test_gemma_calls_may_have_nested_values_and_dotted_names_and_broken_ones_stay_text(
+def test_gemma_calls_may_have_nested_values_and_dotted_names_and_malformed_calls_stay_text(
     family: str, text: str
 ) -> None:
     wanted = {"key": "a}, b:{", "of": {"x": {"y": 1}}, "all": [True, '"']}
@@ -374,7 +374,7 @@ def test_the_tool_parser_named_in_a_model_folder_decides_the_call_markers(
         assert Tokenizer.from_folder(folder).markup.calls[0] == opens
 
 
-def test_a_models_chat_template_type_selects_mlx_lms_template_and_an_unknown_one_is_refused(
+def test_a_models_chat_template_type_selects_mlx_lms_template_and_an_unknown_type_is_refused(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "as-code"
@@ -428,14 +428,14 @@ def test_a_models_chat_template_type_selects_mlx_lms_template_and_an_unknown_one
         ("browser.search", []),
     ],
 )
-def test_only_calls_of_offered_functions_count_as_calls_in_harmony(to: str, wanted: Any) -> None:
+def test_only_calls_of_offered_functions_count_as_calls_in_the_harmony_format(to: str, wanted: Any) -> None:
     text = f'<|channel|>commentary to={to} <|constrain|>json<|message|>{{"command": "ls"}}<|call|>'
     assert calls_in("harmony", text) == wanted
     if not wanted:
         assert '{"command": "ls"}' in outcome(splitter("harmony", tools=TOOLS), text)[0]
 
 
-# Markers that are mentioned, and calls that are none
+# Markers that are only mentioned, and invalid calls
 
 
 def good(family: str, command: str) -> str:
@@ -458,7 +458,7 @@ def test_two_valid_calls_count_despite_an_invalid_call_or_a_bare_marker_between_
         assert outcome(splitter(family), text) == outcome(splitter(family), [text])
 
 
-#: Families whose arguments are not quoted, so that they may have the whole end of a call in them.
+#: Families that do not quote arguments, so that an argument may contain all end markers of a call.
 TAGGED = [name for name in MARKED if markup(name).forms[0].is_tagged]
 
 
@@ -479,7 +479,7 @@ def test_a_call_inside_the_argument_of_another_call_is_not_a_call(family: str) -
 
 
 @pytest.mark.parametrize("family", ["generic", "hunyuan", "nemotron", "phi4", "pythonic", "olmo3"])
-def test_a_call_inside_an_unescaped_string_leaves_the_whole_answer_as_text(family: str) -> None:
+def test_a_call_whose_string_argument_contains_another_call_unescaped_stays_text(family: str) -> None:
     inner = good(family, "rm")
     text = (
         good(family, "^").replace("^", f"For example:\n{inner}\nor\n{inner}\nremoves all.").replace("'", '"')
@@ -491,7 +491,9 @@ def test_a_call_inside_an_unescaped_string_leaves_the_whole_answer_as_text(famil
 
 
 @pytest.mark.parametrize("family", TAGGED)
-def test_a_call_whose_argument_contains_the_calls_end_markers_stays_text_as_malformed(family: str) -> None:
+def test_a_call_whose_argument_contains_all_end_markers_of_a_call_stays_text_and_is_malformed(
+    family: str,
+) -> None:
     ends = good(family, "^").partition("^")[2]
     text = good(family, f"A call ends with {ends}\nand the rest")
     said, _, calls, malformed = outcome(splitter(family), [text])
@@ -513,7 +515,7 @@ def test_reasoning_after_a_call_is_streamed_at_once() -> None:
     assert (len(told.calls), told.reasoning, one.in_reasoning) == (1, "Then", True)
 
 
-def test_two_valid_calls_count_in_harmony_despite_an_invalid_call_between_them() -> None:
+def test_two_valid_calls_count_in_the_harmony_format_despite_an_invalid_call_between_them() -> None:
     again = "<|start|>assistant"
     bad = written("harmony", "unknown").removesuffix("<|call|>") + "<|end|>"
     text = again.join([good("harmony", "a"), bad, good("harmony", "b")])
@@ -537,7 +539,7 @@ def test_text_that_only_mentions_a_call_marker_is_streamed_at_once() -> None:
     assert one.push(", and <tool_call> ends it no").text == ", and <tool_call> ends it no"
 
 
-def test_parsing_thousands_of_broken_call_markers_ends_and_leaves_them_as_text() -> None:
+def test_an_answer_of_thousands_of_broken_call_markers_stays_text() -> None:
     for text in ('<tool_call>{"' * 20_000, "<tool_call>{" * 20_000, '<tool_call>{"</tool_call>' * 10_000):
         assert outcome(splitter("generic"), [text])[0] == text
     begun = "<tool_call>\n<function=run>\n<parameter=code>\n"
@@ -570,7 +572,7 @@ def test_a_call_whose_json_is_complete_needs_none_of_its_end_markers(family: str
     assert calls_in(family, text[:-1]) == []
 
 
-def test_a_glm_call_cut_off_before_its_end_marker_is_no_call_but_a_json_one_is() -> None:
+def test_a_call_truncated_before_its_end_marker_counts_in_json_but_not_in_glms_format() -> None:
     one = splitter("glm47")
     one.push(written("glm47").removesuffix("</tool_call>"))
     one.finish(is_cut=True)
@@ -602,7 +604,7 @@ def test_calls_beyond_the_maximum_are_dropped_from_an_answer(family: str) -> Non
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_call_equal_to_the_one_before_ends_an_answer_that_must_call(family: str) -> None:
+def test_a_call_equal_to_the_previous_call_ends_an_answer_that_must_consist_of_calls(family: str) -> None:
     text = in_a_row(family, "abbbba", "\n")
     one = splitter(family, ends_at_repeat=True)
     said, _, calls, _ = outcome(one, text)
@@ -614,7 +616,7 @@ def test_a_call_equal_to_the_one_before_ends_an_answer_that_must_call(family: st
 
 
 def fitted(value: Any, schema: Any, *, is_text: bool = False) -> Any:
-    """Return an argument as it is converted; raises `NoCallError`."""
+    """Return an argument, converted by its schema; raises `NoCallError` if it does not fit."""
     offered = Offered([{"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}])
     return json.loads(offered.believed(Written("f", {"x": value}, is_text=is_text)).arguments)["x"]
 
@@ -645,7 +647,7 @@ WHOLE, NUMBER, NULL = {"type": "integer"}, {"type": "number"}, {"type": "null"}
         ("3", {"$ref": "#/$defs/none"}, "3"),
     ],
 )
-def test_argument_values_are_converted_only_where_the_schema_leaves_no_doubt(
+def test_an_argument_is_converted_to_its_schemas_type_only_if_that_type_is_unambiguous(
     value: Any, schema: Any, wanted: Any
 ) -> None:
     found = fitted(value, schema)
@@ -793,7 +795,7 @@ SCHEMAS = st.recursive(
 
 
 @given(value=VALUES, schema=SCHEMAS)
-def test_accepted_arguments_fit_the_schema_and_fitting_ones_are_accepted_unchanged(
+def test_accepted_arguments_fit_the_schema_and_arguments_that_fit_are_accepted_unchanged(
     value: Any, schema: Any
 ) -> None:
     checker = jsonschema.Draft202012Validator(schema)

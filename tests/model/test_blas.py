@@ -1,4 +1,4 @@
-"""OpenBLAS is loaded before MLX, or the operator is told why it is not."""
+"""OpenBLAS is loaded before MLX; if it cannot be, the operator learns the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux need
 
 
 def run(code: str) -> list[str]:
-    """Run code in a process of its own, since what is loaded stays loaded; returns the lines it prints."""
+    """Run code in a new process, since loaded libraries stay loaded; return the lines that it prints."""
     command = [
         sys.executable,
         "-c",
@@ -60,7 +60,7 @@ def test_openblas_uses_fast_kernels_on_avx2_processors_unless_the_operator_chose
     )
 
 
-def test_preload_without_openblas_tells_the_slowdown_and_the_command_to_install_it() -> None:
+def test_preload_without_openblas_reports_the_slowdown_and_the_command_that_installs_it() -> None:
     (line,) = run("status = preload(('libnothere.so.0',))\nprint(status)")
     assert "library=None, needed=True" in line
     assert "15 times slower" in line

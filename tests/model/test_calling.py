@@ -23,9 +23,9 @@ TOOLS: list[dict[str, Any]] = [
     {"function": {"name": "weather", "strict": True, "parameters": {**CITY, "additionalProperties": False}}},
     {"function": {"name": "clock"}},
 ]
-#: What in its template tells how a family of several formats writes.
+#: For families with several call formats: the template text that tells which one is used.
 OWN = {"mistral_args": " [ARGS]", "deepseek_v3": " ```json"}
-#: Families whose calls have JSON as arguments, and a marker of their own.
+#: Families whose calls have JSON arguments and begin with a marker.
 JSON = [
     name
     for name in FAMILIES
@@ -62,7 +62,7 @@ def accepts(tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
 
 
 @pytest.mark.parametrize("family", JSON)
-async def test_the_grammar_for_a_required_call_accepts_only_calls_of_tools_that_fit_their_schema(
+async def test_the_grammar_for_required_calls_accepts_only_calls_of_offered_tools_with_valid_arguments(
     grammars: Grammars, tokenizer: Tokenizer, family: str
 ) -> None:
     grammar = await compiled(grammars, tokenizer, family, None)
@@ -85,7 +85,7 @@ async def test_the_grammar_for_a_required_call_accepts_only_calls_of_tools_that_
 
 
 @pytest.mark.parametrize("family", JSON)
-async def test_the_grammar_for_optional_calls_accepts_text_and_only_calls_that_fit_the_schema(
+async def test_the_grammar_for_optional_calls_accepts_text_and_calls_whose_arguments_fit_the_schema(
     grammars: Grammars, tokenizer: Tokenizer, family: str
 ) -> None:
     grammar = await compiled(grammars, tokenizer, family, "text")
@@ -118,7 +118,7 @@ async def test_the_harmony_grammar_accepts_one_valid_call_or_one_final_message(
 
 
 @pytest.mark.parametrize("family", ["qwen3_coder", "glm47", "pythonic"])
-async def test_the_grammar_for_formats_without_json_requires_a_call_of_an_offered_tool(
+async def test_the_grammar_for_call_formats_without_json_requires_a_call_of_an_offered_tool(
     grammars: Grammars, tokenizer: Tokenizer, family: str
 ) -> None:
     grammar = await compiled(grammars, tokenizer, family, None)
@@ -127,7 +127,7 @@ async def test_the_grammar_for_formats_without_json_requires_a_call_of_an_offere
     assert not accepts(tokenizer, grammar, written(family, "other", {"city": "Rome"}))
 
 
-async def test_the_grammar_of_a_request_with_tools_and_a_format_accepts_a_call_or_the_format(
+async def test_the_grammar_for_tools_and_a_response_format_accepts_a_call_or_text_in_that_format(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     grammar = await compiled(grammars, tokenizer, "generic", '"yes" | "no"')
@@ -154,7 +154,7 @@ def thinking(tokenizer: Tokenizer, grammar: Grammar | None = None, **more: Any) 
 
 
 def allowed(tokenizer: Tokenizer, mask: np.ndarray[Any, Any] | None) -> str | None:
-    """The texts that may come next, joined; None if any may."""
+    """Return the texts of the tokens that a mask allows, joined; None if every token is allowed."""
     if mask is None:
         return None
     ids = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
@@ -166,7 +166,7 @@ def next_of(tokenizer: Tokenizer, follower: Any, draft: str = "") -> list[str | 
     return [allowed(tokenizer, mask) for mask in follower.masks(tokens)]
 
 
-def test_reasoning_is_ended_when_its_token_budget_is_used_up(tokenizer: Tokenizer) -> None:
+def test_masks_force_the_end_of_reasoning_when_its_token_budget_is_used_up(tokenizer: Tokenizer) -> None:
     follower = thinking(tokenizer, budget=3).follow(())
     assert next_of(tokenizer, follower, "ab") == [None] * 3
     assert next_of(tokenizer, follower, "abc</x") == [None] * 3 + ["<", "/", "t", "<"]
@@ -180,7 +180,7 @@ def test_reasoning_is_ended_when_its_token_budget_is_used_up(tokenizer: Tokenize
     assert next_of(tokenizer, ended) == [None]
 
 
-async def test_forced_tokens_are_the_end_of_the_reasoning_and_the_only_text_allowed_after_it(
+async def test_forced_tokens_spell_the_end_of_reasoning_and_then_the_only_text_that_a_grammar_allows(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     grammar = await grammars.compiled(LarkFormat('start: "yes" | "yet"'))
@@ -192,7 +192,7 @@ async def test_forced_tokens_are_the_end_of_the_reasoning_and_the_only_text_allo
     assert not thinking(tokenizer, budget=3).follow(tokenizer.encode("a</think>", at_start=False)).forced()
 
 
-async def test_forced_tokens_stop_before_a_special_token_and_change_no_mask(
+async def test_forced_tokens_stop_before_a_special_token_and_reading_them_changes_no_mask(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     special = min(tokenizer.control_ids - tokenizer.eos_ids)
@@ -231,7 +231,7 @@ async def test_a_grammar_lets_an_answer_begin_with_reasoning_or_without_it(
     assert next_of(tokenizer, thought, "ye") == ["\nny", "e", "s"]
 
 
-async def test_a_grammar_allows_each_token_of_the_reasoning_marker_beside_its_own_text(
+async def test_masks_allow_the_next_token_of_the_reasoning_marker_and_of_the_grammars_text(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     yes = thinking(tokenizer, await grammars.compiled(LarkFormat('start: "yes"')), is_begun=False)
@@ -242,7 +242,7 @@ async def test_a_grammar_allows_each_token_of_the_reasoning_marker_beside_its_ow
 
 
 @pytest.mark.parametrize("cut", range(14))
-async def test_a_grammar_follower_rebuilt_from_all_tokens_equals_one_advanced_token_by_token(
+async def test_a_grammars_state_rebuilt_from_all_tokens_equals_a_state_advanced_token_by_token(
     grammars: Grammars, tokenizer: Tokenizer, cut: int
 ) -> None:
     grammar = await grammars.compiled(LarkFormat('start: "yes" | "no"'))

@@ -1,4 +1,4 @@
-"""Models on this machine are named and described without loading weights."""
+"""Models on this machine are listed and described without loading their weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _no_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-def test_folders_files_and_links_in_the_data_directory_are_found_and_removed_by_name(
+def test_model_folders_gguf_files_and_links_in_the_data_directory_are_found_and_removed_by_name(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     models = tmp_path / "models"
@@ -46,7 +46,7 @@ def test_folders_files_and_links_in_the_data_directory_are_found_and_removed_by_
     assert [*models.glob("[!.]*")] == [other]
 
 
-def test_a_conversion_of_a_gguf_file_elsewhere_is_listed_and_the_file_is_not_removable(
+def test_a_converted_gguf_file_outside_the_models_folder_is_listed_but_cannot_be_removed(
     tmp_path: Path,
 ) -> None:
     source = TinyLlama().write(tmp_path / "away.gguf")
@@ -78,7 +78,7 @@ def test_a_models_abilities_are_read_from_its_template_vocabulary_and_architectu
     assert catalog.named(str(tmp_path / "phi-9-Q8_0.gguf"), tmp_path).instead == "mlx-community/phi-9-8bit"
 
 
-def test_an_unknown_model_name_raises_an_error_that_lists_the_models_here(
+def test_an_unknown_model_name_raises_an_error_that_lists_the_models_on_this_machine(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     shutil.copytree(tiny_model, tmp_path / "models" / "mine")
@@ -86,7 +86,7 @@ def test_an_unknown_model_name_raises_an_error_that_lists_the_models_here(
         model.resolve("qwen3", tmp_path, dtype="keep")
 
 
-def test_cache_policies_and_windows_match_the_table_in_the_page_on_architectures() -> None:
+def test_cache_policies_and_windows_of_architectures_match_the_table_in_the_documentation() -> None:
     rows = re.findall(
         r"^\| `(\w+)` \| (.+?) \| .+? \| (yes|no) \| (yes|no) \|", PAGE.read_text(), re.MULTILINE
     )

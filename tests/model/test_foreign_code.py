@@ -17,7 +17,7 @@ from worker.models.tokenizer import TemplateError, Tokenizer
 
 @pytest.fixture
 def folder(tiny_model: Path, tmp_path: Path) -> Path:
-    """A model with a module that leaves a trace when it is run."""
+    """A model folder with a Python module that writes a file when it is run."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
     (folder / "foreign.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")

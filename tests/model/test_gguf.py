@@ -85,7 +85,7 @@ def test_converted_weights_are_rounded_to_the_requested_dtype(
 @pytest.mark.parametrize(
     ("kind", "dtype"), [(Kind.F32, "float32"), (Kind.BF16, "bfloat16"), (Kind.Q4_0, "float16")]
 )
-def test_dtype_keep_converts_to_the_dtype_nearest_to_that_of_the_file(
+def test_dtype_keep_converts_a_gguf_file_to_the_dtype_nearest_to_its_own(
     path: Path, kind: Kind, dtype: str
 ) -> None:
     TinyLlama(kind=kind).write(path)
@@ -102,16 +102,16 @@ def test_weights_beyond_the_range_of_float16_are_refused_and_leave_no_files_behi
 
 
 def hf_layout(values: np.ndarray, heads: int) -> np.ndarray:
-    """Undo the pairing of rows with which q and k are stored in GGUF."""
+    """Reorder rows of q or k weights from GGUF's layout, in pairs, to the Hugging Face layout."""
     pairs = values.reshape(heads, HEAD_DIM // 2, 2, -1)
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_converted_llama_computes_the_same_logits_as_in_the_hugging_face_layout(
+def test_a_converted_llama_computes_the_same_logits_as_its_weights_in_the_hugging_face_layout(
     path: Path, tied: bool
 ) -> None:
-    """Grouped queries, rotation, tied embeddings and epsilon, against a model in the Hugging Face layout."""
+    """Covers grouped queries, rotary positions, tied and untied embeddings, and the norms' epsilon."""
     from mlx_lm.models import llama
 
     tiny = TinyLlama(weights(tied=tied))
@@ -177,7 +177,7 @@ def test_the_rope_scaling_of_a_gguf_file_is_kept(
     assert np.isfinite(logits(found, [1, 2, 3])).all()
 
 
-def test_attention_biases_are_kept(path: Path) -> None:
+def test_a_gguf_file_with_attention_biases_sets_attention_bias_in_the_configuration(path: Path) -> None:
     tiny = TinyLlama()
     shapes = {"attn_q": HEADS * HEAD_DIM, "attn_k": KV_HEADS * HEAD_DIM, "attn_v": KV_HEADS * HEAD_DIM}
     biases = {
@@ -189,7 +189,7 @@ def test_attention_biases_are_kept(path: Path) -> None:
     assert loaded(path).config["attention_bias"] is True
 
 
-def test_a_converted_folder_is_reused_until_the_gguf_file_changes(path: Path) -> None:
+def test_a_conversion_is_reused_until_the_gguf_file_changes(path: Path) -> None:
     TinyLlama().write(path)
     reports: list[tuple[int, int, str]] = []
     first = gguf_model.convert(
@@ -239,7 +239,7 @@ def test_a_conversion_that_does_not_fit_on_the_disk_is_refused_with_both_sizes(
 
 
 def forged_length() -> bytes:
-    """Give a file whose one array claims 2**60 numbers."""
+    """Return a file whose only array claims to have 2**60 numbers."""
     field = struct.pack("<Q1sIIQ", 1, b"a", 9, 4, 2**60)
     return b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + field
 
@@ -327,9 +327,9 @@ def sound_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_gguf_file_with_a_flipped_byte_is_accepted_or_refused_without_a_crash(
     sound_file: Path, where: float, flip: int
 ) -> None:
-    """The header describes a model or is refused; nothing else is raised and nothing hangs."""
+    """The header is accepted or refused with a `ModelError`; nothing else is raised and nothing hangs."""
     content = bytearray(sound_file.read_bytes())
-    start = content.index(b"blk.1.ffn_down.weight")  # the last tensor's head: behind it are values
+    start = content.index(b"blk.1.ffn_down.weight")  # the header of the last tensor: values follow it
     content[int(where * start)] ^= flip
     broken = sound_file.with_name("broken.gguf")
     broken.write_bytes(content)
@@ -362,7 +362,7 @@ def test_the_converted_folder_has_the_tokenizer_and_template_of_the_gguf_file(pa
         ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", " x", "!\n\n"]),
     ],
 )
-def test_text_is_split_as_the_pre_tokenizer_named_in_the_file_does(
+def test_text_is_split_by_the_pre_tokenizer_that_the_gguf_file_names(
     path: Path, pre: str | None, pieces: list[str]
 ) -> None:
     TINY.but(tokenizer__ggml__pre=pre).write(path)
@@ -372,7 +372,7 @@ def test_text_is_split_as_the_pre_tokenizer_named_in_the_file_does(
 
 
 def test_the_tekken_pre_tokenizer_splits_words_at_capital_letters(path: Path) -> None:
-    """Compared once with Tekken's own rules, merges by rank: 5,662 equal tokens of prose and code."""
+    """Compared once with Tekken's original tokenizer: 5,662 tokens of prose and code were equal."""
     TINY.but(tokenizer__ggml__pre="tekken").write(path)
     rust = Tokenizer.from_folder(convert(path))._rust
     found = [piece for piece, _ in rust.pre_tokenizer.pre_tokenize_str("HelloWorld don't 12 HTTPServer a//b")]
@@ -381,7 +381,7 @@ def test_the_tekken_pre_tokenizer_splits_words_at_capital_letters(path: Path) ->
 
 
 @pytest.mark.parametrize(("pre", "adds"), [("llama-bpe", True), ("tekken", True), ("smollm", False)])
-def test_a_bos_token_is_added_only_if_the_files_pre_tokenizer_calls_for_it(
+def test_a_bos_token_is_added_only_if_the_pre_tokenizer_of_the_gguf_file_requires_it(
     path: Path, pre: str, adds: bool
 ) -> None:
     TINY.but(tokenizer__ggml__pre=pre).write(path)

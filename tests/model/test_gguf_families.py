@@ -1,4 +1,4 @@
-"""GGUF files of each family give the logits of mlx-lm with the same weights, and its tokens."""
+"""Converted GGUF files of each family give the logits and the tokens of the original models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMON = {
     "max_position_embeddings": 512,
     "rope_theta": 50_000.0,
 }
-#: For each family mlx-lm's own configuration, and the fields of a file that say the same.
+#: For each family: mlx-lm's model and configuration, and the GGUF fields with the same values.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2": ("qwen2", {"num_hidden_layers": 2, "tie_word_embeddings": False}, {}),
     "qwen3": (
@@ -56,7 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def twin(kind: str, config: dict[str, Any]) -> tuple[Any, dict[str, mx.array]]:
-    """Make mlx-lm's model with random weights; returns it and the weights, under their own names."""
+    """Make mlx-lm's model with random weights; return the model, and the weights by their names."""
     module = import_module(f"mlx_lm.models.{kind}")
     made = module.Model(module.ModelArgs.from_dict({"model_type": kind, **COMMON, **config}))
     mx.random.seed(3)
@@ -76,14 +76,14 @@ def test_a_converted_gguf_model_computes_the_same_logits_as_mlx_lm_with_the_same
 ) -> None:
     kind, config, fields = CASES[family]
     original, drawn = twin(kind, config)
-    names = get_tensor_name_map(MODEL_ARCH[family.upper()], 7)  # the converters' own
+    names = get_tensor_name_map(MODEL_ARCH[family.upper()], 7)  # the table of the usual converters
     weights = {str(names.get_name(name, (".weight", ".bias"))): np.array(drawn[name]) for name in drawn}
-    if family == "gemma3":  # their converter adds it
+    if family == "gemma3":  # the usual converter adds 1
         weights |= {name: array + 1 for name, array in weights.items() if name.endswith("norm.weight")}
     written = {f"{family}.{name}": value for name, value in fields.items()}
     path = TinyLlama(weights, architecture=family, fields=written).write(tmp_path / "tiny.gguf")
     found = model.load(gguf_model.convert(path, tmp_path / "models", dtype="float32"), dtype="float32")
-    tokens = mx.array([[*range(5, 45)]])  # beyond the window
+    tokens = mx.array([[*range(5, 45)]])  # more than the window
     np.testing.assert_allclose(np.array(found.model(tokens)), np.array(original(tokens)), atol=2e-4)
     assert found.context_tokens == 512
 
@@ -99,7 +99,7 @@ def test_gemma_3_with_62_layers_scales_queries_by_its_hidden_size_per_head(tmp_p
 
 
 def test_a_run_of_spaces_is_one_token_if_the_vocabulary_defines_it(tmp_path: Path) -> None:
-    """As in Gemma: matched before the merges, after the spaces are replaced."""
+    """Gemma's tokenizer matches such tokens before it merges, after it has replaced the spaces."""
     bytes_ = [f"<0x{i:02X}>" for i in range(256)]
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *bytes_, "\u2581", "a", "b", "ab", "\u2581ab"]
     tokens += ["\u2581" * 2, "\u2581" * 3, "\n\n", "<turn>"]

@@ -1,4 +1,4 @@
-"""Grammars over the packaged model's tokens: which are compiled or refused, and what they allow."""
+"""Grammars over the packaged model's tokens: which are refused, and which tokens the others allow."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 
 
 def accepts(grammar: Any, tokens: Sequence[int]) -> bool:
-    """Say whether these tokens, with or without an end token, are a whole answer."""
+    """Say whether these tokens, with or without an end token, are a complete answer by the grammar."""
     whole = tokens[:-1] if tokens and tokens[-1] == 2 else tokens
     return bool(grammar.follow(whole).is_complete)
 
@@ -87,7 +87,7 @@ async def test_text_that_a_grammar_forces_may_be_written_in_single_bytes_or_long
     assert accepts(grammar, tokenizer.encode(tokenizer.as_text(text), at_start=False))
 
 
-async def test_forced_text_is_returned_as_the_tokenizer_spells_it_and_changes_no_mask(
+async def test_forced_text_is_returned_in_the_tokenizers_usual_tokens_and_reading_it_changes_no_mask(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     number = {
@@ -111,7 +111,7 @@ async def test_forced_text_is_returned_as_the_tokenizer_spells_it_and_changes_no
     assert asked.forced() == []
 
 
-async def test_masks_for_drafted_tokens_do_not_advance_the_grammar_and_stop_at_a_forbidden_token(
+async def test_masks_for_a_draft_advance_no_grammar_and_allow_only_the_end_after_a_forbidden_token(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     grammar = await grammars.compiled(RegexFormat("[ab]{1,8}c"))
@@ -197,7 +197,7 @@ async def test_schemas_with_costly_multiple_of_values_are_refused_and_others_com
 async def test_a_json_schema_cannot_set_options_of_llguidance(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
-    """Such as unlimited white space, or `oneOf` with alternatives that are not disjoint."""
+    """The options would allow unlimited white space, or `oneOf` with overlapping alternatives."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     for more in ({}, {"x-guidance": {"whitespace_pattern": "[ ]{0,99}"}}, {"x-guidance": 5}):
         grammar = await grammars.compiled(JsonSchemaFormat(JsonSchema({**schema, **more})))
@@ -230,7 +230,7 @@ LENIENT: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), LENIENT)
-async def test_a_schema_that_is_not_strict_skips_keywords_for_which_a_strict_one_is_refused(
+async def test_a_lenient_schema_ignores_keywords_for_which_a_strict_schema_is_refused(
     grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, Any], good: str, bad: str
 ) -> None:
     grammar = await grammars.compiled(JsonSchemaFormat(JsonSchema(schema, strict=False)))

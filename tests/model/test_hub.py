@@ -1,4 +1,4 @@
-"""Models are downloaded from the hub whole or not at all, here from a fake hub."""
+"""Models are downloaded from the hub completely or not at all; a fake hub serves them here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ID = "org/tiny"
 
-#: Resolves the default model as where its package is missing, and prints what it was told meanwhile.
+#: Resolves the default model as if its package were not installed, and prints the progress reports.
 RESOLVE = """
 import json, sys
 from pathlib import Path
@@ -54,7 +54,7 @@ def server(tiny_model: Path) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def cache(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let this process use the server, with an empty cache, which is returned."""
+    """Make this process download from the server into an empty cache; return the cache's folder."""
     from huggingface_hub import constants
 
     files = server.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -66,7 +66,7 @@ def cache(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 @pytest.fixture
 def resolved(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Resolve the default model in a process of its own, by the hub's environment variables."""
+    """Resolve the default model in a new process, to which environment variables give the hub's address."""
 
     def resolve(endpoint: str, **more: str) -> dict[str, Any]:
         done = subprocess.run(
@@ -173,7 +173,7 @@ def test_fetching_a_model_again_downloads_no_file(server: FakeHub, cache: Path) 
 def test_only_the_subfolders_for_pooling_and_scoring_are_downloaded_with_a_model(
     server: FakeHub, cache: Path, embedding_model: Path
 ) -> None:
-    """Without these folders, a model with mean pooling would make its vectors of the last token."""
+    """Without these folders, a model with mean pooling would use the last token's vector instead."""
     server.add(ID, embedding_model)
     server.repositories[ID] |= {"1_LogitScore/config.json": b"{}", "2_Dense/config.json": b"{}"}
     folder = hub.fetch(ID, None)
@@ -248,7 +248,7 @@ def test_an_unusable_model_on_the_hub_is_refused_before_any_file_is_downloaded(
     assert server.asked == []
 
 
-def test_a_model_in_use_is_listed_as_such_and_not_removed(
+def test_a_model_in_use_is_listed_as_in_use_and_cannot_be_removed(
     server: FakeHub, cache: Path, tmp_path: Path
 ) -> None:
     folder = hub.fetch(ID, None)

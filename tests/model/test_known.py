@@ -1,4 +1,4 @@
-"""The list of known good models, and the console's shelf of models on this machine."""
+"""The list of known good models, and the console's list of models and downloads on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def test_each_known_model_fits_in_the_memory_size_it_is_listed_for(monkeypatch: 
         assert one.weights_gb == pytest.approx(one.parameters_b * 4.5 / 8, rel=0.03)
 
 
-def test_a_model_on_a_cpu_is_estimated_at_four_bytes_per_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_model_on_a_cpu_is_estimated_from_four_bytes_per_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(known, "computes_on_linux_cpu", lambda: True)
     assert known.needed_bytes(2.3 * GB, 4 * GB) == int(1.2 * 16 * GB)
     monkeypatch.setattr(known, "memory_bytes", lambda: int(16 * GB))
@@ -49,7 +51,7 @@ def server(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         yield started
 
 
-def test_a_finished_download_is_listed_on_the_shelf_with_its_serve_command_and_memory(
+def test_a_downloaded_model_is_listed_with_the_command_that_serves_it_and_the_memory_it_needs(
     server: FakeHub, tmp_path: Path
 ) -> None:
     shelf = Shelf(Settings(data_dir=tmp_path))

@@ -1,4 +1,4 @@
-"""A second start with a model imports and reads little, and gives the same results."""
+"""A second load of a model imports and reads less, and gives the same results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load(folder: Path, store: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_second_load_of_a_model_needs_no_transformers_and_gives_the_same_tokens(
+def test_a_second_load_of_a_model_does_not_import_transformers_and_gives_the_same_tokens(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     first, second = load(tiny_model, tmp_path), load(tiny_model, tmp_path)
@@ -110,7 +110,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_stored_tokenizer_of_a_converted_gguf_file_equals_the_one_of_transformers(
+def test_the_stored_tokenizer_of_a_converted_gguf_file_equals_the_one_that_transformers_loads(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = FILES[name].write(tmp_path / "tiny.gguf")
@@ -146,7 +146,7 @@ def test_a_chat_template_renders_or_fails_as_in_transformers(template: str) -> N
     def said(render: Any) -> tuple[str, str]:
         try:
             return "", render()
-        except Exception as error:  # whatever it raises, both raise it
+        except Exception as error:  # both must raise the same error
             return type(error).__name__, ""
 
     now = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""A turn renders only what it adds; long conversations have the tokens of a full render too."""
+"""A turn renders only the messages that it adds; the tokens equal those of a full render anyway."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_missing_or_invalid_template_counts_as_depending_on_distant_messages()
 def test_a_late_turn_of_a_chat_renders_and_tokenises_no_more_than_an_early_one(
     tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Counted in messages and in characters, for turns that say the same."""
+    """Counts the rendered messages and tokenised characters of turns that all have the same text."""
     chat = Chat(tokenizers[name])
     rendered, encoded = [], []
     render, encode = chat.tokenizer.render, chat.tokenizer.encode
@@ -158,7 +158,7 @@ def test_a_late_turn_of_a_chat_renders_and_tokenises_no_more_than_an_early_one(
 
 
 @pytest.mark.parametrize("name", ["packaged", "system apart", "numbers"])
-def test_appends_render_few_messages_unless_the_template_depends_on_distant_ones(
+def test_adding_a_message_renders_few_messages_unless_the_template_depends_on_distant_messages(
     tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     chat = Chat(tokenizers[name])
@@ -197,9 +197,9 @@ TURNS = st.lists(
 def test_any_mix_of_turns_gives_the_same_tokens_as_rendering_the_whole_conversation(
     tokenizers: dict[str, Tokenizer], name: str, begin: bool, turns: list[tuple[str, Any]]
 ) -> None:
-    """Messages of any role, answers cut off, raw content, rewinds to any position.
+    """The turns have messages of any role, truncated answers, raw content and rewinds to any position.
 
-    In between the conversation is shortened, stored and loaded.
+    Between them the conversation is shortened, stored and loaded.
     """
     near, full = Chat(tokenizers[name]), Chat(tokenizers[name])
     steady = [("ask", ("so?", "yes", True))] * 16
@@ -221,7 +221,7 @@ def test_any_mix_of_turns_gives_the_same_tokens_as_rendering_the_whole_conversat
 
 
 def _take(chat: Chat, turn: tuple[str, Any]) -> str:
-    """Carry out a turn as a session does; returns what the template said against it."""
+    """Carry out a turn as a session does; return the template's error, or an empty text."""
     kind, what = turn
     try:
         if kind == "say":
@@ -249,10 +249,10 @@ def _take(chat: Chat, turn: tuple[str, Any]) -> str:
     return ""
 
 
-def test_the_first_and_last_messages_are_rendered_as_in_a_full_render(
+def test_a_chat_has_the_text_of_the_full_render_if_the_template_treats_its_beginning_specially(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
-    """With a system message first, answers that end or are cut off, and a date."""
+    """The chats begin with a system message; some answers lack an end token; one template has a date."""
     for name in ("dated", "first", "system apart"):
         chat = Chat(tokenizers[name])
         chat.say(("system", "Rules."), ("user", "Hi"))

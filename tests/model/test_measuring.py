@@ -1,4 +1,4 @@
-"""The program behind `bench device` measures all figures of the bench, on the model's own answers."""
+"""The program that `bench device` runs measures all figures that the bench lists."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_the_device_program_measures_every_figure_that_the_bench_lists(measuring
     assert len(found.pop("publish")) == 3
     assert (found.pop("arrays changed"), found.pop("delay by a cut") < 1) == (0, True)
     assert all(value > 0 for value in found.values())
-    # MLX's threads free a layer's arrays a moment sooner or later, and a piece of a tiny model shows it
+    # MLX's threads free a layer's arrays a moment sooner or later, so a tiny model's figures vary.
     again = [measuring.prefill(32, TOKENS) for _ in range(8)]
     assert min(figures["scratch memory"] for figures in again) < 1
     assert min(figures["layers kept"] for figures in again) < 1
     assert measuring.description["constants"].keys() >= {"prompt_blocks", "pooled_rows", "kept_layers"}
 
 
-def test_the_device_program_counts_a_restore_that_changes_an_array(
+def test_the_device_program_counts_the_arrays_that_a_restore_changes(
     measuring: Measuring, monkeypatch: pytest.MonkeyPatch
 ):
     rebuild = layers.rebuild

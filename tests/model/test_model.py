@@ -28,7 +28,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return gguf_model.convert(TinyLlama().write(folder / "tiny.gguf"), folder / "models", dtype="float32")
 
 
-#: Without the older fields.
+#: Removes the older fields from config.json.
 OLDER: dict[str, Any] = {"rope_theta": None, "rope_scaling": None}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -307,7 +307,7 @@ def test_a_model_that_does_not_exist_raises_an_error_that_lists_the_accepted_kin
         model.resolve(spec, tmp_path, dtype="float32")
 
 
-def test_a_file_that_is_no_gguf_file_is_refused_as_a_model(tmp_path: Path) -> None:
+def test_a_text_file_is_refused_as_a_model(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("hello")
     with pytest.raises(ModelError, match=r"neither a model folder nor a \.gguf file"):
@@ -346,7 +346,7 @@ def test_a_cached_hub_model_is_used_offline(
 
 
 def test_a_model_is_named_after_its_folder_link_or_gguf_file(tiny: Path, tmp_path: Path) -> None:
-    """Two models tuned from one base both name that base."""
+    """A base model that is named in config.json does not change the name."""
     for name in ("first", "second"):
         folder = shutil.copytree(tiny, tmp_path / name)
         config = json.loads((folder / "config.json").read_text())

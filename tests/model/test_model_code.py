@@ -22,7 +22,7 @@ class Model:
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Make a package like mlx-lm; returns a model of its `llama`, as a new process would load it."""
+    """Make a package like mlx-lm; return its folder, and a function that imports its `llama` model anew."""
     models = tmp_path / "made_lm" / "models"
     models.mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))

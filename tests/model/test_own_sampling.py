@@ -1,4 +1,4 @@
-"""The sampling options in a model's folder."""
+"""The sampling options in generation_config.json of a model's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program behind `bench quality` reports what the model computes."""
+"""The program that `bench quality` runs reports the model's true losses, answers and sizes of KV."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokens_of(num: int, vocabulary: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("kv_bits", "kv_bytes"), [(None, 1024), (8, 2 * 2 * 2 * 40), (4, 2 * 2 * 2 * 24)])
-def test_a_model_is_loaded_with_the_requested_kv_bits_and_its_kv_sizes_follow(
+def test_the_sizes_of_kv_in_memory_and_on_disk_follow_from_the_requested_kv_bits(
     tiny: Path, kv_bits: int, kv_bytes: int
 ) -> None:
     loaded = model.load(tiny, dtype="float32", kv_bits=kv_bits)
@@ -40,8 +40,10 @@ def test_a_model_is_loaded_with_the_requested_kv_bits_and_its_kv_sizes_follow(
 
 
 @pytest.mark.parametrize("window", [32, 27])
-def test_the_loss_on_a_windows_second_half_equals_that_of_a_single_pass(tiny: Path, window: int) -> None:
-    """By the definition, in float64; a window need not end on a block's boundary."""
+def test_the_loss_of_the_second_half_of_a_window_equals_the_loss_of_a_single_forward_pass(
+    tiny: Path, window: int
+) -> None:
+    """The expected loss is computed in float64; one of the windows does not end at a block's boundary."""
     loaded = model.load(tiny, dtype="float32")
     tokens = tokens_of(window, loaded.vocab_size)
     whole = loaded.model(mx.array([tokens]), cache=make_prompt_cache(loaded.model))[0]
@@ -70,7 +72,7 @@ def test_an_answer_of_the_quality_bench_is_decoded_greedily(tiny: Path) -> None:
     assert Side(loaded, PLAN, 8).answer(tokens) == expected
 
 
-def test_each_kv_precision_is_reported_after_the_full_one_and_compared_with_it(
+def test_quantised_kv_is_reported_after_kv_in_full_precision_and_compared_with_it(
     tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     comparison = Comparison("a b c d e f g " * 20, PLAN)
@@ -87,6 +89,6 @@ def test_each_kv_precision_is_reported_after_the_full_one_and_compared_with_it(
     assert all(0 <= value <= 1 for figures in fewer[4:] for value in figures.values())
 
 
-def test_a_text_shorter_than_one_window_is_refused(tiny: Path) -> None:
+def test_the_quality_bench_refuses_a_text_shorter_than_one_window(tiny: Path) -> None:
     with pytest.raises(SystemExit, match="fewer than a window of 32"):
         Comparison("a b", PLAN).add(model.load(tiny, dtype="float32"), None)

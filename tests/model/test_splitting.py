@@ -1,4 +1,4 @@
-"""Answers in each family's format split into the same parts wherever they are cut; no text is lost."""
+"""Answers in each family's format split into the same parts however they are streamed; no text is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOOLS: list[dict[str, Any]] = [
     }
     for name in ("weather", "run")
 ]
-#: The template's mark and the vocabulary by which a family is told, and how it writes one call.
+#: For each family: the template text and the vocabulary that identify it, and its format of a call.
 FAMILIES: dict[str, tuple[str, set[str], str]] = {
     "generic": ("", set(), '<tool_call>\n{{"name": "{name}", "arguments": {json}}}\n</tool_call>'),
     "json_tools": (
@@ -168,7 +168,7 @@ FAMILIES: dict[str, tuple[str, set[str], str]] = {
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json}<|call|>",
     ),
 }
-#: Those that end a call before the answer ends, so that text or another call may follow.
+#: Families whose calls can end before the answer does, so that text or another call may follow.
 ENDED = [
     "generic",
     "json_tools",
@@ -203,7 +203,7 @@ def markup(family: str) -> AnswerMarkup:
 
 
 def wide(text: str) -> str:
-    """Write the bars of DeepSeek's special tokens as they are."""
+    """Replace `~` with the full-width bars of DeepSeek's special tokens."""
     text = text.replace("~DSML~", "\uff5cDSML\uff5c")
     return text.replace("<~", "<\uff5c").replace("~>", "\uff5c>")
 
@@ -266,7 +266,7 @@ def split(one: Splitter, pieces: Iterable[str]) -> Piece:
 
 
 def joined_calls(piece: Piece) -> list[tuple[str | None, str | None, str]]:
-    """Join the parts of calls by their index, as a client does."""
+    """Join the parts of each call by the call's index, as a client does."""
     calls: list[tuple[str | None, str | None, str]] = []
     for part in piece.calls:
         if part.index == len(calls):
@@ -292,7 +292,7 @@ def cuts(text: str) -> st.SearchStrategy[list[str]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_call_is_found_wherever_the_streamed_text_is_cut(family: str) -> None:
+def test_a_call_is_found_however_its_text_is_divided_into_streamed_pieces(family: str) -> None:
     text = written(family)
     whole = outcome(splitter(family), [text])
     said, _, calls, malformed = whole
@@ -306,7 +306,7 @@ def test_a_call_is_found_wherever_the_streamed_text_is_cut(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-def test_an_answer_of_many_parts_splits_the_same_way_wherever_it_is_cut(
+def test_text_reasoning_and_calls_are_the_same_however_an_answer_is_divided_into_pieces(
     family: str, data: st.DataObject
 ) -> None:
     found = markup(family)
@@ -424,7 +424,7 @@ def test_no_part_of_a_call_is_streamed_before_the_call_is_complete(family: str) 
         assert all(part.name == "weather" and json.loads(part.arguments) for part in piece.calls)
 
 
-def test_a_call_id_follows_from_request_and_index_and_has_nine_characters() -> None:
+def test_a_call_id_is_derived_from_request_and_index_and_has_nine_characters() -> None:
     assert call_id("a:1", 0) == call_id("a:1", 0) != call_id("a:1", 1)
     assert call_id("a:1", 0).isalnum()
     assert len(call_id("a:1", 0)) == 9

@@ -1,4 +1,4 @@
-"""Incremental rendering gives the tokens of the full render."""
+"""Rendering only the new messages of a chat gives the tokens of rendering the whole chat."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_the_next_message_closes_an_answer_that_has_no_end_token(chat: Chat) -> 
     assert chat.text == chat.render()
 
 
-def test_a_generate_continues_an_answer_that_has_no_end_token(chat: Chat) -> None:
+def test_a_generate_request_continues_an_answer_that_has_no_end_token(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     chat.open()
     chat.reply("Once upon", end=False)
@@ -187,7 +187,7 @@ def test_a_character_cut_by_the_token_limit_is_completed_when_the_answer_continu
     assert chat.text == chat.render()
 
 
-def test_a_generate_after_a_finished_answer_starts_a_new_answer(chat: Chat) -> None:
+def test_a_generate_request_after_a_finished_answer_starts_a_new_answer(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     chat.open()
     chat.reply("One.")
@@ -206,8 +206,8 @@ def test_an_answer_cancelled_before_its_first_token_counts_as_an_empty_answer(ch
     assert chat.text == chat.render()
 
 
-def test_an_end_token_that_the_template_does_not_use_is_replaced_by_its_own(chat: Chat) -> None:
-    """The packaged model may also end with <|endoftext|>, which its template never writes."""
+def test_an_end_token_that_the_template_does_not_write_is_replaced_by_the_templates_own(chat: Chat) -> None:
+    """The packaged model may also end an answer with <|endoftext|>, which its template never writes."""
     chat.say(("user", "Hi"))
     chat.open()
     chat.answer([*chat.encode("Bye"), 0])
@@ -217,7 +217,9 @@ def test_an_end_token_that_the_template_does_not_use_is_replaced_by_its_own(chat
     assert chat.text == chat.render()
 
 
-def test_raw_content_is_kept_as_it_is_and_later_messages_are_rendered_from_scratch(chat: Chat) -> None:
+def test_raw_content_is_kept_unchanged_and_later_messages_are_rendered_as_a_new_conversation(
+    chat: Chat,
+) -> None:
     chat.raw("Once upon a time")
     assert chat.open().tokens == []
     chat.answer(chat.encode(" there was"))
@@ -228,7 +230,7 @@ def test_raw_content_is_kept_as_it_is_and_later_messages_are_rendered_from_scrat
     assert chat.tokenizer.decode(chat.tokens[start:]) == chat.render(header=True)
 
 
-def test_a_raw_generate_after_messages_adds_no_assistant_header(chat: Chat) -> None:
+def test_a_raw_generate_request_after_messages_adds_no_assistant_header(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     assert chat.open(raw=True).tokens == []
 
@@ -238,8 +240,8 @@ def test_a_session_without_messages_gets_no_assistant_header(chat: Chat) -> None
     assert chat.say() == Addition(0, [])
 
 
-def test_changing_a_conversation_leaves_the_earlier_one_unchanged(chat: Chat) -> None:
-    """A turn that fails after its conversation was built is simply forgotten."""
+def test_adding_to_a_conversation_leaves_the_original_object_unchanged(chat: Chat) -> None:
+    """If a turn fails after its conversation was built, the session continues with the earlier one."""
     chat.say(("user", "Hi"))
     before = chat.conversation
     first = before.add_messages(chat.tokens, [{"role": "user", "content": "a"}])[1]
@@ -247,7 +249,7 @@ def test_changing_a_conversation_leaves_the_earlier_one_unchanged(chat: Chat) ->
     assert before.add_messages(chat.tokens, [{"role": "user", "content": "a"}])[1] == first
 
 
-def test_trimming_by_the_template_replaces_only_the_end_of_an_answer(
+def test_a_template_that_trims_answers_replaces_only_the_tokens_at_an_answers_end(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     chat = Chat(tokenizers["trimming"])
@@ -296,7 +298,7 @@ def test_a_space_that_the_template_writes_before_an_answer_is_not_written_twice(
     assert chat.text == chat.render()
 
 
-def test_messages_that_join_within_a_token_are_tokenised_as_one_text(
+def test_two_messages_whose_texts_meet_inside_a_token_are_tokenised_as_one_text(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     chat = Chat(tokenizers["no_separator"])
@@ -307,7 +309,7 @@ def test_messages_that_join_within_a_token_are_tokenised_as_one_text(
     assert chat.say(("user", "!")).keep == len(chat.tokens) - 1
 
 
-def test_a_rewind_to_a_message_boundary_that_fell_inside_a_token_keeps_the_tokens_before_it(
+def test_a_rewind_to_a_position_at_which_a_message_ended_inside_a_token_keeps_all_earlier_tokens(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     chat = Chat(tokenizers["no_separator"])
@@ -320,7 +322,7 @@ def test_a_rewind_to_a_message_boundary_that_fell_inside_a_token_keeps_the_token
     assert added == Addition(boundary, chat.encode("p"))
 
 
-def test_a_replacement_that_shares_only_some_bytes_of_a_character_replaces_all_of_it(
+def test_a_character_of_which_only_some_bytes_stay_the_same_is_replaced_as_a_whole(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     chat = Chat(tokenizers["thoughts"])
@@ -348,7 +350,7 @@ def test_consecutive_messages_of_one_role_are_joined_if_the_template_wants_alter
     assert chat.text == chat.render()
 
 
-def test_a_message_that_the_template_refuses_raises_an_error_with_the_templates_words(
+def test_a_message_that_the_template_refuses_raises_an_error_with_the_templates_message(
     with_template: Any,
 ) -> None:
     chat = Chat(
@@ -411,13 +413,13 @@ def test_a_conversation_can_continue_after_a_rewind_to_any_position(chat: Chat) 
             assert addition.keep == position
 
 
-def test_a_generate_after_a_rewind_into_a_prompt_adds_no_assistant_header(chat: Chat) -> None:
+def test_a_generate_request_after_a_rewind_into_a_prompt_adds_no_assistant_header(chat: Chat) -> None:
     chat.say(("user", "Hi, how are you?"))
     cut = chat.conversation.rewind(chat.tokens, 5)
     assert cut.start_answer(chat.tokens[:5])[1].tokens == []
 
 
-def test_a_generate_after_a_rewind_into_an_answer_continues_that_answer(chat: Chat) -> None:
+def test_a_generate_request_after_a_rewind_into_an_answer_continues_that_answer(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     chat.open()
     chat.reply("Hello there, friend")
@@ -461,7 +463,7 @@ def test_messages_without_sampled_answers_give_the_tokens_of_the_full_render(
 def test_chats_with_sampled_answers_give_the_text_of_the_full_render(
     tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, list[int] | str, bool]]
 ) -> None:
-    """Whatever was sampled or replaced, the session's text is that of the template."""
+    """The sampled tokens are arbitrary; the template may replace some of them."""
     chat = Chat(tokenizers[name])
     for question, sampled, end in turns:
         chat.say(("user", question))

@@ -1,4 +1,4 @@
-"""Streamed text is whole and exact and has no stop string."""
+"""Streamed text equals the decoded tokens, up to the first stop string."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker.text.text_stream import TextStream
 
 pytestmark = pytest.mark.model
 
-#: The packaged vocabulary lacks some bytes of characters that nobody has assigned.
+#: Without unassigned characters: the packaged vocabulary lacks some of their bytes.
 TEXTS = st.text(
     st.sampled_from("aab \n<|>é数🙂\u200d\u0301\ufffd")
     | st.characters(codec="utf-8", exclude_categories=["C"]),
@@ -27,7 +27,7 @@ def pieces(tokenizer: Tokenizer, tokens: list[int], stop: list[str]) -> tuple[li
 
 
 def expected(text: str, stop: list[str]) -> tuple[str, str | None]:
-    """Cut at the stop string that ends first, the longest of those that end together."""
+    """Cut the text at the stop string that ends first; if several end there, at the longest of them."""
     for end in range(1, len(text) + 1):
         ending = [string for string in stop if text.endswith(string, 0, end)]
         if ending:
@@ -55,7 +55,7 @@ def test_any_text_survives_encoding_and_streaming_unchanged(tokenizer: Tokenizer
     stop=st.lists(st.text("aab \n<|>é数🙂\u0301", min_size=1, max_size=4), max_size=6),
     cuts=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6)), max_size=4),
 )
-def test_text_is_cut_at_the_stop_string_that_ends_first_wherever_tokens_split_it(
+def test_streamed_text_ends_before_the_stop_string_that_ends_first_however_tokens_divide_it(
     tokenizer: Tokenizer, tokens: list[int] | str, stop: list[str], cuts: list[tuple[int, int]]
 ) -> None:
     ids = tokenizer.encode(tokens, at_start=False) if isinstance(tokens, str) else tokens
@@ -69,7 +69,7 @@ def test_text_is_cut_at_the_stop_string_that_ends_first_wherever_tokens_split_it
 @given(
     text=TEXTS, stop=st.lists(st.text("aab é🙂", min_size=1, max_size=4), max_size=4), cut=st.integers(0, 30)
 )
-def test_the_text_sent_after_some_tokens_is_the_same_when_they_are_replayed(
+def test_replaying_the_first_tokens_of_an_answer_streams_the_same_pieces_of_text(
     tokenizer: Tokenizer, text: str, stop: list[str], cut: int
 ) -> None:
     tokens = tokenizer.encode(text, at_start=False)
@@ -98,7 +98,7 @@ def test_an_incomplete_character_at_the_end_becomes_one_replacement_character(to
     assert stream.finish() == ""
 
 
-def test_a_leading_space_of_an_answer_is_kept(tokenizer: Tokenizer) -> None:
+def test_the_space_at_the_beginning_of_a_streamed_answer_is_kept(tokenizer: Tokenizer) -> None:
     assert TextStream(tokenizer).push(tokenizer.encode(" Paris", at_start=False)[0]) == " Paris"
 
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back for each family of tokenizers."""
+"""Tokenizers of each family turn text into tokens and back."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> sentencepie
 def make(
     sentencepiece_model: sentencepiece.SentencePieceProcessor, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Tokenizer]:
-    """Make the tokenizer of a GGUF file with the SentencePiece model, as llama files have it."""
+    """Make tokenizers of GGUF files that contain the SentencePiece model, as llama files do."""
     spm = sentencepiece_model
     ids = range(spm.vocab_size())
     kinds = [2 if spm.is_unknown(i) else 3 if spm.is_control(i) else 6 if spm.is_byte(i) else 1 for i in ids]
@@ -95,7 +95,9 @@ def test_text_inside_a_session_is_tokenised_without_adding_or_losing_spaces(
     assert "".join(map(stream.push, tokens)) + stream.finish() == text
 
 
-def test_text_appended_in_two_parts_decodes_to_the_whole_text_wherever_it_is_cut(llama: Tokenizer) -> None:
+def test_text_appended_in_two_parts_decodes_to_the_whole_text_wherever_it_is_divided(
+    llama: Tokenizer,
+) -> None:
     for cut in range(1, len(TEXT)):
         tokens = [
             *llama.encode(TEXT[:cut], at_start=True),
@@ -104,12 +106,14 @@ def test_text_appended_in_two_parts_decodes_to_the_whole_text_wherever_it_is_cut
         assert llama.decode(tokens[1:]) == " " + TEXT
 
 
-def test_the_leading_space_is_left_out_if_the_gguf_file_says_so(make: Callable[..., Tokenizer]) -> None:
+def test_no_leading_space_is_added_if_the_gguf_file_says_so(make: Callable[..., Tokenizer]) -> None:
     tokenizer = make(tokenizer__ggml__add_space_prefix=False, tokenizer__ggml__add_bos_token=False)
     assert tokenizer.decode(tokenizer.encode("the cat", at_start=True)) == "the cat"
 
 
-def test_a_chat_with_a_llama_tokenizer_equals_its_full_render(make: Callable[..., Tokenizer]) -> None:
+def test_a_chat_appended_turn_by_turn_with_a_llama_tokenizer_has_the_text_of_the_full_render(
+    make: Callable[..., Tokenizer],
+) -> None:
     template = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
         "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
@@ -192,7 +196,7 @@ def said_by(folder: Path, **more: Any) -> str:
     return tokenizer.render(messages, add_generation_prompt=True, started=datetime.now(UTC), **more)
 
 
-def test_the_token_that_ends_a_turn_in_the_template_ends_answers_even_if_no_file_names_it(
+def test_a_templates_end_of_turn_token_ends_answers_even_if_no_config_file_names_it(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = folder_with(
@@ -207,7 +211,7 @@ def test_the_token_that_ends_a_turn_in_the_template_ends_answers_even_if_no_file
     ("behind", "ends"),
     [("<|im_end|>", {2}), ("\n<|im_end|>\n<|im_start|>", {2}), ("!<|im_end|>", {0}), ("", {0})],
 )
-def test_only_a_special_token_that_directly_follows_the_answer_ends_a_turn(
+def test_a_templates_special_token_ends_answers_only_if_no_text_stands_between_content_and_token(
     tiny_model: Path, tmp_path: Path, behind: str, ends: set[int]
 ) -> None:
     template = "{% for m in messages %}{{ m.content }}" + behind + "{% endfor %}"

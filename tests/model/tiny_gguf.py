@@ -1,4 +1,4 @@
-"""Writes tiny GGUF files with random weights, as the tests want them: of llamas, or with given tensors."""
+"""Writes tiny GGUF files for tests: llamas with random weights, or files with given tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def words() -> tuple[list[str], list[str]]:
 
 
 def weights(vocab: int = 320, *, tied: bool = True, seed: int = 0) -> Weights:
-    """Draw the weights of a tiny llama by their GGUF names."""
+    """Draw random weights for a tiny llama, by their GGUF names."""
     rng = np.random.default_rng(seed)
 
     def draw(*shape: int) -> npt.NDArray[np.float32]:
@@ -66,7 +66,7 @@ TOKENS, MERGES = words()
 
 @dataclass(frozen=True)
 class TinyLlama:
-    """What to write; a field given as None is left out."""
+    """The contents of a GGUF file; a field with the value None is left out of the file."""
 
     weights: Weights = field(default_factory=weights)
     kind: Kind = Kind.F32
@@ -74,7 +74,7 @@ class TinyLlama:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def but(self, **fields: Any) -> TinyLlama:
-        """Change fields; `__` stands for the dots in their names."""
+        """Return a copy with changed fields; `__` stands for the dots in their names."""
         changed = {name.replace("__", "."): value for name, value in fields.items()}
         return replace(self, fields={**self.fields, **changed})
 
@@ -113,7 +113,7 @@ class TinyLlama:
 
 
 def blocks(values: npt.NDArray[np.float32], kind: Kind) -> npt.NDArray[Any]:
-    """Quantise where the package can; else make up blocks whose scales are finite."""
+    """Quantise weights if the gguf package can; else make up random blocks with finite scales."""
     try:
         return quantize(values, kind)
     except NotImplementedError:

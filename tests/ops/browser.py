@@ -1,4 +1,4 @@
-"""Chromium without a window, driven by chromedriver as a user would: W3C's WebDriver protocol over HTTP."""
+"""Controls a headless Chromium through chromedriver with user actions: W3C's WebDriver protocol over HTTP."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Browser:
         return self.do("execute/sync", script=script, args=arguments)
 
     def wait_for(self, script: str, *arguments: Any) -> Any:
-        """Wait until an expression is true; returns its value."""
+        """Wait until a JavaScript expression is true; return its value."""
         deadline = time.monotonic() + WAIT_S
         while not (found := self.run(f"return {script}", *arguments)):
             assert time.monotonic() < deadline, f"{script}\n{self.text('body')}"
@@ -60,14 +60,14 @@ class Browser:
         return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", css))
 
     def click(self, words: str, css: str = "button, a, summary") -> None:
-        """Click what has these words."""
+        """Click the visible element with exactly this text; `css` selects the elements to search."""
         self._act("click", css, words)
 
     def type(self, css: str, keys: str) -> None:
         self._act("value", css, text=keys)
 
     def _act(self, action: str, css: str, words: str = "", **given: Any) -> None:
-        """Do something with what is found, again if the page has replaced it meanwhile."""
+        """Send a WebDriver action to an element; search again if the page has replaced the element."""
         for number in range(3):
             try:
                 self.do(f"element/{self._found(css, words)}/{action}", **given)
@@ -90,19 +90,19 @@ class Browser:
         return self.do("goog/cdp/execute", cmd=command, params=given)
 
     def look(self, width: int, height: int, *, dark: bool = False) -> None:
-        """Set the size of the page, and whether its reader wants it dark."""
+        """Set the size of the page in pixels, and whether the user prefers a dark colour scheme."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.cdp("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.cdp("Emulation.setEmulatedMedia", features=[scheme])
 
     def press(self, key: str) -> None:
-        """Press a key, wherever the focus is."""
+        """Press a key; the focused element gets it."""
         keys = [{"type": kind, "value": key} for kind in ("keyDown", "keyUp")]
         self.do("actions", actions=[{"type": "key", "id": "keyboard", "actions": keys}])
 
     def faults(self) -> list[str]:
-        """What keeps people from reading the page: contrast, outline, controls without a name."""
+        """Return accessibility faults of the page: contrast, order of headings, controls without a name."""
         nodes = self.cdp("Accessibility.getFullAXTree")["nodes"]
         roles = [
             one["role"]["value"]
@@ -113,7 +113,7 @@ class Browser:
         return [*self.run(_CHECKS, "contrast"), *self.run(_CHECKS, "outline"), *unnamed]
 
     def unreached(self) -> list[str]:
-        """Go through the page with Tab: controls that are not reached, or whose focus is not seen."""
+        """Move through the page by Tab; return controls that are not reached, or whose focus is invisible."""
         rest, found = self.run(_CHECKS, "controls"), []
         for _ in range(2 * len(rest) + 5):
             self.press("\ue004")
@@ -131,7 +131,7 @@ class Browser:
 
 @contextmanager
 def browsing() -> Iterator[Browser]:
-    """Run a browser with an empty profile; skips where there is none."""
+    """Run a browser with an empty profile; skip the test if no browser is installed."""
     driver, program = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
     if driver is None or program is None:
         pytest.skip("no Chromium with chromedriver is installed")

@@ -1,4 +1,4 @@
-"""Three NATS nodes with their generated configuration: one may die in the middle of an answer."""
+"""A cluster of three NATS nodes with the generated configuration; one node may be killed during an answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(folder: Path, *arguments: str) -> str:
 
 
 def make_certificates(folder: Path) -> None:
-    """Make a CA, and a certificate of it for each node of this machine."""
+    """Make a CA, and a certificate that it signs for nodes on 127.0.0.1."""
 
     def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
@@ -51,7 +51,7 @@ def make_certificates(folder: Path) -> None:
 
 
 class Nodes:
-    """The nodes, each with its own copy of the folder and ports of this machine; TLS on their routes."""
+    """Three nodes on this machine, each with a copy of the configuration, free ports, and routes with TLS."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -122,7 +122,7 @@ async def nodes(tmp_path: Path) -> AsyncIterator[Nodes]:
 
 
 async def in_step(operator: Client, *streams: str, copies: int = 3) -> dict[str, Any]:
-    """Wait until all copies of the streams are current; returns the leader of each."""
+    """Wait until all replicas of the streams are current; return each stream's leader, by stream."""
     leaders = {}
     async with asyncio.timeout(60):
         for stream in streams:
@@ -189,7 +189,7 @@ async def test_an_answer_continues_when_the_nats_node_that_leads_the_log_dies(
 
 
 async def in_place(operator: Client) -> dict[str, str]:
-    """Return who leads each stream now."""
+    """Return the node that leads each stream now, by stream."""
     found = {}
     async with asyncio.timeout(60):
         for stream in STREAMS:
@@ -200,7 +200,7 @@ async def in_place(operator: Client) -> dict[str, str]:
     return found
 
 
-def test_cluster_routes_share_one_password_that_is_kept_and_readable_by_its_owner_only(
+def test_cluster_routes_share_one_password_in_a_private_file_and_a_new_run_keeps_it(
     tmp_path: Path,
 ) -> None:
     run(tmp_path, "acme", "--cluster", "n1.lan,n2.lan:7222,n3.lan")
@@ -254,10 +254,10 @@ async def test_a_nats_node_with_another_password_cannot_join_the_cluster(tmp_pat
         nodes.end()
 
 
-async def test_every_nats_node_reads_a_log_entry_just_stored_and_no_longer_one_just_deleted(
+async def test_every_nats_node_returns_a_log_entry_just_stored_but_not_one_just_deleted(
     nodes: Nodes,
 ) -> None:
-    """Any replica answers a plain direct get; about one in seven was out of date here."""
+    """A plain direct get may be answered by any replica; here, about one answer in seven was out of date."""
     operator = await nodes.operator()
     js, names, key = operator.jetstream(), Subjects("turnkeep"), SessionKey("default", "s")
     subjects = [names.every("in")]

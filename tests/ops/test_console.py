@@ -1,4 +1,4 @@
-"""`turnkeep console`: access, what it shows of sessions, its actions on them, and its streams."""
+"""The HTTP API of `turnkeep console`: access, sessions, actions, streams; and the command's options."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ TOKEN = "of-these-tests"
 
 
 class OnShelf:
-    """Three models that are here, one that is known, and a download at its middle."""
+    """A fake `Shelf`: three models on this machine, a recommended one, and a download that is half done."""
 
     def __init__(self) -> None:
         self.pulled = list[str]()
@@ -111,7 +111,7 @@ async def plainly(_: Client, given: Any) -> dict[str, Any]:
 async def serving(
     client: Client, live: Any = None, *, read_only: bool = False, others: Sequence[Client] = ()
 ) -> AsyncIterator[str]:
-    """A console of a client in this process, and of others of more prefixes; yields its address."""
+    """Serve a console in this process for `client`, and one for each of `others`; yield the address."""
     clients = [client, *others]
     served = [Served(f"p{number}" if number else "turnkeep", f"m:{number}") for number in range(len(clients))]
     consoles = {
@@ -135,7 +135,7 @@ async def serving(
 
 
 class Page:
-    """What the page does, with its token."""
+    """A client of the console's API, which sends requests as the console's page does."""
 
     def __init__(self, url: str) -> None:
         self.http = httpx2.AsyncClient(base_url=url, timeout=60, headers={"Origin": url})
@@ -287,10 +287,10 @@ async def test_the_session_list_has_pages_first_words_states_costs_search_and_fi
         assert (await page.http.get("/api/sessions", params={"skip": "-1"})).status_code == 400
 
 
-async def test_session_costs_include_a_result_that_replaced_an_attempt_note_in_the_log(
+async def test_session_costs_include_a_new_result_even_if_the_number_of_entries_is_unchanged(
     local_worker: Start,
 ) -> None:
-    """The note of an attempt is removed when its result comes: the number of entries stays the same."""
+    """A worker's note of an attempt is removed when the result is stored, so the number does not change."""
     worker = await local_worker()
     await worker.stop()
     usage = {"prompt_tokens": 1, "cached_tokens": 0, "prefilled_tokens": 47, "completion_tokens": 64}
@@ -595,7 +595,7 @@ async def test_requests_to_the_console_fail_at_once_while_nats_is_unreachable(
         assert (await page.get("workers"))["connected"] is False
 
 
-async def test_the_console_knows_at_once_when_no_worker_is_running(local_worker: Start) -> None:
+async def test_the_console_shows_at_once_that_no_worker_is_running(local_worker: Start) -> None:
     worker = await local_worker()
     async with opened(worker.client, live=Watched(5, "w1")) as page:
         told = await page.get("workers")
@@ -671,7 +671,7 @@ async def test_the_console_refuses_invalid_requests_and_they_change_nothing_in_t
     assert await worker.client.log() == before
 
 
-async def test_a_streamed_answer_joins_to_the_recorded_one_and_a_repeat_is_not_asked_twice(
+async def test_streamed_chunks_equal_the_recorded_answer_and_a_repeated_id_runs_only_once(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -722,7 +722,7 @@ async def test_the_console_limits_concurrent_streams_and_a_disconnected_reader_f
         assert (await page.get("sessions/s"))["turns"][0]["note"] == "stopped"
 
 
-async def test_the_console_ends_a_stream_whose_reader_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_console_ends_a_stream_whose_client_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console_app, "_SLOW_S", 0.05)
     left = asyncio.Event()
 
@@ -753,7 +753,7 @@ async def test_a_client_can_follow_an_answer_without_sending_its_request_again(l
     assert sum(entry.kind == "in" for entry in await worker.client.log("s")) == 1, "nothing was sent"
 
 
-def test_the_files_of_the_page_name_no_other_host_and_insert_no_html() -> None:
+def test_the_pages_files_contain_no_url_of_another_host_and_insert_no_html() -> None:
     text = "".join(file.read_text() for file in PAGE.iterdir())
     assert set(re.findall(r"https?://[^\"'\s]+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(| style=", text)
@@ -797,7 +797,7 @@ async def test_the_option_listen_refuses_an_invalid_address_and_shows_the_right_
 
 
 @pytest.mark.parametrize("name", ["console", "exporter", "gateway"])
-async def test_the_option_listen_takes_a_bare_port_as_one_of_the_loopback_address(
+async def test_the_option_listen_accepts_a_bare_port_and_uses_the_loopback_address(
     name: str, nats_url: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

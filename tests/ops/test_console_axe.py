@@ -1,4 +1,4 @@
-"""The console's pages under axe-core, which npm brings: rules that `accessible.js` does not have."""
+"""Checks the console's pages with axe-core (from npm), which has more rules than `accessible.js`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.packaging, pytest.mark.registry("npm"), pytest.mark.ti
 #: The version, and the digest of its package, which npm prints.
 AXE = "axe-core@4.14.1"
 DIGEST = "sha512-FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="
-#: Pages, and what is there once one is drawn.
+#: Pages, and a CSS selector of an element that is there once the page is drawn.
 PAGES = {
     "": "h1",
     "session/notes": ".rich code",
@@ -40,7 +40,7 @@ RUN = (
 
 @pytest.fixture(scope="module")
 def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The source of axe-core."""
+    """The JavaScript source of axe-core."""
     folder: Path = tmp_path_factory.mktemp("axe")
     done = subprocess.run(
         ["npm", "pack", "--json", AXE], cwd=folder, capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""`turnkeep serve --console`: the console shows its worker's log, and has it serve another model."""
+"""`turnkeep serve --console`: the console shows its worker's log, and can switch the worker's model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.process
 
 
 async def get(http: httpx2.AsyncClient, path: str, until: Callable[[Any], bool]) -> Any:
-    """Ask until the answer is as wanted; the console may be away meanwhile."""
+    """Send a GET until the response fulfils `until`; meanwhile the console may be down."""
     async with asyncio.timeout(60):
         while True:
             try:
@@ -51,7 +51,7 @@ def served(lines: list[str]) -> list[str]:
 
 @asynccontextmanager
 async def console_of(worker: WorkerProcess) -> AsyncIterator[httpx2.AsyncClient]:
-    """What a page of the console beside a worker has: its address, and its token."""
+    """Yield an HTTP client for the console of a worker, with the console's token as a cookie."""
     while not (printed := re.search(r"the console is at (\S+?)/(\?token=\S+)", worker.log)):
         assert worker.running, worker.log
         await asyncio.sleep(0.05)
@@ -100,7 +100,7 @@ async def test_the_console_switches_its_worker_to_another_model_and_sessions_con
         await worker.client(timeout_s=0)
 
 
-async def test_serve_in_the_console_keeps_the_draft_model_only_if_it_has_the_new_models_tokens(
+async def test_the_console_keeps_the_draft_model_only_if_the_new_model_has_its_vocabulary(
     worker_process: Callable[..., WorkerProcess], tiny_model: Path
 ) -> None:
     worker = worker_process("--console", str(free_port()), "--draft-model", str(tiny_model))
@@ -130,7 +130,7 @@ def test_a_console_started_without_a_worker_refuses_to_serve_another_model(tmp_p
         shelf.serve("other")
 
 
-async def test_requests_wait_while_the_model_is_unloaded_until_it_is_served_again(
+async def test_a_request_sent_while_the_model_is_unloaded_is_answered_after_the_next_load(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     worker = worker_process("--console", str(free_port()), "--health", str(health := free_port()))
@@ -224,7 +224,7 @@ def words_of(process: psutil.Process) -> str:
         (["serve-undrafted b", "serve c"], "--model c"),
     ],
 )
-def test_serve_and_unload_in_the_console_set_the_command_line_of_the_next_worker(
+def test_the_buttons_serve_and_unload_set_the_command_line_of_the_next_worker(
     wishes: list[str], then: str
 ) -> None:
     words = ["serve", "--model", "a", "--console", "9423"]

@@ -1,4 +1,4 @@
-"""The console's page in a browser: real clicks, a worker that is killed, hostile names and messages."""
+"""The console's page in a real browser: clicks, keys, a worker that is killed, hostile names and messages."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_a_chat_continues_after_its_worker_is_killed_and_can_be_forked_and
 
 
 def act(browser: Browser) -> None:
-    """Fork the session at its first turn, and forget it, after second thoughts."""
+    """Fork the session at its first turn; then forget it, after cancelling the dialog once."""
     assert re.search(
         r"\d+ found\s+\d+ prefilled\s+3k generated\s+[\d.]+ m?s first token\s+[\d.]+k? tokens/s",
         browser.text(".turn:last-child .meta"),
@@ -141,7 +141,7 @@ async def test_a_chat_can_be_renamed_regenerated_edited_stopped_searched_and_exp
         return browser.run("return [...document.querySelectorAll('.side .name')].map((one) => one.innerText)")
 
     def begin(url: str) -> str:
-        """Ask in a new chat, with the keyboard alone."""
+        """Open the console, ask a question in a new chat, and rename the chat; return its session's name."""
         browser.open(f"{url}/?token={TOKEN}")
         browser.wait_for("document.activeElement.id === 'message'")
         browser.click("Options")

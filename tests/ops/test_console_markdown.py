@@ -1,4 +1,4 @@
-"""Markdown in answers: how it is rendered, what stays text, and answers that still grow."""
+"""Markdown in answers: the parsed tree, what stays plain text, and answers that still grow."""
 
 from __future__ import annotations
 
@@ -121,9 +121,7 @@ def _tags(nodes: Any) -> list[str]:
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=60), st.integers(1, 9))
-def test_markdown_rendered_piece_by_piece_ends_like_markdown_rendered_at_once(
-    pieces: list[str], each: int
-) -> None:
+def test_markdown_parsed_piece_by_piece_equals_markdown_parsed_at_once(pieces: list[str], each: int) -> None:
     text, growing, blocks = "".join(pieces), Growing(), list[Any]()
     for at in range(0, len(text), each):
         growing.add(text[at : at + each])

@@ -1,4 +1,4 @@
-"""`turnkeep export` and `import`: a session continues in another log, or none of it is stored."""
+"""`turnkeep export` and `import`: a session continues in another log, or the import stores nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAY = [{"role": "user", "content": "What is red?"}]
 async def exported(
     start: Start, folder: Path, *options: str, policy: dict[str, Any] | None = None, **settings: Any
 ) -> tuple[LocalWorker, Path]:
-    """A worker with a session of several kinds of requests, and the session's file."""
+    """Start a worker, and export a session with several kinds of requests; return worker and file."""
     worker = await start(**settings)
     session = worker.client.session("garden", cache=policy)
     await session.append(messages=SAY, request_id="a")
@@ -51,7 +51,7 @@ async def exported(
 
 
 async def written(worker: LocalWorker, session: str) -> None:
-    """Wait until snapshots of a session are on disk, and none is on its way."""
+    """Wait until a session's worker has written snapshots, and none is in flight."""
     async with asyncio.timeout(20):
         while True:
             counts = (await worker.client.session(session).info()).worker.snapshots
@@ -89,7 +89,7 @@ async def test_an_imported_session_continues_exactly_like_the_original(
 async def test_only_one_of_two_concurrent_imports_under_one_name_is_stored(
     local_worker: Start, tmp_path: Path
 ) -> None:
-    """Both find the name free. The second must neither be appended to the first nor delete it."""
+    """Both find the name unused. The second import must not add to or delete the entries of the first."""
     worker, file = await exported(local_worker, tmp_path)
     second, (_, lines) = await other(local_worker, tmp_path), copies.read(file)
     both = [Import(second.client, SessionKey("default", "garden")) for _ in range(2)]
@@ -120,7 +120,7 @@ async def test_a_session_with_over_a_thousand_log_entries_is_imported_whole_into
     await second.client.session("long").open()
 
 
-async def test_an_import_that_the_log_has_no_room_for_leaves_nothing_behind(
+async def test_an_import_that_does_not_fit_in_the_log_stores_nothing(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker = await local_worker()
@@ -137,7 +137,7 @@ async def test_an_import_that_the_log_has_no_room_for_leaves_nothing_behind(
 
 
 async def chatter(worker: LocalWorker) -> None:
-    """Write to the log all the time."""
+    """Send requests without pause, so that the log is always busy."""
     while True:
         await worker.client.session("busy").append(tokens=[5])
 
@@ -146,7 +146,7 @@ async def chatter(worker: LocalWorker) -> None:
 async def test_an_import_with_kv_restores_the_kv_instead_of_prefilling(
     local_worker: Start, tmp_path: Path, has_keys: bool
 ) -> None:
-    """Also between caches that are encrypted by two keys."""
+    """Also between caches that are encrypted with different keys."""
     first_key, second_key = (tmp_path / name if has_keys else None for name in ("first.key", "second.key"))
     for path in filter(None, (first_key, second_key)):
         pytest.importorskip("cryptography")
@@ -213,7 +213,7 @@ async def test_importing_kv_made_with_other_settings_is_refused_and_names_the_se
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["policy"])
-async def test_kv_of_any_cache_policy_can_be_imported_into_a_cache_with_full_kv_only(
+async def test_kv_of_any_cache_policy_can_be_imported_into_a_cache_that_has_only_full_kv(
     local_worker: Start, tmp_path: Path, policy: dict[str, Any]
 ) -> None:
     wide = str(make_tiny_model(tmp_path / "wide", hidden_size=128))
@@ -234,7 +234,7 @@ async def test_kv_of_any_cache_policy_can_be_imported_into_a_cache_with_full_kv_
 async def test_a_session_and_its_kv_can_be_imported_into_a_new_data_directory(
     local_worker: Start, tmp_path: Path, has_own: bool
 ) -> None:
-    """With a server that runs for the import only, or with another server that has no log yet."""
+    """With a NATS server that runs only for the import, or with another one that has no log yet."""
     worker, file = await exported(local_worker, tmp_path, "--kv")
     await worker.stop()
     port, prefix = free_port(), f"fresh{tmp_path.name}"

@@ -1,4 +1,4 @@
-"""Crafted or damaged exports: each is refused in one line, or stored whole."""
+"""Crafted or damaged export files: an import refuses each in one line, or stores all of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COUNTS = {"tokens": 1, "cached_tokens": 0, "prefilled_tokens": 1, "kv_live_bytes
 
 
 def sound(folder: Path, num_requests: int = 2) -> dict[str, bytes]:
-    """The members of an export of some appends."""
+    """Export a session of some appends; return the content of the file's members by name."""
     entries = []
     for number in range(num_requests):
         asked = {"type": "append", "id": f"r{number}", "tokens": [5]}
@@ -72,7 +72,7 @@ def packed(folder: Path, whole: dict[str, bytes]) -> Path:
 
 
 def resealed(whole: dict[str, bytes], change: Callable[[dict[str, Any]], None]) -> dict[str, bytes]:
-    """Change the first line of the log, and make the checksums right."""
+    """Change the first line of the log, and compute the checksums again, so that they are right."""
     first, *rest = whole["log.jsonl"].splitlines()
     line = json.loads(first)
     change(line)
@@ -83,7 +83,7 @@ def resealed(whole: dict[str, bytes], change: Callable[[dict[str, Any]], None]) 
 
 
 def sparse(name: str, real_bytes: int) -> bytes:
-    """The header of a file of GNU's sparse form: 512 bytes for a gigabyte."""
+    """Return a tar header of GNU's sparse form: 512 bytes for a file of `real_bytes`."""
     made = tarfile.TarInfo(name)
     made.type = tarfile.GNUTYPE_SPARSE
     block = bytearray(made.tobuf(tarfile.GNU_FORMAT))
@@ -95,7 +95,7 @@ def sparse(name: str, real_bytes: int) -> bytes:
 
 
 def huge(name: str) -> bytes:
-    """The header of a member of 2^63 bytes."""
+    """Return a tar header of a member of 2^63 bytes."""
     made = tarfile.TarInfo(name)
     made.size = 2**63
     return made.tobuf(tarfile.GNU_FORMAT)
@@ -200,10 +200,10 @@ async def test_an_import_drops_result_headers_that_no_export_writes(
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
-async def test_an_import_removes_its_first_part_again_if_the_acknowledgement_was_lost(
+async def test_an_import_whose_acknowledgement_is_lost_removes_what_it_stored(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool
 ) -> None:
-    """A session that another client began meanwhile stays."""
+    """If nothing was stored, a session that another client has begun under this name stays."""
     worker = await local_worker()
     file = packed(tmp_path, sound(tmp_path))
     store = LogStream.store
@@ -223,7 +223,7 @@ async def test_an_import_removes_its_first_part_again_if_the_acknowledgement_was
     assert left.get(KEY, {}).get("in", 0) == (0 if is_stored else 1)
 
 
-async def test_an_import_that_cannot_remove_its_part_says_that_it_may_be_in_the_log(
+async def test_an_import_that_fails_to_remove_its_entries_says_that_some_may_be_in_the_log(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker()

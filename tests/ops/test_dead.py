@@ -1,4 +1,4 @@
-"""`turnkeep dead`: requests that a real worker gave up are listed, shown, sent again and dropped."""
+"""`turnkeep dead`: lists, shows, retries and drops requests that a real worker has given up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def venomous(self: Session, pending: Any) -> Any:
 async def worker(
     local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
 ) -> LocalWorker:
-    """A worker that has given up a request at position 3, and would carry it out now."""
+    """A worker that has given up a request at position 3, but would now execute it without a fault."""
     monkeypatch.setattr(Session, "_attempt", venomous)
     worker = await local_worker(max_attempts=1)
     await worker.client.session("s").append(tokens=[5] * 3)
@@ -74,7 +74,9 @@ async def test_a_retry_that_succeeds_removes_the_dead_letter(worker: LocalWorker
     assert again.stderr == "turnkeep: session s has no dead letter of a request bad; see turnkeep dead list\n"
 
 
-async def test_a_retry_in_a_session_that_has_moved_on_needs_the_option_anyway(worker: LocalWorker) -> None:
+async def test_a_retry_after_the_sessions_position_has_changed_needs_the_option_anyway(
+    worker: LocalWorker,
+) -> None:
     await worker.client.session("s").append(tokens=[5])
     done = await dead(worker, "retry", "s", "bad")
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""The files of ops/deploy: checked by validators, and started here as far as this machine can."""
+"""The files of ops/deploy: validators check them, and their services run here as plain processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOOLS = ROOT / ".venv" / "tools" / "bin"
 
 
 def check(program: str, *arguments: object, cwd: Path = DEPLOY, **env: str) -> None:
-    """Run a validator; skips where it is not installed (`make tools`, or the distribution has it)."""
+    """Run a validator; skip the test if it is not installed (by `make tools` or the system)."""
     path = shutil.which(program, path=os.pathsep.join([str(TOOLS), os.environ["PATH"]]))
     if path is None:
         pytest.skip(f"{program} is not installed")
@@ -69,7 +69,7 @@ def test_the_kubernetes_manifests_are_valid_under_their_schemas() -> None:
 
 @pytest.mark.parametrize("unit", sorted(path.name for path in DEPLOY.glob("*.service")))
 def test_systemd_accepts_each_unit_file(unit: str, tmp_path: Path) -> None:
-    """With this Python in the place of the installed program."""
+    """This Python stands for the installed program in the files."""
     text = (DEPLOY / unit).read_text()
     (tmp_path / unit).write_text(text.replace("/opt/turnkeep/bin/turnkeep", sys.executable))
     check("systemd-analyze", "verify", "--man=no", f"./{unit}", cwd=tmp_path)
@@ -83,8 +83,8 @@ def test_systemd_accepts_the_generated_unit_of_a_user(tmp_path: Path) -> None:
     check("systemd-analyze", *verify, cwd=tmp_path, XDG_RUNTIME_DIR=str(tmp_path))
 
 
-def test_the_files_for_systemd_and_launchd_are_what_their_template_generates() -> None:
-    """`python -m ops.units` writes them."""
+def test_the_committed_systemd_and_launchd_files_equal_the_generated_ones() -> None:
+    """`python -m ops.units` writes these files."""
     assert {path: path.read_bytes() for path in units.models()} == units.models()
 
 
@@ -99,8 +99,8 @@ def test_the_launchd_file_has_only_known_keys_with_values_of_the_right_type() ->
     assert agent["ProgramArguments"][1:] == ["serve", "--config", "/opt/turnkeep/turnkeep.toml"]
 
 
-def test_the_image_installs_from_the_lock_all_packages_that_its_extras_and_build_need() -> None:
-    """The packages that the Dockerfile takes from dev.lock are all in it, and none is missing."""
+def test_the_lock_files_have_all_packages_that_the_images_extras_and_build_need() -> None:
+    """dev.lock has all packages that the Dockerfile selects from it; with base.lock, none is missing."""
     (names,) = re.findall(r"\^\(([a-z|-]+)\)==", (DEPLOY / "Dockerfile").read_text())
     lock = (ROOT / "requirements" / "dev.lock").read_text()
     assert set(names.split("|")) <= set(re.findall(r"^([a-z0-9-]+)==", lock, re.MULTILINE))
@@ -148,7 +148,7 @@ def test_turnkeep_containers_run_as_non_root_with_a_read_only_file_system() -> N
 
 
 class Here:
-    """Commands of containers as processes: their folders below `tmp_path`, their ports on this machine."""
+    """Runs the commands of containers as processes, with folders below `tmp_path` and free local ports."""
 
     def __init__(self, tmp_path: Path, model: Path) -> None:
         self._ports = {port: free_port() for port in (4222, 8080, 8222, 9422, 9424)}
@@ -191,7 +191,7 @@ class Here:
         self._started.append(subprocess.Popen(command, env=env, cwd=folder, stderr=subprocess.DEVNULL))
 
     def wait_for(self, service: dict[str, Any], words: list[str]) -> None:
-        """Run a health check until it is content."""
+        """Run a service's health check until it succeeds."""
         deadline = time.monotonic() + 60
         while (done := self.run(service, words)).returncode:
             assert time.monotonic() < deadline, done.stdout + done.stderr
@@ -292,10 +292,10 @@ async def test_the_services_of_the_compose_file_are_healthy_and_serve_a_tenant(h
     assert await asyncio.to_thread(here.stop) == [143, 143, 0, 0, 0]
 
 
-def test_the_nats_nodes_of_the_manifest_accept_the_configuration_that_its_command_makes(
+def test_nats_accepts_the_configuration_that_the_command_in_the_kubernetes_manifest_makes(
     tmp_path: Path,
 ) -> None:
-    """tests/ops/test_cluster.py runs three such nodes with a worker."""
+    """`nats-server -t` only checks the configuration; tests/ops/test_cluster.py runs three such nodes."""
     (line,) = re.findall(
         r"^#   python -m ops\.nats\.tenants (nats default --cluster \S+)", MANIFEST, re.MULTILINE
     )

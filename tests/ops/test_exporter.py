@@ -1,4 +1,4 @@
-"""The exporter gives Prometheus the metrics of workers."""
+"""`turnkeep exporter`: the workers' metrics in Prometheus's format, and the command's errors."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ class Exporter:
 
 @pytest.fixture
 def exporter() -> Iterator[Callable[..., Exporter]]:
-    """Start exporters; they are stopped after the test."""
+    """Return a function that starts an exporter; all exporters are stopped after the test."""
     started: list[Exporter] = []
 
     def start(url: str, *options: str) -> Exporter:
@@ -262,7 +262,7 @@ def exporter() -> Iterator[Callable[..., Exporter]]:
 
 
 @pytest.mark.process
-async def test_the_exporter_serves_a_workers_metrics_until_that_worker_dies(
+async def test_the_exporter_serves_a_workers_metrics_and_shows_its_death_and_return(
     worker_process: Callable[..., WorkerProcess], exporter: Callable[..., Exporter]
 ) -> None:
     worker = worker_process("--metrics-interval-s", "0.3", "--worker", "w1")
@@ -328,7 +328,7 @@ async def test_the_exporter_reports_that_nats_is_down_and_reconnects(
 
 
 class Page:
-    """What scrapes are answered from, without NATS."""
+    """A stand-in for `Exporter` without NATS, with a few metrics to serve."""
 
     def collect(self) -> Iterator[Any]:
         return families([], None, connected=True)
@@ -345,7 +345,7 @@ def test_the_exporter_on_loopback_answers_only_local_host_names() -> None:
 
 
 def refused(*arguments: object, serves: bool = False) -> str:
-    """The one line that a command ends with; before it may be the one that says where it `serves`."""
+    """Run an exporter that fails; return its error line. If it `serves` at first, it prints a line before."""
     done = turnkeep("exporter", *arguments)
     assert (done.returncode, done.stdout) == (1, "")
     *before, line = done.stderr.splitlines()

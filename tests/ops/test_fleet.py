@@ -1,4 +1,4 @@
-"""What `exporter`, `top` and `console` keep of metrics messages, which anybody may have published."""
+"""The metrics messages that `exporter`, `top` and `console` keep in memory, some of them forged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HUGE = 10**400
 
 
 def forged(**changes: Any) -> Metrics:
-    """What a client decodes of a message that no worker has sent."""
+    """Return a metrics message with fields that no worker sends, as a client decodes it."""
     return decode_metrics(json.dumps(json.loads(encode(metrics("w1"))) | changes).encode())
 
 
@@ -59,7 +59,7 @@ def test_a_forged_metrics_message_changes_nothing_that_is_shown(
     assert samples(page(fleet))[key("resident_kv_bytes")] == 1024
 
 
-def test_a_fleet_keeps_a_bounded_number_of_a_workers_metrics_whatever_their_uptimes() -> None:
+def test_a_bounded_number_of_a_workers_messages_is_kept_whatever_their_uptimes() -> None:
     for step_s in (0.0, 0.001, 0.1, 5.0):
         fleet = Fleet(60, window_s=60)
         for number in range(1000):

@@ -1,4 +1,4 @@
-"""docs/log.md: its commands run as they are written, in their order."""
+"""The commands in docs/log.md run as they are written, in their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/operating.md: its commands run as written, and programs accept its settings."""
+"""The commands in docs/operating.md run as written, and Prometheus accepts its configuration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
 
 
 def block(language: str, beginning: str) -> str:
-    """The one block of the page that begins so."""
+    """Return the page's only code block in this language that begins with `beginning`."""
     (found,) = re.findall(rf"```{language}\n({re.escape(beginning)}.*?)```", PAGE, re.DOTALL)
     return str(found)
 

@@ -1,4 +1,4 @@
-"""The dashboard and the alert rules: on a Prometheus that scrapes an exporter, each query finds something."""
+"""The dashboard and the alert rules: each query returns data on a Prometheus that scrapes an exporter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ needs_promtool = pytest.mark.skipif(
 )
 
 
-def test_the_dashboard_and_alert_files_are_what_their_generator_writes() -> None:
+def test_the_committed_dashboard_and_alert_files_equal_the_generated_ones() -> None:
     assert panels.main(["--check"]) == 0, "run python -m ops.panels"
 
 
@@ -48,7 +48,7 @@ def test_dashboard_panels_have_distinct_positions_and_alerts_have_distinct_names
 
 
 def busy(seconds: float) -> Metrics:
-    """A worker to which everything happens that a query may ask for."""
+    """Return metrics of a worker in which, after `seconds`, every event has occurred that a query counts."""
     events = int(seconds * 10)
     histogram = Histogram(bounds=(0.1, 1.0), counts=(events, events, 0), sum=seconds, count=2 * events)
     names = ("queue_time", "request_duration", "time_to_first_token", "time_per_output_token")
@@ -76,7 +76,7 @@ def busy(seconds: float) -> Metrics:
 
 
 class Prometheus:
-    """A Prometheus that scrapes one exporter every so often and has the alert rules."""
+    """A Prometheus process that scrapes one exporter and evaluates the alert rules twice a second."""
 
     def __init__(self, folder: Path, exporter: str, every: str = "500ms") -> None:
         self._url = f"http://127.0.0.1:{free_port()}"
@@ -120,7 +120,7 @@ class Prometheus:
 
 @pytest.fixture
 def exporter_and_prometheus(nats_url: str, tmp_path: Path) -> Iterator[Callable[[str], Prometheus]]:
-    """Start an exporter of a prefix, and a Prometheus that scrapes it."""
+    """Return a function that starts an exporter for a subject prefix, and a Prometheus that scrapes it."""
     started: list[Exporter | Prometheus] = []
 
     def start(prefix: str) -> Prometheus:
@@ -168,7 +168,7 @@ async def test_every_query_of_every_panel_and_alert_returns_data(
 
 
 def exported() -> set[str]:
-    """Names of samples that an exporter gives."""
+    """Return the names of all samples that an exporter can serve."""
     fleet = Fleet(60)
     histogram = metrics("w1").batch_size
     fleet.hear(structs.replace(metrics("w1"), queue_time=histogram, request_duration=histogram))

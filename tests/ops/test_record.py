@@ -55,7 +55,7 @@ def test_a_replay_leaves_out_requests_that_changed_nothing_and_keeps_the_times_o
     assert record.begin == first[0].asked.stored
 
 
-def test_a_replay_leaves_out_a_cancelled_answer_without_tokens_and_keeps_an_echo() -> None:
+def test_a_replay_leaves_out_a_cancelled_empty_answer_but_keeps_an_echo_without_tokens() -> None:
     ends = ("cancelled", "length")
     generated = {"type": "generated", "id": "x", "position": 1, "text": "", "tokens": [], "kv_live_bytes": 1}
     counts = {"usage": dict.fromkeys(COUNTS, 1), "seconds": SECONDS}
@@ -96,7 +96,7 @@ def test_a_replay_leaves_out_a_forgotten_session_and_repeats_no_close_that_forge
     assert [getattr(one.request, "forget", None) for one in kept] == [None, False, None]
 
 
-def test_a_time_range_selects_sessions_that_began_in_it_up_to_its_end() -> None:
+def test_a_time_range_selects_entries_before_its_end_of_sessions_that_began_in_it() -> None:
     entries = [
         entry(seq, "in", APPEND, at_s, name) for seq, at_s, name in ((1, 0, "s"), (2, 5, "t"), (3, 9, "s"))
     ]
@@ -111,7 +111,11 @@ BUILD = {"worker": "w", "version": "1", "dtype": "float32", "device": "cpu", "kv
 
 
 def difference(*, was: Any = None, now: Any = None, told: dict[str, Any] | None = None) -> Difference | None:
-    """Replay two answers of the tokens 1 and 2; fields and headers of the second one are changed."""
+    """Compare a record of two answers, of the tokens 1 and 2 each, with a replay.
+
+    The second answer has the headers `was` in the record, and the headers `now` and fields `told` in the
+    replay.
+    """
     sides = []
     for changed, headers in ((told or {}, now or {}), ({}, was or {})):
         entries = []
@@ -194,7 +198,7 @@ def test_a_replayed_request_without_a_result_counts_as_a_difference() -> None:
     assert found.cause == "the replaying worker: no result within 3 s"
 
 
-def test_the_first_unequal_token_is_found_also_where_one_answer_ends_earlier() -> None:
+def test_the_first_unequal_token_is_found_even_if_one_answer_is_shorter() -> None:
     assert first_unequal((1, 2, 3), (1, 2, 3)) is None
     assert first_unequal((1, 2, 3), (1, 9, 3)) == 1
     assert first_unequal((1, 2, 3), (1, 2)) == 2

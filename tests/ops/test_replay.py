@@ -1,4 +1,4 @@
-"""`turnkeep replay` with real workers: the same tokens again, or why they differ."""
+"""`turnkeep replay` with real workers: it reproduces the recorded tokens, or says why they differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def replay(worker: LocalWorker, *options: object) -> subprocess.CompletedP
 
 
 async def converse(worker: LocalWorker) -> None:
-    """Two sessions: one samples, one sends without waiting, is rewound, and closed."""
+    """Run two sessions: one with sampled answers, one with concurrent appends, a rewind and a close."""
     garden, house = worker.client.session("garden"), worker.client.session("house")
     say = [{"role": "user", "content": "What is red?"}]
     for _ in range(2):
@@ -51,7 +51,7 @@ async def test_a_replay_reproduces_the_recorded_answers_and_removes_its_sessions
 
 
 async def other(start: Start, tmp_path: Path, name: str, **settings: object) -> LocalWorker:
-    """Start a second worker, under a prefix of its own."""
+    """Start a second worker, under another subject prefix."""
     return await start(prefix=f"other{name}", data_dir=tmp_path / name, **settings)
 
 

@@ -1,4 +1,4 @@
-"""docs/runbooks.md: its commands run as written, and its promises about lost files hold."""
+"""The commands in docs/runbooks.md run as written, and its statements about lost files are true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`turnkeep sessions` and `turnkeep show`: what they print of the log of a real worker."""
+"""`turnkeep sessions` and `turnkeep show`: what they print for a real worker's log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def listed(worker: LocalWorker, *options: object) -> list[dict[str, Any]]:
 
 
 async def filled(start: Start) -> LocalWorker:
-    """The log of a stopped worker: a session in each state, and another tenant's."""
+    """Fill a log with sessions in several states, one of another tenant; return the worker, stopped."""
     worker = await start()
     for name in ("idle", "closed", "failed"):
         await worker.client.session(name).append(tokens=[5] * 10)
@@ -109,7 +109,7 @@ async def test_a_session_of_any_tenant_with_an_answer_in_progress_is_listed_as_r
         assert "waiting (2)" in (await command("sessions", *where(worker))).stdout
 
 
-async def test_more_sessions_than_one_answer_of_the_nats_server_can_hold_are_all_listed(
+async def test_more_sessions_than_fit_in_one_reply_of_the_nats_server_are_all_listed(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -132,7 +132,7 @@ async def test_more_sessions_than_one_answer_of_the_nats_server_can_hold_are_all
     assert {row.session: row.position for row in rows} == {f"s{i}": i for i in range(2100)} | {"first": 1}
 
 
-async def test_listing_sessions_before_any_worker_made_a_log_shows_none(nats_url: str) -> None:
+async def test_the_command_sessions_lists_none_if_no_worker_has_made_a_log(nats_url: str) -> None:
     done = await command("sessions", "--nats", nats_url, "--prefix", "none")
     assert (done.returncode, done.stdout) == (0, "0 of 0 sessions\n"), done.stderr
 

@@ -1,4 +1,4 @@
-"""What users see of two workers that share a prefix."""
+"""Metrics, commands and console with two workers that share a subject prefix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two tenants on their generated NATS configuration: each has only its own sessions."""
+"""Two tenants on a NATS server with the generated configuration: each can reach only its own sessions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Server:
         return str(self.folder / f"{name}.nk")
 
     async def raw(self, name: str, heard: list[str] | None = None) -> Client:
-        """Connect as a tenant's client without ours; `heard` gets what the server refuses."""
+        """Connect with plain nats-py as the user of a seed; the server's refusals are added to `heard`."""
 
         async def note(error: Exception) -> None:
             if heard is not None:
@@ -61,7 +61,7 @@ class Server:
 
 @pytest.fixture
 async def server(tmp_path: Path, local_worker: Any) -> AsyncIterator[Server]:
-    """A server with a worker and two tenants."""
+    """A NATS server with a worker, and accounts for the tenants acme and beta."""
     folder = tmp_path / "nats"
     made = Server(folder)
     assert "run this again with --nats" in await add(folder, "acme", "beta")
@@ -89,7 +89,7 @@ async def server(tmp_path: Path, local_worker: Any) -> AsyncIterator[Server]:
 
 
 async def mirrored(client: Client, num_entries: int) -> list[str]:
-    """Read all subjects that a tenant can read of the log, once there are so many of them."""
+    """Wait until a tenant's mirror of the log has `num_entries` entries; return their subjects."""
     found: list[str] = []
     async with asyncio.timeout(10):
         while len(found) < num_entries:
@@ -181,7 +181,7 @@ async def test_a_tenant_receives_no_messages_of_another_tenant(server: Server) -
 
 
 async def test_a_forged_reply_subject_cannot_write_into_another_tenants_account(server: Server) -> None:
-    """A message names the subject of its reply, and that subject is in its sender's account."""
+    """The server looks up the reply subject of a message in the account of the sender."""
     acme, beta = await server.raw("acme.client"), await server.raw("beta.client")
     forged = await acme.subscribe("turnkeep.acme.*.out")
     inbox = await acme.subscribe("_INBOX.acme")
@@ -254,7 +254,7 @@ async def test_the_metrics_user_may_publish_and_subscribe_to_nothing_else(server
 
 
 async def reloaded(server: Server, *arguments: str) -> None:
-    """Take other limits or keys by a reload, during which the server may refuse everybody."""
+    """Change limits or keys, and wait until the server has reloaded; meanwhile it may refuse all clients."""
     await add(server.folder, *arguments)
     server.process.send_signal(signal.SIGHUP)
     async with asyncio.timeout(20):
@@ -302,7 +302,7 @@ async def test_a_client_with_too_many_subscriptions_is_closed_with_the_reason_an
 async def test_a_client_whose_message_exceeds_its_accounts_limit_is_told_why_it_is_disconnected(
     server: Server,
 ) -> None:
-    """nats-py knows only the server's limit."""
+    """nats-py knows only the limit of the whole server, so it sends the message."""
     seeds = {tenant: server.seed(f"{tenant}.client") for tenant in ("acme", "beta")}
     await reloaded(server, "--max-payload-kib", "8")
     async with connect(server.url, tenant="acme", nkeys_seed=seeds["acme"]) as client:
@@ -392,7 +392,7 @@ def test_a_tenant_name_that_a_nats_subject_cannot_hold_is_refused(tmp_path: Path
 
 
 async def test_a_running_nats_server_serves_a_new_tenant_after_two_reloads(server: Server) -> None:
-    """After one, nats-server 2.15.1 knows the tenant, but its requests find no stream."""
+    """After one reload, nats-server 2.15.1 knows the tenant, but the tenant's requests find no stream."""
     await add(server.folder, "gamma")
     server.process.send_signal(signal.SIGHUP)
     async with asyncio.timeout(20):
@@ -421,7 +421,7 @@ async def test_adding_a_tenant_fails_if_the_running_nats_server_does_not_know_it
 def test_nats_refuses_a_configuration_in_which_an_account_imports_another_tenants_subjects(
     tmp_path: Path,
 ) -> None:
-    """Not even a mistake in the configuration opens one tenant to another: the server refuses to start."""
+    """So a mistake in the configuration gives no tenant access to another: the server does not start."""
     run(tmp_path, "acme", "beta")
     made = tmp_path / "accounts.conf"
     check = [nats_server_program(), "-t", "-c", str(tmp_path / "nats-server.conf")]

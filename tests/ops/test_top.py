@@ -1,4 +1,4 @@
-"""`turnkeep top`: figures from messages, keys, a screen of 80 x 24, and the command on a real terminal."""
+"""`turnkeep top`: computed figures, keys, the screen of 80 x 24, and the command on a real terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Clock:
 
 
 def figures(*changes: dict[str, object]) -> Figures:
-    """The figures of a worker that has sent these messages."""
+    """Return the figures of a worker that has sent one message with each of these changes."""
     fleet = Fleet(300, window_s=60)
     for change in changes:
         fleet.hear(structs.replace(metrics("w1"), **change))
@@ -114,7 +114,7 @@ def test_the_screen_sums_up_the_gateways_that_publish_in_one_line() -> None:
     assert "gateway" not in "\n".join(screen(State(), fleet_of(1)))
 
 
-def test_the_share_of_cached_tokens_counts_only_those_since_the_previous_message() -> None:
+def test_the_share_of_cached_tokens_counts_only_tokens_between_two_messages() -> None:
     before = {"uptime_s": 1.0, "cached_tokens": 90, "prefilled_tokens": 10}
     after = {"uptime_s": 2.0, "cached_tokens": 91, "prefilled_tokens": 13}
     assert figures(before).cached_share == 0.9
@@ -168,7 +168,7 @@ def test_the_screen_fits_larger_and_smaller_terminals(columns: int, lines: int) 
     assert max(map(len, drawn)) <= columns
 
 
-def test_the_screen_is_readable_at_50_columns() -> None:
+def test_at_50_columns_the_screen_omits_columns_and_shortens_no_text() -> None:
     fleet = Fleet(300)
     fleet.hear(structs.replace(metrics("studio-1"), resident_kv_bytes=900 * 2**20, max_memory_bytes=2**30))
     fleet.hear(metrics("studio-2"))

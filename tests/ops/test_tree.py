@@ -1,4 +1,4 @@
-"""`turnkeep fork` and `tree`, and what other commands say of forks."""
+"""`turnkeep fork` and `tree`, and how `show`, `sessions`, `info` and `export` treat forks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAY = [{"role": "user", "content": "What is red?"}]
 
 
 async def family(start: Start) -> LocalWorker:
-    """A garden with two questions, a fork before the second one, and a fork of that fork."""
+    """Create a session with two questions, a fork of it before the second one, and a fork of that fork."""
     worker = await start()
     garden = worker.client.session("garden")
     for number in range(2):
@@ -90,7 +90,7 @@ async def test_a_fork_that_is_impossible_fails_and_says_why(local_worker: Start)
     assert done.stderr == "turnkeep: nobody is not forked, and no fork; see turnkeep sessions\n"
 
 
-async def test_an_exported_fork_continues_elsewhere_with_what_it_inherited_from_its_parent(
+async def test_an_exported_fork_continues_in_another_log_with_its_inherited_conversation(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker = await family(local_worker)
@@ -109,7 +109,7 @@ async def test_an_exported_fork_continues_elsewhere_with_what_it_inherited_from_
 
 
 def test_sessions_forked_from_each_other_in_a_circle_are_shown_once() -> None:
-    """A session was ended, and begun again as a fork of its own fork."""
+    """This happens if a session is ended, and a new one of its name is made as a fork of its fork."""
     assert [
         [part.session for part in one] for one in trees([row("a", "b"), row("b", "a"), row("c", "b")])
     ] == [["a", "b", "c"]]

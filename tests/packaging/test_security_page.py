@@ -1,4 +1,4 @@
-"""The security page names tests that exist."""
+"""The page docs/security.md names test files that exist."""
 
 from __future__ import annotations
 

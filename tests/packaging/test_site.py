@@ -26,7 +26,7 @@ PAGES: dict[str, Callable[[], str]] = runpy.run_path(str(ROOT / "docs" / "refere
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A copy of all that the site is made of, with its reference written."""
+    """A folder with the site's sources and its generated reference pages."""
     if not MKDOCS.exists():
         pytest.skip("mkdocs is not installed; make site")
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)

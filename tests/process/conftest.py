@@ -1,4 +1,4 @@
-"""Free ports, data directories, and NATS servers of every kind to point a worker at."""
+"""Fixtures for a worker's surroundings: free ports, a data directory, embedded and external NATS servers."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ def free_port():
 
 @pytest.fixture
 def unused_port():
-    """A second port, beside the one that the settings name."""
+    """Return a second free port; the first is in the settings."""
     return parts.free_port()
 
 
@@ -36,7 +36,7 @@ def directory(settings):
 
 
 class Supervised(EmbeddedServer):
-    """An embedded server with the task that a worker supervises it by."""
+    """An embedded server, with the task in which a worker restarts it if it dies."""
 
     _task = None
 
@@ -53,7 +53,7 @@ class Supervised(EmbeddedServer):
 
 @pytest.fixture
 async def embed():
-    """Make embedded servers; all are gone afterwards, whatever the test did to them."""
+    """Yield a function that makes embedded servers, which are stopped after the test."""
     servers = []
 
     def make(directory, settings):
@@ -72,7 +72,7 @@ def server(embed, directory, settings):
 
 @pytest.fixture
 async def foreign_server(tmp_path, free_port):
-    """Start a nats-server of an operator's with a given configuration; returns its URL."""
+    """Yield a function that starts an external nats-server with a configuration, and returns its URL."""
     processes = []
 
     async def start(**config):

@@ -1,4 +1,4 @@
-"""A collector for tests: takes OTLP over HTTP, and keeps the spans."""
+"""An OpenTelemetry collector for tests: receives OTLP over HTTP, and keeps the spans."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _attributes(rows: Any) -> dict[str, Any]:
 
 
 class Receiver:
-    """Listens on a port of 127.0.0.1; `refuses` answers 503, `delay_s` makes it slow."""
+    """Listens on a port of 127.0.0.1; answers each request with 200 after `delay_s`."""
 
     def __init__(self, port: int = 0) -> None:
         self.spans: list[Span] = []
@@ -92,15 +92,15 @@ class Receiver:
             ]
 
     def turns(self) -> list[Span]:
-        """The spans of whole turns."""
+        """Return the spans of whole turns."""
         return [span for span in self.spans if span.kind == 2]
 
     def children(self, turn: Span) -> dict[str, Span]:
-        """The parts of a turn, by name; of several with one name the last."""
+        """Return the phases of a turn by name; if several have the same name, the last one."""
         return {span.name: span for span in self.spans if span.parent_id == turn.span_id}
 
     def wait_for(self, num_turns: int) -> list[Span]:
-        """Wait, on a thread, until so many turns are there."""
+        """Block until `num_turns` turns have arrived, and return them; call it on a thread."""
         deadline_s = time.monotonic() + PATIENCE_S
         while len(self.turns()) < num_turns and time.monotonic() < deadline_s:
             time.sleep(0.02)

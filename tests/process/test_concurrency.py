@@ -1,4 +1,4 @@
-"""Task groups own their tasks to the end, and raise an error unchanged."""
+"""Task groups end only after all of their tasks, and raise the error of a task unchanged."""
 
 import asyncio
 import signal
@@ -52,7 +52,7 @@ async def test_an_error_of_an_awaited_task_is_raised_unchanged_by_its_task_group
 
 
 async def test_a_task_that_swallows_cancellations_ends_with_its_task_group():
-    """As nats-py's calls do when a cancel meets the reply."""
+    """nats-py's calls swallow a cancellation that arrives together with the reply."""
     swallowed = 0
 
     async def swallows():

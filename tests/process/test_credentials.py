@@ -23,7 +23,7 @@ PATIENCE_S = 60
 
 
 def turnkeep(*arguments):
-    """Run a command to its end; returns its exit code and everything that it has written."""
+    """Run a command; return its exit code, and its output and errors as one text."""
     done = command_runs.turnkeep(*arguments)
     return done.returncode, done.stdout + done.stderr
 
@@ -60,7 +60,7 @@ def test_a_nats_url_is_shown_with_host_and_port_and_without_credentials(urls, ex
 
 @pytest.mark.parametrize("log_format", ["json", "console"])
 def test_log_lines_and_tracebacks_show_no_credentials(log_format, capfd):
-    """An exception of another package may hold the URL, say."""
+    """For example, another package's exception may contain the URL."""
     before = structlog.get_config()
     try:
         configure(log_format, "debug")
@@ -123,10 +123,10 @@ async def test_the_error_for_a_missing_nats_server_shows_no_credentials(name, un
 
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["password", pytest.param("token", marks=pytest.mark.soak)])
-async def test_a_worker_prints_no_credentials_whatever_happens_to_it(
+async def test_a_worker_and_its_commands_print_no_credentials_even_after_a_failed_login(
     foreign_server, tmp_path, tiny_model, kind
 ):
-    """Its start, a lost server, a reload, the commands beside it, wrong credentials and its end."""
+    """Covers start, commands, wrong credentials, a reload, a lost NATS server, and the stop."""
     right = f"{USER}:{PASSWORD}" if kind == "password" else TOKEN
     asked = {"user": USER, "password": PASSWORD} if kind == "password" else {"token": TOKEN}
     config = {"jetstream": {"store_dir": str(tmp_path / "js")}, "authorization": asked}

@@ -1,4 +1,4 @@
-"""A data directory has one worker; an unusable one is reported before anything else happens."""
+"""One worker at a time uses a data directory; a directory that cannot be used is refused with the reason."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_a_data_directory_keeps_its_generated_name_when_it_is_opened_again(tmp_p
         assert again.name == name != other.name
 
 
-def test_a_second_worker_is_refused_with_the_pid_of_the_first_until_that_one_is_killed(tmp_path):
+def test_a_second_worker_is_refused_with_the_first_ones_pid_until_the_first_is_killed(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True
     ) as holder:
@@ -54,7 +54,7 @@ def test_a_second_worker_is_refused_with_the_pid_of_the_first_until_that_one_is_
 
 
 def test_a_child_process_of_the_worker_does_not_hold_the_lock_of_the_data_directory(tmp_path):
-    """The embedded NATS server outlives a killed worker; the next worker must still get in."""
+    """The NATS server outlives a killed worker; the next worker must still be able to lock the directory."""
     opened = DataDir.open(tmp_path)
     with subprocess.Popen(["sleep", "60"]) as child:
         opened.close()

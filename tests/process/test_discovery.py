@@ -1,4 +1,4 @@
-"""NATS's service discovery on a real server: who answers PING, INFO and STATS, when, and with what."""
+"""A worker answers the requests PING, INFO and STATS of NATS's service discovery, on a real server."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def ask(nc: Client, subject: str, body: bytes = b"") -> dict[str, Any]:
     return dict(json.loads((await nc.request(subject, body, timeout=5)).data))
 
 
-async def test_a_worker_answers_each_discovery_verb_for_all_services_its_service_and_its_id(
+async def test_a_worker_answers_ping_info_and_stats_sent_to_all_services_to_turnkeep_or_to_its_id(
     nc: Client, worker: LocalWorker
 ) -> None:
     ping = await ask(nc, "$SRV.PING")
@@ -135,7 +135,7 @@ MALFORMED = [
 async def test_a_worker_still_serves_after_malformed_discovery_requests(
     nc: Client, worker: LocalWorker
 ) -> None:
-    """Without a reply subject, with bytes that are no text, and with malformed headers."""
+    """The requests have no reply subject, bytes that are no text, or malformed headers."""
     server = urlsplit(str(worker.settings.nats))
     reader, writer = await asyncio.open_connection(server.hostname, server.port)
     await reader.readline()

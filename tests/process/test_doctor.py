@@ -24,7 +24,7 @@ async def examine(settings):
 
 @pytest.fixture
 def small(settings):
-    """Ask for so little disk that any machine has it."""
+    """Return settings that need so little disk that any machine has it."""
     return dataclasses.replace(settings, max_disk=2**20, min_free_disk=0)
 
 
@@ -37,7 +37,7 @@ async def test_a_sound_machine_passes_every_check_of_the_doctor(small):
     assert str(small.nats_port) in found["port"].found
 
 
-async def test_the_doctor_reports_a_running_worker_as_no_fault(server, small, directory):
+async def test_the_doctor_reports_no_fault_if_the_worker_of_the_data_directory_runs(server, small, directory):
     await server.start()
     found = await examine(small)
     assert "in use by worker test" in found["data directory"].found
@@ -46,7 +46,7 @@ async def test_the_doctor_reports_a_running_worker_as_no_fault(server, small, di
     )
 
 
-async def test_a_port_held_by_another_nats_server_fails_the_check_with_advice(foreign_server, small):
+async def test_a_port_held_by_another_nats_server_fails_the_doctors_check_with_advice(foreign_server, small):
     await foreign_server(server_name="stranger")
     found = await examine(small)
     assert re.fullmatch(r"nats-server \d+\.\d+\.\d+", found["NATS"].found)
@@ -54,7 +54,7 @@ async def test_a_port_held_by_another_nats_server_fails_the_check_with_advice(fo
     assert "--nats-port" in found["port"].mend
 
 
-async def test_a_port_held_by_another_worker_fails_the_check_and_names_that_worker(
+async def test_the_doctors_failed_port_check_names_the_other_worker_that_holds_the_port(
     server, small, tmp_path, monkeypatch
 ):
     await server.start()
@@ -74,7 +74,9 @@ async def test_a_port_held_by_another_worker_fails_the_check_and_names_that_work
     assert port.missing == f"port {small.nats_port} of 127.0.0.1 is taken by it"
 
 
-async def test_a_remote_nats_server_without_jetstream_fails_the_check_with_advice(foreign_server, small):
+async def test_a_remote_nats_server_without_jetstream_fails_the_doctors_check_with_advice(
+    foreign_server, small
+):
     found = await examine(dataclasses.replace(small, nats=await foreign_server()))
     assert found["NATS"].state == "fail"
     assert "nats-server -js" in found["NATS"].mend
@@ -100,7 +102,7 @@ async def test_the_doctor_names_the_version_of_a_remote_nats_server(foreign_serv
     assert re.fullmatch(r"nats-server \d+\.\d+\.\d+ answers, JetStream is enabled", nats.found)
 
 
-async def test_an_unusable_data_directory_fails_the_check_with_advice(small, tmp_path):
+async def test_an_unusable_data_directory_fails_the_doctors_check_with_advice(small, tmp_path):
     (tmp_path / "file").write_text("")
     found = await examine(dataclasses.replace(small, data_dir=tmp_path / "file"))
     assert found["data directory"].state == "fail"
@@ -108,7 +110,9 @@ async def test_an_unusable_data_directory_fails_the_check_with_advice(small, tmp
     assert "--data-dir" in found["data directory"].mend
 
 
-def test_the_doctor_warns_of_a_small_disk_and_fails_a_tiny_one(mounted, settings, monkeypatch):
+def test_the_doctors_disk_check_warns_of_little_space_and_fails_with_almost_none(
+    mounted, settings, monkeypatch
+):
     folder = mounted("size=8m")
     assert commands.checks._disk(dataclasses.replace(settings, data_dir=folder))[1].state == "fail"
     monkeypatch.setattr(commands.checks, "_MIN_FREE_BYTES", 2**20)
@@ -120,7 +124,7 @@ def test_the_doctor_warns_of_a_small_disk_and_fails_a_tiny_one(mounted, settings
     assert without.missing == "up to 64 MiB, for the log"
 
 
-def test_a_broken_mlx_fails_its_check_without_crashing_the_doctor(monkeypatch):
+def test_a_broken_mlx_fails_the_doctors_check_without_crashing_the_doctor(monkeypatch):
     monkeypatch.setattr(
         commands.checks, "_ASK_MLX", "raise ImportError('libmlx.so: cannot open shared object file')"
     )
@@ -154,7 +158,7 @@ async def test_the_doctor_checks_each_of_several_models(small, tmp_path):
 
 @pytest.fixture
 def pair(settings, tiny_model, tmp_path):
-    """A model, and one with the same tokens that drafts for it."""
+    """Return settings with a model, and with a draft model that has the same tokens."""
     draft = shutil.copytree(tiny_model, tmp_path / "draft")
     return dataclasses.replace(settings, model=str(tiny_model), draft_model=str(draft))
 
@@ -164,7 +168,7 @@ def draft_of(settings):
     return draft
 
 
-def test_the_doctor_checks_a_draft_model_with_the_model_that_it_drafts_for(pair):
+def test_the_doctor_shows_the_memory_that_a_draft_model_needs_together_with_its_model(pair):
     draft = draft_of(pair)
     assert (draft.name, draft.state) == ("draft model", "ok")
     assert re.fullmatch(r".*/draft; with the model it needs \S+ MiB of \S+ \wiB", draft.found)
@@ -176,12 +180,12 @@ def test_the_doctor_converts_no_file_to_check_a_draft_model(pair):
     assert not [*pair.data_dir.glob("models/*")]
 
 
-def test_the_doctor_fails_a_missing_draft_model(pair, tmp_path):
+def test_a_missing_draft_model_fails_the_doctors_check(pair, tmp_path):
     draft = draft_of(dataclasses.replace(pair, draft_model=str(tmp_path / "missing")))
     assert (draft.name, draft.state) == ("draft model", "fail")
 
 
-def test_the_doctor_fails_a_draft_model_with_other_tokens(pair):
+def test_a_draft_model_with_another_vocabulary_fails_the_doctors_check(pair):
     path = Path(pair.draft_model) / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     names = tokenizer["model"]["vocab"]
@@ -192,7 +196,7 @@ def test_the_doctor_fails_a_draft_model_with_other_tokens(pair):
     assert "has other tokens than" in draft.missing
 
 
-def test_the_doctor_fails_a_draft_model_that_does_not_fit_into_memory(pair):
+def test_a_draft_model_that_does_not_fit_into_memory_fails_the_doctors_check(pair):
     draft = draft_of(dataclasses.replace(pair, device_memory=2**20))
     assert (draft.state, draft.missing) == ("fail", "memory for both")
     assert "leave draft_model out" in draft.mend
@@ -203,7 +207,7 @@ async def test_the_doctor_checks_the_draft_model_of_each_of_several_models(small
     assert [check.name for check in found[-3:]] == ["model a", "model b", "draft model b"]
 
 
-def test_an_empty_model_folder_fails_the_check(settings, tmp_path):
+def test_an_empty_model_folder_fails_the_doctors_check(settings, tmp_path):
     assert commands.checks._model(dataclasses.replace(settings, model=str(tmp_path))).state == "fail"
 
 
@@ -216,6 +220,6 @@ def test_the_doctor_prints_each_finding_on_one_line_in_a_pipe(capsys):
     assert exit_code(found) == 0
 
 
-def test_checking_a_data_directory_leaves_it_unlocked_for_the_worker(settings):
+def test_the_doctor_leaves_the_data_directory_that_it_has_checked_unlocked(settings):
     commands.checks._disk(settings)
     DataDir.open(settings.data_dir).close()

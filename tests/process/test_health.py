@@ -34,7 +34,7 @@ WAIT_S = 30.0
 
 
 async def exchange(endpoint: Endpoint, *parts: bytes) -> bytes:
-    """Send bytes, and return all that comes until the connection is closed."""
+    """Send bytes; return all bytes received until the server closes the connection."""
     reader, writer = await asyncio.open_connection(*endpoint)
     with contextlib.suppress(ConnectionError):
         for part in parts:
@@ -122,7 +122,7 @@ async def test_a_worker_without_nats_is_live_but_not_ready_until_nats_is_back(
 async def test_a_worker_that_cannot_renew_its_membership_record_is_live_but_not_ready(
     local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint
 ) -> None:
-    """For example, its stream has no leader: it is connected, but another could take its name."""
+    """For example, the membership stream has no leader; then another worker could take the name."""
     worker = await local_worker(health=endpoint)
     bucket = f"KV_{worker.app._subjects.workers_bucket}"
     js = worker.app._nc.jetstream()  # type: ignore[union-attr]
@@ -228,7 +228,7 @@ async def test_idle_connections_do_not_keep_a_health_probe_from_its_answer(
         writer.close()
 
 
-async def test_a_health_port_in_use_fails_the_start_before_anything_is_created(
+async def test_a_worker_whose_health_port_is_in_use_fails_before_it_makes_a_data_directory(
     local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, tmp_path: Path
 ) -> None:
     with socket.create_server(endpoint), pytest.raises(TurnkeepError) as refused:

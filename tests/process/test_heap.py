@@ -11,7 +11,7 @@ from worker.process.heap import Spare
 MIB = 2**20
 PAGES = 48 * MIB // 4096
 
-#: Takes and writes 48 MiB in pieces, twice, and prints how many pages the kernel had to find each time.
+#: Allocates, writes and frees 48 MiB in pieces, twice, and prints the number of page faults of each time.
 PROGRAM = """
 import ctypes, resource, sys
 from worker.process.heap import Spare
@@ -59,7 +59,7 @@ def test_allocating_without_a_memory_reserve_faults_on_every_page() -> None:
 
 
 @needs_glibc
-def test_freed_memory_is_kept_and_reused_if_the_memory_reserve_is_small() -> None:
+def test_half_of_freed_memory_is_reused_even_if_it_exceeds_the_memory_reserve() -> None:
     first, second = faults(16 * MIB)
     assert first >= PAGES / 2
     assert second <= PAGES / 2

@@ -1,4 +1,4 @@
-"""The permissions that docs/log.md gives for each command are enough for it, on a real server."""
+"""Each command works, on a real server, with only the permissions that docs/log.md lists for it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rows() -> list[tuple[list[str], list[str]]]:
     ]
 
 
-async def test_the_documented_permissions_are_enough_for_each_command(
+async def test_each_command_succeeds_with_only_the_permissions_that_docs_log_lists_for_it(
     foreign_server: Callable[..., Any],
     local_worker: Callable[..., Any],
     tmp_path: Path,

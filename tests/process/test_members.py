@@ -1,4 +1,4 @@
-"""Workers of one prefix know each other; a name belongs to one worker, and a dead one delays nobody."""
+"""Workers of one prefix know each other, only one has a name, and the others notice when it dies."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ PATIENCE_S = 30
 
 
 class Kept(Members):
-    """A record with the tasks that a worker keeps it by."""
+    """A worker's membership record, with the tasks that renew it and watch the other workers."""
 
     task = watching = None
 
@@ -41,7 +41,10 @@ class Kept(Members):
 
 @pytest.fixture
 async def members(nats_url, monkeypatch):
-    """Make records of one prefix, each on a connection of its own; `told` collects what they are told."""
+    """Yield a function that makes a worker's membership record, on a connection of its own.
+
+    `told` collects the reasons for which the worker lost its record.
+    """
     monkeypatch.setattr(members_of, "_SETTLE_S", 0.0)
     connections, made = [], []
     subjects = Subjects(f"lease{time.monotonic_ns()}")
@@ -74,8 +77,10 @@ async def until(condition):
             await asyncio.sleep(0.02)
 
 
-async def test_a_second_worker_of_the_same_name_is_refused_with_one_line(local_worker, tmp_path):
-    """Before it changes anything: the streams keep the first one's settings."""
+async def test_a_second_worker_with_the_same_name_is_refused_with_an_error_of_one_line(
+    local_worker, tmp_path
+):
+    """It is refused before it changes anything: the streams keep the first worker's settings."""
     first = await local_worker()
     with pytest.raises(BrokerError) as refused:
         await local_worker(data_dir=tmp_path / "second", log_max_bytes=2**25)
@@ -90,7 +95,7 @@ async def test_a_second_worker_of_the_same_name_is_refused_with_one_line(local_w
     assert config.max_bytes == first.settings.log_max_bytes
 
 
-async def test_a_second_worker_with_another_model_is_refused_with_one_line(
+async def test_a_second_worker_with_another_model_is_refused_and_the_first_still_serves(
     local_worker, tmp_path, tiny_model
 ):
     first = await local_worker()
@@ -105,7 +110,7 @@ async def test_a_second_worker_with_another_model_is_refused_with_one_line(
     assert (await first.client.session("s").append(text="hello")).position == 5
 
 
-async def test_a_second_worker_with_another_protocol_is_refused_with_one_line(
+async def test_a_second_worker_with_another_protocol_version_is_refused_and_the_first_still_serves(
     local_worker, tmp_path, monkeypatch
 ):
     first = await local_worker()
@@ -135,7 +140,7 @@ async def test_a_new_worker_can_take_the_name_of_a_stopped_one(local_worker, tmp
     assert (await second.client.session("s").append(text="hello")).position == 5
 
 
-async def test_a_worker_on_a_dead_workers_data_directory_takes_over_its_record_at_once(members):
+async def test_a_worker_on_a_dead_workers_data_directory_takes_over_its_membership_record_at_once(members):
     dead, other = await members("w", "same"), await members("w", "same")
     await dead.join()
     kill(dead)
@@ -176,7 +181,9 @@ async def test_workers_that_start_together_find_each_other_and_agree_which_one_i
     assert [one.is_first for one in made].count(True) == 1
 
 
-async def test_a_worker_on_a_new_membership_stream_counts_as_alone_only_after_a_pause(members, monkeypatch):
+async def test_a_worker_that_makes_the_membership_stream_counts_as_alone_only_after_a_pause(
+    members, monkeypatch
+):
     monkeypatch.setattr(members_of, "_SETTLE_S", 0.3)
     one = await members("w", "d")
     await one.join()
@@ -184,8 +191,8 @@ async def test_a_worker_on_a_new_membership_stream_counts_as_alone_only_after_a_
     await until(lambda: one.is_alone)
 
 
-async def test_a_worker_knows_of_a_joining_worker_before_that_one_serves(members):
-    """Two workers must not both do what only a lone worker may do."""
+async def test_workers_no_longer_count_as_alone_once_another_worker_has_joined(members):
+    """Some actions are only for a lone worker, so two workers must never count as alone at once."""
     first, second = await members("first", "one"), await members("second", "two")
     await first.join()
     assert first.is_alone
@@ -214,10 +221,8 @@ async def test_a_worker_that_ends_is_reported_gone_once_and_within_a_second(memb
     assert len(gone) == 1, "once, though its record is there for two seconds"
 
 
-async def test_an_early_check_finds_a_dead_worker_sooner_but_does_not_believe_a_lost_connection(
-    members, monkeypatch
-):
-    """One request without a responder is not believed: a worker that connects again has none for a moment."""
+async def test_an_early_check_reports_a_dead_worker_as_gone_but_not_a_reconnecting_one(members, monkeypatch):
+    """One request without a responder is no proof: a reconnecting worker does not respond for a moment."""
     monkeypatch.setattr(members_of, "_WATCH_S", 3600.0)
     first, second = await members("first", "one"), await members("second", "two")
     await first.join()
@@ -238,8 +243,8 @@ async def test_an_early_check_finds_a_dead_worker_sooner_but_does_not_believe_a_
     assert time.monotonic() - asked_s >= members_of._CONFIRM_S, "it is asked twice"
 
 
-async def test_a_worker_that_is_not_known_yet_is_still_found_to_run(members):
-    """It may be about to stop, and then an attempt of its own has not crashed it."""
+async def test_a_running_worker_is_found_although_it_is_not_among_the_known_workers(members):
+    """While a worker runs, a request that it has attempted has not crashed it."""
     first, second = await members("first", "one"), await members("second", "two")
     await first.join()
     await second.join()
@@ -252,7 +257,7 @@ async def test_a_worker_that_is_not_known_yet_is_still_found_to_run(members):
     assert not await first.runs("a run of nobody")
 
 
-async def test_a_worker_whose_record_is_not_renewed_counts_as_present_while_it_answers(members):
+async def test_a_worker_that_stops_renewing_its_record_counts_as_present_while_it_answers_checks(members):
     first, second = await members("first", "one"), await members("second", "two")
     await first.join()
     await second.join()
@@ -263,7 +268,7 @@ async def test_a_worker_whose_record_is_not_renewed_counts_as_present_while_it_a
 
 
 @pytest.mark.parametrize("garbage", [b"", b"{}", b"\xff", b'{"worker":1}'])
-async def test_garbage_in_the_membership_stream_is_not_taken_for_a_record(members, garbage):
+async def test_garbage_in_the_membership_stream_is_ignored(members, garbage):
     one = await members("w", "d")
     await one._make_stream()
     await one._js.publish(one._subject, garbage)
@@ -276,7 +281,7 @@ async def test_garbage_in_the_membership_stream_is_not_taken_for_a_record(member
     assert not one.others
 
 
-async def test_a_worker_keeps_its_record_after_a_late_renewal_or_a_lost_acknowledgement(members):
+async def test_a_worker_renews_its_membership_record_after_a_lost_ack_or_after_the_record_expired(members):
     one = await members("w", "d")
     await one.join()
     kill(one)
@@ -290,7 +295,7 @@ async def test_a_worker_keeps_its_record_after_a_late_renewal_or_a_lost_acknowle
     assert not one.is_alone, "another worker may have served meanwhile"
 
 
-async def test_a_paused_worker_that_lost_its_name_is_told_which_worker_has_it(members):
+async def test_a_paused_worker_that_lost_its_name_gets_an_error_that_names_the_new_owner(members):
     paused, other = await members("w", "one"), await members("w", "two")
     await paused.join()
     kill(paused)
@@ -303,8 +308,8 @@ async def test_a_paused_worker_that_lost_its_name_is_told_which_worker_has_it(me
 
 
 @pytest.mark.process
-async def test_a_worker_makes_its_record_again_after_the_nats_server_restarts(server, members):
-    """The server keeps the record in memory only, and loses it."""
+async def test_a_worker_makes_its_membership_record_again_after_the_nats_server_restarts(server, members):
+    """The server keeps the record in memory only, so it loses the record."""
     await server.start()
     one = await members("w", "d", url=server.url, token=server.token)
     await one.join()

@@ -61,7 +61,7 @@ def write(path: Path, content: str | bytes) -> Path:
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a CA, a server's and a client's certificate with their keys, and another CA."""
+    """Return a folder with a CA, certificates and keys of a server and of a client, and another CA."""
     folder = tmp_path_factory.mktemp("tls")
 
     def openssl(*arguments: str) -> None:
@@ -79,7 +79,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def reaches(url: str, settings: Settings) -> None:
-    """Connect as a worker does and as a command does."""
+    """Check that both a worker and a command can connect."""
     options = nats_options(settings)
     url = over_tls(settings, url)
     await (await connect(url, name="test", **options)).close()
@@ -87,7 +87,7 @@ async def reaches(url: str, settings: Settings) -> None:
 
 
 async def refused(url: str, settings: Settings, why: str) -> None:
-    """Neither side waits for its timeout, and both say why."""
+    """Check that both a worker and a command are refused at once, with the reason `why`."""
     options = nats_options(settings)
     url = over_tls(settings, url)
     with pytest.raises(BrokerError, match=why) as by_worker:
@@ -243,7 +243,7 @@ def test_unusable_login_settings_fail_with_one_line_that_holds_no_secret(
     assert PASSWORD not in str(caught.value)
 
 
-def test_an_encrypted_private_key_is_refused(tmp_path: Path, keys: Path) -> None:
+def test_an_encrypted_private_key_for_tls_is_refused(tmp_path: Path, keys: Path) -> None:
     command = [
         "openssl",
         "pkey",
@@ -261,7 +261,7 @@ def test_an_encrypted_private_key_is_refused(tmp_path: Path, keys: Path) -> None
 
 
 @pytest.mark.parametrize("command", [("serve",), ("doctor",), ("info",), ("ask", "hi"), ("exporter",)])
-def test_commands_take_a_credentials_file_as_an_option_but_no_password(
+def test_commands_have_an_option_for_a_credentials_file_but_none_for_a_password(
     tmp_path: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "configure", lambda *_: None)  # the log of this process is the tests'

@@ -44,7 +44,7 @@ def place(worker: LocalWorker) -> list[str]:
     return ["--data-dir", str(worker.settings.data_dir), "--nats-port", port]
 
 
-async def test_commands_find_the_token_in_the_data_directory_by_themselves(worker: LocalWorker) -> None:
+async def test_commands_read_the_nats_token_from_the_data_directory(worker: LocalWorker) -> None:
     where = [*place(worker), "--prefix", worker.settings.prefix]
     for words in (["open", "s"], ["info", "s"], ["sessions"], ["top"]):
         done = await command(*words, *where)
@@ -64,7 +64,7 @@ async def test_the_command_url_prints_an_address_that_other_programs_can_connect
 
 
 async def first_word(port: int, **login: str) -> bytes:
-    """Log in as a raw client does; returns what the server says."""
+    """Log in over a raw socket; return the server's first reply."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     assert (await reader.readline()).startswith(b"INFO ")
     writer.write(f"CONNECT {json.dumps({'verbose': False} | login)}\r\nPING\r\n".encode())
@@ -89,7 +89,7 @@ async def test_the_nats_server_refuses_connections_without_the_exact_token(worke
         assert await first_word(port, **login) == b"-ERR 'Authorization Violation'", login
 
 
-async def test_a_command_without_the_right_token_fails_and_says_where_the_token_is(
+async def test_a_command_without_the_right_token_fails_and_names_the_data_directory_that_has_it(
     worker: LocalWorker, tmp_path: Path
 ) -> None:
     port = str(worker.settings.nats_port)
@@ -116,7 +116,7 @@ async def test_a_command_without_the_right_token_fails_and_says_where_the_token_
     )
 
 
-async def test_a_token_file_given_as_an_option_overrides_the_data_directory(
+async def test_the_option_nats_token_file_overrides_the_token_in_the_data_directory(
     worker: LocalWorker, tmp_path: Path
 ) -> None:
     token = tmp_path / "token"
@@ -129,7 +129,7 @@ async def test_a_token_file_given_as_an_option_overrides_the_data_directory(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
-def test_another_user_of_the_machine_is_told_that_the_token_cannot_be_read(
+def test_another_user_of_the_machine_gets_an_error_that_the_nats_token_cannot_be_read(
     directory: DataDir, settings: Settings
 ) -> None:
     EmbeddedServer(directory, settings)
@@ -145,7 +145,7 @@ def test_another_user_of_the_machine_is_told_that_the_token_cannot_be_read(
     )
 
 
-async def test_the_token_is_readable_by_its_owner_only_and_stays_the_same(
+async def test_the_nats_token_is_readable_by_its_owner_only_and_survives_a_restart(
     local_worker: Callable[..., Awaitable[LocalWorker]],
 ) -> None:
     port, seen = free_port(), set()
@@ -160,7 +160,7 @@ async def test_the_token_is_readable_by_its_owner_only_and_stays_the_same(
     assert len(seen.pop().strip()) >= 43, "32 random bytes"
 
 
-async def test_the_token_appears_in_no_log_no_command_output_and_no_process_list(
+async def test_the_nats_token_appears_in_no_log_no_command_output_and_no_process_list(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     process = worker_process("--log-level", "debug")
@@ -196,7 +196,7 @@ def earlier(settings: Settings, directory: DataDir) -> Any:
 async def test_a_worker_replaces_a_running_nats_server_of_an_earlier_version_without_a_token(
     settings: Settings, directory: DataDir, embed: Any
 ) -> None:
-    """As `kill -9` leaves it; stored messages stay, and the new server requires a token."""
+    """The old server outlived its worker. Its messages stay, and the new server requires a token."""
     old = earlier(settings, directory)
     try:
         open_to_all = f"nats://127.0.0.1:{settings.nats_port}"

@@ -42,7 +42,7 @@ SESSIONS = [f"s{number}" for number in range(16)]
 
 @pytest.fixture
 def cluster(local_worker: Start, tmp_path: Path, endless_model: Path) -> Start:
-    """Start a worker of the prefix, by its name."""
+    """Return a function that starts a worker of the prefix under a name."""
 
     async def start(name: str, **settings: Any) -> Any:
         settings = {"ack_wait_s": 60.0, "model": str(endless_model)} | settings
@@ -56,7 +56,7 @@ def _maker(result: Msg) -> str:
 
 
 class Look:
-    """What the log and the claims say of a prefix."""
+    """Reads the results and the claims of a prefix: which worker serves which session."""
 
     def __init__(self, nc: Nats, prefix: str) -> None:
         self.nc = nc
@@ -69,7 +69,7 @@ class Look:
         return (await self._gets.read(f"{self._prefix}_log", asked))[0]
 
     async def makers(self, session: str) -> list[str]:
-        """Return which worker stored each result of a session."""
+        """Return the workers that stored the results of a session, in order."""
         requests, results = await self._bodies(session, "in"), await self._bodies(session, "out")
         assert len(requests) == len(results), "each request has one result"
         return [_maker(one) for one in results]
@@ -78,11 +78,11 @@ class Look:
         return await self._bodies(session, "out")
 
     async def last_maker(self, session: str) -> str:
-        """Return which worker stored the last result of a session, which may be removed just now."""
+        """Return the worker that stored a session's last result, even while the log removes the session."""
         return _maker((await self._bodies(session, "out"))[-1])
 
     async def owner(self, session: str) -> str:
-        """Return which worker has claimed a session; empty if none has."""
+        """Return the worker that has claimed a session; empty if none has."""
         bucket = f"{self._prefix}_workers"
         with contextlib.suppress(NotFoundError):
             subject = f"$KV.{bucket}.own.default.{session}"
@@ -103,7 +103,7 @@ async def look(nats_url: str) -> AsyncIterator[Callable[[str], Look]]:
 
 
 async def turns(client: Client, *, number: int = 1) -> list[Any]:
-    """Append to all sessions at once, so many times."""
+    """Append once to each session, all at the same time; repeat this `number` times; return the results."""
     found = []
     for _ in range(number):
         appends = (client.session(name).append(text="x" * 64, timeout_s=PATIENCE_S) for name in SESSIONS)
@@ -125,7 +125,9 @@ async def test_each_session_stays_with_one_worker_and_prefills_only_its_new_toke
     assert not await look(first.settings.prefix).num_claims(), "the log says whose each is"
 
 
-async def test_info_and_cancel_reach_the_worker_that_answers(cluster: Start, look: Any) -> None:
+async def test_info_and_cancel_requests_reach_the_worker_that_runs_the_answer(
+    cluster: Start, look: Any
+) -> None:
     first, _ = await cluster("first"), await cluster("second")
     client, log = first.client, look(first.settings.prefix)
     generations = [client.session(name).generate(text="eee", max_tokens=1500) for name in SESSIONS[:4]]
@@ -234,7 +236,7 @@ async def test_an_idle_session_moves_to_a_worker_with_far_less_work(
         await generation.cancel()
 
 
-async def test_the_last_worker_that_takes_sessions_does_not_drain(cluster: Start, look: Any) -> None:
+async def test_the_last_worker_that_takes_sessions_refuses_to_drain(cluster: Start, look: Any) -> None:
     first, second = await cluster("first"), await cluster("second")
     nc = look(first.settings.prefix).nc
     ask = [one.app._members.address(one.app._members.me, "drain") for one in (first, second)]
@@ -247,7 +249,7 @@ async def test_the_last_worker_that_takes_sessions_does_not_drain(cluster: Start
     assert (await first.client.session("s").append(text="hello", timeout_s=PATIENCE_S)).position == 5
 
 
-async def test_workers_make_their_records_again_if_the_membership_stream_is_deleted(
+async def test_workers_make_their_membership_records_again_if_the_stream_is_deleted(
     cluster: Start, look: Any
 ) -> None:
     first, second = await cluster("first"), await cluster("second")
@@ -315,10 +317,10 @@ async def test_forgetting_a_session_at_one_worker_erases_its_snapshots_at_anothe
     assert not stored(first)
 
 
-async def test_a_worker_that_returns_erases_snapshots_of_sessions_forgotten_meanwhile(
+async def test_a_restarted_worker_erases_snapshots_of_sessions_forgotten_while_it_was_stopped(
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But not blocks that another session has."""
+    """The blocks that another session shares stay."""
     first = await cluster("first")
     kept, gone = first.client.session("kept"), first.client.session("gone")
     begins = "the same beginning " * 20
@@ -351,7 +353,7 @@ def _stored(store: Any, tokens: Any) -> int:
 async def test_a_malformed_forwarded_request_does_not_stop_the_worker_that_receives_it(
     cluster: Start, look: Any, name: str
 ) -> None:
-    """A tenant may send requests under names that no session may have."""
+    """A tenant may send requests to subjects whose session name is not valid."""
     first, _ = await cluster("first"), await cluster("second")
     log, members, subject = (
         look(first.settings.prefix),
@@ -371,7 +373,7 @@ async def test_a_malformed_forwarded_request_does_not_stop_the_worker_that_recei
 
 
 class Process:
-    """A worker as a process of its own, on a server that several share."""
+    """A worker in a process of its own, on a NATS server that several workers share."""
 
     def __init__(self, url: str, prefix: str, folder: Path, model: Path) -> None:
         self.name = folder.name
@@ -397,7 +399,7 @@ class Process:
 async def processes(
     nats_url: str, endless_model: Path, tmp_path: Path
 ) -> AsyncIterator[Callable[..., Awaitable[tuple[str, dict[str, Process]]]]]:
-    """Start workers as processes; returns their prefix, and them by their names."""
+    """Yield a function that starts workers as processes; it returns their prefix, and the workers by name."""
     made: dict[str, Process] = {}
     prefix = f"several{time.monotonic_ns()}"
 
@@ -415,7 +417,7 @@ async def processes(
             one.end(signal.SIGTERM)
 
 
-async def test_of_workers_that_claim_a_new_session_at_once_one_gets_it() -> None:
+async def test_only_one_of_two_workers_that_claim_a_new_session_gets_it() -> None:
     key, claims = SessionKey("t", "s"), list[str]()
 
     async def publish(_: str, worker: bytes, *, headers: dict[str, str], **_limit: float) -> Any:
@@ -452,7 +454,7 @@ async def test_a_worker_that_ends_starts_no_task_for_another_workers_request() -
 async def test_an_answer_continues_at_another_worker_within_seconds_of_a_kill(
     nats_url: str, processes: Any, look: Any
 ) -> None:
-    """The server would deliver the request again only after half a minute."""
+    """Its tokens are those of an answer without a kill."""
     prefix, workers = await processes("first", "second")
     log = look(prefix)
     async with connect(nats_url, prefix=prefix) as client:
@@ -474,7 +476,7 @@ async def test_an_answer_continues_at_another_worker_within_seconds_of_a_kill(
 
 
 @pytest.mark.process
-async def test_a_paused_worker_resumes_beside_the_one_that_took_its_sessions_over(
+async def test_a_paused_worker_that_resumes_stores_no_second_result_of_a_request(
     nats_url: str, processes: Any, look: Any
 ) -> None:
     prefix, workers = await processes("first", "second")

@@ -1,4 +1,4 @@
-"""The permissions that docs/protocol.md gives a tenant's clients, on a real server."""
+"""The permissions that docs/protocol.md gives a tenant's clients are enough, and not too many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is the prefix's where several workers serve it: tenants' places, attempts, retention, counts."""
+"""Several workers serve one prefix: limits of sessions by tenant, taking over, draining, and retention."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SESSIONS = [f"s{number}" for number in range(40)]
 
 @pytest.fixture
 def cluster(local_worker: Start, tmp_path: Path, endless_model: Path) -> Start:
-    """Start a worker of the prefix with few places for sessions of a tenant."""
+    """Return a function that starts a worker with a low limit of sessions by tenant."""
 
     async def start(name: str, **settings: Any) -> Any:
         settings = {"ack_wait_s": 60.0, "model": str(endless_model), "max_waiting": 2 * PLACES} | settings
@@ -40,7 +40,7 @@ def cluster(local_worker: Start, tmp_path: Path, endless_model: Path) -> Start:
 
 
 class Flood:
-    """Generates of one tenant in many sessions, and what the prefix says of them."""
+    """Sends `generate` requests of one tenant in many sessions; collects their results and attempts."""
 
     def __init__(self, nc: nats.NATS, prefix: str) -> None:
         self.results: list[tuple[str, str]] = []
@@ -75,7 +75,7 @@ class Flood:
 
 @pytest.fixture
 async def flood(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[str], Flood]]:
-    """Returned requests come again soon."""
+    """Yield a function that makes a `Flood`; requests that a worker returns are redelivered soon."""
     monkeypatch.setattr(intake, "_RETURN_S", 0.1)
     nc = await nats.connect(nats_url)
     yield lambda prefix: Flood(nc, prefix)
@@ -88,10 +88,10 @@ async def returned(worker: Any, num: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_worker_that_joins_shares_a_flood_that_waits_in_the_log(
+async def test_a_joining_worker_answers_a_part_of_the_many_requests_that_wait_in_the_log(
     cluster: Start, flood: Callable[[str], Flood]
 ) -> None:
-    """A worker without room for a session does not keep it, and its having had it is no attempt."""
+    """A worker at its limit returns further requests, and no attempt is noted for them."""
     first = await cluster("first", max_attempts=1)
     loud = flood(first.settings.prefix)
     await loud.begin(300)
@@ -112,7 +112,7 @@ async def test_a_worker_that_joins_shares_a_flood_that_waits_in_the_log(
     assert not loud.noted
 
 
-async def test_another_tenant_is_answered_during_a_flood_whichever_worker_gets_it(
+async def test_a_tenant_is_answered_while_another_tenants_requests_fill_both_workers(
     cluster: Start, flood: Callable[[str], Flood]
 ) -> None:
     first, second = await cluster("first"), await cluster("second")
@@ -129,7 +129,7 @@ async def test_another_tenant_is_answered_during_a_flood_whichever_worker_gets_i
     await loud.end()
 
 
-async def test_a_worker_takes_over_no_more_of_a_flood_than_it_has_places_for(
+async def test_a_worker_that_takes_over_sessions_of_a_stopping_worker_stays_within_max_waiting(
     cluster: Start, flood: Callable[[str], Flood]
 ) -> None:
     first, second = [await cluster(name, ack_wait_s=3.0) for name in ("first", "second")]
@@ -147,7 +147,7 @@ async def test_a_worker_takes_over_no_more_of_a_flood_than_it_has_places_for(
     assert {kind for _, kind in loud.results} == {"generated"}
 
 
-async def test_a_draining_worker_takes_no_requests_that_the_other_one_has_no_places_for(
+async def test_a_drained_worker_answers_no_requests_although_the_other_worker_is_at_its_limit(
     cluster: Start, flood: Callable[[str], Flood]
 ) -> None:
     first, second = await cluster("first"), await cluster("second")
@@ -164,7 +164,7 @@ async def test_a_draining_worker_takes_no_requests_that_the_other_one_has_no_pla
     assert loud.makers["second"] == num_before
 
 
-async def test_one_worker_removes_closed_sessions_and_after_its_end_the_other_one(
+async def test_only_one_of_two_workers_runs_retention_and_the_other_one_does_once_it_stops(
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swept: list[retention.Retention] = []

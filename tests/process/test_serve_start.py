@@ -1,4 +1,4 @@
-"""Faults of model and settings are found before a server is started or a stream is made."""
+"""A worker finds faults of model and settings before it starts a NATS server or makes a stream."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def serve(data_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 async def fail_to_start(**settings: object) -> str:
-    """Run a worker in this process; returns the line that ends it."""
+    """Run a worker in this process; return the message of the error that ends it."""
     with pytest.raises(TurnkeepError) as told:
         await App(Settings(**settings)).run()  # type: ignore[arg-type]
     return str(told.value)

@@ -1,4 +1,4 @@
-"""Where settings come from, and the errors for wrong ones."""
+"""Settings come from flags, environment, file and defaults; wrong ones are refused with advice."""
 
 from pathlib import Path
 
@@ -118,7 +118,7 @@ def test_a_relative_data_dir_is_resolved_from_the_settings_file_or_the_current_f
     assert load({"data_dir": Path("/srv/x")}, {}, config, tmp_path).data_dir == Path("/srv/x")
 
 
-def test_an_empty_variable_or_one_for_tests_changes_no_setting(tmp_path):
+def test_an_empty_environment_variable_or_one_for_tests_changes_no_setting(tmp_path):
     environ = {"TURNKEEP_MAX_BATCH": "", "TURNKEEP_TEST_WHATEVER": "1", "OTHER": "x"}
     assert load({}, environ, None, tmp_path) == Settings()
 
@@ -216,7 +216,7 @@ unload_after_s = "off"
 """
 
 
-def test_a_models_table_overrides_the_file_and_flags_and_variables_override_the_table(tmp_path):
+def test_a_model_table_overrides_the_file_and_is_overridden_by_flags_and_variables(tmp_path):
     write(tmp_path, MODELS)
     models = load_models({"kv_bits": "8"}, {"TURNKEEP_MAX_WAITING": "30"}, None, tmp_path)
     assert [*models] == ["small", "coder:30b"]

@@ -24,14 +24,14 @@ LONG = "hello " * 30
 
 
 class House:
-    """A supervisor of the models `tiny` and `wide:1b`, of which one fits, with a gateway."""
+    """A supervisor with a gateway and the models `tiny` and `wide:1b`; only one fits into memory."""
 
     def __init__(self, process: WorkerProcess, port: int) -> None:
         self.process = process
         self.http = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120)
 
     def workers(self) -> dict[str, psutil.Process]:
-        """Find the models that are loaded."""
+        """Return the worker processes of the loaded models, by model."""
         found = {}
         for one in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error):  # it has ended
@@ -137,7 +137,7 @@ async def test_a_model_larger_than_the_memory_budget_fails_the_start(house: Any)
     )
 
 
-def test_the_longest_unused_models_are_unloaded_first_and_none_if_that_is_not_enough() -> None:
+def test_the_longest_unused_models_are_unloaded_and_none_if_all_together_free_too_little() -> None:
     old, new = InMemory(1.0, 10, "old"), InMemory(2.0, 20, "new")
     assert leaving(0, [new, old]) == []
     assert leaving(5, [new, old]) == ["old"]
@@ -146,7 +146,7 @@ def test_the_longest_unused_models_are_unloaded_first_and_none_if_that_is_not_en
 
 
 class Busy:
-    """A model that always has something to answer."""
+    """A stub of an activator whose model always has unanswered requests."""
 
     used_s = 0.0
 

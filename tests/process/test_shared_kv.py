@@ -1,4 +1,4 @@
-"""Workers with one remote tier restore each other's sessions, and keep no forgotten ones."""
+"""Workers that share a remote tier restore each other's sessions; forgotten sessions leave the tier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = "x" * 300
 
 @pytest.fixture
 def cluster(local_worker: Start, tmp_path: Path, endless_model: Path) -> Start:
-    """Start a worker of the prefix, by its name."""
+    """Return a function that starts a worker of the prefix under a name."""
 
     async def start(name: str, **settings: Any) -> Any:
         settings = {"ack_wait_s": 60.0, "model": str(endless_model)} | settings
@@ -36,7 +36,7 @@ def in_tier(tmp_path: Path) -> list[str]:
 
 
 async def stored(worker: Any) -> None:
-    """Wait until the tier has what the worker has."""
+    """Wait until all snapshots of the worker are on its disk and in the remote tier."""
     assert await worker.app._store.barrier(PATIENCE_S)
     assert await worker.app._store.barrier_remote(PATIENCE_S)
 

@@ -1,4 +1,4 @@
-"""The streams get what the settings say, whoever made them, or an error says why not."""
+"""Streams, new or existing, are configured as the settings say, or refused with the reason."""
 
 import asyncio
 import dataclasses
@@ -30,7 +30,7 @@ def js(client):
     return client.jetstream()
 
 
-async def test_the_log_is_configured_to_refuse_when_full_and_the_token_stream_to_drop_the_oldest(
+async def test_the_log_is_set_to_refuse_messages_when_full_and_the_token_stream_to_drop_old_ones(
     js, settings
 ):
     streams = await ensure(js, SUBJECTS, settings)
@@ -43,7 +43,7 @@ async def test_the_log_is_configured_to_refuse_when_full_and_the_token_stream_to
     assert tokens.allow_direct
 
 
-async def test_each_kind_of_subject_is_stored_in_its_stream_or_in_none(js, settings):
+async def test_the_streams_store_requests_results_checkpoints_and_chunks_but_no_other_subjects(js, settings):
     await ensure(js, SUBJECTS, settings)
     for subject, stream in (
         (SUBJECTS.of(KEY, "in"), "turnkeep_log"),
@@ -106,7 +106,7 @@ async def test_the_consumer_delivers_only_requests_and_delivers_them_again_witho
     await second.ack()
 
 
-async def test_making_the_streams_again_or_concurrently_changes_nothing(js, settings):
+async def test_the_streams_can_be_made_concurrently_and_making_them_again_changes_nothing(js, settings):
     await asyncio.gather(*(ensure(js, SUBJECTS, settings) for _ in range(4)))
     before = (
         (await js.stream_info("turnkeep_log")).config,
@@ -126,7 +126,7 @@ async def test_workers_with_different_settings_can_make_the_streams_at_the_same_
     assert (await js.stream_info("turnkeep_log")).config.max_bytes in (2**24, 2**25, 2**26)
 
 
-async def test_changed_settings_are_applied_to_the_streams_and_keep_stored_messages(js, settings):
+async def test_changed_settings_are_applied_to_existing_streams_and_their_messages_stay(js, settings):
     await ensure(js, SUBJECTS, settings)
     await js.publish(SUBJECTS.of(KEY, "in"), b"request")
     log = (await js.stream_info("turnkeep_log")).config
@@ -163,7 +163,7 @@ async def test_a_full_log_refuses_new_messages_and_keeps_its_old_ones(js, settin
     assert (await js.stream_info("turnkeep_log")).state.first_seq == 1
 
 
-async def test_a_message_id_used_by_one_tenant_does_not_make_anothers_message_a_duplicate(js, settings):
+async def test_messages_of_two_tenants_with_the_same_message_id_are_not_duplicates(js, settings):
     await ensure(js, SUBJECTS, settings)
     headers = {"Nats-Msg-Id": "1"}
     await js.publish(SUBJECTS.of(SessionKey("a", "s"), "in"), b"x", headers=headers)
@@ -172,7 +172,7 @@ async def test_a_message_id_used_by_one_tenant_does_not_make_anothers_message_a_
     assert not ack.duplicate
 
 
-async def test_another_stream_that_already_has_the_subjects_is_named_in_the_error(js, settings):
+async def test_making_the_log_stream_fails_and_names_another_stream_that_has_its_subjects(js, settings):
     await js.add_stream(name="theirs", subjects=["turnkeep.>"], no_ack=True)
     with pytest.raises(
         BrokerError, match="belong to the stream theirs; remove that stream, or choose another --prefix"
@@ -186,7 +186,7 @@ async def test_a_prefix_whose_stream_name_belongs_to_another_prefix_is_refused(j
         await ensure(js, Subjects("a_b"), settings)
 
 
-async def test_a_log_of_another_version_is_refused_unless_it_is_empty(js, settings):
+async def test_an_empty_log_of_another_version_is_upgraded_and_one_with_messages_is_refused(js, settings):
     subjects = [SUBJECTS.every("in"), SUBJECTS.every("commit")]
     await js.add_stream(name="turnkeep_log", subjects=subjects, metadata={"owner": "ops"})
     await ensure(js, SUBJECTS, settings)

@@ -1,4 +1,4 @@
-"""A user's systemd, where there is one, runs a worker by the unit of `turnkeep service`."""
+"""A user's systemd, if there is one, runs a worker with the unit of `turnkeep service`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def wait_for(reached: Callable[[], object]) -> None:
 
 
 async def reach(url: str) -> Client:
-    """Connect once the server listens."""
+    """Connect a client as soon as the server listens."""
     async with asyncio.timeout(60):
         while True:
             try:
@@ -65,7 +65,7 @@ pytestmark = [
 
 @pytest.fixture
 def url(tmp_path: Path, endless_model: Path) -> Iterator[str]:
-    """The server of a worker under a unit of a name of its own, which the next boot forgets."""
+    """Run a worker with a temporary systemd unit of its own name; yield the URL of its NATS server."""
     config, port, token = tmp_path / "turnkeep.toml", free_port(), tmp_path / "data" / "nats-token"
     config.write_text(f"data_dir = 'data'\nnats_port = {port}\nmodel = '{endless_model}'\n")
     text = units.unit([sys.executable, "-P", "-m", "commands", "serve", "--config", str(config)])
@@ -88,7 +88,7 @@ def pid() -> int:
     return int(systemctl("show", NAME, "--property=MainPID", "--value"))
 
 
-def test_a_worker_under_systemd_has_filtered_system_calls_and_resumes_its_answer_after_a_kill(
+def test_a_worker_under_systemd_has_a_system_call_filter_and_resumes_an_answer_after_a_kill(
     url: str, tmp_path: Path
 ) -> None:
     first = pid()

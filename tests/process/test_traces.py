@@ -1,4 +1,4 @@
-"""Spans of turns, as a collector gets them from a worker: complete, ordered, without text, never blocking."""
+"""A worker sends spans of its turns to a collector: complete, without text, and without delaying turns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 TRACE_ID, SPAN_ID = PARENT.split("-")[1:3]
-#: Begins with a block of the tiny model's 32 tokens, so that there is something to restore.
+#: Longer than a block of 32 tokens, so that there is KV to restore.
 TEXT = "What is purple, and why do so few flags have it? "
 
 
@@ -165,7 +165,7 @@ async def test_malformed_trace_headers_start_a_new_trace_and_unsampled_ones_make
     assert (turns[-1].trace_id, turns[-1].parent_id, turns[-1].state) == (TRACE_ID, SPAN_ID, "vendor=7")
 
 
-async def test_an_ask_by_nats_request_passes_its_trace_headers_on(
+async def test_the_span_of_a_request_on_the_ask_subject_is_a_child_of_the_clients_span(
     local_worker: Callable[..., Awaitable[Any]], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import nats
@@ -184,7 +184,7 @@ async def test_an_ask_by_nats_request_passes_its_trace_headers_on(
     assert turn.resource["service.name"] == "garden-worker"
 
 
-async def test_turns_continue_without_a_collector_and_spans_once_it_is_back(
+async def test_turns_succeed_while_the_collector_is_down_and_spans_arrive_once_it_is_back(
     local_worker: Callable[..., Awaitable[Any]], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
@@ -209,8 +209,10 @@ async def test_turns_continue_without_a_collector_and_spans_once_it_is_back(
     assert told[1]["lost_turns"] >= 2
 
 
-def test_turns_do_not_wait_for_a_collector_that_hangs_and_lost_spans_are_counted(receiver: Receiver) -> None:
-    """More turns than may wait are added while it takes none; those that do not fit are counted."""
+def test_turns_do_not_wait_for_a_hanging_collector_and_those_without_spans_are_counted(
+    receiver: Receiver,
+) -> None:
+    """More turns are added than fit into the queue; the others are counted as lost."""
     taken, done = threading.Event(), threading.Event()
     take = receiver.take
 
@@ -234,7 +236,7 @@ def test_turns_do_not_wait_for_a_collector_that_hangs_and_lost_spans_are_counted
     assert told["lost_turns"] == 3001 - 2049
 
 
-def test_a_stop_does_not_wait_for_a_hanging_collector_and_logs_that_spans_are_lost(
+def test_stopping_the_traces_does_not_wait_for_a_hanging_collector_and_logs_that_spans_are_lost(
     receiver: Receiver,
 ) -> None:
     taken, done = threading.Event(), threading.Event()
@@ -251,7 +253,7 @@ def test_a_stop_does_not_wait_for_a_hanging_collector_and_logs_that_spans_are_lo
 
 @pytest.fixture
 def sdk_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    """Processes find an OpenTelemetry that cannot be imported; returns whether any has tried."""
+    """Make OpenTelemetry fail to import in child processes; the returned function says if one tried."""
     folder, mark = tmp_path / "path" / "opentelemetry", tmp_path / "imported"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(
@@ -281,7 +283,7 @@ async def test_opentelemetry_is_imported_only_if_a_collector_is_configured(
     assert len(re.findall(r"pip install -e '\.\[traces\]'", worker.log)) == 1
 
 
-async def test_a_configured_collector_without_its_library_fails_the_start(
+async def test_a_worker_with_a_collector_but_without_the_opentelemetry_library_fails_to_start(
     local_worker: Callable[..., Awaitable[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sys

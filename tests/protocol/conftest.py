@@ -1,4 +1,4 @@
-"""A real nats-server, a scripted worker behind it, and a client of both."""
+"""Fixtures: a real nats-server, a scripted worker connected to it, and a client."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def client(server: NatsServer) -> AsyncIterator[Client]:
 @pytest.fixture
 async def worker(server: NatsServer) -> AsyncIterator[FakeWorker]:
     async def ignore(error: Exception) -> None:
-        """Servers are killed here."""
+        """Ignore connection errors, since tests kill the server."""
 
     connection = await nats.connect(
         server.url, error_cb=ignore, reconnect_time_wait=0.1, max_reconnect_attempts=-1

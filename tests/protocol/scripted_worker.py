@@ -47,13 +47,13 @@ KEY = SessionKey("default", "s1")
 
 
 async def heard(nc: nats.NATS) -> None:
-    """Wait until the server knows of a subscription: nats-py sends the ping of the first flush before it."""
+    """Wait until the server has a new subscription: nats-py sends the first flush's ping before it."""
     await nc.flush()
     await nc.flush()
 
 
 class NatsServer:
-    """A nats-server process over one store directory and one port."""
+    """A nats-server process, with the same store directory and port each time it is started."""
 
     def __init__(self, folder: Path, extra: tuple[str, ...] = ()) -> None:
         self.port = free_port()
@@ -83,7 +83,7 @@ class NatsServer:
         raise RuntimeError("nats-server did not start")
 
     def kill(self) -> None:
-        """Kill -9 and reap."""
+        """Kill the server with SIGKILL and wait until it has ended."""
         if self._process is not None:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
@@ -94,7 +94,7 @@ Script = Callable[["FakeWorker", int, Request], Coroutine[Any, Any, None]]
 
 
 class FakeWorker:
-    """Makes the streams and hands every request on `in` to a script."""
+    """A worker for tests: creates the streams, and runs `script` for every request in the log."""
 
     def __init__(self, connection: nats.NATS) -> None:
         self.nats = connection
@@ -120,7 +120,7 @@ class FakeWorker:
         self._polling = asyncio.create_task(self._poll())
 
     async def stop(self) -> None:
-        """End everything; a script that went wrong raises here."""
+        """Stop reading the log and cancel the scripts; raise the exception of a script that failed."""
         self._stopping = True  # and no cancellation, which nats-py can lose
         await self._polling
         for script in self._scripts:
@@ -132,7 +132,7 @@ class FakeWorker:
                 raise error
 
     async def _poll(self) -> None:
-        """Read the log with a cursor of our own, which survives every restart of the server."""
+        """Read the log by sequence, which unlike a consumer continues after every restart of the server."""
         next_seq = 1
         while not self._stopping:
             try:
@@ -161,7 +161,7 @@ class FakeWorker:
         await self._publish(SUBJECTS.tokens(KEY, request.id), b"")
 
     async def _publish(self, subject: str, body: bytes) -> None:
-        """Publish until the server has it, once: one that starts again may lose a message or its answer."""
+        """Publish until the server acknowledges, stored once: a restart may lose the message or the ack."""
         headers = {"Nats-Msg-Id": uuid4().hex}
         for _ in range(20):
             with contextlib.suppress(nats.errors.Error):
@@ -213,7 +213,7 @@ def plain_result(seq: int, request: Request) -> Result:
 
 
 async def answer(worker: FakeWorker, seq: int, request: Request) -> None:
-    """Stream every token and record the result, as a worker in good health does."""
+    """Answer as a worker does: publish a chunk for each token, then the result, then the stream's end."""
     if isinstance(request, Generate):
         for i, (token, text) in enumerate(zip(TOKENS, TEXTS, strict=True)):
             await worker.chunk(request, i, [token], text, seq)

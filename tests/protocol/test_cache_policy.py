@@ -1,4 +1,4 @@
-"""The cache policy of a session on the wire: what an `open` may ask for, and what old clients see."""
+"""A session's cache policy in messages: the values that an `open` accepts, and the fields of results."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_an_invalid_cache_policy_is_refused_in_one_line(cache: bytes, refusal: s
     assert "\n" not in str(caught.value)
 
 
-def test_messages_of_sessions_with_full_kv_are_encoded_as_before_cache_policies() -> None:
-    """Byte for byte: whoever compares results, or reads them with an old client, sees no difference."""
+def test_messages_of_sessions_under_the_policy_full_are_encoded_without_cache_fields() -> None:
+    """The bytes are those of versions without cache policies, which old clients and recorded results need."""
     assert encode(Open(id="a")) == b'{"type":"open","id":"a"}'
     assert encode(Opened(id="a", seq=1, position=0)) == b'{"type":"opened","id":"a","seq":1,"position":0}'
     assert encode(generated(4, Generate(id="g"))) == (
@@ -118,7 +118,7 @@ def test_messages_of_sessions_with_full_kv_are_encoded_as_before_cache_policies(
     assert decode_control_reply(info) == session_info()
 
 
-def test_opening_a_bounded_session_returns_its_policy_and_the_first_visible_position() -> None:
+def test_an_opened_result_has_the_policy_sink_window_and_the_first_visible_position() -> None:
     cache = SessionCache(policy="sink_window", sink=4, window=64)
     body = encode(Opened(id="a", seq=1, position=0, cache=cache, visible_from=0))
     assert body == (
@@ -128,6 +128,6 @@ def test_opening_a_bounded_session_returns_its_policy_and_the_first_visible_posi
     assert decode_result(body) == Opened(id="a", seq=1, position=0, cache=cache, visible_from=0)
 
 
-def test_a_client_reads_a_cache_policy_of_a_newer_worker() -> None:
+def test_decoding_a_result_keeps_a_cache_policy_that_the_client_does_not_know() -> None:
     body = b'{"type":"opened","id":"a","seq":1,"position":0,"cache":{"policy":"lru","most":4096}}'
     assert decode_result(body) == Opened(id="a", seq=1, position=0, cache=SessionCache(policy="lru"))

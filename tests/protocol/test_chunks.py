@@ -1,4 +1,4 @@
-"""However chunks are split, repeated or reordered, they join to the result or fail."""
+"""Chunks that are split, repeated or reordered in any way join to the result, or raise an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ answers = st.lists(st.tuples(st.integers(0, 9), st.text("aäb\U0001f600", max_si
 
 @st.composite
 def deliveries(draw: st.DrawFn) -> tuple[list[tuple[int, str]], list[Chunk]]:
-    """An answer as (token, text) pairs, and pieces of it: overlapping, repeated, reordered, some lost."""
+    """Draw an answer as (token, text) pairs, and chunks of it that overlap, repeat, are reordered or lost."""
     answer = draw(answers)
     ends = st.integers(0, len(answer))
     cuts = draw(st.lists(st.tuples(ends, ends), max_size=30))
@@ -43,7 +43,7 @@ def test_overlapping_repeated_reordered_or_lost_chunks_join_to_the_recorded_answ
 
 
 @given(answers.filter(bool))
-def test_chunks_in_order_pass_through_unchanged(answer) -> None:
+def test_chunks_in_order_and_without_gaps_are_returned_unchanged(answer) -> None:
     assembly = Assembly()
     for i, (token, text) in enumerate(answer):
         chunk = Chunk(i=i, tokens=(token,), text=text)
@@ -67,14 +67,14 @@ def test_a_gap_between_chunks_is_reported_until_it_is_filled() -> None:
     assert not assembly.has_gap
 
 
-def test_a_chunk_may_bring_held_back_text_without_a_token() -> None:
+def test_a_chunk_with_text_but_no_tokens_adds_its_text_once() -> None:
     assembly = Assembly()
     assembly.add(Chunk(i=0, tokens=(11, 12), text="a"))
     assert assembly.add(Chunk(i=2, tokens=(), text="b")) == Chunk(i=2, tokens=(), text="b")
     assert assembly.add(Chunk(i=2, tokens=(), text="b")) is None
 
 
-def test_chunks_that_contradict_each_other_or_the_record_are_refused() -> None:
+def test_chunks_that_contradict_each_other_or_the_recorded_result_raise_an_error() -> None:
     assembly = Assembly()
     assembly.add(Chunk(i=0, tokens=(11, 12), text="ab"))
     with pytest.raises(StreamBrokenError, match="tokens from 0"):

@@ -1,4 +1,4 @@
-"""What a client sees of an answer when chunks are lost, repeated or split, or servers die."""
+"""What a client gets of an answer if chunks are lost, repeated or split, or servers are killed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TEXT = "".join(TEXTS)
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look for what is missing after a tenth of a second instead of two."""
+    """Let calls search the log after 0.1 s without an event, instead of 2 s."""
     monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 0.1)
     monkeypatch.setattr(turnkeep_client.wire, "FIRST_ACK_S", 0.3)
 
@@ -53,7 +53,7 @@ async def silent(worker: FakeWorker, seq: int, request: Request) -> None:
 
 
 async def read_all(generation: Generation) -> list[Chunk]:
-    """Read to the end and check what always holds."""
+    """Read all chunks, and check that they are contiguous and join to the result."""
     chunks = [chunk async for chunk in generation]
     tokens = [token for chunk in chunks for token in chunk.tokens]
     assert tuple(tokens) == generation.result.tokens
@@ -65,7 +65,7 @@ async def read_all(generation: Generation) -> list[Chunk]:
 
 
 def subscriptions(client: Client) -> int:
-    """Count what the client listens to, without nats-py's own inbox for replies."""
+    """Count the client's subscriptions, without nats-py's own inbox for replies."""
     return sum(not sub.subject.startswith("_INBOX.") for sub in client._wire._nats._subs.values())
 
 
@@ -132,7 +132,7 @@ async def test_reading_the_result_before_the_generation_has_ended_raises_an_erro
 async def test_an_answer_ends_with_its_result_if_its_last_chunks_were_lost(
     client: Client, worker: FakeWorker, num_chunks: int
 ) -> None:
-    """A server that dies may lose the last chunks and the empty message after them."""
+    """A killed server may lose the last chunks, and the empty message that ends the token stream."""
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         for i, (token, text) in enumerate(zip(TOKENS[:num_chunks], TEXTS, strict=False)):
@@ -147,7 +147,7 @@ async def test_an_answer_ends_with_its_result_if_its_last_chunks_were_lost(
 async def test_leaving_the_iteration_early_leaves_no_subscriptions_or_tasks_behind(
     client: Client, worker: FakeWorker
 ) -> None:
-    """A break frees subscriptions and tasks, and the request is answered all the same."""
+    """A `break` ends all subscriptions and tasks, but the request is still answered."""
     go_on = asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -189,10 +189,10 @@ async def test_a_cancelled_reader_leaves_no_subscriptions_behind(client: Client,
     assert subscriptions(client) == 0
 
 
-async def test_cancelling_a_task_that_waits_for_its_result_always_ends_it(
+async def test_a_task_that_waits_for_a_result_ends_whenever_it_is_cancelled(
     client: Client, worker: FakeWorker
 ) -> None:
-    """Also if the cancel meets the acknowledgement: no worker answers here, so a lost one would hang."""
+    """Even at the moment of the log's acknowledgement. No worker answers, so a lost cancel would hang."""
     worker.script = silent
     session = client.session("s1")
     for step in range(150):
@@ -205,7 +205,9 @@ async def test_cancelling_a_task_that_waits_for_its_result_always_ends_it(
     assert subscriptions(client) == 0
 
 
-async def test_cancelling_a_running_answer_ends_it_as_cancelled(client: Client, worker: FakeWorker) -> None:
+async def test_cancelling_a_running_answer_ends_it_with_the_finish_reason_cancelled(
+    client: Client, worker: FakeWorker
+) -> None:
     cancelled = asyncio.Event()
 
     async def on_control(message: Msg) -> None:
@@ -229,7 +231,7 @@ async def test_cancelling_a_running_answer_ends_it_as_cancelled(client: Client, 
 
 
 class Cancelling:
-    """Cancels answers on request, if it has `read` them; counts what it was asked."""
+    """Runs the worker's side of cancels: refuses the first one unless `has_read`, and counts all of them."""
 
     def __init__(self, worker: FakeWorker) -> None:
         self.worker = worker
@@ -264,7 +266,7 @@ class Cancelling:
 async def test_leaving_the_async_with_block_early_cancels_the_answer(
     client: Client, worker: FakeWorker, has_read: bool
 ) -> None:
-    """Also if the worker has not read the request yet, and whatever ends the block."""
+    """Also if the worker has not read the request yet, so that it refuses the first cancel."""
     cancelling = Cancelling(worker)
     await cancelling.start()
     cancelling.has_read = has_read
@@ -302,7 +304,7 @@ async def test_cancelling_a_task_cancels_the_answer_of_its_async_with_block(
     assert cancelling.cancelled.is_set()
 
 
-async def test_leaving_a_block_after_its_answer_or_without_a_request_cancels_nothing(
+async def test_leaving_the_async_with_block_after_the_answer_or_before_sending_cancels_nothing(
     client: Client, worker: FakeWorker
 ) -> None:
     cancelling = Cancelling(worker)
@@ -319,7 +321,7 @@ async def test_leaving_a_block_after_its_answer_or_without_a_request_cancels_not
 async def test_an_answer_that_keeps_sending_chunks_may_take_longer_than_its_timeout(
     client: Client, worker: FakeWorker
 ) -> None:
-    """The timeout limits the silence before each chunk."""
+    """The timeout limits the wait for each chunk, and not the whole answer."""
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         for i, (token, text) in enumerate(zip(TOKENS, TEXTS, strict=True)):
@@ -364,7 +366,7 @@ async def test_a_repeated_generation_returns_its_recorded_answer_as_one_chunk(
 async def test_a_repeat_of_a_running_generation_gets_all_of_its_chunks(
     client: Client, worker: FakeWorker
 ) -> None:
-    """The chunks so far are read back while the first request is still being answered."""
+    """The earlier chunks are read from the token stream while the first request is still being answered."""
     has_begun, beginning_seen = asyncio.Event(), asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -391,10 +393,10 @@ async def test_a_repeat_of_a_running_generation_gets_all_of_its_chunks(
     assert [chunk.text for chunk in chunks] == ["Hello", ", ", "wör", "ld!"]
 
 
-async def test_following_a_running_answer_gives_its_chunks_so_far_at_once(
+async def test_following_a_running_answer_yields_its_earlier_chunks_before_any_new_one(
     client: Client, worker: FakeWorker
 ) -> None:
-    """Also for the sender, who may read the answer later. No further chunk is needed for that."""
+    """The same holds for the sender if it reads the answer later than it sends the request."""
     has_begun, beginning_seen = asyncio.Event(), asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -419,10 +421,10 @@ async def test_following_a_running_answer_gives_its_chunks_so_far_at_once(
     assert len(worker.requests) == 1
 
 
-async def test_a_reused_request_id_gets_none_of_the_chunks_of_its_earlier_use(
+async def test_an_answer_under_a_reused_request_id_has_no_chunks_of_the_earlier_answer(
     client: Client, worker: FakeWorker
 ) -> None:
-    """The first session has left the log, but the token stream still has its chunks."""
+    """The log no longer has the first session, but the token stream still has its chunks."""
     is_read = asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -458,7 +460,7 @@ async def test_a_reused_request_id_gets_none_of_the_chunks_of_its_earlier_use(
 async def test_chunks_of_another_request_under_the_same_id_do_not_mix_into_an_answer(
     client: Client, worker: FakeWorker, *, is_first: bool
 ) -> None:
-    """Whether it came before or after; the worker refuses the later one of them."""
+    """Whether the other request was sent before or after this one."""
     both_there = asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -487,7 +489,7 @@ async def test_chunks_of_another_request_under_the_same_id_do_not_mix_into_an_an
     assert [chunk.text for chunk in await asyncio.wait_for(reading, 10)] == ["He", TEXT[2:]]
 
 
-async def test_a_chunk_that_the_stream_stores_late_is_found_before_the_answer_ends(
+async def test_a_chunk_published_after_its_successor_is_yielded_before_the_answer_ends(
     client: Client, worker: FakeWorker
 ) -> None:
     seen = asyncio.Event()
@@ -521,10 +523,10 @@ async def test_the_content_of_lost_chunks_comes_with_the_result(
     assert generation.result.text == TEXT
 
 
-async def test_chunks_published_again_and_split_differently_are_seen_once(
+async def test_tokens_published_again_in_different_chunks_are_yielded_once(
     client: Client, worker: FakeWorker
 ) -> None:
-    """A resumed worker starts at a boundary that it knows and may split chunks differently."""
+    """A worker that resumes an answer may publish tokens again, in other chunks."""
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         await worker.chunk(request, 0, [11], "He")
@@ -604,7 +606,7 @@ async def test_a_client_that_receives_no_messages_finds_its_answer_in_the_log(
 async def test_a_client_finds_its_result_in_the_log_behind_many_other_results(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client reads as many batches as it takes."""
+    """The log is read in several batches until the result is found."""
     monkeypatch.setattr(turnkeep_client.wire, "READ_BATCH", 3)
 
     async def deaf(subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
@@ -623,7 +625,7 @@ async def test_a_client_finds_its_result_in_the_log_behind_many_other_results(
 async def test_a_call_whose_result_was_removed_from_the_log_raises_an_error_instead_of_waiting(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its session was forgotten while the client was away, so the answer exists no more."""
+    """The session was closed with `forget` while the client was disconnected, so the answer is gone."""
 
     async def deaf(subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
         return lambda: asyncio.sleep(0)
@@ -640,10 +642,10 @@ async def test_a_call_whose_result_was_removed_from_the_log_raises_an_error_inst
         await client.session("s1").append(text="hi", timeout_s=20)
 
 
-async def test_a_call_whose_request_was_removed_as_the_last_log_entry_raises_after_a_while(
+async def test_a_call_whose_request_was_the_log_s_last_entry_and_was_removed_raises_after_a_delay(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only time tells a log without the request from a replica that lags behind."""
+    """Only after that time is it certain that no replica merely lags behind."""
     for name, seconds in (("FIRST_POLL_S", 0.2), ("DOUBT_S", 0.1), ("MOST_LAG_S", 1.0)):
         monkeypatch.setattr(turnkeep_client.calls, name, seconds)
 
@@ -679,10 +681,10 @@ async def test_a_call_keeps_waiting_if_a_server_denies_having_its_request_only_o
     assert (await client.session("s1").generate(text="hi", timeout_s=20)).text == TEXT
 
 
-async def test_checks_for_removed_requests_run_together_and_delay_no_other_call(
+async def test_checks_whether_requests_were_removed_run_concurrently_and_delay_no_other_call(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is looked up twice, with a pause: all together, and beside a running answer."""
+    """Each request is looked up twice, with a pause of 3 s between; a running answer goes on meanwhile."""
     monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 0.2)
     monkeypatch.setattr(turnkeep_client.calls, "DOUBT_S", 3.0)
     num_lost, seqs, all_in = 10, list[int](), asyncio.Event()
@@ -706,7 +708,7 @@ async def test_checks_for_removed_requests_run_together_and_delay_no_other_call(
         with pytest.raises(ResultRemovedError):
             await session.append(text=f"hi {number}", timeout_s=60)
 
-    async with asyncio.timeout(20):  # one after the other, their pauses take thirty
+    async with asyncio.timeout(20):  # one after the other, the ten pauses would take 30 s
         losing = asyncio.gather(*map(lost, range(num_lost)))
         assert (await session.generate(text="hi", request_id="there", timeout_s=60)).text == TEXT
         await losing
@@ -715,7 +717,7 @@ async def test_checks_for_removed_requests_run_together_and_delay_no_other_call(
 async def test_calls_that_wait_for_one_session_share_their_reads_of_the_log(
     client: Client, worker: FakeWorker, server: NatsServer
 ) -> None:
-    """One by one, 700 calls of a slow worker would each read 256 results at a time."""
+    """If 700 calls waited for a slow worker, each would otherwise read all results, 256 at a time."""
     num_calls, num_reads = 200, 0
     is_over = asyncio.Event()
 
@@ -745,7 +747,7 @@ async def test_calls_that_wait_for_one_session_share_their_reads_of_the_log(
 async def test_a_request_does_not_count_as_removed_while_the_log_cannot_be_read(
     client: Client, server: NatsServer, headers: dict[str, str]
 ) -> None:
-    """A server that has just been started answers for its streams one after the other."""
+    """A restarted server needs some time before it can read each of its streams."""
     nc = await nats.connect(server.url)
 
     async def reply(message: Msg) -> None:
@@ -763,9 +765,10 @@ async def test_a_request_does_not_count_as_removed_while_the_log_cannot_be_read(
 async def test_an_answer_survives_kill_9_of_the_nats_server(
     client: Client, worker: FakeWorker, server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after two chunks: chunks published meanwhile are read back, and none comes twice.
+    """After two chunks the server is killed. Later chunks are read from the stream, and none comes twice.
 
-    The client reconnects after the last chunk, so it receives none directly; the result waits for it.
+    The client reconnects after the last chunk, so it receives no later chunk directly. The worker records the
+    result only when the client has all chunks.
     """
     monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 60)
     client._wire._nats.options["reconnect_time_wait"] = 1
@@ -816,7 +819,7 @@ async def test_a_request_made_while_the_nats_server_is_down_is_answered_once_it_
     assert {request.id for _, request in worker.requests} == {"g1"}
 
 
-async def test_a_timeout_names_its_request_and_a_repeat_under_that_id_keeps_waiting(
+async def test_a_timeout_error_names_the_request_and_a_repeat_under_its_id_gets_the_answer(
     client: Client, worker: FakeWorker
 ) -> None:
     worker.script = silent
@@ -853,7 +856,7 @@ Acknowledge = Callable[[], Awaitable[None]]
 async def acknowledge_by_hand(
     worker: FakeWorker, script: Callable[[int, Request, Acknowledge], Awaitable[None]]
 ) -> None:
-    """Let the log store without acknowledging: the script acknowledges, when and if it likes."""
+    """Make the log's stream store messages without acknowledging them; `script` decides about that."""
     config = (await worker.js.stream_info(SUBJECTS.log_stream)).config
     config.no_ack = True
     await worker.js.update_stream(config)
@@ -872,10 +875,10 @@ async def acknowledge_by_hand(
     await heard(worker.nats)
 
 
-async def test_a_result_that_arrives_before_the_acknowledgement_is_kept(
+async def test_a_result_that_arrives_before_its_request_s_acknowledgement_is_not_lost(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is kept until its request is known; another request's result is not mistaken for it."""
+    """It is kept until the acknowledgement names the request's sequence; other results are ignored."""
     monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 60)
 
     async def script(seq: int, request: Request, acknowledge: Acknowledge) -> None:
@@ -896,7 +899,7 @@ async def test_a_result_that_arrives_before_the_acknowledgement_is_kept(
 async def test_a_client_repeats_a_request_under_the_same_id_if_its_acknowledgement_is_lost(
     client: Client, worker: FakeWorker
 ) -> None:
-    """The second entry is answered from the record of the first."""
+    """The log then has two entries; the second one gets the recorded result of the first."""
     ids = []
 
     async def script(seq: int, request: Request, acknowledge: Acknowledge) -> None:

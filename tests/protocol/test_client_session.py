@@ -91,7 +91,7 @@ async def test_every_request_of_a_session_gets_its_own_result(client: Client, wo
 async def test_each_of_many_concurrent_requests_gets_its_own_result(
     client: Client, worker: FakeWorker
 ) -> None:
-    """Answered in reverse order, each caller still gets the result of its own request."""
+    """The worker answers in reverse order, and each caller still gets the result of its own request."""
     waiting: list[tuple[int, Request]] = []
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -106,7 +106,7 @@ async def test_each_of_many_concurrent_requests_gets_its_own_result(
     assert [result.id for result in results] == [f"a{n}" for n in range(20)]
 
 
-async def test_a_client_passes_on_unknown_finish_reasons_and_error_codes_of_a_newer_worker(
+async def test_a_client_returns_finish_reasons_and_raises_error_codes_that_it_does_not_know(
     client: Client, worker: FakeWorker
 ) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -150,7 +150,7 @@ async def test_messages_can_be_message_objects_or_dicts_in_openais_format(
     assert request.expect_position == 7
 
 
-def test_the_type_sampling_has_every_option_of_a_generate_request() -> None:
+def test_the_session_s_generate_method_takes_every_field_of_a_generate_request() -> None:
     own = {field.name for field in msgspec.structs.fields(Generate)}
     explicit = set(inspect.signature(Session.generate).parameters) - {
         "self",
@@ -193,7 +193,7 @@ async def test_a_client_refuses_an_invalid_request_without_sending_it(
 async def test_a_session_with_a_cache_policy_is_opened_once_before_its_first_turn(
     client: Client, worker: FakeWorker
 ) -> None:
-    """Once for an object, also if several turns begin at once; and not before there is a turn."""
+    """Even if several turns begin at the same time; before the first turn nothing is sent."""
     cache = {"policy": "sink_window", "window": 64}
     session = client.session("s1", cache=cache)
     generation = session.generate(max_tokens=6)
@@ -210,7 +210,7 @@ async def test_a_session_with_a_cache_policy_is_opened_once_before_its_first_tur
 async def test_a_session_already_open_under_its_cache_policy_is_not_opened_again(
     client: Client, worker: FakeWorker
 ) -> None:
-    """Each object of a session asks for its state, which leaves nothing in the log."""
+    """Each session object reads the policy by an `info` request, which the log does not store."""
     found = SessionCache(policy="sink_window", sink=4, window=64)
 
     async def on_control(message: Msg) -> None:
@@ -236,7 +236,7 @@ async def test_an_invalid_cache_policy_is_refused_when_the_session_object_is_mad
 async def test_a_client_sends_no_turn_if_the_worker_refuses_the_cache_policy(
     client: Client, worker: FakeWorker
 ) -> None:
-    """The session would begin under another one."""
+    """A turn would start the session under the worker's default policy."""
     worker.script = refuse
     session = client.session("s1", cache=CachePolicy(policy="sink_window"))
     for _ in range(2):
@@ -317,7 +317,7 @@ async def test_info_and_cancel_return_the_workers_answer_or_raise_its_refusal(
         await session.cancel("g2")
 
 
-async def test_an_ask_is_answered_without_storing_a_request_in_the_log(
+async def test_the_client_s_ask_method_returns_an_answer_and_stores_no_request_in_the_log(
     client: Client, worker: FakeWorker
 ) -> None:
     async def on_ask(message: Msg) -> None:
@@ -342,7 +342,7 @@ async def test_info_raises_an_error_if_the_worker_does_not_answer_in_time(
     server: NatsServer, worker: FakeWorker
 ) -> None:
     async def ignore(message: Msg) -> None:
-        """Say nothing."""
+        """Send no reply."""
 
     await worker.nats.subscribe(SUBJECTS.of(KEY, "ctl"), cb=ignore)
     await heard(worker.nats)
@@ -351,7 +351,7 @@ async def test_info_raises_an_error_if_the_worker_does_not_answer_in_time(
             await client.session("s1").info()
 
 
-async def test_the_iteration_over_metrics_yields_workers_messages_and_skips_junk(
+async def test_iterating_over_metrics_yields_the_messages_of_workers_and_skips_invalid_ones(
     client: Client, worker: FakeWorker
 ) -> None:
     seen = []
@@ -383,10 +383,10 @@ async def test_closing_the_client_ends_the_iteration_over_metrics(client: Client
 
 
 @pytest.mark.parametrize("num_pongs", [1, 2])
-async def test_cancelling_at_the_moment_of_a_pong_ends_the_iteration_over_metrics(
+async def test_a_cancel_at_the_moment_when_a_pong_arrives_ends_the_iteration_over_metrics(
     client: Client, monkeypatch: pytest.MonkeyPatch, num_pongs: int
 ) -> None:
-    """`wait_for` of Python 3.11 returns what it waited for, if that is there at the moment of a cancel."""
+    """`wait_for` of Python 3.11 returns and loses the cancel if its result arrives at the same moment."""
     came = 0
 
     async def watch() -> None:
@@ -409,7 +409,7 @@ async def test_cancelling_at_the_moment_of_a_pong_ends_the_iteration_over_metric
     assert (came, ended) == (num_pongs, True)
 
 
-async def test_a_pong_whose_waiter_was_cancelled_does_not_end_the_connection(server: NatsServer) -> None:
+async def test_the_pong_for_a_cancelled_flush_does_not_end_the_connection(server: NatsServer) -> None:
     errors: list[Exception] = []
 
     async def note(error: Exception) -> None:
@@ -428,7 +428,7 @@ async def test_a_pong_whose_waiter_was_cancelled_does_not_end_the_connection(ser
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "no-such-host.invalid"])
 async def test_a_missing_nats_server_is_reported_at_once_in_one_line_without_the_password(host: str) -> None:
-    """The timeout is longer than a test may take."""
+    """At once: the connect timeout, one hour, is longer than a test may take."""
     url = f"nats://user:secret@{host}:{free_port()}"
     with pytest.raises(NoServerError) as caught:
         await connect(url, connect_timeout_s=3600)
@@ -446,10 +446,10 @@ async def test_a_connection_can_be_awaited_or_entered_by_async_with(server: Nats
             await client.session("s1").append(text="a")
 
 
-async def test_the_errors_for_a_closed_client_a_lost_server_and_no_answer_differ(
+async def test_a_lost_server_raises_no_server_error_which_is_also_a_connection_error(
     client: Client, worker: FakeWorker, server: NatsServer
 ) -> None:
-    """All are a `NoWorkerError`, and a lost connection is also Python's `ConnectionError`."""
+    """It is a `NoWorkerError` like those for a closed client or no answer, which are no `ConnectionError`."""
     with pytest.raises(ConnectionError):
         await connect(f"nats://127.0.0.1:{free_port()}")
     server.kill()
@@ -544,7 +544,7 @@ async def test_a_request_on_a_server_where_no_worker_ever_ran_raises_an_error_th
 
 
 async def test_a_request_waits_while_the_nats_servers_elect_a_leader(tmp_path: Path) -> None:
-    """Until then nobody answers for the log, as if there was none."""
+    """Until there is a leader no server answers for the log's stream, as if there were no stream."""
     routes = [f"nats://127.0.0.1:{free_port()}" for _ in range(2)]
     options = ("--cluster", routes[0], "--cluster_name", "c", "--routes", routes[1], "-n", "n")
     server = NatsServer(tmp_path, options)
@@ -564,7 +564,7 @@ async def test_a_request_waits_while_the_nats_servers_elect_a_leader(tmp_path: P
 async def test_a_request_that_is_already_in_the_log_does_not_fail_when_its_repeat_is_refused(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ack of the first attempt is lost, and the second one finds the log full."""
+    """The acknowledgement of the first attempt is lost, and at the second attempt the log is full."""
     publish, num = client._wire._jetstream.publish, 0
 
     async def failing(*given: Any, **named: Any) -> Any:

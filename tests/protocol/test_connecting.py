@@ -1,4 +1,4 @@
-"""Clients connect however slow the server and this machine are."""
+"""Clients connect to slow servers, and stop reconnecting when they are closed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ INFO = b'INFO {"server_id":"A","version":"2.15.0","headers":true,"max_payload":1
 
 
 class SlowServer:
-    """Speaks enough of the NATS protocol to set a connection up; `before` is sent before its PONG."""
+    """A server that knows just enough of the NATS protocol to accept a connection.
+
+    It sends `before` before each PONG.
+    """
 
     def __init__(self) -> None:
         self.before = b""
@@ -50,7 +53,7 @@ async def slow_server() -> AsyncIterator[SlowServer]:
 async def test_a_client_still_sends_after_the_server_sent_ping_or_info_before_its_first_pong(
     slow_server: SlowServer, before: bytes
 ) -> None:
-    """A server sends PING after a second, which connecting can take, and INFO at any time."""
+    """A server may send INFO at any time, and PING one second after the connection began."""
     slow_server.before = before
     nc = Nats()
     await nc.connect(slow_server.url, allow_reconnect=False)
@@ -64,10 +67,10 @@ async def test_a_client_still_sends_after_the_server_sent_ping_or_info_before_it
     assert slow_server.got.count(b"PONG\r\n") == before.count(b"PING")
 
 
-async def test_closing_a_client_while_it_reconnects_ends_its_reconnecting(
+async def test_closing_a_client_while_it_reconnects_ends_its_reconnection_task(
     slow_server: SlowServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`wait_for` of Python 3.11 raises what it waited for, if that fails at the moment of a cancel."""
+    """`wait_for` of Python 3.11 loses a cancel if the awaited call fails at the same moment."""
 
     async def refused_just_then(self: Client, server: object) -> None:
         try:

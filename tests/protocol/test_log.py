@@ -1,4 +1,4 @@
-"""The log as a client reads it back."""
+"""Reading the log by the client, and seeds derived from its entries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from turnkeep_client.subjects import session_key
 
 
 async def test_a_client_reads_back_the_whole_log_of_its_tenant_and_nobody_elses(local_worker):
-    """It is longer than one batch."""
+    """The log is longer than one batch of a read."""
     worker = await local_worker()
     assert await worker.client.log() == []
     session = worker.client.session("many")
@@ -41,7 +41,7 @@ async def test_a_client_reads_back_the_whole_log_of_its_tenant_and_nobody_elses(
 
 
 def test_the_seed_derived_for_a_request_is_the_same_in_every_version() -> None:
-    """Answers that an older worker began go on with it, and recorded logs are replayed with it."""
+    """A worker continues answers that an older version began with this seed, and replays logs with it."""
     assert derived_seed(session_key("t1", "s1"), 1) == 10658773766922296
     assert derived_seed(session_key("default", "garden"), 2**40) == 44001429195367002
 

@@ -1,4 +1,4 @@
-"""Messages in OpenAI's format as its clients write them: what is accepted, and what is refused."""
+"""Messages as OpenAI's clients write them: which forms are accepted, and which are refused."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_any_bytes_are_decoded_or_refused_but_never_crash_the_decoder(body: byte
 
 
 def read_or_refuse(body: bytes) -> None:
-    """What is read can be written again; what is refused is refused in one line."""
+    """Decode a body with each decoder: it decodes and encodes again, or is refused in one short line."""
     for decode in DECODERS:
         refusal = ""
         try:
@@ -290,7 +290,7 @@ def test_the_refusal_of_an_unknown_field_lists_every_field_of_that_request() -> 
 
 
 def test_refusing_many_requests_inspects_each_message_type_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inspecting takes milliseconds of the event loop, and bad messages may come in thousands."""
+    """An inspection blocks the event loop for milliseconds, and thousands of invalid messages may arrive."""
     inspected = []
     whole = msgspec.inspect.type_info
     monkeypatch.setattr(msgspec.inspect, "type_info", lambda kind: inspected.append(kind) or whole(kind))
@@ -307,7 +307,7 @@ def test_the_refusal_of_a_very_long_field_name_stays_short() -> None:
     assert len(str(caught.value)) < 200
 
 
-def test_an_ask_needs_neither_a_type_nor_an_id() -> None:
+def test_decoding_an_ask_fills_in_a_missing_type_and_id() -> None:
     assert decode_ask(b'{"text": "hi"}', "a1") == Generate(id="a1", text="hi")
     assert decode_ask(b'{"type": "generate", "id": "own"}', "a1") == Generate(id="own")
     with pytest.raises(InvalidMessageError, match="ask takes a generate, not close"):
@@ -317,7 +317,7 @@ def test_an_ask_needs_neither_a_type_nor_an_id() -> None:
 
 
 def test_a_client_reads_a_result_of_a_newer_worker_that_has_an_unknown_field() -> None:
-    """Clients ignore fields that they do not know; workers do not."""
+    """Clients ignore unknown fields of results; workers refuse unknown fields of requests."""
     body = b'{"type": "opened", "id": "a", "seq": 1, "position": 0, "new": {"x": [1]}}'
     assert decode_result(body) == Opened(id="a", seq=1, position=0)
 
@@ -334,7 +334,7 @@ def test_fields_with_default_values_are_left_out_when_encoding() -> None:
 
 
 @pytest.mark.parametrize("kind", ["append", "generate"])
-def test_tools_of_a_decoded_request_keep_the_order_of_their_keys_in_a_copy(kind: str) -> None:
+def test_a_copy_of_a_decoded_request_encodes_the_keys_of_its_tools_in_the_sent_order(kind: str) -> None:
     tools = b'[{"function":{"parameters":{"b":1,"a":2},"name":"f"},"type":"function"}]'
     request = decode_request(b'{"type":"%s","id":"a","text":"x","tools":%s}' % (kind.encode(), tools))
     assert tools in encode(msgspec.structs.replace(request, priority=1))

@@ -1,4 +1,4 @@
-"""docs/protocol.md is true, as far as a test can check it."""
+"""docs/protocol.md matches the code, and the examples in the documentation run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ TOLD = (*RESULTS, *PARTS, Chunk, DeadLetter, *CONTROL, *REPLIES, *COUNTS)
 
 
 def fenced(beginning: str, language: str, page: str = PAGE) -> str:
-    """Find the first example in this language behind these words."""
+    """Return the first code block in this language after the words `beginning` on a page."""
     found = re.search(rf"```{language}\n(.*?)```", page[page.index(beginning) :], re.DOTALL)
     assert found is not None
     return found[1]
@@ -94,7 +94,7 @@ def fenced(beginning: str, language: str, page: str = PAGE) -> str:
 async def shell(
     local_worker: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Awaitable[Process]]:
-    """A shell beside a worker with its own server, whose token it has to ask for as the page says."""
+    """Run commands in a shell that gets the URL of a worker's own NATS server as the page says."""
     port = free_port()
     worker = await local_worker(nats=None, nats_port=port, prefix="turnkeep")
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
@@ -171,7 +171,7 @@ def test_the_protocol_page_documents_every_field_of_every_request() -> None:
 
 @pytest.mark.parametrize("kind", TOLD, ids=lambda kind: kind.__name__)
 def test_the_protocol_page_documents_every_field_that_workers_publish(kind: type[Struct]) -> None:
-    """Except those of metrics, which the AsyncAPI document has."""
+    """Except the fields of `Metrics`, which only the AsyncAPI document lists."""
     fields = [field for field in kind.__struct_encode_fields__ if not re.search(rf"[`\"]{field}[`\" ]", PAGE)]
     assert fields == []
     tag = kind.__struct_config__.tag
@@ -208,7 +208,7 @@ def test_openai_fields_are_refused_or_accepted_as_the_protocol_page_says() -> No
 async def test_the_documented_agent_loop_runs_as_written_and_gives_the_same_answer_when_run_again(
     server: NatsServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second run gets the first one's answers, even if the tool's result is another one."""
+    """A second run gets the answers of the first run, even if the tool returns a different result."""
     said: list[str] = []
     recorded: dict[str, tuple[bytes, int]] = {}
 

@@ -1,4 +1,4 @@
-"""Subjects are built and parsed without loss, and other strings are refused."""
+"""Subjects can be built and parsed back to their parts; strings of another form are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_subject_that_is_built_is_parsed_back_to_its_parts(
 
 
 @given(st.text())
-def test_an_accepted_id_is_always_one_token_of_a_subject(text: str) -> None:
+def test_a_valid_id_has_at_most_64_characters_and_none_that_is_special_in_nats_subjects(text: str) -> None:
     try:
         check_id("session", text)
     except InvalidMessageError:

@@ -1,7 +1,7 @@
-"""Workers with a raw connection beside them, and models with other chat templates.
+"""Fixtures: workers, raw NATS connections to test them, and models with other chat templates.
 
-Tests with the mark `simulated` and without `real` run in the world of `tests/simulation`: at virtual time,
-with a NATS server in memory, and a device whose tokens are a hash of what came before and end no answer.
+Tests with the mark `simulated` and without `real` run in the simulation of `tests/simulation`: in virtual
+time, with a NATS server in memory, and a device whose next token is a hash of the tokens before it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ URL = "nats://world:4222"
 
 
 class SimulatedWorker(LocalWorker):
-    """A worker in a process of the world, which can be killed."""
+    """A worker in a simulated process, which can be killed."""
 
     process: loop.Process
 
@@ -39,7 +39,7 @@ class SimulatedWorker(LocalWorker):
 
 
 class SimulatedRunner:
-    """Runs async tests and fixtures as pytest-asyncio's runner does, on the loop of a world."""
+    """Runs async tests and fixtures as pytest-asyncio's runner does, on a simulation's event loop."""
 
     def __init__(self, world_loop: loop.Loop, server: Server) -> None:
         self._loop = world_loop
@@ -61,7 +61,7 @@ def is_simulated(test: pytest.Item) -> bool:
 def _function_scoped_runner(
     request: pytest.FixtureRequest, _function_scoped_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
-    """What pytest-asyncio runs each test with."""
+    """Replace the runner with which pytest-asyncio runs each test, if the test is simulated."""
     if not is_simulated(request.node):
         yield _function_scoped_runner
         return
@@ -88,7 +88,7 @@ def local_worker(request: pytest.FixtureRequest) -> StartWorker:
 async def simulated_worker(
     _function_scoped_runner: SimulatedRunner, tmp_path: Path
 ) -> AsyncIterator[StartWorker]:
-    """Start workers on a hash for a device; what they have on disk is there for the next one."""
+    """Start simulated workers, one after the other on the same simulated disk."""
     found, started, disk = _function_scoped_runner.get_loop(), list[SimulatedWorker](), device.Disk()
 
     async def start(**changes: Any) -> LocalWorker:
@@ -114,7 +114,7 @@ async def simulated_worker(
 
 @pytest.fixture
 async def client(local_worker: StartWorker, endless_model: Path) -> Client:
-    """A client of a worker whose answers last as long as they were asked to."""
+    """A client of a worker whose model never draws an end token: answers have all `max_tokens` tokens."""
     return (await local_worker(model=str(endless_model))).client
 
 
@@ -126,12 +126,12 @@ def server(_function_scoped_runner: SimulatedRunner) -> Server:
 
 @pytest.fixture
 async def quiet_wire(local_worker: StartWorker) -> AsyncIterator[Start]:
-    """Start a worker with these settings and a raw connection to it; its log may lose entries."""
+    """Start workers with given settings, each with a `Wire` to it. The log is not checked after the test."""
     made: list[Wire] = []
 
     async def start(**settings: Any) -> Wire:
         worker = await local_worker(**settings)
-        nc: Any = turnkeep_client.wire.Nats()  # nats-py's own goes deaf at some of what is published here
+        nc: Any = turnkeep_client.wire.Nats()  # nats-py's own stops reading at some messages of these tests
         await nc.connect([worker.settings.nats])
         made.append(Wire(nc, worker))
         await made[-1].listen()
@@ -144,7 +144,7 @@ async def quiet_wire(local_worker: StartWorker) -> AsyncIterator[Start]:
 
 @pytest.fixture
 async def wire(quiet_wire: Start) -> AsyncIterator[Start]:
-    """Start a worker with these settings and a raw connection to it; the log is checked after the test."""
+    """Start workers like `quiet_wire`; after the test check that each request in the log has one result."""
     made: list[Wire] = []
 
     async def start(**settings: Any) -> Wire:
@@ -158,7 +158,7 @@ async def wire(quiet_wire: Start) -> AsyncIterator[Start]:
 
 @pytest.fixture
 def strict_model(model_with_template: Callable[[str, str], Path]) -> Path:
-    """A model whose template refuses roles that it does not know, and messages with one word."""
+    """A model whose template refuses all roles but user and assistant, and messages with the word sesame."""
     knows = "{% if m['role'] not in ['user', 'assistant'] or 'sesame' in m['content'] %}"
     refuse = "{{ raise_exception('only user and assistant may speak') }}{% endif %}"
     return model_with_template(

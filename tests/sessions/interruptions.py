@@ -1,4 +1,4 @@
-"""An answer whose worker is killed while it is heard."""
+"""Generates an answer whose worker is killed in the middle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from turnkeep_client.messages import Chunk, Generated
 async def heard_over_a_kill(
     process: Any, asked: dict[str, Any], *, behind: int
 ) -> tuple[list[Chunk], Generated]:
-    """Start a worker, ask it in the session `s`, and kill it once, behind so many tokens of the answer."""
+    """Start a worker, send a generate to the session `s`, and restart the worker by SIGKILL in the answer.
+
+    The kill comes after more than `behind` tokens. Return all chunks and the result.
+    """
     process.start()
     async with await process.client() as client:
         generation, is_killed = client.session("s").generate(**asked), False

@@ -1,4 +1,4 @@
-"""A raw sight of a worker's subjects: publish any bytes, see every answer, and check the log at the end."""
+"""Raw access to a worker's subjects: publishes any bytes, receives all results, checks the log at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worker.wire.connection import confirm_subscriptions
 
 PATIENCE_S = 20.0
 
-#: Takes many steps: the random model does not end its turn behind this text.
+#: A generate of many steps: the random model draws no end token after this text.
 LONG = {"text": "eee", "max_tokens": 1900}
 
 
@@ -29,7 +29,7 @@ def generate(request_id: str, **more: Any) -> dict[str, Any]:
 
 
 class Wire:
-    """A NATS connection that knows the protocol's subjects, and nothing of what may be sent there."""
+    """A NATS connection with the protocol's subjects, on which tests may send any bytes."""
 
     def __init__(self, nc: Nats, worker: Any) -> None:
         self.nc = nc
@@ -37,7 +37,7 @@ class Wire:
         self.worker = worker
         self.prefix: str = worker.settings.prefix
         self.results: dict[int, list[dict[str, Any]]] = {}
-        #: What a test put on `out` itself, by stream sequence.
+        #: Stream sequences of the messages that a test itself has put on `out`.
         self.forged: set[int] = set()
         self._news = asyncio.Event()
 
@@ -59,7 +59,7 @@ class Wire:
     async def publish(
         self, session: str, body: bytes | dict[str, Any], *, tenant: str = "default", **headers: str
     ) -> int:
-        """Store `body` on a session's `in`; returns its sequence."""
+        """Publish `body` on a session's `in`, so that the log stores it; return its sequence."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         ack = await self.js.publish(self.subject(session, "in", tenant), raw, headers=named or None)
@@ -78,7 +78,7 @@ class Wire:
         return await self.result(await self.publish(session, body, **more))
 
     async def forge(self, session: str, body: bytes, tenant: str = "default") -> int:
-        """Put something on a session's `out` that no worker has put there."""
+        """Store a message on a session's `out` that no worker has made."""
         ack = await self.js.publish(self.subject(session, "commit", tenant), body)
         self.forged.add(ack.seq)
         return int(ack.seq)
@@ -90,11 +90,11 @@ class Wire:
         return found
 
     async def position(self, session: str, **more: Any) -> int:
-        """Ask for a session's position; one that does not exist has 0."""
+        """Return a session's position by an `info` request; 0 if there is no such session."""
         return int((await self.control(session, {"type": "info"}, **more)).get("position", 0))
 
     async def until(self, session: str, state: str) -> dict[str, Any]:
-        """Wait until a session is in this state."""
+        """Wait until a session's `info` has this state; return the info."""
         async with asyncio.timeout(PATIENCE_S):
             while (info := await self.control(session, {"type": "info"})).get("state") != state:
                 pass
@@ -106,14 +106,14 @@ class Wire:
         state = (await self.js.stream_info(stream)).state
         found = []
         for seq in range(max(state.first_seq, 1), state.last_seq + 1):
-            with contextlib.suppress(NotFoundError):  # counts of attempts are removed
+            with contextlib.suppress(NotFoundError):  # removed entries, such as notes of attempts
                 message = await self.js.get_msg(stream, seq)
                 found.append((seq, str(message.subject), message.data or b""))
         return found
 
     async def check_log(self) -> None:
-        """Assert that every entry of `in` has exactly one in `out`, of its session, and `out` no more."""
-        for _ in range(50):  # who listens may hear of a result before it is stored
+        """Assert that each request in the log has one result, of its session; forged results are ignored."""
+        for _ in range(50):  # a subscriber may receive a result before the log has stored it
             asked, answered = [], []
             for seq, subject, body in await self.entries():
                 session, _, kind = subject.rpartition(".")

@@ -1,4 +1,4 @@
-"""The ids that a session has answered, against a list of results for each."""
+"""`AnsweredIds`, a compact index of the request ids that a session has answered, against plain lists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker.sessions.answered_ids import AnsweredAt, AnsweredIds
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_an_id_is_found_with_the_first_of_its_results_that_is_left(
+def test_looking_up_an_id_finds_the_first_of_its_results_that_were_not_dropped(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(answered_ids, "_FEW", 5)

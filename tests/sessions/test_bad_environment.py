@@ -29,7 +29,7 @@ NOBODY = "nats://127.0.0.1:1"
 
 
 def check_one_line(done: subprocess.CompletedProcess[str], code: int, *says: str) -> None:
-    """Assert that a command failed with this exit code and one line, beside what it logged as JSON."""
+    """Assert that a command failed with this exit code and one error line, beside log lines in JSON."""
     lines = [line for line in done.stderr.splitlines() if not line.startswith("{")]
     assert done.returncode == code, done.stderr
     assert len(lines) == 1, done.stderr
@@ -58,7 +58,7 @@ def taken_port() -> Iterator[int]:
 def test_serve_with_a_missing_or_truncated_model_exits_with_one_line_that_names_the_folder(
     tmp_path: Path, tiny_model: Path, nats_url: str, breakage: str, says: str
 ) -> None:
-    """`test_model.py` breaks folders in all ways; here is the user's error."""
+    """The line that a user sees; `test_model.py` tests all ways in which a folder may be broken."""
     folder = tmp_path / "model"
     if breakage == "weights":
         shutil.copytree(tiny_model, folder)
@@ -95,7 +95,7 @@ def test_serve_on_a_port_of_another_program_exits_with_one_line_that_names_the_p
 
 
 @pytest.mark.process
-async def test_a_second_worker_on_a_data_directory_exits_and_the_first_one_goes_on_answering(
+async def test_a_second_worker_on_a_data_directory_exits_and_the_first_one_keeps_answering(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     process = worker_process()
@@ -159,10 +159,10 @@ async def test_a_worker_with_snapshots_off_writes_none_and_prefills_everything_a
 
 
 @pytest.mark.process
-async def test_a_worker_whose_disk_is_too_small_for_its_snapshots_still_gives_the_same_answers(
+async def test_a_disk_that_is_too_small_for_the_snapshots_does_not_change_the_answers(
     mounted: Callable[[str], Path], local_worker: Callable[..., Any]
 ) -> None:
-    """The log is elsewhere: nothing but time is lost."""
+    """The log is on another disk, so missing snapshots cost only time."""
     folder = mounted("size=1m")
     worker = await local_worker(data_dir=folder, metrics_interval_s=0.1)
     sessions = [worker.client.session(f"s{number}") for number in range(8)]
@@ -182,10 +182,10 @@ async def test_a_worker_whose_disk_is_too_small_for_its_snapshots_still_gives_th
 
 
 @pytest.mark.process
-async def test_every_request_acknowledged_before_the_disk_was_full_is_answered_once_there_is_space(
+async def test_requests_acknowledged_before_the_disk_was_full_are_answered_once_there_is_space(
     mounted: Callable[[str], Path], worker_process: Callable[..., WorkerProcess]
 ) -> None:
-    """A full disk stops the log, with or without an error; acknowledged requests are still answered."""
+    """The log is on the full disk and stores nothing more until then, with or without an error."""
     folder = mounted("size=24m")
     options = ("--data-dir", str(folder / "data"), "--log-max-bytes", "16MiB", "--max-disk", "1MiB")
     process = worker_process(*options, "--min-free-disk", "0")
@@ -227,7 +227,7 @@ def fill(path: Path) -> None:
 
 
 async def log_of(js: JetStreamContext) -> tuple[list[int], list[int]]:
-    """Read the sequences of all requests in the log, and those that its results answer."""
+    """Return the sequences of all requests in the log, and the sequences of the requests with a result."""
     requests, answered = [], []
     for seq in range(1, (await js.stream_info("turnkeep_log")).state.last_seq + 1):
         message = await js.get_msg("turnkeep_log", seq)
@@ -268,7 +268,7 @@ def test_help_imports_neither_mlx_nor_transformers_nor_nats() -> None:
     assert not loaded & {"mlx", "mlx_lm", "transformers", "nats", "numpy"}
 
 
-async def test_each_command_without_a_nats_server_exits_with_a_line_that_says_what_to_do(
+async def test_each_command_without_a_nats_server_exits_with_one_line_that_names_a_remedy(
     tmp_path: Path,
 ) -> None:
     commands = [("ask", "hello"), ("info",), ("info", "s"), ("cancel", "s", "r"), ("chat",)]
@@ -282,14 +282,16 @@ async def test_each_command_without_a_nats_server_exits_with_a_line_that_says_wh
         )
 
 
-def test_info_on_a_data_directory_without_a_running_worker_says_how_to_start_one(tmp_path: Path) -> None:
+def test_info_on_a_data_directory_without_a_running_worker_names_the_command_that_starts_one(
+    tmp_path: Path,
+) -> None:
     port = free_port()
     options = ("--data-dir", tmp_path, "--nats-port", port)
     serve = f"start a worker with: turnkeep serve --data-dir {tmp_path} --nats-port {port}"
     check_one_line(turnkeep("info", *options), 1, f"no NATS server at nats://127.0.0.1:{port}", serve)
 
 
-def test_a_command_on_a_server_without_a_worker_says_so(nats_url: str) -> None:
+def test_a_command_on_a_nats_server_without_a_worker_exits_with_one_line_that_says_so(nats_url: str) -> None:
     options = ("--nats", nats_url, "--prefix", "nobody-here")
     serve = f"start a worker with: turnkeep serve --nats {nats_url} --prefix nobody-here"
     check_one_line(turnkeep("ask", "hello", *options), 1, "no worker", serve)

@@ -1,4 +1,4 @@
-"""Whatever is published on a session's subjects gets one clear answer, and disturbs nobody else."""
+"""Any bytes published on a session's subjects get one clear answer, and do not affect other requests."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ BAD_POLICIES = [
 async def check_refused(
     wire: Wire, session: str, body: bytes | dict[str, Any], says: str, code: str = "invalid_request"
 ) -> dict[str, Any]:
-    """Assert that a request is refused with `says`, and that the session is where it was."""
+    """Assert that a request is refused with `says` in the message, and the session's position stays."""
     before = await wire.position(session)
     seq = await wire.publish(session, body)
     result = await wire.result(seq)
@@ -133,7 +133,7 @@ async def check_refused(
 
 
 async def check_goes_on(wire: Wire, *sessions: str) -> None:
-    """Assert that an ordinary turn still works in these sessions, and in a new one."""
+    """Assert that an ordinary generate still works in these sessions, and in a new session."""
     for session in (*sessions, f"other-{len(wire.results)}"):
         before = await wire.position(session)
         result = await wire.send(session, generate(f"ordinary-{len(wire.results)}", text="go on"))
@@ -142,7 +142,7 @@ async def check_goes_on(wire: Wire, *sessions: str) -> None:
 
 
 async def test_an_open_with_an_invalid_cache_policy_is_refused_with_the_reason(wire: Start) -> None:
-    """The session does not begin; it may begin under another policy, which it then keeps."""
+    """The session is not opened. A later open with another policy is accepted, and the session keeps that."""
     w = await wire()
     for number, (cache, says) in enumerate(BAD_POLICIES):
         await check_refused(w, "s", {"type": "open", "id": f"o{number}", "cache": cache}, says)
@@ -157,9 +157,9 @@ async def test_an_open_with_an_invalid_cache_policy_is_refused_with_the_reason(w
 async def test_a_body_that_is_not_a_valid_request_is_refused_with_the_reason(
     wire: Start, cases: Sequence[tuple[bytes, str]]
 ) -> None:
-    """The result has the body's sequence, and its id if that is valid.
+    """The result names the body's stream sequence, and the body's id if that is valid.
 
-    The id is not used up: the corrected request may have the same one.
+    The corrected request may then use the same id.
     """
     w = await wire()
     await w.send("s", append("first"))
@@ -231,10 +231,10 @@ async def test_a_request_under_an_invalid_tenant_or_session_name_is_refused_with
 
 
 @pytest.mark.parametrize("session", ["*", "s" * 300])
-async def test_a_request_under_an_unusable_session_name_is_refused_once_on_the_tenants_refused_subject(
+async def test_a_request_under_a_wildcard_or_overlong_session_name_is_refused_once(
     quiet_wire: Start, session: str
 ) -> None:
-    """Each once, even if the name is a pattern that matches sessions."""
+    """The tenant's subject `_refused.out` has its result, even if the name is a wildcard for sessions."""
     w = await quiet_wire()
     await w.send("s", append("a"))
     seqs = [await w.publish(session, append(f"r{n}")) for n in range(10)]
@@ -265,7 +265,7 @@ async def test_an_empty_append_is_answered_and_adds_nothing(wire: Start) -> None
 
 @pytest.mark.real
 async def test_tokens_outside_of_the_vocabulary_are_refused_with_the_range_of_ids(wire: Start) -> None:
-    """The last id of the vocabulary is taken, the next one is not: the device would read beyond its table."""
+    """The vocabulary's last id is accepted, the next is not: the device would read beyond its embeddings."""
     w = await wire()
     assert (await w.send("s", {"type": "append", "id": "a", "tokens": [0, 258]}))["type"] == "appended"
     for request_id, token in (("b", 259), ("c", 2**31 - 1)):
@@ -301,7 +301,9 @@ async def test_a_request_that_exceeds_the_context_is_refused_and_adds_nothing(wi
     await check_goes_on(w, "s")
 
 
-async def test_an_answer_ends_with_length_at_the_end_of_the_context(wire: Start) -> None:
+async def test_an_answer_that_reaches_the_context_limit_ends_with_the_finish_reason_length(
+    wire: Start,
+) -> None:
     w = await wire(max_context=64)
     result = await w.send("s", generate("a", text="x" * 60, max_tokens=100))
     assert (result["finish_reason"], len(result["tokens"]), result["position"]) == ("length", 4, 64)
@@ -318,8 +320,8 @@ async def test_a_prompt_that_can_never_fit_into_memory_is_refused_and_adds_nothi
 
 
 @pytest.mark.real
-async def test_an_answer_ends_with_length_when_memory_has_no_space_for_another_token(wire: Start) -> None:
-    """It gets all tokens that fit, whatever its max_tokens. After a rewind the session goes on."""
+async def test_an_answer_that_fills_the_kv_memory_ends_with_the_finish_reason_length(wire: Start) -> None:
+    """It has as many tokens as fit, whatever its max_tokens. After a rewind the session can continue."""
     w = await wire(max_memory=40 * 512)
     result = await w.send("s", generate("a", text="x" * 30, max_tokens=2**31 - 1))
     assert (result["finish_reason"], len(result["tokens"]), result["position"]) == ("length", 10, 40)
@@ -369,14 +371,14 @@ async def test_a_rewind_beyond_the_end_of_the_session_is_refused(wire: Start) ->
 async def test_a_repeated_request_gets_the_recorded_result_of_the_first_one(
     wire: Start, *, restart: bool
 ) -> None:
-    """Each repeat has its own sequence and names the first one's; failures are repeated too."""
+    """Each repeat's result has the repeat's sequence and names the first one's, also if that is a failure."""
     w = await wire()
     first = await w.send("s", generate("a", text="once", temperature=1.0))
     refused = await w.send("s", {"type": "rewind", "id": "b", "position": 99})
     if restart:
         await w.worker.stop()
         w = await wire()
-    # The same in other words: order and spacing of a body say nothing.
+    # The same request with other bytes: the order of keys and the spacing do not matter.
     body = b'{ "temperature": 1, "text": "once",\n "max_tokens": 4, "id": "a", "type": "generate" }'
     for _ in range(2):
         seq = await w.publish("s", body)
@@ -396,7 +398,7 @@ async def test_five_copies_of_a_request_published_at_once_run_once(wire: Start) 
 
 
 @pytest.mark.parametrize("restart", [False, True])
-async def test_an_id_reused_for_another_request_is_a_conflict_and_the_first_result_stands(
+async def test_another_request_under_a_used_id_is_refused_and_the_first_request_keeps_its_result(
     wire: Start, *, restart: bool
 ) -> None:
     w = await wire()
@@ -511,8 +513,8 @@ async def test_a_request_beyond_the_message_limit_raises_an_error_in_the_client_
     await check_goes_on(w, "s")
 
 
-async def test_request_headers_named_like_the_nats_servers_own_are_ignored(wire: Start) -> None:
-    """A request may have any headers: neither delivery nor reading the log trusts them."""
+async def test_request_headers_with_names_that_the_nats_server_uses_are_ignored(wire: Start) -> None:
+    """Neither the delivery of a request nor a read of the log takes them for headers of the server."""
     w = await wire()
     for number, status in enumerate(("100", "204", "404", "408", "409", "503", "nonsense")):
         result = await w.send("s", append(f"a{number}"), Status=status, Description="made up")
@@ -538,8 +540,8 @@ GARBAGE = [
 ]
 
 
-async def test_garbage_published_among_the_results_is_ignored(wire: Start) -> None:
-    """Before a session's first request, between its turns, and after a restart."""
+async def test_invalid_messages_published_among_the_results_are_ignored(wire: Start) -> None:
+    """Whether they come before a session's first request, between its turns, or before a restart."""
     w = await wire()
     for session in ("s", "t"):
         for garbage in GARBAGE:
@@ -558,7 +560,9 @@ async def test_garbage_published_among_the_results_is_ignored(wire: Start) -> No
     await check_goes_on(w, "s", "t")
 
 
-async def test_garbage_among_the_results_stops_neither_a_cancel_nor_an_ask(wire: Start) -> None:
+async def test_cancel_and_ask_requests_are_answered_despite_invalid_messages_among_the_results(
+    wire: Start,
+) -> None:
     w = await wire()
     await w.send("s", {"type": "append", "id": "a", "text": ""})
     await w.forge("s", b"garbage")
@@ -575,7 +579,7 @@ async def test_garbage_among_the_results_stops_neither_a_cancel_nor_an_ask(wire:
 
 
 async def test_subscribers_of_out_get_exactly_the_results_that_the_log_stored(wire: Start) -> None:
-    """A result that the log rejects must not reach subscribers: it is not the answer."""
+    """A result that the log rejects must not reach subscribers: another result may be stored instead."""
     w = await wire()
     seq = await w.publish("s", generate("a", text="eee", max_tokens=300))
     await w.until("s", "running")
@@ -587,7 +591,7 @@ async def test_subscribers_of_out_get_exactly_the_results_that_the_log_stored(wi
     assert w.results[seq] == stored
 
 
-async def test_a_cancel_ends_running_and_waiting_requests_despite_garbage_among_the_results(
+async def test_a_cancel_ends_running_and_waiting_requests_despite_invalid_messages_among_the_results(
     wire: Start,
 ) -> None:
     w = await wire()
@@ -605,7 +609,7 @@ async def test_a_cancel_ends_running_and_waiting_requests_despite_garbage_among_
 
 
 async def test_a_forged_result_does_not_replace_the_recorded_one(wire: Start) -> None:
-    """The first result of a request stands, for the session and for a repeat of its id."""
+    """The first result in the log is valid, both for the session's state and for repeats of the request."""
     w = await wire()
     first = await w.send("s", append("a"))
     forged = {"type": "failed", "id": "a", "code": "internal", "message": "m", "retryable": True}
@@ -631,10 +635,10 @@ async def test_a_forged_result_does_not_replace_the_recorded_one(wire: Start) ->
         b'{"i":7,"tokens":[5],"text":"x"}',
     ],
 )
-async def test_garbage_published_among_the_token_chunks_does_not_become_part_of_an_answer(
+async def test_invalid_messages_among_the_token_chunks_do_not_become_part_of_an_answer(
     wire: Start, garbage: bytes
 ) -> None:
-    """Tokens read back to continue an interrupted answer must be in the model's vocabulary."""
+    """A worker that resumes an answer from the token stream accepts only tokens of the model's vocabulary."""
     w = await wire()
     expected = await w.send("clean", generate("g", text="abc", max_tokens=8))
     await w.js.publish(f"{w.prefix}.default.s.chunk.g", garbage)

@@ -19,7 +19,7 @@ NAMES = (
 
 
 def tool(name: str, value: Any = None, **more: Any) -> dict[str, Any]:
-    """A tool with one argument, of the schema `value`."""
+    """Make a tool with one argument `x`, whose JSON schema is `value`."""
     parameters = {"type": "object", "properties": {"x": value or {}}, "required": ["x"]}
     return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
 
@@ -32,7 +32,7 @@ def deep(levels: int) -> dict[str, Any]:
 
 
 BRANCHES = [{"anyOf": [{"type": "string", "pattern": f"a{i}{j}"} for i in range(8)]} for j in range(6)]
-#: Schemas that no grammar is made of, by a part of the reason.
+#: Schemas that cannot become a grammar, each with a part of the reason.
 BOMBS: dict[str, list[Any]] = {
     "multipleOf: all in a schema": [{"multipleOf": 60_000}, {"multipleOf": 60_001}],
     "recursion limit": [deep(300)],
@@ -105,7 +105,9 @@ async def test_a_tool_with_an_unenforceable_schema_leaves_the_other_tools_held_t
     assert {one["x"] for one in picked} <= {1, 2}
 
 
-async def test_a_tool_call_cut_off_at_max_tokens_stays_in_the_text_of_the_answer(served: Wire) -> None:
+async def test_a_tool_call_left_incomplete_at_max_tokens_stays_in_the_text_of_the_answer(
+    served: Wire,
+) -> None:
     quote = await served.send(
         "q", generate("a", text="x", response_format={"type": "choice", "choices": ['"']})
     )

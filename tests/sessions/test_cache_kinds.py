@@ -45,7 +45,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 #: Heads of a size that can be quantised.
 WIDE = {"llama": {"head_dim": 32}}
-#: Attention of its own, which cannot be told how far away a token is.
+#: A model with its own attention code, which cannot be given relative positions.
 ALONE: dict[str, dict[str, Any]] = {"gemma2": {}}
 
 
@@ -129,7 +129,7 @@ async def test_snapshots_stay_usable_under_a_new_chat_template_but_not_under_new
 
 
 async def test_a_worker_uses_only_snapshots_of_its_own_kv_bits(local_worker, make_folder) -> None:
-    """Full precision, 8 and 4 bits: each prefills everything once, and restores its own later."""
+    """At full precision, 8 and 4 bits, the first worker prefills everything, and a later one restores it."""
     folder, text = str(make_folder("llama")), "Once upon a time " * 8
     answers = {}
     for kv_bits in (None, 8, 4, 8, None):
@@ -165,7 +165,7 @@ async def test_an_open_that_asks_for_other_kv_bits_than_the_workers_is_refused(
     assert (await session.append(text="As it is")).position == len("As it is"), "nothing was begun"
 
 
-async def test_a_session_goes_on_under_other_kv_bits_and_forget_removes_its_kv_in_both_precisions(
+async def test_a_session_continues_under_other_kv_bits_and_forget_removes_its_kv_of_both_kinds(
     local_worker, make_folder
 ) -> None:
     folder = str(make_folder("llama"))
@@ -184,17 +184,19 @@ async def test_a_session_goes_on_under_other_kv_bits_and_forget_removes_its_kv_i
     assert 0 < len(list(folder_of_files.iterdir())) < closed.forgotten, "the other session's are left"
 
 
-async def test_kv_bits_stops_the_start_of_a_model_whose_kv_cannot_be_quantised(local_worker) -> None:
+async def test_a_worker_does_not_start_with_kv_bits_and_a_model_whose_kv_cannot_be_quantised(
+    local_worker,
+) -> None:
     with pytest.raises(ModelError, match=r"size of 16, and kv_bits needs a multiple of 32; leave .* full$"):
         await local_worker(kv_bits=8)
 
 
-async def test_a_sliding_window_layer_is_charged_only_for_the_kv_that_it_holds(
+async def test_a_sliding_window_layer_needs_memory_only_for_its_window_and_256_tokens_before_it(
     local_worker, make_folder
 ) -> None:
-    """600 tokens of 256 bytes would not fit. One layer holds all of them, the other one sees 24.
+    """600 tokens of 256 bytes would exceed the memory limit. One layer keeps the KV of all tokens.
 
-    It also holds the 256 tokens before those.
+    The other has a window of 24 tokens, and keeps the KV of the 256 tokens before the window too.
     """
     worker = await local_worker(model=str(make_folder("gemma3_text")), max_memory=120 * 2**10)
     session = worker.client.session("s")
@@ -244,7 +246,7 @@ async def test_a_model_with_an_unknown_cache_class_is_served_without_snapshots(
         ("falcon_h1", None, {"a state of fixed size, full precision": "0-4"}),
     ],
 )
-async def test_the_ready_line_and_the_metrics_say_how_each_layer_keeps_its_kv(
+async def test_the_log_line_ready_and_the_metrics_name_the_kind_of_kv_of_each_layer(
     local_worker, make_folder, kind, kv_bits, layers
 ) -> None:
     sizes = {"head_dim": 32, "sliding_window_pattern": 4} if kind != "falcon_h1" else {}
@@ -262,7 +264,7 @@ async def test_the_ready_line_and_the_metrics_say_how_each_layer_keeps_its_kv(
 
 @pytest.fixture
 def num_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Count the passes over gemma3 models since the last question."""
+    """Count the forward passes of gemma3 models since the last call."""
     from mlx_lm.models import gemma3_text
 
     passes = [0]
@@ -283,7 +285,7 @@ def num_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 async def test_a_restart_does_not_repeat_the_batching_trials_of_the_same_model(
     local_worker, make_folder, tmp_path, num_passes
 ) -> None:
-    """With a vocabulary of 262,144 tokens the trials took half a minute of every start."""
+    """For a vocabulary of 262,144 tokens the trials took half a minute at every start."""
     folder = make_folder("gemma3_text")
     await (await local_worker(model=str(folder))).stop()
     assert num_passes() > 15
@@ -299,7 +301,7 @@ async def test_a_restart_does_not_repeat_the_batching_trials_of_the_same_model(
 
     (tmp_path / "data" / "models" / "trials.json").write_text('{"a": 1, "b": {"merge": 99}}')
     worker = await local_worker(model=str(folder))
-    assert num_passes() > 15  # nothing of that is ours
+    assert num_passes() > 15  # the stored results of the trials were not from this worker
     assert [await ask("a-alone"), await ask("b-alone")] == together
     await worker.stop()
 
@@ -310,10 +312,10 @@ async def test_a_restart_does_not_repeat_the_batching_trials_of_the_same_model(
     assert num_passes() > 15  # another model
 
 
-async def test_a_model_that_cannot_serve_sink_window_says_why_at_open_and_at_start(
+async def test_a_model_that_cannot_serve_sink_window_is_refused_with_the_reason_at_open_and_at_start(
     local_worker, make_folder
 ) -> None:
-    """At the start: if the policy is the worker's default."""
+    """At the start only if the policy is the worker's default."""
     folder = str(make_folder("gemma2"))
     worker = await local_worker(model=folder)
     session = worker.client.session("s", cache={"policy": "sink_window", "sink": 4, "window": 64})
@@ -328,7 +330,7 @@ async def test_a_model_that_cannot_serve_sink_window_says_why_at_open_and_at_sta
     assert str(stopped.value) == f"cache_policy cannot be the default here: {refused.value.message}"
 
 
-async def test_a_models_own_window_still_applies_in_a_session_under_sink_window(
+async def test_a_layer_with_a_sliding_window_keeps_only_that_window_under_the_policy_sink_window(
     local_worker, make_folder
 ) -> None:
     worker = await local_worker(model=str(make_folder("gemma3_text")))

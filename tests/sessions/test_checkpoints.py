@@ -1,4 +1,7 @@
-"""Checkpoints: a session opened from one equals one read from its whole log; a wrong one is ignored."""
+"""Checkpoints: a session opened from a checkpoint equals the session read from its whole log.
+
+Damaged and forged checkpoints are ignored.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 @pytest.fixture
 def often() -> Iterator[None]:
-    """Checkpoints after every few results, of conversations that keep little, in small messages."""
+    """Make sessions store checkpoints often, in small messages, and keep few messages in memory."""
     with pytest.MonkeyPatch.context() as patch:
         _make_often(patch)
         yield
@@ -59,7 +62,7 @@ def _make_often(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[FULL, WINDOW], ids=["full", "window"])
 def world(request: pytest.FixtureRequest, tokenizer: Tokenizer, often: None) -> World:
-    """A session that sees all of its tokens; one that does not, whose tokens are left out in the middle."""
+    """A session under the policy full or sink_window; in the latter tokens before the window leave memory."""
     world = World(tokenizer)
     world.crash(request.param)
     return world
@@ -70,7 +73,7 @@ def question(number: int, **more: Any) -> Generate:
 
 
 async def stored(world: World) -> None:
-    """Wait until what is to be stored is."""
+    """Wait until all background tasks, which store checkpoints, have ended."""
     while tasks := {task for task in world.tasks.started if not task.done()}:
         await asyncio.gather(*tasks)
 
@@ -82,7 +85,7 @@ async def converse(world: World, turns: range) -> None:
 
 
 async def opened(world: World) -> Session:
-    """Open the session once more, beside the one that is at work."""
+    """Open the session a second time from the log, as another worker would."""
     return await world.refolded()
 
 
@@ -91,7 +94,7 @@ def checkpoints(world: World) -> list[Entry]:
 
 
 def is_first(checkpoint: Entry) -> bool:
-    """Whether it is the first message of a value."""
+    """Say whether a message of the subject `checkpoint` is the first one of its value."""
     return "before" not in json.loads(checkpoint.body)
 
 
@@ -100,7 +103,7 @@ def resumed_at(session: Session) -> int:
 
 
 def without_checkpoints(world: World) -> World:
-    """Make a world with the same log, in which there are none."""
+    """Make a world whose log has the same entries, but no checkpoints."""
     other = World(world._tokenizer)
     for entry in world.log.entries:
         headers = {name: text for name, text in entry.headers.items() if name != CHECKPOINT_HEADER}
@@ -110,7 +113,7 @@ def without_checkpoints(world: World) -> World:
 
 
 async def whole(world: World) -> Session:
-    """Open the session from its whole log."""
+    """Open the session from its whole log, without checkpoints."""
     return await without_checkpoints(world).refolded()
 
 
@@ -159,10 +162,10 @@ async def test_opening_a_long_session_reads_only_the_end_of_its_log(
 
 
 @pytest.mark.parametrize("world", [WINDOW], indirect=True)
-async def test_opening_a_session_with_a_window_reads_and_keeps_little_from_before_the_window(
+async def test_opening_a_session_under_sink_window_reads_and_keeps_little_from_before_its_window(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens that the model no longer sees are not read; 24 bytes of each request are."""
+    """Tokens that the model no longer sees are not read. Of each request before the window, 24 bytes are."""
     monkeypatch.setattr("cache.names.tokens._PART", 64)
     monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 16)
     read: list[int] = []
@@ -190,7 +193,7 @@ async def test_opening_a_session_with_a_window_reads_and_keeps_little_from_befor
 
 
 @pytest.mark.parametrize("world", [WINDOW], indirect=True)
-async def test_a_session_with_a_window_opens_and_rewinds_after_its_first_checkpoints_are_lost(
+async def test_a_session_under_sink_window_opens_and_rewinds_after_its_first_checkpoints_are_lost(
     world: World,
 ) -> None:
     await converse(world, range(60))
@@ -206,7 +209,7 @@ async def test_a_session_with_a_window_opens_and_rewinds_after_its_first_checkpo
 
 @pytest.mark.parametrize("world", [WINDOW], indirect=True)
 @pytest.mark.parametrize("start", ["x", "other ids", "a digest", "other digests", "other end"])
-async def test_a_session_opens_with_the_right_tokens_though_its_checkpoint_has_wrong_ones(
+async def test_a_session_whose_checkpoint_has_wrong_tokens_still_opens_with_the_right_ones(
     world: World, start: str
 ) -> None:
     await converse(world, range(60))
@@ -228,18 +231,18 @@ async def test_a_session_opens_with_the_right_tokens_though_its_checkpoint_has_w
     assert len(session.log.record.answered_ids) == 60
 
 
-async def test_an_open_session_takes_little_memory_beyond_its_tokens_however_long_it_is(
+async def test_the_memory_of_an_open_session_beyond_its_tokens_hardly_grows_with_its_length(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond tokens, a turn takes 4 bytes: where its id was answered.
+    """Beyond its tokens, each turn takes 4 bytes, for the sequence of its result.
 
-    With a window, only the visible tokens are kept.
+    Under a window, only the tokens that the model sees are in memory.
     """
     monkeypatch.setattr("cache.names.tokens._PART", 1024)
     sizes, lengths = [], []
     for turns in (range(60), range(60, 360)):
         await converse(world, turns)
-        await opened(world)  # what is made once
+        await opened(world)  # fills caches that later openings share
         with monkeypatch.context() as patch:
             patch.setattr(world.log, "store_checkpoint", nothing)  # the log is in memory too
             tracemalloc.start()
@@ -254,7 +257,7 @@ async def test_an_open_session_takes_little_memory_beyond_its_tokens_however_lon
     assert sizes[1] - sizes[0] - tokens_bytes < 300 * 48
 
 
-async def test_a_repeated_id_is_recognised_though_its_request_is_older_than_the_checkpoint(
+async def test_an_id_used_before_the_checkpoint_is_recognised_when_it_is_used_again(
     world: World,
 ) -> None:
     await converse(world, range(20))
@@ -279,7 +282,7 @@ async def test_a_rewind_to_before_a_checkpoint_gives_the_same_history_as_without
         assert_same(session.history, world.session.history)
 
 
-async def test_a_checkpoint_of_a_reopened_session_brings_back_nothing_from_before_its_close(
+async def test_a_reopened_session_opened_from_a_checkpoint_has_nothing_from_before_its_close(
     world: World,
 ) -> None:
     await converse(world, range(12))
@@ -291,7 +294,7 @@ async def test_a_checkpoint_of_a_reopened_session_brings_back_nothing_from_befor
     assert_same(session.history, (await whole(world)).history)
 
 
-async def test_a_session_that_another_worker_removes_while_it_is_being_read_is_read_again(
+async def test_a_session_that_another_worker_removes_during_a_read_of_its_log_is_read_again(
     world: World, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await converse(world, range(2 * EVERY))
@@ -316,7 +319,7 @@ async def test_a_session_that_another_worker_removes_while_it_is_being_read_is_r
 
 @pytest.mark.parametrize("forget", [False, True])
 async def test_no_checkpoint_is_stored_after_a_session_is_closed(world: World, forget: bool) -> None:
-    """Its text is to leave the log: a checkpoint in flight must not follow later."""
+    """The log is to lose the session's text: a checkpoint in flight must not bring it back."""
     store = world.log.store_checkpoint
     begun, release = asyncio.Event(), asyncio.Event()
 
@@ -338,7 +341,7 @@ async def test_no_checkpoint_is_stored_after_a_session_is_closed(world: World, f
     assert checkpoints(world)[-1].seq < world.log.entries[-1].seq
 
 
-async def test_a_session_from_before_checkpoints_gets_one_when_it_is_used_again(world: World) -> None:
+async def test_a_session_whose_log_has_no_checkpoints_gets_one_when_it_is_used_again(world: World) -> None:
     await converse(world, range(20))
     world.log.entries = without_checkpoints(world).log.entries
     world.crash()
@@ -351,7 +354,7 @@ async def test_a_session_from_before_checkpoints_gets_one_when_it_is_used_again(
 
 
 def forged(world: World, **fields: Any) -> dict[str, str]:
-    """Put a checkpoint in the log that says something else; returns a header that names it."""
+    """Add a copy of the last checkpoint with other `fields` to the log; return a header that links to it."""
     link = Link.parse(last_named(world))
     parts = []
     while link is not None:
@@ -373,21 +376,21 @@ def last_named(world: World) -> str:
 
 
 def damage_message(world: World) -> None:
-    """Somebody has replaced what a checkpoint says."""
+    """Change bytes of a checkpoint's message."""
     index = Link.parse(last_named(world)).seq - 1
     entry = world.log.entries[index]
     world.log.entries[index] = replace(entry, body=entry.body.replace(b"a", b"b"))
 
 
 def replace_message(world: World) -> None:
-    """Somebody has put a well-made one in its place, with the same tokens and without the answered ids."""
+    """Replace a checkpoint by a valid one with the same tokens, but without the answered ids."""
     index = Link.parse(last_named(world)).seq - 1
     forged(world, ids=b"")
     world.log.entries[index] = replace(world.log.entries[index], body=world.log.entries[-1].body)
 
 
 def lose_one(world: World) -> None:
-    """A part of the attachments was removed from the log: of the last checkpoint, the first message."""
+    """Remove the first message of the last checkpoint from the log."""
     begun = [each for each in checkpoints(world) if is_first(each)][-1]
     world.log.entries[begun.seq - 1] = replace(begun, body=b"")
 
@@ -407,7 +410,7 @@ def rename_last(world: World, headers: dict[str, str]) -> None:
 
 
 def other_tokens(world: World) -> None:
-    """A result names a checkpoint with tokens that are not those of the log."""
+    """Let the last result link to a checkpoint whose tokens are not those of the log."""
     rename_last(world, forged(world, tokens=(b"", b"", pack([5] * 12))))
 
 
@@ -420,7 +423,7 @@ def other_version(world: World) -> None:
 
 
 def forged_result(world: World) -> None:
-    """Where anybody may publish results: one for no request, naming a checkpoint that is well made."""
+    """Add a forged result for no request, which links to a valid checkpoint."""
     ours = world.log.entries[-1]
     assert ours.kind == "out"
     body = json.dumps({**json.loads(ours.body), "seq": ours.seq - 3 * EVERY}).encode()
@@ -474,10 +477,10 @@ async def test_a_checkpoint_does_not_hide_that_the_log_lost_the_request_of_the_r
     assert f"the request at sequence {seq}, which is gone" in str(session.log.record.diverged)
 
 
-async def test_answers_go_on_while_the_log_refuses_checkpoints_and_checkpoints_are_stored_later(
+async def test_requests_are_answered_while_the_log_refuses_checkpoints_and_later_ones_are_stored(
     world: World,
 ) -> None:
-    """For example a full log: attempts are bounded, and later ones succeed."""
+    """A full log, for example, refuses them. The attempts to store one are few."""
     store, refused = world.log.store_checkpoint, []
 
     async def refuse(*_: Any) -> None:
@@ -505,10 +508,10 @@ async def test_a_template_that_numbers_all_messages_renders_the_same_after_a_che
     assert_same(world.session.history, (await whole(world)).history)
 
 
-async def test_a_session_opened_again_for_each_request_still_gets_checkpoints_regularly(
+async def test_a_session_that_is_read_from_the_log_for_each_request_still_gets_checkpoints(
     world: World,
 ) -> None:
-    """Like many rarely used sessions, it leaves memory after each answer."""
+    """Rarely used sessions are unloaded from memory after each answer."""
     for number in range(8 * EVERY):
         await world.ask(question(number))
         world.crash(world.fold.policy)
@@ -520,7 +523,7 @@ async def test_a_session_opened_again_for_each_request_still_gets_checkpoints_re
 async def test_a_worker_opens_a_session_from_the_checkpoint_that_a_real_server_stored(
     often: None, wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All messages on the session's subjects are JSON, and a purge of the subjects removes everything."""
+    """All messages on the session's subjects are JSON, and a purge of these removes the checkpoint too."""
     one = await wire()
     heard: list[Any] = []
 
@@ -553,7 +556,7 @@ async def test_a_worker_opens_a_session_from_the_checkpoint_that_a_real_server_s
 
 
 def test_each_part_of_a_checkpoint_fits_into_one_message_of_the_log() -> None:
-    """With base64 and its frame, for small and usual message limits."""
+    """Including base64 and the fields around the part, for a small and the usual message limit."""
     journal: Any = None
     for size in (64 * 2**10, 2**20):
         attachments = Attachments(journal, journal, journal, max_message_bytes=size)

@@ -1,4 +1,4 @@
-"""How many calls an answer may have under each tool_choice, and how an answer with a bad call ends."""
+"""How many tool calls an answer may have under each `tool_choice`, and how answers with invalid calls end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_a_tool_named_in_tool_choice_is_called_once(with_tools: Tokenizer)
     assert (one.text, one.finish_reason) == ("", "tool_calls")
 
 
-async def test_a_call_of_another_tool_than_the_named_one_stays_text_and_counts_as_malformed(
+async def test_a_call_of_a_tool_that_tool_choice_does_not_name_stays_text_and_counts_as_malformed(
     with_tools: Tokenizer,
 ) -> None:
     named = NamedTool(function=_ChosenFunction(name="clock"))
@@ -38,7 +38,9 @@ async def test_a_call_of_another_tool_than_the_named_one_stays_text_and_counts_a
     assert (one.text, one.tool_calls, one.finish_reason) == (CALL, (), "tool_calls_malformed")
 
 
-async def test_an_answer_that_must_call_a_tool_ends_when_it_repeats_a_call(with_tools: Tokenizer) -> None:
+async def test_an_answer_under_tool_choice_required_ends_when_it_repeats_a_call(
+    with_tools: Tokenizer,
+) -> None:
     text = f"{CALL}\n{OTHER}\n{OTHER}\n{OTHER}\n{CALL}"
     for choice, cities in (
         ("required", ["Rome", "Oslo"]),
@@ -63,7 +65,9 @@ async def test_an_answer_with_a_valid_call_beside_an_invalid_one_is_not_malforme
     assert second.finish_reason == "tool_calls_malformed"
 
 
-async def test_an_answer_that_is_only_the_json_of_a_call_counts_as_a_tool_call(with_tools: Tokenizer) -> None:
+async def test_an_answer_that_is_a_tool_call_in_json_without_markers_counts_as_a_tool_call(
+    with_tools: Tokenizer,
+) -> None:
     bare = CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")
     world = world_of(with_tools, f"```json{bare}```", '{"name": "Ada", "age": 36}')
     first = await generated(world, ask(1, user("a"), tools=(WEATHER,)))

@@ -1,4 +1,4 @@
-"""Workers and servers killed with `kill -9` at any moment: nothing is lost or answered twice."""
+"""Workers and NATS servers are killed with `kill -9`: no request is lost, or answered twice."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def restart(process: Any) -> None:
 
 @dataclass
 class Followed:
-    """One answer as its client sees it."""
+    """An answer, and the chunks of it that a client has received."""
 
     generation: Any
     chunks: list[Chunk] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Followed:
 
 
 async def answered(client: Client, name: str) -> list[tuple[Request, Result]]:
-    """Read a session's log, and pair every request with its one result."""
+    """Read a session's log; return each request with its result, after a check that it has exactly one."""
     entries = await client.log(name)
     requests = {entry.seq: decode_request(entry.body) for entry in entries if entry.kind == "in"}
     results = [decode_result(entry.body) for entry in entries if entry.kind == "out"]
@@ -110,7 +110,7 @@ async def answered(client: Client, name: str) -> list[tuple[Request, Result]]:
 
 
 async def assert_stream_is_record(client: Client, name: str, result: Generated) -> None:
-    """Check what can be read back from the token stream: the record, without a gap, a repeat or an edit."""
+    """Assert that the chunks in the token stream are contiguous and join to the recorded result."""
     subject = SUBJECTS.tokens(SessionKey("default", name), result.id)
     *stored, last = await client._wire.read_all(SUBJECTS.token_stream, subject)
     assert last.body == b""
@@ -121,17 +121,17 @@ async def assert_stream_is_record(client: Client, name: str, result: Generated) 
 
 
 def seed_of(name: str, request: Generate, seq: int) -> int:
-    """Return the seed that the worker draws a request with, its own one included."""
+    """Return the seed with which a worker samples a request: the request's own, or the derived one."""
     pending = Pending(seq, request, "", datetime.now(UTC))
     return _sampling(SessionKey("default", name), request, pending, {}, None).seed
 
 
-async def test_answers_of_a_worker_killed_twice_end_with_the_tokens_of_an_uninterrupted_one(
+async def test_answers_of_a_worker_that_is_killed_twice_have_the_tokens_of_an_uninterrupted_worker(
     started: Any, alone: Client
 ) -> None:
     """Clients, the token stream, the log, and an uninterrupted worker have the same tokens.
 
-    Nothing waits for `ack_wait`, which is longer here than any timeout of this test.
+    The next worker does not wait for `ack_wait`, which is longer than any timeout of this test.
     """
     process, client = await started("--ack-wait-s", "600")
     options: dict[str, Any] = {
@@ -144,7 +144,7 @@ async def test_answers_of_a_worker_killed_twice_end_with_the_tokens_of_an_uninte
         for name, given in options.items()
     }
     tasks = {name: asyncio.create_task(answer.follow()) for name, answer in answers.items()}
-    for life, num_tokens in enumerate((20, 60)):  # a second life ends before its time too
+    for life, num_tokens in enumerate((20, 60)):  # the second worker is killed too
         await until(lambda: all(len(answer.tokens) >= num_tokens for answer in answers.values()))  # noqa: B023
         await until(lambda: process.log.count("resuming an interrupted answer") == 3 * life)  # noqa: B023
         assert not any(task.done() for task in tasks.values())
@@ -163,7 +163,7 @@ async def test_answers_of_a_worker_killed_twice_end_with_the_tokens_of_an_uninte
 
 
 async def snapshots_are_durable(session: Any) -> None:
-    """Wait for the disk: a tiny model computes blocks faster than they are synced, a real one does not."""
+    """Wait until all snapshots are on disk: a tiny model computes blocks faster than the disk syncs them."""
     while (await session.info()).worker.snapshots.in_flight:  # noqa: ASYNC110  # only the worker knows
         await asyncio.sleep(0.02)
 
@@ -171,7 +171,7 @@ async def snapshots_are_durable(session: Any) -> None:
 async def test_the_turn_after_a_kill_prefills_its_own_tokens_and_at_most_one_earlier_block(
     started: Any, alone: Client
 ) -> None:
-    """A session of 1,500 tokens: the next turn prefills the new ones, and has the expected answer."""
+    """The session has 1,500 tokens, and the next turn's answer is that of an uninterrupted worker."""
     process, client = await started(*QUICK)
     long, news = "All work and no play. " * 67, "What now? "
 
@@ -197,7 +197,7 @@ async def test_the_turn_after_a_kill_prefills_its_own_tokens_and_at_most_one_ear
 
 
 async def test_a_killed_nats_server_loses_no_acknowledged_request(started: Any, alone: Client) -> None:
-    """The worker restarts its server; the running answer completes, waiting requests are answered."""
+    """The worker restarts its server, completes the running answer, and answers the waiting requests."""
     process, client = await started(*QUICK)
     answer = Followed(client.session("s").generate(text="Begin: ", max_tokens=1000))
     task = asyncio.create_task(answer.follow())
@@ -220,7 +220,7 @@ async def test_a_killed_nats_server_loses_no_acknowledged_request(started: Any, 
 async def test_requests_unfinished_at_sigterm_are_answered_after_the_next_start(
     started: Any, alone: Client
 ) -> None:
-    """Exit status 0 within seconds, no result for the interrupted answer, no contradiction later."""
+    """The worker exits with 0 within seconds. Its successor continues the answer with the same tokens."""
     process, client = await started()
     answer = Followed(client.session("s").generate(text="Begin: ", max_tokens=1000, temperature=0.9))
     task = asyncio.create_task(answer.follow())

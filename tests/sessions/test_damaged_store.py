@@ -1,4 +1,4 @@
-"""A disk flips or loses bytes in the NATS server's files, and the server tells no client."""
+"""The disk flips or loses bytes in the NATS server's files, and the server reports this to no client."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 class Damaged:
-    """A log whose file can be damaged: `other` has its first entries and its last ones, `hit` all others."""
+    """A log whose file can be damaged. Session `other` has its first and last entries, `hit` all others."""
 
     def __init__(self, server: Server, prefix: str) -> None:
         self.server = server
@@ -53,7 +53,10 @@ class Damaged:
         self.server.start()
 
     async def check(self, start: Start) -> str:
-        """Return what became of `hit`, after checking that no answer rests on anything wrong."""
+        """Return the fate of the session `hit`: "diverged", or after which turn it continues.
+
+        Asserts that the server returns no changed entry, and that other sessions are answered rightly.
+        """
         left = await self.read()
         assert all(self.stored[seq] == body for seq, body in left.items()), "the server's checksums hold"
         assert len(left) < len(self.stored)
@@ -92,10 +95,10 @@ async def log(server: Server, local_worker: Start) -> Damaged:
 
 @pytest.mark.parametrize("turn", [3, 8])
 @pytest.mark.parametrize("where", ["request", "result"])
-async def test_a_flipped_bit_in_the_log_stops_its_session_and_no_other(
+async def test_a_flipped_bit_in_a_log_entry_stops_only_the_session_of_that_entry(
     log: Damaged, local_worker: Start, turn: int, where: str
 ) -> None:
-    """The server leaves the entry out; the session's next request fails, and `log verify` names the entry."""
+    """The server drops the entry. The session's next request fails, and `log verify` names the entry."""
     marks = {"request": b'"text":"turn %03d' % turn, "result": b'"position":%d' % log.positions[turn]}
 
     def flip(content: bytearray) -> None:
@@ -107,10 +110,10 @@ async def test_a_flipped_bit_in_the_log_stops_its_session_and_no_other(
 
 
 @pytest.mark.parametrize("how", ["cut", "zeros", "taken out"])
-async def test_a_session_continues_from_its_last_turn_before_the_bytes_that_the_log_file_lost(
+async def test_a_session_continues_after_its_last_turn_before_the_damage_in_the_log_file(
     log: Damaged, local_worker: Start, how: str
 ) -> None:
-    """The server drops later entries, and its consumer may be ahead of new requests."""
+    """The server drops the entries after the damage, so its consumer may have passed the next sequences."""
 
     def change(content: bytearray) -> None:
         middle = content.index(b'"text":"turn 006')
@@ -125,7 +128,7 @@ async def test_a_session_continues_from_its_last_turn_before_the_bytes_that_the_
     assert await log.check(local_worker) == "begins again after 6 turns"
 
 
-async def test_a_worker_that_runs_while_the_log_loses_bytes_answers_new_requests(
+async def test_a_worker_that_is_running_when_the_log_loses_entries_answers_new_requests(
     log: Damaged, local_worker: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "_KEEP_S", 0.2)

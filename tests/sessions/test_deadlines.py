@@ -1,4 +1,4 @@
-"""Deadlines: late requests are not started, running answers end with the tokens so far; each once."""
+"""Deadlines: late requests are not started, and running answers end with the tokens generated until then."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_a_request_past_its_deadline_is_refused_before_any_device_work(loc
 
 
 @pytest.mark.simulated
-async def test_a_running_answer_ends_at_its_deadline_with_the_tokens_so_far(
+async def test_a_running_answer_ends_at_its_deadline_with_the_tokens_generated_until_then(
     local_worker: Any, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model), max_draft=0)
@@ -84,7 +84,7 @@ async def test_a_prompt_still_being_prefilled_at_its_deadline_adds_nothing(
 
 
 @pytest.mark.simulated
-async def test_an_answer_cancelled_before_its_deadline_ends_as_cancelled(
+async def test_an_answer_cancelled_before_its_deadline_has_the_finish_reason_cancelled(
     local_worker: Any, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model), max_draft=0)
@@ -98,7 +98,7 @@ async def test_an_answer_cancelled_before_its_deadline_ends_as_cancelled(
 
 @pytest.mark.simulated
 async def test_time_without_a_running_worker_counts_towards_the_deadline(local_worker: Any) -> None:
-    """The log's time counts: neither a restart nor a redelivery gives a request more time."""
+    """A deadline counts from the time at which the log stored the request, also across restarts."""
     worker = await local_worker()
     await worker.client.session("waiting").append(tokens=[40])
     worker.app.stop()

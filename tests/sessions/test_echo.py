@@ -1,4 +1,4 @@
-"""The echo of a prompt: log probabilities of the tokens that a request adds, also after crashes."""
+"""`echo`: the log probabilities of the prompt tokens that a request adds, also after crashes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from turnkeep_client.session import Session
 from worker.batch.batch import Batch
 from worker.batch.rows import PrefillPiece
 
-#: Of the tiny model: a text's token ids are those of its bytes.
+#: In the tiny model's vocabulary, the token ids of a text are its bytes.
 TEXT = "Once upon a time there was a session, and it had a prompt."
 
 
 def reference(folder: Path, tokens: Sequence[int]) -> np.ndarray:
-    """The log probabilities of all tokens after each one of a session, by a plain call of the model."""
+    """Return, for each position, the log probabilities of all next tokens, by a plain call of the model."""
     import mlx.core as mx
     from mlx_lm.utils import load_model
 
@@ -36,7 +36,7 @@ def reference(folder: Path, tokens: Sequence[int]) -> np.ndarray:
 
 
 def check(said: Sequence[PromptToken], before: Sequence[int], expected: np.ndarray, num_top: int) -> None:
-    """Compare what was said of a session's tokens behind `before` with the reference."""
+    """Compare the echoed log probabilities of the tokens after `before` with those of `reference`."""
     for at, one in enumerate(said, len(before)):
         if at == 0:
             assert (one.logprob, one.top) == (None, ())
@@ -57,7 +57,7 @@ async def has_begun(session: Session) -> bool:
 async def test_an_echo_has_the_log_probability_of_each_token_that_the_request_adds(
     client: Client, endless_model: Path
 ) -> None:
-    """Also if their KV is cached already, and in the next turn, with messages and a header."""
+    """Also if the KV of these tokens is cached, and in a next turn with messages and an answer's header."""
     await client.session("before").generate(text=TEXT, max_tokens=3)
     session = client.session("s")
     options: dict[str, Any] = {"max_tokens": 4, "logprobs": True, "top_logprobs": 3}
@@ -109,8 +109,8 @@ async def test_an_echo_with_max_tokens_0_scores_the_prompt_and_keeps_it_in_the_s
     assert [(each.id, each.logprob) for each in one.prompt_logprobs] == [(tokens[0], None)]
 
 
-async def test_an_echo_of_an_answers_tokens_has_the_logprobs_of_that_answer(client: Client) -> None:
-    """Also under a window much shorter than the prompt."""
+async def test_the_echo_of_an_answers_tokens_has_the_logprobs_that_the_answer_had(client: Client) -> None:
+    """Also under `sink_window` with a window much shorter than the prompt."""
     for cache in ({"policy": "full"}, {"policy": "sink_window", "sink": 2, "window": 32}):
         name = str(cache["policy"])
         session = client.session(name, cache=cache)
@@ -148,7 +148,7 @@ async def test_a_cancelled_echo_adds_nothing_to_the_session(
 
 
 @pytest.mark.process
-async def test_a_turn_interrupted_by_a_kill_has_the_echo_of_its_whole_prompt(
+async def test_an_answer_resumed_after_a_kill_has_the_echo_of_its_whole_prompt(
     worker_process: Any, endless_model: Path
 ) -> None:
     process = worker_process("--ack-wait-s", "0.5", model=endless_model)

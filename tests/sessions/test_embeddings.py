@@ -39,7 +39,7 @@ async def test_an_embedding_is_the_last_tokens_hidden_state_also_for_texts_of_ma
     assert np.dot((await worker.client.embed([ids])).floats[0], found.floats[0]) > 0.99999
 
 
-async def test_an_embedding_cut_to_fewer_dimensions_has_length_1(
+async def test_an_embedding_truncated_to_fewer_dimensions_has_length_1(
     local_worker: Start, embedding_model: Path
 ) -> None:
     worker = await local_worker(model=str(embedding_model))
@@ -60,10 +60,10 @@ async def test_an_embedding_leaves_neither_log_entries_nor_kv(
 
 
 @pytest.mark.parametrize("kind", ["vectors", "scores"])
-async def test_a_list_of_many_texts_leaves_nothing_and_does_not_stop_a_running_answer(
+async def test_embedding_or_scoring_many_texts_logs_nothing_and_does_not_stop_a_running_answer(
     local_worker: Start, embedding_model: Path, reranker: Path, kind: str
 ) -> None:
-    """The answer and the list go on beside each other: tokens come until the last text is done."""
+    """The answer's tokens arrive until the last text of the list is done."""
     worker = await local_worker(model=str(embedding_model if kind == "vectors" else reranker))
     client = worker.client
     generation = client.session("s").generate(text="eee", max_tokens=1900, ignore_eos=True)

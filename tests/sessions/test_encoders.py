@@ -1,4 +1,4 @@
-"""Encoders behind the same requests: vectors of BERT-like models, and scores of cross-encoders."""
+"""Encoder models for the requests `embed` and `rerank`: vectors of BERT-like models, cross-encoder scores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLS, SEP = 2, 3
 
 
 def weights(rng: np.random.Generator) -> dict[str, Array]:
-    """Make the weights of a BERT for pairs, under the names that transformers writes."""
+    """Make random weights of a BERT with two token types, under transformers' names of the tensors."""
     shapes = {
         "bert.embeddings.word_embeddings.weight": (len(WORDS), SIZE),
         "bert.embeddings.position_embeddings.weight": (LONGEST, SIZE),
@@ -55,7 +55,7 @@ def weights(rng: np.random.Generator) -> dict[str, Array]:
 
 
 def states(own: dict[str, Array], ids: list[int]) -> Array:
-    """Return the states of all tokens by BERT's formulas, in numpy."""
+    """Return the last hidden states of all tokens, computed by BERT's formulas in numpy."""
     own = {name.removeprefix("bert."): one for name, one in own.items()}
 
     def norm(x: Array, name: str) -> Array:
@@ -131,7 +131,7 @@ def make(
 async def test_a_bert_embedding_is_the_mean_of_all_tokens_or_the_state_of_the_first_one(
     local_worker: Start, tmp_path: Path, pooling: str
 ) -> None:
-    """Also of a long text, whose first tokens must attend to its last ones."""
+    """Also for a long text, in which the first tokens must attend to the last."""
     own = make(tmp_path / "bert", pooling=pooling)
     worker = await local_worker(model=str(tmp_path / "bert"))
     known = load(tmp_path / "bert", dtype="float32").tokenizer

@@ -21,21 +21,21 @@ from worker.wire import consistent_reads, endpoints, intake
 
 pytestmark = pytest.mark.simulated
 
-#: Ten times as many sessions as the worker takes up at a time.
+#: Ten times as many sessions as the worker has in memory at a time.
 MAX_SESSIONS = 8
 NUM_FLOOD = 80
 
 
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few requests are read, or delivered, at a time, and what is returned comes again soon."""
+    """Make the worker read and pull few requests at a time, and get returned requests again soon."""
     monkeypatch.setattr(consistent_reads, "_BATCH", 8)
     monkeypatch.setattr(intake, "_FETCH", 8)
     monkeypatch.setattr(intake, "_RETURN_S", 0.1)
 
 
 async def answered_before(wire: Wire, seq: int, tenant: str) -> int:
-    """Count a tenant's results in the log before the one of the request at `seq`."""
+    """Count a tenant's results that the log has before the result of the request at `seq`."""
     count = 0
     for _, subject, body in await wire.entries():
         if not subject.endswith(".out"):
@@ -51,7 +51,7 @@ async def answered_before(wire: Wire, seq: int, tenant: str) -> int:
 async def test_a_tenants_request_is_answered_before_half_of_another_tenants_flood_is_answered(
     wire: Start, num_sessions: int
 ) -> None:
-    """In one session or in many: the worker keeps capacity for other tenants."""
+    """Whether the flood is in one session or in many."""
     one = await wire(max_waiting=MAX_SESSIONS, max_waiting_per_tenant=MAX_SESSIONS // 2)
     await one.send("s", append("warm"), tenant="quiet")
     flood = [
@@ -67,10 +67,10 @@ async def test_a_tenants_request_is_answered_before_half_of_another_tenants_floo
     await one.check_log()
 
 
-async def test_a_flooding_tenant_gets_few_turns_on_the_device_while_another_tenant_is_active(
+async def test_while_another_tenant_is_active_a_flooding_tenant_soon_has_at_most_one_running_answer(
     wire: Start,
 ) -> None:
-    """So steps stay short for the other one, and waiting requests stay in the log."""
+    """So the other tenant's steps are short, and most of the flood waits in the log."""
     one = await wire(max_batch=4)
     await one.send("s", append("warm"), tenant="quiet")
     flood = [
@@ -88,7 +88,7 @@ async def test_a_flooding_tenant_gets_few_turns_on_the_device_while_another_tena
 
 
 async def test_a_short_answer_does_not_wait_for_long_answers_of_its_own_tenant(wire: Start) -> None:
-    """The tenant's long answers, which run for minutes, take all rows and places."""
+    """The tenant's long answers, which run for minutes, occupy all rows of the batch."""
     one = await wire(max_batch=2)
     for n in range(12):
         await one.publish(f"s{n}", generate("r", **LONG))
@@ -100,10 +100,10 @@ async def test_a_short_answer_does_not_wait_for_long_answers_of_its_own_tenant(w
         await one.control(f"s{n}", {"type": "cancel", "id": "r"})
 
 
-async def test_a_stopping_worker_reads_no_more_waiting_sessions_from_the_log(
+async def test_a_worker_that_stops_reads_no_further_waiting_sessions_from_the_log(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would read a flood session by session, in vain."""
+    """Otherwise it would read all sessions of a flood, and answer none."""
     fold, folded = SessionLog._fold, 0
 
     async def counted(log: SessionLog, record: Record) -> None:
@@ -125,10 +125,10 @@ async def test_a_stopping_worker_reads_no_more_waiting_sessions_from_the_log(
 
 
 @pytest.mark.usefixtures("_small")
-async def test_a_request_returned_to_the_queue_because_the_worker_is_full_counts_no_attempt(
+async def test_returning_a_request_because_the_worker_is_full_counts_as_no_attempt(
     wire: Start,
 ) -> None:
-    """Attempts are noted only for requests that another worker had."""
+    """A worker notes an attempt only for a request that another worker had before."""
     one = await wire(max_waiting=2, max_waiting_per_tenant=1)
     seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=40)) for n in range(6)]
     noted = await one.nc.subscribe(f"{one.prefix}.*.*.attempt")
@@ -150,7 +150,7 @@ async def test_a_request_that_a_worker_returned_before_it_stopped_counts_no_atte
 
 @pytest.mark.usefixtures("_small")
 async def test_a_long_queue_of_one_session_is_answered_in_order_across_a_restart(wire: Start) -> None:
-    """Many more requests than are read at a time, and a worker stopped in the middle."""
+    """The queue is longer than one read of the log, and the worker stops in the middle of it."""
     one = await wire(max_waiting=MAX_SESSIONS)
     seqs = await asyncio.gather(*(one.publish("s", append(f"r{n}", "ab")) for n in range(60)))
     await one.result(seqs[9])
@@ -166,8 +166,8 @@ async def test_a_long_queue_of_one_session_is_answered_in_order_across_a_restart
 
 
 @pytest.mark.usefixtures("_small")
-async def test_a_request_deep_in_a_sessions_queue_can_be_cancelled(wire: Start) -> None:
-    """It is not in memory yet: the rest of the queue is in the log."""
+async def test_a_waiting_request_that_the_worker_has_not_read_yet_can_be_cancelled(wire: Start) -> None:
+    """Of a long queue, only the first requests are in memory; the rest is in the log."""
     one = await wire()
     long = await one.publish("s", generate("long", text="eee", max_tokens=1500))
     seqs = [await one.publish("s", append(f"r{n}", "a")) for n in range(30)]
@@ -220,7 +220,7 @@ def peak_bytes(pid: int) -> int:
 async def test_a_session_backlog_of_120_mb_makes_the_worker_grow_by_less_than_40_mib(
     worker_process: Callable[..., Any],
 ) -> None:
-    """120 requests of 1 MB wait as the worker starts: it reads them page by page."""
+    """When the worker starts, 120 requests of 1 MB wait; it reads them in pages."""
     worker = worker_process("--spare-memory", "0")
     worker.start()
     async with asyncio.timeout(60):
@@ -243,7 +243,7 @@ async def test_a_session_backlog_of_120_mb_makes_the_worker_grow_by_less_than_40
 
 
 async def results(js: JetStreamContext, num: int) -> None:
-    """Wait until the log holds so many results."""
+    """Wait until the log has at least `num` results of the session."""
     async with asyncio.timeout(120):
         while True:
             info = await js.stream_info("turnkeep_log", subjects_filter="turnkeep.default.s.out")

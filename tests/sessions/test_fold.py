@@ -1,7 +1,6 @@
-"""The fold: reading a session's log again gives the state that the session had while it ran.
+"""The fold: reading a session's log from its beginning gives the state that the session had in memory.
 
-The log and the device are replaced by lists and a formula; sessions, requests, records and templates are the
-real ones.
+Here the log is a list, and the device's tokens come from a hash; sessions, requests and templates are real.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ STORED = datetime(2026, 1, 2, tzinfo=UTC)
 
 
 class AnswerChunks:
-    """The chunks of answers, in memory."""
+    """A token stream in memory; `looks` has the request ids whose chunks were read."""
 
     def __init__(self) -> None:
         self.stored: list[Chunk] = []
@@ -90,7 +89,7 @@ class AnswerChunks:
 
 
 class Log:
-    """The journal, in memory."""
+    """The journal, which reads and writes the log, on a list in memory."""
 
     server = "one"
     is_alone = True
@@ -150,7 +149,7 @@ class Log:
 
 
 class Formula:
-    """An engine whose next token is a hash of the last before it; it can be cancelled after some tokens."""
+    """An engine whose next token is a hash of the tokens before it; `cancel_after` ends answers early."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._choices = sorted(tokenizer.eos_ids) + tokenizer.encode("ab \n\u00e9", at_start=False)
@@ -198,7 +197,7 @@ class Formula:
 
 
 class Outbox:
-    """An outbox that keeps what was said last: texts that were set free, and which answers were ended."""
+    """An outbox that records the ends of token streams: the request ids, and text published with the end."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -210,7 +209,7 @@ class Outbox:
 
 
 class Tasks:
-    """A task group that lasts as long as the event loop."""
+    """A task group without an end; `started` has its tasks."""
 
     def __init__(self) -> None:
         self.started: list[asyncio.Task[None]] = []
@@ -222,17 +221,17 @@ class Tasks:
 
 
 async def alone(*_: Any) -> dict[str, bool]:
-    """No other worker has anything of a session."""
+    """Stands for asking other workers to erase a session: there are none."""
     return {}
 
 
 async def nothing(*_: Any) -> Any:
-    """There is no other session: no parent, and no tokens that another one has too."""
+    """Stands for questions about other sessions, such as parents: there are none."""
     return 0
 
 
 class World:
-    """A session on a log, which can be put down and taken up again."""
+    """A session with its log. `crash` drops the session from memory, and it is read from the log again."""
 
     max_message_bytes = 2**20
 
@@ -246,14 +245,14 @@ class World:
         self.serve(tokenizer, model)
 
     def serve(self, tokenizer: Tokenizer, model: Model | None = None) -> None:
-        """Go on with another model."""
+        """Crash, and continue with the model of this tokenizer."""
         self._tokenizer = tokenizer
         self.engine = Formula(tokenizer)
         self.model = model or Model(name="tiny", weights="1", tokenizer=tokenizer.fingerprint.hex())
         self.crash()
 
     def crash(self, policy: Policy = FULL) -> None:
-        """Forget everything but the log; `policy` is the default from then on."""
+        """Drop everything except the log, as a new worker with the default cache policy `policy`."""
         self.fold = Fold(self._tokenizer, policy, self.model, takes_over=self.takes_over)
         self.outbox = Outbox()
         self.num_released = 0
@@ -324,9 +323,9 @@ class World:
         return [decode_result(body) for body in bodies if body != NO_RESULT]
 
     async def refolded(self) -> Session:
-        """Read the log from its beginning, up to the first request without a result.
+        """Return the session as read from its log, up to the first request without a result.
 
-        The default policy is none that any session here has begun with.
+        The default policy there is one that no session here has, so that the log must name the policy.
         """
         other = World(self._tokenizer, self.model)
         other.log = self.log
@@ -346,7 +345,7 @@ class World:
 
 
 def assert_same(one: History, other: History) -> None:
-    """Two histories are the same, of which either may have a conversation that is shortened."""
+    """Assert that two histories are equal; either may have only the last messages of the conversation."""
     assert one.tokens == other.tokens
     assert (one.exists, one.closed, one.model) == (other.exists, other.closed, other.model)
     assert not one.exists or one.policy == other.policy
@@ -384,7 +383,7 @@ CACHES = [
     CachePolicy(policy="full"),
     CachePolicy(policy="sink_window"),
     CachePolicy(policy="sink_window", sink=2, window=40),
-    CachePolicy(policy="sink_window", sink=2, window=4),  # smaller than a block
+    CachePolicy(policy="sink_window", sink=2, window=4),  # a window smaller than a block
 ]
 EXPECTED = st.sampled_from([{}, {}, {}, {"expect_position": 0}, {"expect_position": 40}])
 REQUESTS = st.one_of(
@@ -421,7 +420,7 @@ OPERATIONS = st.lists(
 
 @given(operations=OPERATIONS)
 def test_reading_the_log_gives_the_state_that_the_session_had_in_memory(tokenizer, operations) -> None:
-    """Requests of every kind, good and bad; repeats, conflicts, cancellations out of order, crashes."""
+    """After random valid and invalid requests, repeats, conflicts, cancellations and crashes."""
     asyncio.run(live(World(tokenizer), operations))
 
 
@@ -489,7 +488,7 @@ async def test_a_repeated_request_gets_the_recorded_result_and_changes_nothing(w
     await world.assert_fold_is_life()
 
 
-async def test_an_id_that_was_used_for_another_request_is_a_conflict(world) -> None:
+async def test_a_request_under_the_id_of_another_request_is_refused_as_a_conflict(world) -> None:
     await world.ask(Append(id="a", text="one"))
     for _ in range(2):
         refused = await world.ask(Append(id="a", text="two"))
@@ -499,8 +498,10 @@ async def test_an_id_that_was_used_for_another_request_is_a_conflict(world) -> N
     assert repeated.repeat_of == 1, "the first one keeps the id"
 
 
-async def test_a_request_cancelled_behind_waiting_ones_gets_its_result_before_theirs(world) -> None:
-    """The fold accepts results in another order than their requests."""
+async def test_a_cancelled_request_gets_its_result_before_the_requests_that_wait_in_front_of_it(
+    world,
+) -> None:
+    """So results may be in another order than their requests, which the fold accepts."""
     first = world.publish(Append(id="first", text="one"))
     second = world.publish(Append(id="second", text="two"))
     third = world.publish(Generate(id="third", max_tokens=3))
@@ -538,7 +539,7 @@ async def test_an_append_behind_a_close_is_refused_though_the_log_is_read_anew_d
 
 
 async def test_a_repeated_request_cannot_be_cancelled_and_gets_the_recorded_result(world) -> None:
-    """The record has one answer for an id, however often it is asked, and whoever cancels."""
+    """An id has only one result, also if it is repeated or cancelled later."""
     first = await world.ask(Append(id="a", text="one"))
     seq = world.publish(Append(id="a", text="one"))
     reply = await world.session.cancel("a")
@@ -549,7 +550,7 @@ async def test_a_repeated_request_cannot_be_cancelled_and_gets_the_recorded_resu
 
 
 async def test_a_session_is_released_once_all_of_its_requests_are_answered(world) -> None:
-    """Also where a worker died between a result and its acknowledgement."""
+    """Also if a worker crashed after it stored the results and before it acknowledged the requests."""
     first = world.publish(Append(id="a", text="one"))
     second = world.publish(Append(id="b", text="two"))
     await world.session.run()
@@ -563,10 +564,10 @@ async def test_a_session_is_released_once_all_of_its_requests_are_answered(world
 
 
 @pytest.mark.parametrize(("fresh_s", "looks"), [(60.0, ["begun"]), (0.0, ["begun", "begun"])])
-async def test_published_tokens_are_read_along_with_the_log_and_again_only_if_that_took_long(
+async def test_published_tokens_are_read_with_the_log_and_again_only_if_reading_the_log_took_long(
     world, monkeypatch, fresh_s, looks
 ) -> None:
-    """Once, unless the log took so long that another worker may have published more."""
+    """After a long read of the log, another worker may have published more tokens."""
     monkeypatch.setattr(session, "_FRESH_S", fresh_s)
     whole = await world.ask(Generate(id="whole", text="up", max_tokens=6))
     await world.ask(Rewind(id="back", position=0))
@@ -578,8 +579,8 @@ async def test_published_tokens_are_read_along_with_the_log_and_again_only_if_th
     assert world.log.chunks.looks == looks
 
 
-async def test_published_tokens_read_in_advance_for_one_request_are_not_used_for_another(world) -> None:
-    """The second is delivered first."""
+async def test_published_tokens_that_were_read_for_one_request_are_not_used_for_another(world) -> None:
+    """Here the second request is delivered first, so that its tokens are read in advance."""
     first = world.log.add("in", encode(Generate(id="first", text="one", max_tokens=4)))
     world.publish(Generate(id="second", text="two", max_tokens=4))
     world.ring(first)
@@ -589,10 +590,10 @@ async def test_published_tokens_read_in_advance_for_one_request_are_not_used_for
 
 
 @pytest.mark.parametrize("cancel_after", [None, 4])
-async def test_a_token_stream_left_without_its_end_by_a_crash_is_ended_by_the_next_worker(
+async def test_after_a_crash_the_next_worker_ends_the_token_stream_of_an_answered_request(
     world, cancel_after
 ) -> None:
-    """The worker died after the result; text that a cancel released is published too."""
+    """The crash came between the result and the end; text that only a cancel completed is published too."""
     world.engine.cancel_after = cancel_after
     seq = world.publish(Generate(id="g", text="down", max_tokens=6))
     await world.session.run()
@@ -608,7 +609,7 @@ async def test_a_token_stream_left_without_its_end_by_a_crash_is_ended_by_the_ne
 
 @pytest.mark.parametrize("known", [3, 6])
 async def test_the_usage_of_an_answer_resumed_from_published_tokens_adds_up(world, known) -> None:
-    """Published tokens are no prompt; if all were published, nothing ran, and the prompt counts as 0."""
+    """Tokens published before do not count as prompt. If all were published, `prompt_tokens` is 0."""
     whole = await world.ask(Generate(id="whole", text="down", max_tokens=6))
     await world.ask(Rewind(id="back", position=0))
     seq = world.log.entries[-1].seq + 1
@@ -618,10 +619,10 @@ async def test_the_usage_of_an_answer_resumed_from_published_tokens_adds_up(worl
     assert usage.completion_tokens == 6
 
 
-async def test_a_worker_that_held_the_session_resumes_an_answer_that_another_worker_began(
+async def test_a_worker_with_the_session_in_memory_resumes_an_answer_that_another_worker_began(
     world,
 ) -> None:
-    """Clients saw its beginning in the token stream, so every worker keeps it."""
+    """Clients have received the beginning from the token stream, so every worker must keep it."""
     await world.ask(Append(id="a", text="one"))
     begun = tuple(world._tokenizer.encode("ba", at_start=False))
     world.log.chunks.stored = [Chunk(0, begun, "ba")]
@@ -632,7 +633,7 @@ async def test_a_worker_that_held_the_session_resumes_an_answer_that_another_wor
 
 
 async def test_a_result_that_the_log_rejects_is_not_counted_as_a_failed_attempt(world, monkeypatch) -> None:
-    """The worker still lives, so the request in doubt did not crash it."""
+    """The worker still runs, so the request, which was delivered before, did not crash it."""
     commit, num_lost = world.log.commit, 0
 
     async def lost(*arguments: Any, **named: Any) -> int:
@@ -667,7 +668,7 @@ async def test_a_session_opened_after_its_close_starts_empty(world) -> None:
     await world.assert_fold_is_life()
 
 
-async def test_an_answer_cancelled_before_its_first_token_adds_nothing_not_even_its_input(world) -> None:
+async def test_an_answer_cancelled_before_its_first_token_adds_neither_tokens_nor_its_input(world) -> None:
     await world.ask(Append(id="a", text="one"))
     world.engine.cancel_after = 0
     result = await world.ask(Generate(id="g", text="two", max_tokens=5))
@@ -693,7 +694,7 @@ def tampered(entries: list[Entry], index: int, **fields: Any) -> list[Entry]:
 
 
 async def diverged(world: World, entries: list[Entry]) -> str:
-    """Take up a session from these entries; return why it refuses to go on."""
+    """Read the session from these entries; return the message with which it refuses a new request."""
     world.log.entries = entries
     world.crash()
     before = world.publish(Append(id="new", text="more"))
@@ -705,8 +706,10 @@ async def diverged(world: World, entries: list[Entry]) -> str:
     return refused.message
 
 
-async def test_a_log_whose_tokens_do_not_match_the_digest_of_its_last_result_is_not_continued(world) -> None:
-    """Requests that were answered before still get their recorded results."""
+async def test_a_session_whose_tokens_do_not_match_the_digest_in_its_last_result_is_not_continued(
+    world,
+) -> None:
+    """Repeats of its earlier requests still get their recorded results."""
     await world.ask(Append(id="a", text="one"))
     await world.ask(Append(id="b", text="two"))
     entries = tampered(world.log.entries, -1, headers={HISTORY_HEADER: "0" * 32})
@@ -754,8 +757,8 @@ async def test_a_logged_result_with_an_invalid_change_field_stops_the_session(
     assert why in await diverged(world, entries)
 
 
-async def test_an_invalid_entry_among_the_results_is_ignored_and_the_session_goes_on(world) -> None:
-    """Anybody with access to the log may publish there; that must not cost the session."""
+async def test_an_invalid_entry_among_the_results_is_ignored_and_the_session_continues(world) -> None:
+    """A client with the right to publish there must not be able to end a session."""
     await world.ask(Append(id="a", text="one"))
     world.log.add("out", NO_RESULT)
     world.crash()
@@ -764,7 +767,7 @@ async def test_an_invalid_entry_among_the_results_is_ignored_and_the_session_goe
 
 
 async def test_a_worker_reads_the_log_again_after_another_workers_result(world) -> None:
-    """It had read the session before; it continues after the other one's result."""
+    """It had the session in memory before, and continues after the other worker's result."""
     await world.ask(Append(id="a", text="one"))
     other = World(world._tokenizer)
     other.log = world.log
@@ -785,7 +788,7 @@ async def test_a_worker_reads_the_log_again_after_another_workers_result(world) 
 async def test_a_session_whose_log_has_lost_a_request_or_a_result_is_not_continued(
     world, lost: int, why: str
 ) -> None:
-    """A server that lost a block of its store says nothing; each result names the one before it."""
+    """A server that lost a part of its files reports nothing, but each result names the result before it."""
     for id_ in "abc":
         await world.ask(Append(id=id_, text="one"))
     hole = Entry(lost, "checkpoint", STORED, b"", {})

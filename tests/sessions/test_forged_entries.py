@@ -1,4 +1,4 @@
-"""Entries forged on `commit` and `chunk` neither speak for the model nor stop it."""
+"""Entries forged on `commit` and `chunk` neither become part of an answer nor stop an answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def next_seq(w: Wire) -> int:
 
 
 async def taken_up_again(wire: Start, w: Wire) -> Wire:
-    """Put the worker down and start another, which reads the log from its beginning."""
+    """Stop the worker and start another, which reads the log from its beginning."""
     await w.worker.stop()
     forged = w.forged
     w = await wire()
@@ -61,7 +61,7 @@ async def test_a_result_forged_before_its_request_does_not_replace_the_answer(
 async def test_a_forged_result_without_a_history_digest_does_not_replace_the_answer(
     wire: Start, restart: bool
 ) -> None:
-    """It names a waiting request; without a history digest it cannot be a worker's."""
+    """It names a waiting request, but a worker's results have a history digest."""
     w = await wire()
     await w.send("s", append("a"))
     running = await w.publish("s", generate("long", **LONG))
@@ -78,7 +78,7 @@ async def test_a_forged_result_without_a_history_digest_does_not_replace_the_ans
 
 
 async def genuine(w: Wire, seq: int) -> dict[str, Any]:
-    """Wait for the result that the worker has made of a request."""
+    """Wait for the result of a request that the worker, not the test, has stored."""
     async with asyncio.timeout(30):
         while True:
             for number, subject, body in await w.entries():
@@ -88,8 +88,8 @@ async def genuine(w: Wire, seq: int) -> dict[str, Any]:
             await asyncio.sleep(0.1)
 
 
-async def test_a_forged_answer_to_a_request_behind_an_unanswered_one_is_ignored(wire: Start) -> None:
-    """Even with a digest: only a cancelled request gets its result before those in front of it."""
+async def test_a_forged_result_for_a_request_that_waits_behind_another_is_ignored(wire: Start) -> None:
+    """Even if it has a digest: except for cancels, results are in the order of their requests."""
     w = await wire()
     await w.send("s", append("a"))
     await w.worker.stop()
@@ -120,7 +120,7 @@ async def test_a_flood_of_forged_results_is_counted_and_stops_no_answer(wire: St
 async def test_tokens_forged_before_their_request_do_not_become_part_of_its_answer(
     wire: Start, named: bool
 ) -> None:
-    """Not even if they name its sequence, which can be guessed."""
+    """Even if they name the request's sequence, which can be guessed."""
     w = await wire()
     clean = await w.send("clean", generate("g", text="abc"))
     chunk = {"i": 0, "tokens": [40, 41], "text": "HI"} | ({"seq": await next_seq(w)} if named else {})
@@ -132,7 +132,7 @@ async def test_tokens_forged_before_their_request_do_not_become_part_of_its_answ
 async def test_forged_tokens_that_name_another_requests_sequence_do_not_become_part_of_an_answer(
     wire: Start,
 ) -> None:
-    """Published while it waits, by a forger who does not know its sequence."""
+    """They are published while the request waits, by somebody who does not know its sequence."""
     w = await wire()
     clean = await w.send("clean", generate("g", text="abc"))
     running = await w.publish("s", generate("long", **LONG))

@@ -1,4 +1,4 @@
-"""Status headers that a publisher sets on a result or a chunk are not taken for the NATS server's."""
+"""Status headers that a publisher sets on a result or a chunk are not mistaken for the NATS server's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.simulated
 async def test_forged_empty_results_and_chunks_with_a_status_header_stop_no_answer(
     wire: Start, status: str
 ) -> None:
-    """A commit that finds a forged entry there reads it and tries again, as often as needed."""
+    """A commit that fails because of a forged entry reads this entry and tries again, as often as needed."""
     w = await wire()
     await w.send("s", append("a"))
     seq = await w.publish("s", generate("b", text="eee", max_tokens=300))

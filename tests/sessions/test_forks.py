@@ -1,4 +1,4 @@
-"""Forks: a session begins with another one's tokens, does not prefill them, and outlives the other."""
+"""Forks: a session begins with a parent's tokens, does not prefill them again, and outlives the parent."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_a_fork_answers_as_its_parent_would_and_prefills_no_parent_tokens_
     assert await tokens_after(other) == forked.tokens, "the parent's later turn is not in it"
 
 
-async def test_a_fork_at_a_position_inside_a_turn_answers_like_a_session_rewound_to_it(
+async def test_a_fork_at_a_position_inside_a_turn_answers_like_a_fork_rewound_to_that_position(
     client: Client,
 ) -> None:
     parent = await conversation(client)
@@ -136,7 +136,7 @@ async def test_a_fork_survives_the_close_of_its_ancestors_and_a_restart(
 
 
 @pytest.mark.parametrize("shown", [0, 1])
-async def test_a_fork_has_the_parents_last_acknowledged_turn_though_a_replica_lags_behind(
+async def test_a_fork_has_the_parents_last_turn_even_if_a_replica_lags_behind(
     local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch, shown: int
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -186,7 +186,7 @@ async def test_a_repeated_fork_request_gets_the_recorded_result(
 async def test_a_fork_of_a_long_session_has_its_whole_history_also_after_a_restart(
     local_worker: Start, endless_model: Path, cache: dict[str, Any] | None
 ) -> None:
-    """Most of the conversation is no longer in memory: a fork reads it from the parent's checkpoints."""
+    """Most of the conversation is no longer in memory, so the fork reads it from the parent's checkpoints."""
     worker = await local_worker(model=str(endless_model))
     parent = await conversation(worker.client, turns=14, cache=cache)
     end = (await parent.info()).position
@@ -225,7 +225,7 @@ async def test_a_closed_session_may_be_opened_again_as_a_fork(
 
 @pytest.mark.real
 async def test_forks_share_one_prefill_and_its_snapshots(local_worker: Start, endless_model: Path) -> None:
-    """16 forks of 2,000 tokens at once: prefilled once, stored once; each fork adds its own tokens."""
+    """Of 16 concurrent forks of 2,000 tokens, these are prefilled and stored once."""
     worker = await local_worker(model=str(endless_model), max_batch=16)
     parent = worker.client.session("parent")
     await parent.append(tokens=[7 + i * i % 200 for i in range(2000)])
@@ -285,7 +285,7 @@ async def test_another_tenants_session_cannot_be_forked(local_worker: Start, nat
             await other.session("parent").fork("fork")
 
 
-async def test_a_fork_whose_copy_of_the_parents_tokens_is_gone_from_the_log_fails_with_the_reason(
+async def test_a_fork_whose_copy_of_the_parents_tokens_was_deleted_is_refused_with_the_reason(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))

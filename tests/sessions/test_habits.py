@@ -1,7 +1,7 @@
-"""The quirks of chat templates are detected, and messages adapted so that no text is left out.
+"""Detects which messages a chat template drops or refuses, and adapts messages so that no text is lost.
 
-The templates are those of the tests and of the packaged model, and some that leave out or refuse messages in
-the manner of families that do.
+Tested with the templates of the tests and of the packaged model, and with templates that drop or refuse
+messages as those of known model families do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from worker.text.conversation import said_in
 
 pytestmark = pytest.mark.model
 
-#: Roles that it does not know are left out, as are results of tools; arguments of calls must be objects.
+#: Drops messages of unknown roles and tool results; needs call arguments that are objects.
 SILENT = """
 {%- if tools %}{{ '<tools>' }}{% endif %}
 {%- for m in messages %}
@@ -43,7 +43,7 @@ SILENT = """
 {{- '<|im_end|>\n' }}
 {%- endif %}{% endfor %}
 """
-#: A system message only first, one call in a message, each result behind a call, no user behind a result.
+#: Accepts a system message only first, one call per message, a result only after a call, no user after that.
 REFUSING = """
 {%- for m in messages %}
 {%- if m.role == 'system' and not loop.first %}{{ raise_exception('System must be first') }}{% endif %}
@@ -57,8 +57,8 @@ REFUSING = """
 {%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}
 {%- endfor %}{# tools #}
 """
-#: Roles in turns without calls and results, ids of nine characters, no text beside calls, and system messages
-#: all at the head.
+#: Needs alternating roles (except calls and results) and ids of nine characters. Drops text beside calls.
+#: Renders all system messages first.
 MISTRAL_SMALL = """
 {%- for m in messages if m.role == 'system' %}[SYSTEM]{{ m.content }}{% endfor %}
 {%- set ns = namespace(number=0) %}
@@ -76,14 +76,14 @@ MISTRAL_SMALL = """
 {%- endif %}[TOOL_RESULTS]{{ m.content }}
 {%- elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}{# tools #}
 """
-#: No system message at all, and it says so.
+#: Refuses every system message with an error.
 NO_SYSTEM = """
 {%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {%- for m in messages %}
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
 {{- '<start_of_turn>' + m.role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}
 """
-#: The developer's messages are its own.
+#: Has its own form for developer messages.
 KNOWS_DEVELOPER = """
 {%- for m in messages %}{{ '<|start|>' + ('developer' if m.role == 'system' else m.role) }}
 {{- m.content + '<|end|>' }}{% endfor %}
@@ -91,7 +91,7 @@ KNOWS_DEVELOPER = """
 
 
 def installed() -> dict[str, str]:
-    """Return the chat templates that transformers has in its code: of Llama 4, and of models that see."""
+    """Return the chat templates in transformers' code, by module: of Llama 4, and of vision models."""
     folder = Path(find_spec("transformers").submodule_search_locations[0])  # type: ignore[union-attr,index]
     found: dict[str, str] = {}
     for path in folder.glob("models/*/processing_*.py"):
@@ -219,7 +219,7 @@ PIECES = st.sampled_from(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(sorted(ALL)), pieces=st.lists(PIECES, min_size=1, max_size=6))
-def test_messages_in_any_order_are_rendered_with_all_of_their_text(
+def test_no_text_of_messages_in_any_order_is_lost_in_the_prompt(
     tokenizers: dict[str, Tokenizer], name: str, pieces: list[list[dict[str, Any]]]
 ) -> None:
     messages = [message for piece in pieces for message in piece]
@@ -270,14 +270,14 @@ def test_a_developer_message_keeps_its_role_if_the_template_knows_that_role(
     assert prompt(tokenizers["developer"], say("developer", "told")) == "<|start|>developertold<|end|>"
 
 
-def test_a_system_message_that_the_template_refuses_is_put_before_the_first_user_text(
+def test_a_system_message_that_the_template_refuses_is_put_into_the_first_user_message(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     said = prompt(tokenizers["no_system"], say("system", "Be brief."), say("user", "Hi"))
     assert said == "<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n"
 
 
-def test_a_tool_result_that_the_template_leaves_out_becomes_a_user_message(
+def test_a_tool_result_that_the_template_would_drop_is_rendered_as_a_user_message(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     said = prompt(tokenizers["silent"], ASKED, CALLING, result("found"))
@@ -326,7 +326,7 @@ def test_each_kind_of_message_adaptation_is_counted(
     assert found == noted
 
 
-def test_a_user_message_after_one_of_an_earlier_request_counts_as_joined(
+def test_a_user_message_directly_after_an_earlier_requests_user_message_counts_as_joined(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     noted = Counter[str]()
@@ -354,7 +354,9 @@ def test_a_system_message_alone_with_tools_is_rendered_by_llama_4s_template(
     assert "what-it-does" in said
 
 
-def test_a_complete_template_needs_only_developer_messages_adapted(tokenizers: dict[str, Tokenizer]) -> None:
+def test_a_template_that_renders_all_other_kinds_needs_only_developer_messages_adapted(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     assert tokenizers["with_tools"].habits == Habits(developer=False)
 
 

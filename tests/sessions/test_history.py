@@ -1,4 +1,4 @@
-"""A session's conversation and a tenant's sessions, as a client reads them from the log of a real worker."""
+"""A session's conversation and a tenant's list of sessions, as a client reads them from a worker's log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def said(history: History) -> list[tuple[str, object]]:
 async def test_a_history_has_the_messages_and_answers_of_a_session_with_their_positions(
     client: Client,
 ) -> None:
-    """Failed and repeated requests are not in it."""
+    """Failed requests and repeats are left out."""
     session = client.session("s")
     assert (await session.history()).messages == []
     begun = await session.append(messages=[{"role": "system", "content": "Rhyme."}])
@@ -69,7 +69,7 @@ async def test_a_history_ends_at_the_position_that_the_session_was_rewound_to(cl
 
 
 async def test_the_history_of_a_fork_begins_with_its_parents_turns(client: Client) -> None:
-    """As they were then; once the parent is forgotten, the history is not whole."""
+    """They are those at the time of the fork. After a forget of the parent, the history is not whole."""
     parent = client.session("parent")
     first = await parent.generate(messages=user("a?"), max_tokens=3)
     await parent.generate(messages=user("b?"), max_tokens=3)

@@ -1,4 +1,4 @@
-"""Malformed frames that a NATS server passes on neither silence a worker nor take it down."""
+"""Malformed frames that a NATS server forwards neither stop a worker's connection nor end the worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from turnkeep_client.nats_client import Nats
 from worker.wire.connection import connect
 from worker.wire.journal import Journal
 
-#: Header blocks that a server takes; it cuts two bytes off and adds its own lines when the log is read.
+#: Header blocks that a server accepts; for a read of the log it removes two bytes and adds its own lines.
 HEADERS = [
     b"NATS/1.0",
     b"NATS/1.0\r\n",
@@ -33,7 +33,7 @@ HEADERS = [
     b"N",
     b"",
 ]
-#: Names that the server takes for a word of a subject, and from which no subject can be built.
+#: Names that the server accepts as a token of a subject, but that no client can put into a subject.
 NAMELESS = [
     b"\xff",
     b"\xc3",
@@ -50,7 +50,7 @@ NAMELESS = [
 
 
 class Socket:
-    """A connection that sends any bytes."""
+    """A plain TCP connection to the NATS server, which can send any bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -93,9 +93,9 @@ async def raw(nats_url: str) -> AsyncIterator[Socket]:
 
 
 async def stored(w: Wire, raw: Socket, subject: bytes, body: bytes, header: bytes | None = None) -> int:
-    """Publish to the log with a raw frame, again where no ack comes, as a client does; returns the sequence.
+    """Publish to the log with a raw frame, and again if no ack comes, as a client does; return the sequence.
 
-    On a busy machine a server was seen to drop one of these frames without a word.
+    On a busy machine a server once dropped one of these frames without an error.
     """
     inbox = w.nc.new_inbox()
     acks = await w.nc.subscribe(inbox)
@@ -113,7 +113,7 @@ async def stored(w: Wire, raw: Socket, subject: bytes, body: bytes, header: byte
 
 
 async def test_a_request_with_an_unreadable_header_block_is_answered(wire: Start, raw: Socket) -> None:
-    """Workers ignore headers. The log keeps them, so a restart has to survive them too."""
+    """Workers ignore headers. The log stores them, so reading the log after a restart must work too."""
     w = await wire()
     for number, header in enumerate(HEADERS):
         body = json.dumps(append(f"a{number}")).encode()
@@ -153,10 +153,10 @@ async def test_a_request_with_an_unusable_reply_subject_does_not_disturb_the_wor
     await w.until("s", "idle")
 
 
-async def test_requests_under_malformed_names_are_terminated_counted_and_logged_once(
+async def test_requests_under_malformed_names_are_terminated_and_counted_and_one_line_is_logged(
     local_worker: Callable[..., Awaitable[Any]], raw: Socket
 ) -> None:
-    """They cannot be answered, and must not be redelivered, even after a restart."""
+    """They cannot be answered, and are not redelivered, even after a restart."""
     with structlog.testing.capture_logs() as lines:
         worker = await local_worker()
         prefix = worker.settings.prefix.encode()
@@ -192,8 +192,10 @@ async def test_a_malformed_session_name_on_any_other_subject_does_not_disturb_th
         w.forged |= {seq for seq, subject, _ in await w.entries() if "default.s." not in subject}
 
 
-async def test_a_connection_whose_read_loop_fails_reconnects_at_once(nats_url: str) -> None:
-    """Else it would receive nothing until its pings time out."""
+async def test_a_nats_connection_whose_read_loop_raises_an_exception_reconnects_at_once(
+    nats_url: str,
+) -> None:
+    """Otherwise it would receive nothing until its pings time out."""
     back = asyncio.Event()
 
     async def reconnected() -> None:
@@ -218,10 +220,10 @@ async def test_a_connection_whose_read_loop_fails_reconnects_at_once(nats_url: s
         await nc.close()
 
 
-async def test_a_client_survives_foreign_messages_among_its_chunks_and_results(
+async def test_a_client_gets_its_answer_despite_malformed_messages_on_its_subjects(
     wire: Start, raw: Socket
 ) -> None:
-    """With open permissions anybody may publish on the subjects that clients subscribe to."""
+    """Without permissions on the server, anybody may publish on the subjects that clients subscribe to."""
     w = await wire()
     session = w.worker.client.session("s")
     running = session.generate(text="eee", max_tokens=200, request_id="a")
@@ -236,7 +238,7 @@ async def test_a_client_survives_foreign_messages_among_its_chunks_and_results(
 
 
 async def test_the_protocol_parser_accepts_the_servers_bytes_in_pieces_of_any_size() -> None:
-    """Byte by byte, and all at once; any byte but a space may be part of a subject."""
+    """One byte at a time, or everything at once. A subject may contain any byte except a space."""
     heard: list[Any] = []
 
     class Hearing(Nats):
@@ -270,8 +272,8 @@ async def test_the_protocol_parser_accepts_the_servers_bytes_in_pieces_of_any_si
         heard.clear()
 
 
-async def test_a_completed_pull_of_requests_is_not_logged_as_a_failure(wire: Start) -> None:
-    """The server reports completion as it reports faults; a pause would follow each of those."""
+async def test_a_pull_that_the_server_reports_as_completed_is_not_logged_as_a_failure(wire: Start) -> None:
+    """The server reports completion like an error; after an error the worker would pause."""
     with structlog.testing.capture_logs() as lines:
         w = await wire()
         for _ in range(2):
@@ -281,7 +283,7 @@ async def test_a_completed_pull_of_requests_is_not_logged_as_a_failure(wire: Sta
     assert [line for line in lines if "pulling requests failed" in line["event"]] == []
 
 
-async def test_a_bad_session_name_is_refused_once_though_refusing_takes_longer_than_ack_wait(
+async def test_a_bad_session_name_is_refused_once_even_if_the_refusal_takes_longer_than_ack_wait(
     local_worker: Callable[..., Awaitable[Any]], raw: Socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_ever = Journal.refuse

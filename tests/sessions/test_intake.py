@@ -1,4 +1,4 @@
-"""Which deliveries are accepted, and which are returned to the server; without a server."""
+"""`Intake`, without a NATS server: which deliveries it accepts, and which it returns to the server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from worker.wire.intake import Intake
 
 
 class Delivered(SimpleNamespace):
-    """A delivery as nats-py gives it."""
+    """A delivery, with the attributes of nats-py's `Msg` that the intake uses."""
 
     def __init__(self, session: str, seq: int, num_delivered: int = 1, tenant: str = "t") -> None:
         metadata = SimpleNamespace(
@@ -48,7 +48,7 @@ def intake_for(max_sessions: int, max_sessions_per_tenant: int = 1, **journal: A
     )
 
 
-async def test_a_tenant_gets_places_up_to_its_limit_and_its_share_when_all_are_taken() -> None:
+async def test_a_tenant_gets_sessions_up_to_its_limit_and_in_a_full_worker_up_to_its_share() -> None:
     intake, accepted = intake_for(4, 3), []
     tenants = ["loud"] * 4 + ["mid", "loud", "quiet", "quiet", "mid", "new", "new"]
     for seq, tenant in enumerate(tenants):
@@ -61,7 +61,7 @@ async def test_a_tenant_gets_places_up_to_its_limit_and_its_share_when_all_are_t
     assert intake.sessions_by_tenant == {"mid": 1, "quiet": 1, "new": 1}
 
 
-async def test_the_newest_request_of_a_session_stays_without_ack_and_its_last_delivery_gets_it() -> None:
+async def test_only_the_last_delivery_of_a_sessions_newest_request_stays_unacknowledged() -> None:
     intake = intake_for(1)
     deliveries = [Delivered("a", seq, num) for seq, num in ((5, 1), (9, 1), (9, 2), (7, 1))]
     for one in deliveries:
@@ -71,7 +71,7 @@ async def test_the_newest_request_of_a_session_stays_without_ack_and_its_last_de
     assert [one.is_acked for one in deliveries] == [True, False, True, True]
 
 
-async def test_what_a_server_has_lost_by_its_restart_is_no_anchor_though_its_sequence_is_used_again() -> None:
+async def test_after_a_server_restart_sessions_whose_entry_the_log_lost_are_no_longer_at_work() -> None:
     stored = {5: STORED, 6: STORED + timedelta(seconds=1)}
 
     async def entry(seq: int) -> Any:
@@ -85,7 +85,7 @@ async def test_what_a_server_has_lost_by_its_restart_is_no_anchor_though_its_seq
     assert [key.session for key in intake.at_work] == ["s5", "s8"]
 
 
-async def test_a_request_whose_names_form_no_subject_is_refused_once_however_often_it_comes() -> None:
+async def test_a_request_with_an_invalid_name_is_refused_once_even_if_it_is_delivered_twice() -> None:
     refused: list[int] = []
 
     async def refuse(_subject: str, seq: int, _why: str) -> None:
@@ -99,7 +99,7 @@ async def test_a_request_whose_names_form_no_subject_is_refused_once_however_oft
     assert all(one.is_terminated for one in deliveries)
 
 
-async def test_giving_back_a_request_does_not_clear_it_of_doubt() -> None:
+async def test_a_returned_request_counts_as_redelivered_only_if_it_was_redelivered_before() -> None:
     rung: list[Any] = []
     intake = intake_for(1)
     for delivered in (Delivered("a", 9), Delivered("b", 5, 2), Delivered("c", 10)):
@@ -115,8 +115,10 @@ async def test_giving_back_a_request_does_not_clear_it_of_doubt() -> None:
     ]
 
 
-async def test_a_returned_request_that_leaves_the_log_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A close removes requests that wait to be delivered again. Counted for ever, they delay all others."""
+async def test_a_returned_request_that_is_removed_from_the_log_no_longer_counts_as_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A close removes such requests. If they counted as returned for ever, they would delay all others."""
     monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.01)
     monkeypatch.setattr("worker.wire.intake._GONE_S", 0.02)
     intake = intake_for(0)

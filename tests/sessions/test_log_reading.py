@@ -1,4 +1,4 @@
-"""All sessions read the log over one subscription: each gets its own entries, and all of them."""
+"""All sessions read the log over one subscription, and each gets exactly its own entries."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from worker.wire.consistent_reads import Entry
 from worker.wire.journal import Journal
 
 NUM_SESSIONS = 12
-#: More than one request's worth.
+#: More entries per session than one read returns.
 NUM_ENTRIES = 300
 
 
 @pytest.fixture
 async def journal(nats_url: str) -> AsyncIterator[Journal]:
-    """Give some sessions their entries, in turns, the body of each saying whose it is."""
+    """Make a log in which entries of several sessions alternate; each body names its session and number."""
     nc = await nats.connect(nats_url)
     js, subjects = nc.jetstream(), Subjects(f"r{time.monotonic_ns()}")
     await js.add_stream(

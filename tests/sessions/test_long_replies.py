@@ -1,4 +1,4 @@
-"""Replies on `ctl` and `ask` fit into the server's message limit, or are refusals."""
+"""A reply on `ctl` or `ask` that exceeds the server's message limit is divided, or replaced by a refusal."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def narrow(
 async def test_info_lists_waiting_requests_in_pages_if_one_message_cannot_hold_them(
     narrow: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """300 requests with ids of 64 characters, where a message holds some 200."""
+    """There are 300 ids of 64 characters, and a message can hold about 200."""
     ids = [f"{number:064d}" for number in range(300)]
     engine, over = narrow.worker.app._engine, asyncio.Event()
     run = engine.run
@@ -94,7 +94,7 @@ async def test_info_lists_waiting_requests_in_pages_if_one_message_cannot_hold_t
 async def test_a_reply_larger_than_the_servers_message_limit_becomes_a_refusal(
     narrow: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here a made-up reply, as of an unpin of thousands of prefixes."""
+    """Here the reply is replaced by one of an unpin of thousands of prefixes."""
     many = Unpinned(prefixes=tuple(range(10_000)), pinned_bytes=0)
 
     async def unpin(*_: object) -> Unpinned:

@@ -1,4 +1,4 @@
-"""Answers that outgrow the memory of a real worker: their streams pause, and their content stays right."""
+"""Answers that exceed a real worker's memory while they run: they pause, and have the right content."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from raw_wire import Start, append, generate
 from tests.matrices import first
 
 LENGTH = 700
-#: What a token of the tiny model's KV takes.
+#: The bytes of KV per token of the tiny model.
 TOKEN_BYTES = 512
 
 
 @pytest.mark.parametrize("snapshots", first(["keep", "off"]))
-async def test_answers_that_do_not_fit_into_memory_together_equal_those_generated_alone(
+async def test_concurrent_answers_that_exceed_the_memory_equal_those_generated_one_at_a_time(
     wire: Start, snapshots: str
 ) -> None:
-    """Four answers of 700 tokens and an idle session, memory for 1,100."""
+    """There are four answers of 700 tokens and an idle session, and memory for 1,100 tokens."""
     w = await wire(max_memory=1100 * TOKEN_BYTES, snapshots=snapshots)
     chunks: dict[str, list[dict]] = {}
     furthest: list[int] = []  # tokens of the longest answer as each one began

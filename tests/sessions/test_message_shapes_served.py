@@ -12,10 +12,10 @@ from raw_wire import Start, append, generate
 from tests.parts import CHAT_TEMPLATE
 
 
-async def test_a_conversation_with_tool_calls_and_parts_is_rendered_and_survives_a_restart(
+async def test_a_conversation_with_tool_calls_and_text_parts_is_rendered_and_continues_after_a_restart(
     wire: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
-    """Under a template that concatenates contents with text, as most do."""
+    """The template concatenates a message's content with text, as most templates do."""
     joining = CHAT_TEMPLATE.replace("{{ message['content'] }}", "{{ '' + message['content'] }}")
     model = str(model_with_template("joining", joining))
     w = await wire(model=model)
@@ -39,7 +39,7 @@ async def test_a_conversation_with_tool_calls_and_parts_is_rendered_and_survives
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 LOOK = {"role": "user", "content": [{"type": "text", "text": "Look: "}, IMAGE]}
-#: Of two users in a row it renders the first, of a tool nothing.
+#: A template that drops the second of two user messages in a row, and all tool messages.
 PICKY = """
 {%- for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}
 {%- if loop.first or m.role != messages[loop.index0 - 1].role %}
@@ -53,7 +53,7 @@ def told(how: str) -> str:
     return f"1 message is told to the model in another form: {how}"
 
 
-async def test_a_results_warnings_name_the_messages_that_the_model_got_in_another_form(
+async def test_warnings_of_a_result_name_the_messages_that_were_adapted_for_the_template(
     wire: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
     model = str(model_with_template("picky", PICKY))
@@ -93,7 +93,7 @@ async def test_a_results_warnings_name_the_messages_that_the_model_got_in_anothe
     assert seen == "Look: [image: this model cannot see images]"
 
 
-async def test_an_image_part_is_refused_with_placeholders_off_and_a_part_with_text_is_read(
+async def test_with_placeholders_off_an_image_part_is_refused_and_a_part_with_text_is_read(
     wire: Start,
 ) -> None:
     w = await wire()

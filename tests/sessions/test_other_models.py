@@ -1,4 +1,4 @@
-"""A session goes on with another template, other weights, another tokenizer; or says in one line why not."""
+"""A session continues under another template, weights or tokenizer, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker.models.tokenizer import Tokenizer
 from worker.sessions import record
 from worker.wire.chunks import Published
 
-#: Writes other markers than the tiny model's template, and trims.
+#: A template with other markers than the tiny model's, which trims contents.
 OTHER_TEMPLATE = (
     "{% for m in messages %}<|im_start|>[{{ m.role }}] {{ m.content | trim }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>[assistant] {% endif %}"
@@ -32,13 +32,13 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def corrected(model_with_template: Callable[[str, str], Path]) -> Tokenizer:
-    """The same tokenizer with another template."""
+    """The tiny model's tokenizer with another chat template."""
     return Tokenizer.from_folder(model_with_template("corrected", OTHER_TEMPLATE))
 
 
 @pytest.fixture(scope="module")
 def foreign(packaged_folder: Path) -> Tokenizer:
-    """Another tokenizer, with a template of its own."""
+    """The packaged model's tokenizer and chat template."""
     return Tokenizer.from_folder(packaged_folder)
 
 
@@ -60,17 +60,19 @@ def text_of(world: World) -> str:
 
 
 @given(operations=OPERATIONS)
-def test_reading_the_log_gives_the_sessions_state_whatever_models_served_it(
+def test_reading_the_log_gives_the_state_of_a_session_that_several_models_served(
     tokenizer: Tokenizer, corrected: Tokenizer, foreign: Tokenizer, operations: list[tuple[str, Any]]
 ) -> None:
-    """Templates, weights and tokenizers change in between, with checkpoints and without."""
+    """Templates, weights and tokenizers change between random requests, with checkpoints and without."""
     for every in (2, 10_000):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(record, "_CHECKPOINT_EVERY", every)
             asyncio.run(live(World(tokenizer, others=(corrected, foreign)), operations))
 
 
-async def test_a_session_goes_on_when_its_template_changes(world: World, corrected: Tokenizer) -> None:
+async def test_a_session_continues_after_a_change_of_the_chat_template_with_its_earlier_tokens(
+    world: World, corrected: Tokenizer
+) -> None:
     """Earlier tokens stay; new messages are rendered by the new template."""
     for number in range(3):
         await world.ask(asks(number))
@@ -96,7 +98,7 @@ async def test_a_template_that_renders_earlier_turns_differently_sets_rewritten_
     await world.assert_fold_is_life()
 
 
-async def test_a_session_goes_on_with_other_weights_and_its_result_names_the_previous_model(
+async def test_a_session_continues_with_different_weights_and_its_result_names_the_previous_model(
     world: World, tokenizer: Tokenizer
 ) -> None:
     await world.ask(asks(0))
@@ -109,10 +111,10 @@ async def test_a_session_goes_on_with_other_weights_and_its_result_names_the_pre
 
 
 @pytest.mark.parametrize("policy", ["full", "window"])
-async def test_a_session_is_tokenised_anew_for_another_tokenizer(
+async def test_a_session_is_tokenised_again_when_the_model_has_a_different_tokenizer(
     world: World, foreign: Tokenizer, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """Also a long one that the worker has only partly in memory."""
+    """Also a long session of which only a part is in memory."""
     monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 4)
     monkeypatch.setattr("worker.text.conversation._KEPT", 4)
     if policy == "window":
@@ -130,7 +132,7 @@ async def test_a_session_is_tokenised_anew_for_another_tokenizer(
     await world.assert_fold_is_life()
 
 
-async def test_a_session_of_raw_text_is_tokenised_anew_for_another_tokenizer(
+async def test_a_session_of_raw_text_is_tokenised_again_when_the_model_has_a_different_tokenizer(
     world: World, foreign: Tokenizer
 ) -> None:
     first = await world.ask(Generate(id="a", text="Once upon ", max_tokens=4, ignore_eos=True))
@@ -144,7 +146,7 @@ async def test_a_session_of_raw_text_is_tokenised_anew_for_another_tokenizer(
 
 
 @pytest.mark.parametrize("known_as_tokens", [Append(id="t", tokens=(40, 41)), Rewind(id="r", position=24)])
-async def test_a_session_with_parts_known_only_as_tokens_is_refused_under_another_tokenizer(
+async def test_a_session_with_parts_known_only_as_token_ids_is_refused_under_another_tokenizer(
     world: World, foreign: Tokenizer, known_as_tokens: Any
 ) -> None:
     await world.ask(asks(0))
@@ -160,7 +162,7 @@ async def test_a_session_with_parts_known_only_as_tokens_is_refused_under_anothe
     assert (await world.ask(asks(2))).text
 
 
-async def test_a_worker_with_other_model_refuse_refuses_sessions_that_other_weights_answered(
+async def test_under_the_setting_other_model_refuse_sessions_answered_by_other_weights_are_refused(
     world: World, tokenizer: Tokenizer
 ) -> None:
     await world.ask(asks(0))
@@ -176,7 +178,7 @@ async def test_a_worker_with_other_model_refuse_refuses_sessions_that_other_weig
 
 
 def published(world: World, text: str, model: Model) -> None:
-    """Another worker has published the beginning of the next answer."""
+    """Let the token stream have `text` as the beginning of the next answer, published by `model`'s worker."""
     tokens = tuple(world._tokenizer.encode(text, at_start=False))
     by = f"{model.weights} {model.tokenizer}"
 
@@ -187,7 +189,7 @@ def published(world: World, text: str, model: Model) -> None:
     world.log.chunks.read = read  # type: ignore[method-assign]
 
 
-async def test_an_answer_that_other_weights_began_ends_with_the_text_streamed_so_far(
+async def test_an_answer_that_other_weights_began_ends_with_the_text_already_streamed(
     world: World, tokenizer: Tokenizer
 ) -> None:
     await world.ask(asks(0))

@@ -1,4 +1,4 @@
-"""A worker is killed in the middle of an answer, and another model serves its sessions from then on."""
+"""A worker is killed in the middle of an answer, and a worker with another model serves its sessions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 
 @pytest.fixture(scope="module")
 def tuned(endless_model: Path) -> Path:
-    """The same model with other weights."""
+    """The model `endless_model` with other weights."""
     folder = endless_model.with_name("tuned")
     if not folder.exists():
         shutil.copytree(endless_model, folder)
@@ -34,10 +34,10 @@ def tuned(endless_model: Path) -> Path:
 
 
 @pytest.mark.parametrize("is_tuned", [True, False])
-async def test_an_answer_interrupted_by_a_change_of_model_ends_and_its_session_goes_on(
+async def test_an_answer_interrupted_by_a_change_of_model_ends_and_the_session_continues(
     worker_process: Any, endless_model: Path, tuned: Path, tmp_path: Path, *, is_tuned: bool
 ) -> None:
-    """The other model has other weights, or other tokens."""
+    """The other model has other weights, or another tokenizer."""
     other = tuned if is_tuned else model_with_tokens(tmp_path / "other", CHAT_TEMPLATE, "<new>")
     process = worker_process(model=endless_model)
     process.start()

@@ -1,4 +1,4 @@
-"""The packaged model over NATS: it knows the capital of France, and counts its KV to the byte."""
+"""The packaged model over NATS: answers a question, and reports the exact size of its KV."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KV_BYTES = 30 * 2 * 3 * 64 * 4
 
 @pytest.fixture
 def process(worker_process: Callable[..., Any], packaged_folder: Path, tmp_path: Path) -> Any:
-    """A worker that was told of no model; the conversion is there already."""
+    """A worker without a model setting, whose data directory has the converted packaged model."""
     models = tmp_path / "data" / "models"
     models.mkdir(parents=True)
     (models / packaged_folder.name).symlink_to(packaged_folder)
@@ -32,7 +32,7 @@ def process(worker_process: Callable[..., Any], packaged_folder: Path, tmp_path:
 
 @pytest.fixture
 async def nc(process: Any) -> AsyncIterator[Nats]:
-    """A plain NATS connection to the worker's server, made once the worker serves."""
+    """A plain NATS connection to the worker's server, opened when the worker is ready."""
     while '"event": "ready"' not in process.log:
         assert process.running
         await asyncio.sleep(0.05)
@@ -61,7 +61,7 @@ async def request(nc: Nats, body: dict[str, Any], session: str = "s") -> dict[st
 async def test_the_packaged_model_answers_a_question_and_continues_a_session_after_a_kill(
     process: Any, nc: Nats
 ) -> None:
-    """Over raw NATS: one ask, the bytes of a session's KV, and `kill -9` in a session of 600 tokens."""
+    """By NATS messages without the client. The session has 600 tokens, and its KV sizes are checked too."""
     question = [{"role": "user", "content": "What is the capital of France?"}]
     answer = await ask(nc, "ask", {"messages": question, "max_tokens": 40})
     assert "Paris" in answer["text"]
@@ -98,7 +98,7 @@ async def test_the_packaged_model_answers_a_question_and_continues_a_session_aft
 
 
 def assert_kv(result: dict[str, Any]) -> None:
-    """Check that the KV is a whole number of tokens, all of the session or all but the last one."""
+    """Assert that the KV has the size of all the session's tokens, or of all but the last."""
     num_tokens, rest = divmod(result["kv_live_bytes"], KV_BYTES)
     assert rest == 0
     assert result["position"] - 1 <= num_tokens <= result["position"]

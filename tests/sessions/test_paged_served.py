@@ -1,4 +1,4 @@
-"""Paged sessions from end to end: a worker on a real server, the client, restarts and refusals."""
+"""Paged sessions from end to end, with a worker, a real NATS server and the client: restarts, refusals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAID = SessionCache(policy="paged", resident=516, pin=((70, 90),))
 
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory) -> Path:
-    """A model whose keys can be sketched: heads of 32 dimensions."""
+    """A tiny model with heads of 32 dimensions, so that its keys can be stored as sketches."""
     return make_tiny_model(tmp_path_factory.mktemp("models") / "wide", hidden_size=128)
 
 
@@ -69,10 +69,10 @@ async def test_a_rewound_paged_session_and_one_with_the_same_prefix_reuse_stored
     )
 
 
-async def test_a_paged_session_draws_the_same_first_token_as_a_full_one_also_after_a_restart(
+async def test_the_first_token_in_a_paged_session_is_that_of_a_full_session_also_after_a_restart(
     local_worker: Callable, wide_model: Path
 ) -> None:
-    """The first token follows from the whole prompt; later tokens see only a part of it."""
+    """A prompt sees all tokens, so the first token does too; later tokens see only some of them."""
     worker = await local_worker(model=str(wide_model))
     full, paged = worker.client.session("f"), worker.client.session("p", cache=CACHE)
     for session in (full, paged):
@@ -104,7 +104,7 @@ async def test_a_paged_session_draws_the_same_first_token_as_a_full_one_also_aft
         ),
     ],
 )
-async def test_an_open_with_an_invalid_paged_policy_is_refused_and_the_session_stays_free(
+async def test_an_open_with_an_invalid_paged_policy_is_refused_and_the_name_can_still_be_opened(
     local_worker: Callable, wide_model: Path, cache: dict[str, object], refusal: str
 ) -> None:
     worker = await local_worker(model=str(wide_model))
@@ -135,10 +135,10 @@ async def test_workers_that_cannot_serve_paged_sessions_refuse_them_with_the_rea
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-async def test_32_long_paged_sessions_share_a_device_whose_memory_holds_two_of_them(
+async def test_32_long_paged_sessions_share_a_device_that_has_memory_for_the_full_kv_of_two(
     local_worker: Callable, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Each has two more turns while others have theirs; MLX stays within the limit."""
+    """Each has two more turns at the same time, and MLX stays within the memory limit."""
     num_tokens = 50_000
     folder = tmp_path_factory.mktemp("models") / "long"
     limit = 2 * num_tokens * 2 * TINY_KV_BYTES  # heads of twice as many dimensions

@@ -1,4 +1,4 @@
-"""Pins, forgetting and disk limits on a running worker, for clients and operators."""
+"""Pins, closes with `forget`, and disk limits on a running worker, by clients and operators."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_a_pinned_prompt_stays_cached_when_other_sessions_fill_the_disk(wi
 
 
 async def test_a_turn_hashes_each_of_its_blocks_once(wire: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For matching, holding, cutting and saving blocks together."""
+    """Finding, holding, copying and saving blocks share the hashes."""
     w = await wire()
     hashed, link = [], blocks.link
 
@@ -127,7 +127,9 @@ async def test_pins_beyond_half_of_the_disk_limit_are_refused_with_the_numbers(w
     assert (await w.worker.client.session("s").pin(BLOCK)).tokens == BLOCK
 
 
-async def test_a_worker_without_snapshots_refuses_pins_and_settles_a_forget_at_once(wire: Start) -> None:
+async def test_a_worker_that_never_had_snapshots_refuses_pins_and_reports_a_forget_as_settled(
+    wire: Start,
+) -> None:
     w = await wire(snapshots="off")
     await w.send("s", append("a", "hello"))
     assert "keeps no snapshots" in (await w.control("s", {"type": "pin"}))["message"]
@@ -145,7 +147,7 @@ async def test_a_worker_restarted_with_snapshots_off_does_not_report_a_forget_as
     assert (closed["forgotten"], closed["settled"]) == (0, False)
 
 
-async def test_a_close_with_forget_is_not_settled_while_another_turn_holds_the_kv(
+async def test_a_close_with_forget_is_not_settled_while_another_turn_uses_the_snapshots(
     wire: Start,
 ) -> None:
     w = await wire()
@@ -184,7 +186,7 @@ async def test_a_close_with_forget_removes_the_sessions_snapshots_except_shared_
 async def test_a_close_with_forget_is_answered_in_time_while_the_disk_hangs(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer hangs in one of the session's blocks, and must not store it later."""
+    """The writer thread hangs on one of the session's blocks, and must not store this block afterwards."""
     w = await wire()
     loop, busy, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     write = snapshot_format.write
@@ -236,7 +238,7 @@ async def test_a_reload_changes_disk_limits_and_names_the_settings_that_need_a_r
 
 
 async def said(worker: WorkerProcess, event: str) -> dict[str, Any]:
-    """Wait for a line of the log."""
+    """Wait for a line with `event` in the worker's log; return it as a dict."""
     async with asyncio.timeout(60):
         while True:
             for line in worker.log.splitlines():
@@ -282,7 +284,7 @@ async def test_sighup_ends_a_worker_on_a_terminal_with_exit_status_0(
 
 
 async def test_a_pin_under_a_window_policy_serves_only_sessions_under_the_same_policy(wire: Start) -> None:
-    """KV computed with fewer visible tokens is different."""
+    """KV differs if fewer tokens were visible when it was computed."""
     w = await wire()
     cache = {"policy": "sink_window", "sink": 2, "window": 4 * BLOCK}
     session = w.worker.client.session("s", cache=cache)

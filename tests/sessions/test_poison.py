@@ -23,7 +23,7 @@ pytestmark = pytest.mark.simulated
 
 
 async def lives(wire: Start, first: Wire, *seqs: int) -> int:
-    """Start a worker whenever one has ended, until these requests have results; return how many were."""
+    """Start a worker whenever one has ended, until these requests have results; return how many ran."""
     last, num = first, 1
     async with asyncio.timeout(120):
         while not {*seqs} <= {*first.results}:
@@ -34,7 +34,7 @@ async def lives(wire: Start, first: Wire, *seqs: int) -> int:
 
 
 async def test_a_request_that_crashes_three_workers_fails_and_becomes_a_dead_letter(wire: Start) -> None:
-    """Other requests, which run during the crashes, are answered."""
+    """Other requests that run during the crashes are answered."""
     w = await wire(ack_wait_s=1.0)
     letters = await w.nc.subscribe(w.subject("s", "dead"))
     others = [await w.publish(f"o{n}", generate("g", text="eee", max_tokens=1500)) for n in range(3)]
@@ -55,7 +55,7 @@ async def test_a_request_that_crashes_three_workers_fails_and_becomes_a_dead_let
 
 # The coroutines of killed workers are collected at the end, and their last lines run.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_attempts_of_workers_that_serve_beside_each_other_count_together(wire: Start) -> None:
+async def test_attempts_by_two_workers_at_the_same_time_add_up(wire: Start) -> None:
     started = [await wire(ack_wait_s=1.0, worker=name) for name in ("one", "two")]
     w = started[0]
     poison = await w.publish("s", {"type": "append", "id": "poison", "tokens": [POISON]})
@@ -99,7 +99,7 @@ async def test_a_request_that_raises_an_unknown_error_three_times_fails_and_beco
 
 
 @pytest.mark.usefixtures("_soon")
-async def test_a_session_whose_log_cannot_be_read_fails_and_others_go_on(
+async def test_a_request_of_a_session_whose_log_cannot_be_read_fails_and_other_sessions_work(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = await wire()
@@ -122,10 +122,10 @@ async def test_a_session_whose_log_cannot_be_read_fails_and_others_go_on(
 
 
 @pytest.mark.parametrize(("ends", "num_lives"), [(False, 2), (True, 3)])
-async def test_forgetting_a_fork_succeeds_though_its_parent_cannot_be_read(
+async def test_forgetting_a_fork_succeeds_even_if_its_parents_log_cannot_be_read(
     wire: Start, monkeypatch: pytest.MonkeyPatch, ends: bool, num_lives: int
 ) -> None:
-    """Reading it fails, or kills a worker."""
+    """Reading the parent raises an error, or kills the worker."""
     w = await wire(ack_wait_s=1.0)
     await w.send("s", append("a"))
     await w.send("fork", {"type": "open", "id": "o", "from": {"session": "s"}})
@@ -148,7 +148,7 @@ async def test_forgetting_a_fork_succeeds_though_its_parent_cannot_be_read(
 
 
 async def test_four_orderly_stops_during_an_answer_do_not_count_as_failed_attempts(wire: Start) -> None:
-    """The answer goes on after each of them."""
+    """Each next worker continues the answer."""
     w = await wire(ack_wait_s=1.0)
     chunks = await w.nc.subscribe(w.subject("s", "tok.g"))
     seq = await w.publish("s", generate("g", text="eee", max_tokens=1900))
@@ -166,7 +166,7 @@ async def test_four_orderly_stops_during_an_answer_do_not_count_as_failed_attemp
 async def test_four_orderly_stops_during_an_append_do_not_count_as_failed_attempts(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device runs the same input at each of them."""
+    """At each stop the device is running the same input, without progress."""
     w = await wire(ack_wait_s=1.0)
     with monkeypatch.context() as patched:
         patched.setattr(device, "move_on_after", lambda _: move_on_after(600))
@@ -182,10 +182,10 @@ async def test_four_orderly_stops_during_an_append_do_not_count_as_failed_attemp
 
 
 @pytest.mark.parametrize(("runs", "kind"), [(True, "appended"), (False, "failed")])
-async def test_an_attempt_noted_by_a_worker_that_still_runs_does_not_count_as_a_crash(
+async def test_an_attempt_by_another_worker_counts_as_a_crash_only_if_that_worker_no_longer_runs(
     wire: Start, monkeypatch: pytest.MonkeyPatch, runs: bool, kind: str
 ) -> None:
-    """Two workers may take a session if the server lost its owner; the third attempt is the last."""
+    """If the server lost a session's owner, two workers may run its request at the same time."""
 
     async def answers(_: Members, boot: str) -> bool:
         return runs and boot == "other"

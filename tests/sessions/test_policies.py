@@ -42,7 +42,7 @@ def append(number: int, num_tokens: int = 1) -> Append:
 
 
 async def test_results_have_the_cache_policy_and_the_first_visible_position(world: World) -> None:
-    """From `visible_from` on the model sees all; before it only the sinks."""
+    """From `visible_from` on the model sees all tokens; of the earlier tokens it sees only the sinks."""
     first = await world.ask(Open(id="o", cache=SINK_WINDOW))
     assert (first.cache, first.visible_from, first.position) == (SAID, 0, 0)
     whole = await world.ask(append(1, 44))
@@ -79,7 +79,7 @@ async def test_a_session_keeps_its_policy_when_the_workers_default_policy_change
 
 
 async def test_clients_can_choose_only_a_bounded_number_of_different_policies(world: World) -> None:
-    """A worker holds state for each; policies chosen before can still be used."""
+    """A worker keeps state for each policy. Policies that were chosen before can still be chosen."""
 
     async def reopened(number: int, cache: CachePolicy) -> Any:
         if world.session.history.exists and not world.session.history.closed:
@@ -107,7 +107,7 @@ async def test_a_session_logged_without_a_policy_stays_under_the_policy_full(wor
     assert isinstance(refused, Failed)
 
 
-async def test_a_failed_first_request_does_not_fix_the_sessions_policy(world: World) -> None:
+async def test_a_failed_first_request_does_not_set_the_sessions_cache_policy(world: World) -> None:
     world.crash(Policy(4, 40))
     assert isinstance(await world.ask(Generate(id="empty")), Failed)
     world.crash(FULL)
@@ -115,7 +115,7 @@ async def test_a_failed_first_request_does_not_fix_the_sessions_policy(world: Wo
     await world.assert_fold_is_life()
 
 
-async def test_an_open_session_cannot_change_its_policy_and_a_closed_one_may_choose_again(
+async def test_a_session_can_change_its_cache_policy_only_by_a_close_and_a_new_open(
     world: World,
 ) -> None:
     await world.ask(Open(id="o1", cache=SINK_WINDOW))
@@ -165,7 +165,9 @@ def test_the_largest_and_the_smallest_allowed_window_are_accepted() -> None:
     assert misfit(FULL, **limits) is None
 
 
-async def test_a_model_that_cannot_serve_the_policy_says_why_also_in_an_open_session(world: World) -> None:
+async def test_a_model_that_cannot_serve_an_open_sessions_policy_refuses_requests_with_the_reason(
+    world: World,
+) -> None:
     await world.ask(Open(id="o", cache=SINK_WINDOW))
     world.engine.refusal = lambda policy: None if policy == FULL else "it has latent attention"
     for request in (append(0), Generate(id="g", tokens=(5,))):
@@ -177,8 +179,8 @@ async def test_a_model_that_cannot_serve_the_policy_says_why_also_in_an_open_ses
     assert (await world.ask(Open(id="o3"))).position == 0
 
 
-async def test_a_session_under_sink_window_may_outgrow_the_context(world: World) -> None:
-    """Neither its prompts nor its answers are limited by the context."""
+async def test_a_session_under_sink_window_may_become_longer_than_the_models_context(world: World) -> None:
+    """The model's context limits neither its prompts nor its answers."""
     refused = await world.ask(append(0, 10_001))
     assert refused.code == "context_exceeded"
     await world.ask(Open(id="o", cache=SINK_WINDOW))
@@ -198,7 +200,7 @@ async def test_a_session_under_sink_window_may_outgrow_the_context(world: World)
 
 
 @pytest.mark.usefixtures("often")
-async def test_a_session_read_from_a_checkpoint_keeps_its_cache_policy(world: World) -> None:
+async def test_a_session_opened_from_a_checkpoint_keeps_its_cache_policy(world: World) -> None:
     await world.ask(Open(id="o", cache=SINK_WINDOW))
     await converse(world, range(9))
     one, other = await opened(world), await whole(world)

@@ -1,4 +1,4 @@
-"""Cache policies from end to end: a worker on a real server, the client, restarts and defaults."""
+"""Cache policies from end to end, with a worker, a real NATS server and the client: restarts, defaults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAID = SessionCache(policy="sink_window", sink=2, window=32)
 async def test_a_client_session_with_a_policy_opens_under_it_and_refuses_another_one(
     local_worker: Callable,
 ) -> None:
-    """Under any default policy of the worker, and after a restart."""
+    """This holds under any default policy of the worker, and after a restart."""
     worker = await local_worker()
     first = await worker.client.session("s", cache=CACHE).append(tokens=[5] * 40)
     assert (first.cache, first.visible_from) == (SAID, 8)
@@ -68,7 +68,9 @@ async def test_the_workers_default_policy_applies_to_sessions_that_choose_none(
     assert (await client.session("asked").info()).worker.sessions_by_policy == {"sink_window": 2, "full": 1}
 
 
-async def test_prompts_and_answers_under_sink_window_go_beyond_the_context(local_worker: Callable) -> None:
+async def test_prompts_and_answers_under_sink_window_may_exceed_the_models_context(
+    local_worker: Callable,
+) -> None:
     """The tiny model's context has 2,048 tokens."""
     worker = await local_worker()
     session = worker.client.session("s", cache=CACHE)
@@ -84,7 +86,7 @@ async def test_prompts_and_answers_under_sink_window_go_beyond_the_context(local
 async def test_kv_under_sink_window_grows_to_sink_plus_window_tokens_and_then_stays(
     local_worker: Callable,
 ) -> None:
-    """In results and `info`: at most 34 tokens, even if a prompt is longer than the window."""
+    """Results and `info` report the KV of at most 34 tokens, even after a prompt longer than the window."""
     worker = await local_worker()
     session = worker.client.session("s", cache=CACHE)
     for num_tokens in (1, 9, 24, 3, 150, 1):
@@ -99,10 +101,10 @@ async def test_kv_under_sink_window_grows_to_sink_plus_window_tokens_and_then_st
     assert (await session.generate(max_tokens=2)).kv_live_bytes == 34 * TINY_KV_BYTES
 
 
-async def test_a_session_under_sink_window_prefills_little_more_than_new_tokens_after_a_restart(
+async def test_after_a_restart_a_sink_window_session_prefills_few_tokens_beside_the_new_ones(
     local_worker: Callable, endless_model: Path, tmp_path: Path
 ) -> None:
-    """Also after a rewind far before the window; its answers equal those without restarts."""
+    """Also after a rewind to far before the window. The answers equal those without restarts."""
 
     async def live(restarts: bool, name: str) -> list[tuple[int, ...]]:
         settings = {
@@ -128,10 +130,10 @@ async def test_a_session_under_sink_window_prefills_little_more_than_new_tokens_
     assert await live(True, "restarted") == await live(False, "alone")
 
 
-async def test_an_endless_session_takes_bounded_disk_space_and_answers_like_one_with_all_snapshots(
+async def test_a_long_sink_window_session_uses_bounded_disk_space_and_answers_as_with_all_snapshots(
     local_worker: Callable, endless_model: Path, tmp_path: Path
 ) -> None:
-    """Over restarts, and after a rewind to a position without snapshots, which is prefilled again."""
+    """With restarts, and after a rewind to a position without snapshots, up to which it prefills again."""
 
     async def live(name: str, **changes: Any) -> tuple[list[tuple[int, ...]], list[int], int]:
         settings = {
@@ -152,7 +154,7 @@ async def test_an_endless_session_takes_bounded_disk_space_and_answers_like_one_
                 if turn == 0:
                     prefilled = answer.usage.prefilled_tokens
             store = worker.app._store
-            await session.info()  # a result is heard before the worker goes on
+            await session.info()  # clients get a result before the worker has finished the turn
             assert await store.barrier(5)
             while store._behind:
                 store._room._shrink()
@@ -172,15 +174,15 @@ async def test_an_endless_session_takes_bounded_disk_space_and_answers_like_one_
 
 @pytest.fixture
 def soon_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens are left out in parts of 32, with each fourth result."""
+    """Make tokens that the model does not see leave memory in parts of 32, with each fourth result."""
     monkeypatch.setattr("cache.names.tokens._PART", 32)
     monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 4)
     monkeypatch.setattr(history, "KEPT", 64)
 
 
 async def _held(worker: Any, name: str = "s") -> tuple[int, int]:
-    """Count the last tokens that a worker has in memory of a session's history, and all of them."""
-    await worker.client.session(name).info()  # a result is heard before the worker goes on
+    """Return how many of a session's last tokens the worker has in memory, and how many the session has."""
+    await worker.client.session(name).info()  # clients get a result before the worker has finished the turn
     with worker.app._sessions.in_use(SessionKey("default", name)) as session:
         return session.history.position - session.history.tokens.held_from, session.history.position
 
@@ -245,7 +247,7 @@ async def test_tokens_that_the_model_no_longer_sees_leave_memory_and_answers_sta
 async def test_a_restart_after_any_turn_opens_the_session_without_reading_its_whole_log(
     soon_left_out: None, local_worker: Callable, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if a checkpoint is due at the opening, before any block is named."""
+    """Even if a checkpoint is due when the session is opened, before any block hash is computed."""
     whole, reset = list[SessionLog](), SessionLog.reset
 
     def count(log: SessionLog, **how: bool) -> record.Record:
@@ -266,10 +268,10 @@ async def test_a_restart_after_any_turn_opens_the_session_without_reading_its_wh
     assert not whole
 
 
-async def test_repetition_penalties_and_pins_work_without_the_tokens_that_left_memory(
+async def test_repetition_penalties_and_pins_do_not_need_the_tokens_that_left_memory(
     soon_left_out: None, local_worker: Callable, endless_model: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """The penalty counts visible tokens; a pin reads the others from the worker's checkpoint."""
+    """The penalty applies to visible tokens; a pin reads the other tokens from the worker's checkpoint."""
     faults, fault = list[Exception](), Runner._fault
 
     def count(runner: Runner, turn: Turn, error: Exception) -> None:
@@ -298,7 +300,7 @@ async def test_repetition_penalties_and_pins_work_without_the_tokens_that_left_m
 async def test_an_answer_under_sink_window_continues_after_a_kill_with_the_same_tokens(
     worker_process: Callable, local_worker: Callable, endless_model: Path, tmp_path: Path
 ) -> None:
-    """The same as without an interruption."""
+    """The tokens are those of a worker that was not interrupted."""
     process = worker_process("--ack-wait-s", "0.5", "--cache-policy", "sink_window:2,32", model=endless_model)
     process.start()
     async with await process.client() as client:

@@ -1,4 +1,4 @@
-"""No worker logs the text of a session, whether requests are answered or refused."""
+"""A worker never logs the text of a session, whether requests are answered or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token chunks reach clients once they are stored, so no crash takes back what a client saw."""
+"""Token chunks reach clients only after they are stored, so a crash cannot lose chunks that a client has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from worker.sessions import streaming
 
 
 class Heard:
-    """What a client hears of an answer; what it hears, the token stream must have by then."""
+    """The chunks of an answer that a subscriber has received, and whether the stream has ended."""
 
     def __init__(self) -> None:
         self.chunks: list[dict[str, Any]] = []
@@ -43,7 +43,7 @@ async def listen(w: Wire) -> Heard:
 
 
 def whole(heard: Heard) -> list[Chunk]:
-    """Return what a client makes of all that it has heard."""
+    """Join all received chunks as a client does; return the new part of each."""
     assembly = Assembly()
     news = [assembly.add(decode_chunk(json.dumps(chunk).encode())) for chunk in heard.chunks]
     assert not assembly.has_gap
@@ -51,14 +51,14 @@ def whole(heard: Heard) -> list[Chunk]:
 
 
 async def limited(w: Wire, max_msg_size: int) -> StreamConfig:
-    """Have the token stream refuse larger messages; returns its former configuration."""
+    """Make the token stream refuse messages above this size; return its configuration before."""
     before = (await w.js.stream_info(f"{w.prefix}_tok")).config
     await w.js.update_stream(before.evolve(max_msg_size=max_msg_size))
     return before
 
 
 async def test_a_client_gets_all_chunks_of_an_answer_before_its_result(wire: Start) -> None:
-    """So a client may stop listening at the result."""
+    """So a client may unsubscribe when it has the result."""
     w = await wire()
     heard, texts = await listen(w), []
 
@@ -71,7 +71,7 @@ async def test_a_client_gets_all_chunks_of_an_answer_before_its_result(wire: Sta
 
 
 @pytest.mark.simulated
-async def test_chunks_that_the_token_stream_refuses_reach_no_client(wire: Start) -> None:
+async def test_chunks_that_the_token_stream_refuses_are_not_published_to_clients(wire: Start) -> None:
     w = await wire()
     heard = await listen(w)
     await limited(w, 64)  # room for the empty message that ends a stream
@@ -82,8 +82,8 @@ async def test_chunks_that_the_token_stream_refuses_reach_no_client(wire: Start)
 
 
 @pytest.mark.simulated
-async def test_no_chunk_reaches_clients_after_one_that_the_token_stream_refused(wire: Start) -> None:
-    """A worker that takes over reads chunks up to the first gap; later chunks would be lost."""
+async def test_after_a_chunk_that_the_token_stream_refused_clients_get_no_further_chunks(wire: Start) -> None:
+    """A worker that resumes an answer reads chunks up to the first gap, so it would lose later ones."""
     w = await wire()
     heard = await listen(w)
     running = await w.publish("s", generate("g", text="eee", max_tokens=1900))
@@ -101,7 +101,7 @@ async def test_no_chunk_reaches_clients_after_one_that_the_token_stream_refused(
 
 @pytest.mark.simulated
 async def test_a_repeated_request_logs_no_warning(wire: Start) -> None:
-    """A client that lost its connection repeats its request; nothing is wrong then."""
+    """A client that lost its connection repeats its request, which is no fault."""
     w = await wire()
     with capture_logs() as lines:
         for _ in range(3):
@@ -111,10 +111,10 @@ async def test_a_repeated_request_logs_no_warning(wire: Start) -> None:
 
 
 @pytest.mark.simulated
-async def test_an_answer_that_outlasts_the_token_streams_retention_loses_no_chunks(
+async def test_an_answer_that_runs_longer_than_the_token_stream_keeps_chunks_loses_no_text(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither for a worker that resumes it nor for a late client."""
+    """Neither a worker that resumes the answer nor a late client lacks chunks."""
     monkeypatch.setattr(streaming, "_COPY_AT", 0.05)
     monkeypatch.setattr(streaming, "_COPY_BYTES", 2048)
     w = await wire(token_ttl_s=10.0)

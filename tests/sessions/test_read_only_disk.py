@@ -1,4 +1,4 @@
-"""The disk with the KV turns read-only under a worker, and writable again: no turn is lost."""
+"""The disk with the snapshots becomes read-only while a worker runs, then writable: no turn is lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from turnkeep_client.messages import SnapshotCounters
 
 
 async def until(client: Client, reached: Callable[[SnapshotCounters], bool]) -> None:
-    """Wait until the metrics say so, and nothing is on its way to the disk."""
+    """Wait until `reached` is true of the snapshot counters, and no snapshot is being written."""
     async with asyncio.timeout(20):
         async for metrics in client.metrics():
             counts = metrics.snapshots
@@ -27,7 +27,7 @@ async def until(client: Client, reached: Callable[[SnapshotCounters], bool]) -> 
 
 
 async def talk(client: Client, name: str, first: int, end: int) -> list[Any]:
-    """Take a session through the turns `[first, end)`; turn 0 has more than four blocks."""
+    """Run a session's turns from `first` to before `end`; turn 0 has more than four blocks."""
     texts = [f"{name} says " * 15, " and then?", " and then?"]
     return [await client.session(name).generate(text=text, max_tokens=8) for text in texts[first:end]]
 
@@ -65,7 +65,7 @@ async def test_remounting_the_disk_read_only_and_back_costs_no_turn_and_no_store
     assert [line["event"] for line in said].count("snapshot_writes_recovered") == 1
 
     process.start()
-    # Another tenant shares no KV: what it hears is what nobody has restored.
+    # Another tenant shares no KV, so nothing of its answer is restored.
     async with await process.client() as client, await process.client(tenant="other") as other:
         before += await talk(client, "before", 2, 3)
         during += await talk(client, "during", 1, 2)

@@ -1,4 +1,4 @@
-"""Recipes of the protocol's page, with a real worker."""
+"""Example programs of docs/protocol.md, run with a real worker."""
 
 from __future__ import annotations
 

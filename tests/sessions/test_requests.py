@@ -1,4 +1,4 @@
-"""The protocol's good paths: what each type of request promises."""
+"""Valid requests of each type, and what the protocol promises for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def client(wire: Start) -> Client:
 
 
 async def seen(client: Client, is_it: Callable[[Metrics], bool]) -> Metrics:
-    """Wait for a metrics message that `is_it`."""
+    """Wait for a metrics message for which `is_it` is true; return it."""
     async with asyncio.timeout(20):
         async for metrics in client.metrics():
             if is_it(metrics):
@@ -44,7 +44,7 @@ async def seen(client: Client, is_it: Callable[[Metrics], bool]) -> Metrics:
 
 
 async def quiet(client: Client) -> Metrics:
-    """Wait until all snapshots are written."""
+    """Wait until no request runs and all snapshots are written; return the metrics."""
     return await seen(client, lambda m: m.running == m.snapshots.in_flight == 0 < m.snapshots.durable)
 
 
@@ -60,7 +60,9 @@ async def replicated(*_: Any) -> bool:
 
 
 @pytest.mark.real
-async def test_a_cancelled_generate_keeps_its_tokens_so_far_and_the_session_goes_on(client: Client) -> None:
+async def test_a_cancelled_generate_keeps_the_tokens_generated_until_then_and_the_session_continues(
+    client: Client,
+) -> None:
     session = client.session("s")
     generation = session.generate(text="eee", max_tokens=1900)
     chunks = []
@@ -76,11 +78,11 @@ async def test_a_cancelled_generate_keeps_its_tokens_so_far_and_the_session_goes
     assert result.position == 3 + len(result.tokens)
     alone = await client.session("whole").generate(text="eee", max_tokens=len(result.tokens) + 8)
     assert alone.tokens[: len(result.tokens)] == result.tokens
-    # The same tokens as if nobody had interrupted: the last one of the cut-off answer has no KV yet.
+    # The same tokens as without the cancel. The last token of the cancelled answer has no KV yet.
     assert (await session.generate(max_tokens=8)).tokens == alone.tokens[len(result.tokens) :]
 
 
-async def test_a_request_that_a_lagging_replica_does_not_show_yet_can_be_cancelled(
+async def test_a_request_that_a_lagging_replica_does_not_have_yet_can_be_cancelled(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await wire()
@@ -103,7 +105,7 @@ async def test_a_request_that_a_lagging_replica_does_not_show_yet_can_be_cancell
 
 
 @pytest.mark.parametrize("hidden", ["all", "results", "the last turn"])
-async def test_info_and_count_are_never_older_than_the_last_result_though_a_replica_lags(
+async def test_info_and_count_include_the_last_result_even_if_a_replica_lags_behind(
     local_worker: Start, monkeypatch: pytest.MonkeyPatch, hidden: str
 ) -> None:
     worker: Any = await local_worker()
@@ -135,8 +137,8 @@ async def test_info_and_count_are_never_older_than_the_last_result_though_a_repl
         await worker.stop()
 
 
-async def test_cancelling_waiting_requests_leaves_the_running_one_alone(wire: Start) -> None:
-    """Their results come at once, before the running request's."""
+async def test_cancelling_waiting_requests_does_not_affect_the_running_request(wire: Start) -> None:
+    """Their results are stored at once, before that of the running request."""
     w = await wire()
     running = await w.publish("s", generate("a", **LONG))
     waiting = [await w.publish("s", body) for body in (generate("b", text="x"), append("c"), generate("d"))]
@@ -156,10 +158,10 @@ async def test_cancelling_waiting_requests_leaves_the_running_one_alone(wire: St
 
 
 @pytest.mark.parametrize("text", ["eee", "\x01\x02\x03"])
-async def test_an_answer_ends_with_length_before_its_result_exceeds_the_message_limit(
+async def test_an_answer_ends_with_finish_reason_length_before_its_result_exceeds_the_message_limit(
     wire: Start, text: str
 ) -> None:
-    """Streamed tokens are kept, and the session goes on."""
+    """The session keeps the streamed tokens and can continue."""
     w = await wire(max_message_bytes=8 * 1024)
     result = await w.send("s", generate("a", text=text, max_tokens=1900))
     assert (result["type"], result["finish_reason"]) == ("generated", "length")
@@ -170,7 +172,7 @@ async def test_an_answer_ends_with_length_before_its_result_exceeds_the_message_
 
 @pytest.mark.real
 async def test_a_cancelled_append_adds_nothing_to_the_session(wire: Start) -> None:
-    """The next try reuses the KV that was prefilled."""
+    """The next append reuses the KV that was already prefilled."""
     w = await wire(block_tokens=8)
     tokens = [3 + n % 250 for n in range(2000)]
     seq = await w.publish("s", {"type": "append", "id": "a", "tokens": tokens})
@@ -186,7 +188,7 @@ async def test_a_cancelled_append_adds_nothing_to_the_session(wire: Start) -> No
 
 
 async def test_a_request_can_be_cancelled_as_soon_as_the_log_has_stored_it(wire: Start) -> None:
-    """`cancel` reads the log, so the worker may get the request later."""
+    """`cancel` reads the log, so it works before the request is delivered to the worker."""
     w = await wire()
     for number in range(10):
         seq = await w.publish(f"s{number}", generate("a", **LONG))
@@ -195,10 +197,10 @@ async def test_a_request_can_be_cancelled_as_soon_as_the_log_has_stored_it(wire:
 
 
 @pytest.mark.parametrize("is_fenced", [False, True])
-async def test_a_cancel_is_confirmed_though_the_session_reaches_the_request_at_the_same_time(
+async def test_a_cancel_is_confirmed_even_if_the_request_begins_to_run_at_the_same_time(
     wire: Start, monkeypatch: pytest.MonkeyPatch, *, is_fenced: bool
 ) -> None:
-    """The session's task then answers the cancelled request; the cancel still succeeds."""
+    """The session's task, not the cancel, then stores the request's result."""
 
     async def begun(session: Session, pending: Pending) -> bool:
         session._stop_active()
@@ -219,7 +221,7 @@ async def test_a_cancel_is_confirmed_though_the_session_reaches_the_request_at_t
 
 
 def turns_of(number: int) -> list[dict[str, Any]]:
-    """Three turns of a session: every session its own texts, lengths and way of sampling."""
+    """Return three requests for session `number`; texts, lengths and sampling differ between sessions."""
     sampled = {"temperature": 0.8, "seed": number, "top_k": 40} if number % 2 else {}
     return [
         generate("a", messages=chat(f"I am number {number}. " * (1 + number % 4)), max_tokens=12, **sampled),
@@ -235,7 +237,7 @@ async def converse(w: Wire, session: str, number: int) -> list[Any]:
 
 @pytest.mark.real
 async def test_sessions_that_share_a_batch_give_the_same_answers_as_alone(wire: Start) -> None:
-    """Twelve sessions of three turns at once, compared with twelve one after the other."""
+    """Twelve sessions of three turns at the same time give the answers of twelve one after the other."""
     w = await wire(max_batch=8)
     together = await asyncio.gather(*(converse(w, f"together-{n}", n) for n in range(12)))
     alone = [await converse(w, f"alone-{n}", n) for n in range(12)]
@@ -255,7 +257,7 @@ async def test_requests_of_one_session_are_answered_in_order(wire: Start) -> Non
 
 
 @pytest.mark.real
-async def test_a_seed_gives_the_same_tokens_alone_and_among_other_sessions(client: Client) -> None:
+async def test_a_seed_gives_the_same_tokens_with_and_without_other_running_sessions(client: Client) -> None:
     async def drawn(name: str, seed: int | None) -> tuple[int, ...]:
         options: dict[str, Any] = {} if seed is None else {"seed": seed}
         return (
@@ -310,7 +312,7 @@ async def test_an_answer_is_never_longer_than_max_tokens(client: Client) -> None
 
 @pytest.mark.real
 async def test_the_token_counts_and_kv_bytes_of_every_turn_add_up(client: Client) -> None:
-    """`tokens = cached + prefilled`; the KV held is that of all tokens but the last."""
+    """`tokens = cached + prefilled`, and the KV in memory is that of all tokens but the last."""
     session = client.session("s")
     position, token_bytes = 0, TINY_KV_BYTES
     for turn in range(6):
@@ -341,7 +343,9 @@ async def test_the_token_counts_and_kv_bytes_of_every_turn_add_up(client: Client
 
 
 @pytest.mark.real
-async def test_a_session_holds_no_kv_before_its_first_append_and_after_its_close(client: Client) -> None:
+async def test_a_session_has_no_kv_in_memory_before_its_first_tokens_and_after_its_close(
+    client: Client,
+) -> None:
     session = client.session("s")
     await session.open()
     assert (await session.info()).kv_live_bytes == 0
@@ -376,7 +380,7 @@ async def test_a_rewound_session_answers_like_a_new_one_with_the_same_tokens(cli
 
 
 async def tokens_of(client: Client, text: str) -> list[int]:
-    """Give the tiny model's tokens of an ASCII text: its alphabet stands in the order of code points."""
+    """Return the tiny model's tokens of an ASCII text: it orders its characters by code point."""
     from tokenizers import pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -399,10 +403,10 @@ async def test_an_idle_session_leaves_memory_and_later_continues_with_the_same_t
     assert again.usage.prefilled_tokens <= 1
 
 
-async def test_a_worker_with_an_idle_timeout_of_zero_does_not_spin(
+async def test_a_worker_with_an_idle_timeout_of_zero_does_not_keep_its_event_loop_busy(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The event loop sleeps between two checks for idle sessions."""
+    """It sleeps between two checks for idle sessions."""
     w = await wire(idle_timeout_s=0)
     client: Client = w.worker.client
     assert (await client.session("s").append(text="hello")).position == 5
@@ -491,7 +495,7 @@ async def test_the_counts_in_metrics_add_up_and_match_the_answers(wire: Start) -
     assert last.cached_tokens == sum(answer.usage.cached_tokens for answer in answers)
     assert last.time_to_first_token.count == last.queue_time.count == last.request_duration.count == 4
     assert last.request_duration.sum >= last.queue_time.sum
-    # Of the first token of an answer nobody can say how long it took: the prompt came before it.
+    # The first token of an answer has no time per token, since the prompt's prefill precedes it.
     assert last.time_per_output_token.count == last.generated_tokens - len(answers)
     assert 0 < last.decoding_s <= last.time_per_output_token.sum, "each step counts once, whatever its rows"
     assert (last.running, last.waiting, last.sessions, last.resident_sessions) == (0, 0, 4, 4)
@@ -503,7 +507,9 @@ async def test_the_counts_in_metrics_add_up_and_match_the_answers(wire: Start) -
 
 
 @pytest.mark.parametrize("body", [{"id": "x"}, {"type": "generate"}, {"type": "generate", "id": "x"}, {}])
-async def test_an_ask_runs_a_generate_and_its_reply_is_the_result(wire: Start, body: dict[str, str]) -> None:
+async def test_an_ask_request_runs_a_generate_and_gets_its_result_as_reply(
+    wire: Start, body: dict[str, str]
+) -> None:
     w = await wire()
     question = body | {"messages": chat("hi"), "max_tokens": 5}
     reply = await w.nc.request(w.subject("s", "ask"), json.dumps(question).encode(), timeout=20)
@@ -516,7 +522,7 @@ async def test_an_ask_runs_a_generate_and_its_reply_is_the_result(wire: Start, b
     assert json.loads(asked)["id"] == answer["id"]
 
 
-async def test_concurrent_asks_of_one_session_run_one_after_the_other(client: Client) -> None:
+async def test_concurrent_ask_requests_to_one_session_run_one_after_the_other(client: Client) -> None:
     answers = await asyncio.gather(*(client.ask("s", text="abc", max_tokens=4) for _ in range(5)))
     assert max(answer.position for answer in answers) == 5 * 7
     assert len({answer.seq for answer in answers}) == 5
@@ -527,7 +533,7 @@ async def test_concurrent_asks_of_one_session_run_one_after_the_other(client: Cl
 
 @pytest.mark.real
 async def test_tenants_share_neither_sessions_nor_kv(wire: Start) -> None:
-    """Equal session names are different sessions; equal tokens have separate KV."""
+    """Two tenants may use the same session name for different sessions; equal tokens have separate KV."""
     w = await wire()
     text = "A prompt that both of them send, long enough for some blocks. " * 3
     async with connect(w.worker.settings.nats, prefix=w.prefix, tenant="other") as other:
@@ -568,7 +574,7 @@ REWRITING = (
 async def test_a_template_that_rewrites_earlier_turns_replaces_tokens_and_sets_rewritten_from(
     wire: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
-    """The answer is rendered anew; tokens before it are not prefilled again."""
+    """The answer is rendered again, and the tokens before it are not prefilled again."""
     w = await wire(model=str(model_with_template("rewriting", REWRITING)))
     client: Client = w.worker.client
     session = client.session("s")

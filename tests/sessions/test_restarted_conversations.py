@@ -27,7 +27,7 @@ pytestmark = [
 
 
 def conversations() -> list[list[str]]:
-    """People's chats of enough turns, as they come: what the side says that wrote first."""
+    """Return, for the first chats with enough turns, the texts of the person who wrote first."""
     try:
         package = importlib.metadata.distribution("chitchat-dataset")
     except importlib.metadata.PackageNotFoundError as error:
@@ -43,7 +43,7 @@ def conversations() -> list[list[str]]:
 
 
 async def turn(worker: LocalWorker, chats: list[list[str]], number: int) -> list[tuple[int, ...]]:
-    """Say the turn `number` of every conversation, one after the other; every second one is sampled."""
+    """Run turn `number` of all conversations, one after the other; every second one is sampled."""
     client = await worker.ready("default")
     try:
         answers = []
@@ -62,7 +62,7 @@ async def turn(worker: LocalWorker, chats: list[list[str]], number: int) -> list
         await client.close()
 
 
-async def test_conversations_with_a_restart_after_every_turn_have_the_tokens_of_a_steady_worker(
+async def test_a_worker_restarted_after_every_turn_answers_with_the_tokens_of_one_never_restarted(
     packaged_folder: Path, tmp_path: Path
 ) -> None:
     chats = conversations()

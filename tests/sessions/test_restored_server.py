@@ -1,4 +1,4 @@
-"""The NATS server comes back with an older copy of its files, from a backup or after a power cut."""
+"""The NATS server restarts with an older copy of its files, from a backup or after a power cut."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from worker.wire.undelivered import Undelivered
 
 
 class Server:
-    """A NATS server with files of its own."""
+    """A real NATS server with its own store, which can be stopped and started again."""
 
     def __init__(self, folder: Path) -> None:
         self.port = free_port()
@@ -62,7 +62,7 @@ def real_server(tmp_path: Path) -> Iterator[Server]:
 
 
 def lose(world: World, kept: int) -> None:
-    """Crash the server; it comes back without the log's entries behind `kept`, but with all acks."""
+    """Crash and restart the server, without the log's entries after `kept` but with all acknowledgements."""
     world.crash()
     log = world.jetstream.streams["turnkeep_log"]
     acked = [(one, {**one.pending}) for one in log.consumers.values()]
@@ -74,15 +74,15 @@ def lose(world: World, kept: int) -> None:
 
 
 async def overlooks(_: Undelivered, server: str) -> str:
-    """Look for no request that has lost its result."""
+    """Replace the search for requests whose result the server lost, so that nothing is found."""
     return server
 
 
 @pytest.mark.simulated
-async def test_a_worker_that_runs_while_the_server_loses_entries_answers_from_the_remaining_ones(
+async def test_a_running_worker_answers_from_the_entries_that_are_left_after_the_server_lost_some(
     quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New requests get sequences that the worker has read before; lost ones may be sent again."""
+    """New requests get sequences that the worker has read before; lost requests can be sent again."""
     monkeypatch.setattr(Undelivered, "_look", overlooks)
     w = await quiet_wire(ack_wait_s=1.0)
     first = await w.send("s", append("kept"))
@@ -90,7 +90,7 @@ async def test_a_worker_that_runs_while_the_server_loses_entries_answers_from_th
     for number in range(5):
         lost = await w.send("s", append(f"lost-{number}"))
     assert lost["position"] > first["position"]
-    await asyncio.sleep(1.0)  # until all is acknowledged
+    await asyncio.sleep(1.0)  # until all requests are acknowledged
     lose(server, kept)
     session = w.worker.client.session("s")
     again = await session.append(text="new", request_id="new", timeout_s=30)
@@ -101,7 +101,7 @@ async def test_a_worker_that_runs_while_the_server_loses_entries_answers_from_th
 
 
 async def with_a_request(quiet_wire: Start) -> int:
-    """Have the log end with a request that no worker has seen; return its sequence."""
+    """Publish a request while no worker runs, so that it is the log's last entry; return its sequence."""
     w = await quiet_wire(ack_wait_s=1.0)
     await w.send("other", append("first"))
     await w.worker.stop()
@@ -120,7 +120,7 @@ async def answered_again(server: World) -> None:
 async def test_a_request_whose_result_the_server_lost_is_answered_again(
     quiet_wire: Start, server: World
 ) -> None:
-    """The server still has its ack, and the session gets no other request."""
+    """The server still has the request's acknowledgement, and the session gets no other request."""
     asked = await with_a_request(quiet_wire)
     w = await quiet_wire(ack_wait_s=1.0)
     await w.until("s", "idle")
@@ -130,10 +130,10 @@ async def test_a_request_whose_result_the_server_lost_is_answered_again(
 
 
 @pytest.mark.simulated
-async def test_a_result_that_the_server_loses_before_the_request_is_acknowledged_is_stored_again(
+async def test_a_request_whose_result_the_server_loses_before_the_ack_is_answered_again(
     quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the worker's late ack would end the request without a result."""
+    """Otherwise the worker's late acknowledgement would leave the request without a result."""
     asked = await with_a_request(quiet_wire)
     clear, lost = Doubt.clear, list[Doubt]()
 
@@ -154,7 +154,7 @@ async def test_a_result_that_the_server_loses_before_the_request_is_acknowledged
 
 
 async def test_a_returned_request_that_is_never_redelivered_is_found_by_a_later_search() -> None:
-    """Another worker may have got it, and died after the first search."""
+    """Another worker may have received it, and crashed after the first search."""
     key, rung = SessionKey("t", "s"), list[int]()
     entry = Entry(5, "in", datetime.now(UTC), b"", {})
     returned = [True, False]
@@ -190,7 +190,7 @@ async def test_a_returned_request_that_is_never_redelivered_is_found_by_a_later_
 async def test_a_worker_exits_with_an_error_if_the_server_returns_with_a_smaller_message_limit(
     local_worker: Callable[..., Awaitable[Any]], real_server: Server, tmp_path: Path
 ) -> None:
-    """Else a long answer would fail at its end, and its tokens be lost."""
+    """Otherwise the result of a long answer could not be stored, and the answer would be lost."""
     worker = await local_worker(nats=real_server.url)
     real_server.stop()
     (tmp_path / "small.conf").write_text("max_payload: 16KB")

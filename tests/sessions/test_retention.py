@@ -1,4 +1,4 @@
-"""Closed sessions leave the log, forgotten ones at once; open ones stay."""
+"""Closed sessions are removed from the log after a time, forgotten sessions at once, open sessions never."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def bodies(w: Wire, session: str) -> dict[str, list[bytes]]:
-    """Read what the log holds of a session, by kind."""
+    """Return the bodies of a session's entries in the log, by kind."""
     found: dict[str, list[bytes]] = {}
     info = await w.js.stream_info(f"{w.prefix}_log")
     for seq in range(max(info.state.first_seq, 1), info.state.last_seq + 1):
@@ -61,7 +61,7 @@ async def until_gone(w: Wire, session: str, *, text: bytes) -> dict[str, list[by
 async def until_left(
     w: Wire, session: str, requests: list[str], results: list[str]
 ) -> dict[str, list[bytes]]:
-    """Wait until the log has these of a session; a removal takes several steps."""
+    """Wait until the log has only these requests and results of a session; return its entries by kind."""
     left = {"in": requests, "out": results}
     for _ in range(400):
         found = await bodies(w, session)
@@ -90,7 +90,7 @@ async def test_a_closed_session_leaves_the_log_after_closed_ttl_s_and_an_open_on
 async def test_a_worker_that_missed_a_close_cannot_store_a_result_after_the_session_left_the_log(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the close's result gone, the last result that the worker knows would be the last again."""
+    """Without the close's result, the last result that the worker knows would be the log's last again."""
     monkeypatch.setattr(retention, "_LAST_S", 900.0)
     w = await quiet_wire(closed_ttl_s=0.0)
     await w.publish("s", append("a", "a secret"))
@@ -115,7 +115,7 @@ async def test_a_worker_that_missed_a_close_cannot_store_a_result_after_the_sess
 async def test_a_session_is_not_removed_while_the_result_of_its_close_is_being_stored(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a late ack lets the worker store the result once more."""
+    """Otherwise the worker, if the acknowledgement is late, could store the result a second time."""
     commit, seen, stored = Journal.commit, list[str](), asyncio.Event()
 
     async def slow(
@@ -149,10 +149,10 @@ async def test_a_session_opened_again_keeps_its_entries_after_the_close(quiet_wi
     assert (await w.send("s", append("d")))["position"] == 11
 
 
-async def test_an_id_used_before_a_close_is_answered_once_in_the_reopened_session(
+async def test_an_id_used_before_a_close_can_be_used_for_one_request_in_the_reopened_session(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next worker's checkpoint has the id of a closed session that has left the log."""
+    """A checkpoint still has the id, from the closed session, whose entries were removed from the log."""
     monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 3)
     w = await quiet_wire()
     await w.send("s", append("a", "first life"))
@@ -171,7 +171,7 @@ async def test_an_id_used_before_a_close_is_answered_once_in_the_reopened_sessio
     assert (repeated["position"], repeated.get("repeat_of")) == (first["position"], first["seq"])
 
 
-async def test_an_id_whose_result_leaves_the_log_during_its_lookup_is_free_again(
+async def test_an_id_whose_result_is_removed_from_the_log_during_the_lookup_can_be_used_again(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await quiet_wire()
@@ -226,7 +226,7 @@ async def test_the_next_worker_removes_a_session_whose_forget_was_interrupted(
 async def test_the_next_worker_removes_chunks_of_a_forgotten_session_whose_requests_are_gone(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Removing them failed at first, and only the token stream has their names."""
+    """The first removal failed, and now only the token stream has the names of the requests."""
 
     async def removes_requests(keeper: Retention, key: SessionKey, close_seq: int, closed_seq: int) -> None:
         await keeper._remove_before(key, close_seq, closed_seq)
@@ -251,10 +251,10 @@ async def test_the_next_worker_removes_chunks_of_a_forgotten_session_whose_reque
     assert names == {"next"}
 
 
-async def test_a_log_accepts_more_than_its_limit_in_total_as_long_as_sessions_are_closed(
+async def test_the_log_accepts_twice_its_size_limit_in_total_if_sessions_are_closed(
     quiet_wire: Start,
 ) -> None:
-    """Twice as much in all; an open session stays whole."""
+    """An open session stays complete meanwhile."""
     w = await quiet_wire(log_max_bytes=16 * 2**20, closed_ttl_s=None)
     await w.send("open", append("a", "hello"))
     for n in range(128):
@@ -269,8 +269,10 @@ async def test_a_log_accepts_more_than_its_limit_in_total_as_long_as_sessions_ar
 
 
 @pytest.mark.parametrize("forged", [b"forget", b""])
-async def test_a_forged_note_of_a_close_removes_no_session(quiet_wire: Start, forged: bytes) -> None:
-    """A session that is open, or was closed without being forgotten, keeps its log."""
+async def test_a_forged_note_that_a_session_was_closed_removes_no_session_from_the_log(
+    quiet_wire: Start, forged: bytes
+) -> None:
+    """An open session, and one that was closed without `forget`, keep their entries."""
     w = await quiet_wire(closed_ttl_s=None if forged else 0)
     for name in ("open", "closed"):
         await w.send(name, append("a", "hello"))
@@ -298,7 +300,7 @@ async def test_idle_sessions_leave_memory_when_they_exceed_a_limit_of_bytes(
 
 
 async def test_requests_sent_after_a_close_but_before_its_result_stay_in_the_log(quiet_wire: Start) -> None:
-    """A client need not wait: the new session's requests may precede the close's result."""
+    """A client may send the reopened session's requests before the close has a result."""
     w = await quiet_wire(closed_ttl_s=1.0)
     await w.publish("s", append("a", "first life" * 100))
     await w.publish("s", generate("g", text="eee", max_tokens=50))
@@ -317,7 +319,7 @@ async def test_requests_sent_after_a_close_but_before_its_result_stay_in_the_log
 async def test_the_next_worker_also_removes_entries_stored_between_a_forget_and_its_result(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results of earlier requests, and checkpoints, enter the log while the close waits."""
+    """While the close waits, the log stores results of earlier requests, and checkpoints."""
 
     async def dies(*_: Any) -> None:
         pass
@@ -343,10 +345,10 @@ async def test_the_next_worker_also_removes_entries_stored_between_a_forget_and_
     assert (result := await w.send("s", append("d")))["position"] == 11, result
 
 
-async def test_a_session_goes_on_after_its_earlier_close_left_the_log_from_between_two_results(
+async def test_a_session_continues_after_the_removal_of_a_close_result_between_two_other_results(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each result names the one before it, and the close's was between two others."""
+    """Each result in the log names the result before it, so the removal leaves a gap in that chain."""
     monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 1)
     w = await quiet_wire(closed_ttl_s=None)
     await w.publish("s", append("a", "first life"))
@@ -359,7 +361,7 @@ async def test_a_session_goes_on_after_its_earlier_close_left_the_log_from_betwe
         await w.result(seq)
     assert [(await w.result(seq))["type"] for seq in (closing, opening)] == ["closed", "opened"]
     await w.worker.stop()
-    w = await quiet_wire(closed_ttl_s=None)  # begins a checkpoint with the open, the last to change it
+    w = await quiet_wire(closed_ttl_s=None)  # its first checkpoint begins at the open, the last change
     assert (await w.send("s", append("d")))["position"] == 5
     await w.worker.stop()
     w = await quiet_wire(closed_ttl_s=0.0)
@@ -369,7 +371,7 @@ async def test_a_session_goes_on_after_its_earlier_close_left_the_log_from_betwe
     assert (await w.send("s", append("e")))["position"] == 10
 
 
-async def test_a_forged_note_before_a_repeated_close_removes_nothing_of_the_reopened_session(
+async def test_a_forged_note_and_a_repeated_close_remove_nothing_of_the_reopened_session(
     quiet_wire: Start,
 ) -> None:
     w = await quiet_wire(closed_ttl_s=None)
@@ -387,7 +389,7 @@ async def test_a_forged_note_before_a_repeated_close_removes_nothing_of_the_reop
 async def test_a_forgotten_session_can_be_opened_again_and_read_by_the_next_worker(
     quiet_wire: Start, life: str
 ) -> None:
-    """Its log begins with a close whose position and digest are those of removed tokens."""
+    """Its log then begins with a close, whose position and digest belong to removed tokens."""
     w = await quiet_wire()
     await w.send("s", append("a", "a secret"))
     await w.send("s", FORGET)
@@ -403,7 +405,9 @@ async def test_a_forgotten_session_can_be_opened_again_and_read_by_the_next_work
     assert (await w.send("s", append("d")))["position"] == 10
 
 
-async def test_info_or_cancel_of_an_unknown_session_leaves_nothing_in_memory(quiet_wire: Start) -> None:
+async def test_an_info_or_cancel_for_an_unknown_session_leaves_no_session_in_memory(
+    quiet_wire: Start,
+) -> None:
     w = await quiet_wire()
     await w.send("s", append("a"))
     for n in range(20):
@@ -438,7 +442,7 @@ async def test_info_on_a_closed_session_with_a_waiting_open_shows_position_0(
 async def test_a_session_stays_in_memory_while_an_info_request_reads_it(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its next request would read it again, and could run beside its own cancel."""
+    """Otherwise its next request would read it again, and could run beside a cancel of itself."""
     w = await quiet_wire()
     await w.send("s", append("a"))
     monkeypatch.setattr(sessions, "_MAX_IDLE_BYTES", 0)
@@ -465,7 +469,7 @@ async def test_a_session_stays_in_memory_while_an_info_request_reads_it(
 async def test_a_session_is_not_removed_while_its_log_is_being_read(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its requests would be read without their results, and carried out again."""
+    """Otherwise its requests would be read without their results, and run again."""
     w = await quiet_wire(closed_ttl_s=None)
     await w.send("s", append("a"))
     await w.send("s", CLOSE)
@@ -490,15 +494,15 @@ async def test_a_session_is_not_removed_while_its_log_is_being_read(
     assert await bodies(w, "s") == {}
 
 
-async def test_notes_of_closes_that_are_not_due_are_not_read_again_at_each_sweep(
+async def test_notes_of_closed_sessions_whose_removal_is_not_due_are_not_read_at_each_sweep(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There may be as many as sessions were closed in a week."""
+    """There may be a note for each session that was closed in a week."""
     monkeypatch.setattr(retention, "_PERIOD_S", 60.0)
     w = await quiet_wire(closed_ttl_s=3600)
     for n in range(600):
         await w.nc.publish(w.subject(f"s{n}", "closed"), b"")
-    await w.send("s", append("a"))  # they are stored before it
+    await w.send("s", append("a"))  # when this has a result, all notes are stored
     read, closed = [], Journal.closed
 
     async def counted(journal: Journal, after: int) -> Any:
@@ -518,7 +522,7 @@ async def test_notes_of_closes_that_are_not_due_are_not_read_again_at_each_sweep
 async def test_an_answer_under_a_reused_id_has_no_chunks_of_the_removed_sessions_answer(
     wire: Start, server: Server
 ) -> None:
-    """The first session has left the log, but its chunks are there when the client reconnects."""
+    """The first session's entries are removed, but its chunks still exist when the client reconnects."""
     w = await wire(closed_ttl_s=0)
     session = w.worker.client.session("s")
     old = await session.generate(text="Begin: ", max_tokens=100, request_id="g")
@@ -537,7 +541,7 @@ async def test_an_answer_under_a_reused_id_has_no_chunks_of_the_removed_sessions
 
 
 async def test_requests_sent_after_a_forget_are_answered_by_the_next_worker(quiet_wire: Start) -> None:
-    """All were delivered before; the first one's entry has left the log with the session."""
+    """All were delivered to the killed worker; the first request's entry was removed with the session."""
     w = await quiet_wire(ack_wait_s=0.5)
     requests = [generate("g", text="Begin: ", max_tokens=400), FORGET, {"type": "open", "id": "o"}]
     requests.append(generate("h", text="Again: ", max_tokens=1500))
@@ -551,7 +555,7 @@ async def test_requests_sent_after_a_forget_are_answered_by_the_next_worker(quie
 
 
 async def test_an_unanswered_request_between_a_close_and_its_result_is_not_removed() -> None:
-    """The request at 5 lies between the close, 4, and its result, 6, the last one."""
+    """The request at sequence 5 is between the close at 4 and its result at 6, the last result."""
     removed: list[int] = []
 
     class Log:
@@ -576,7 +580,7 @@ async def test_an_unanswered_request_between_a_close_and_its_result_is_not_remov
 
 
 async def test_the_result_of_a_close_is_found_after_the_result_of_a_cancelled_request() -> None:
-    """Else the note of the close would never take effect."""
+    """Otherwise the note of the close would never have an effect."""
     told = [failure("r", "expired", "cancelled", seq=5), Closed(id="c", seq=4, position=0)]
     entries = [Entry(6 + n, "out", datetime.now(UTC), encode(one), {}) for n, one in enumerate(told)]
 
@@ -593,8 +597,10 @@ async def test_the_result_of_a_close_is_found_after_the_result_of_a_cancelled_re
     assert (found.entry.seq, found.forgets) == (7, True)
 
 
-async def test_a_nearly_full_log_is_relieved_down_to_the_lower_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it is nearly full again at once. Each closed session is a twentieth of it."""
+async def test_closed_sessions_are_removed_from_a_nearly_full_log_until_it_is_below_the_lower_mark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the log would be nearly full again soon. Each session here is a twentieth of the log."""
     at_once: list[bool] = []
 
     class Log:

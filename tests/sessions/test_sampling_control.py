@@ -1,4 +1,4 @@
-"""Penalties, biases, min_tokens, logprobs: an answer follows its request, also after a crash."""
+"""Sampling options (penalties, logit biases, min_tokens, logprobs) apply, also after a crash."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_logit_bias_forces_and_forbids_tokens(client: Client) -> None:
 
 
 async def test_presence_and_frequency_penalties_count_the_answers_tokens_only(client: Client) -> None:
-    """A bias forces a token until it has occurred; occurrences in the prompt do not count."""
+    """A logit bias forces a token; penalties then favour others, and tokens in the prompt have no effect."""
     bias = {70: 50.0, 71: 49.0, 72: 48.0}
     options = {"tokens": [70, 70, 70], "max_tokens": 6, "logit_bias": bias}
     _, plain = await answered(client.session("s"), **options)
@@ -105,8 +105,8 @@ async def test_the_client_refuses_contradictory_options_and_numbers_out_of_range
 
 
 @pytest.mark.simulated
-async def test_a_bias_on_a_token_beyond_the_vocabulary_is_refused_and_adds_nothing(client: Client) -> None:
-    """The one after the last token would be the first of another answer in the batch."""
+async def test_a_logit_bias_on_a_token_outside_of_the_vocabulary_is_refused(client: Client) -> None:
+    """In a batch, the index after the last token would belong to the logits of another answer."""
     session = client.session("s")
     await session.append(text="before")
     with pytest.raises(
@@ -120,7 +120,7 @@ async def test_a_bias_on_a_token_beyond_the_vocabulary_is_refused_and_adds_nothi
 async def test_an_answer_interrupted_by_a_crash_has_the_same_tokens_and_all_logprobs(
     worker_process: Any, endless_model: Path, local_worker: Callable[..., Awaitable[Any]], tmp_path: Path
 ) -> None:
-    """The same tokens as without the crash, under penalties; each token has its logprob."""
+    """With penalties, the answer has the tokens of one without a crash, and each token has its logprob."""
     options = {
         "text": "Once upon a time",
         "max_tokens": 400,
@@ -146,7 +146,9 @@ async def test_an_answer_interrupted_by_a_crash_has_the_same_tokens_and_all_logp
 
 
 @pytest.mark.simulated
-async def test_a_count_predicts_the_tokens_that_a_generate_adds_and_changes_nothing(client: Client) -> None:
+async def test_a_count_request_returns_the_tokens_that_a_generate_would_add_and_changes_nothing(
+    client: Client,
+) -> None:
     session = client.session("s")
     asked = {"messages": [{"role": "user", "content": "How many?"}]}
     new = await session.count(**asked)
@@ -174,7 +176,7 @@ async def test_a_count_predicts_the_tokens_that_a_generate_adds_and_changes_noth
         await session.count(tokens=[1_000_000])
 
 
-async def test_a_prefix_counts_as_prompt_and_stays_part_of_the_answer_in_the_next_turn(
+async def test_an_answers_prefix_counts_as_prompt_and_belongs_to_the_answer_in_the_next_turn(
     client: Client,
 ) -> None:
     asked = {"messages": [{"role": "user", "content": "Say."}], "max_tokens": 6}
@@ -196,7 +198,7 @@ async def test_a_prefix_after_raw_text_is_appended_to_the_text(client: Client) -
     assert (given.tokens, given.position) == (plain.tokens, plain.position)
 
 
-async def test_own_sampling_uses_the_models_recommended_values_for_fields_left_out(
+async def test_with_own_sampling_options_that_a_request_leaves_out_get_the_models_recommended_values(
     local_worker: Callable[..., Awaitable[Any]], tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "own"

@@ -1,4 +1,4 @@
-"""A worker with a key: its snapshots hide the sessions' text, and are restored after a restart."""
+"""A worker with an encryption key: its snapshots do not reveal text, and are restored after a restart."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def key_file(folder: Path, name: str) -> Path:
 
 
 async def said(worker: WorkerProcess) -> tuple[tuple[int, ...], int]:
-    """Ask the same of a fresh session, and wait for the disk; returns the answer, and how much was cached."""
+    """Send the same prompt in a new session, and wait until its snapshots are written.
+
+    Return the answer's tokens and the number of cached tokens.
+    """
     client = await worker.client()
     session = client.session(os.urandom(4).hex())
     try:
@@ -53,7 +56,7 @@ async def said(worker: WorkerProcess) -> tuple[tuple[int, ...], int]:
 
 
 def traces(data_dir: Path, tokens: list[int]) -> set[str]:
-    """Name the folders that show the text or its tokens, but for NATS's, which has the log.
+    """Return the folders with a file that has the text or its tokens, except NATS's, which has the log.
 
     The NATS server replaces its files meanwhile, so they are not read.
     """
@@ -74,7 +77,7 @@ def lines(worker: WorkerProcess, event: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("has_key", [True, False])
-async def test_snapshots_are_restored_after_a_kill_and_show_plain_tokens_only_without_a_key(
+async def test_snapshots_are_restored_after_a_kill_and_contain_readable_tokens_only_without_a_key(
     worker_process: Callable[..., WorkerProcess], tmp_path: Path, tiny_model: Path, has_key: bool
 ) -> None:
     tokens = Tokenizer.from_file(str(tiny_model / "tokenizer.json")).encode(TEXT).ids
@@ -90,7 +93,7 @@ async def test_snapshots_are_restored_after_a_kill_and_show_plain_tokens_only_wi
     assert traces(worker.data_dir, tokens) == (set() if has_key else {"snapshots"})
 
 
-async def test_a_worker_with_a_wrong_or_missing_key_serves_without_snapshots_and_says_what_to_do(
+async def test_a_worker_with_a_wrong_or_missing_key_answers_without_snapshots_and_logs_a_remedy(
     worker_process: Callable[..., WorkerProcess], tmp_path: Path
 ) -> None:
     key, other = (str(key_file(tmp_path, name)) for name in ("key", "other"))

@@ -1,4 +1,4 @@
-"""Events between two steps of a session: deliveries, cancels, other workers, failed reads."""
+"""Races within a session: deliveries, cancels, other workers and failed reads between two of its steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def world(tokenizer: Tokenizer) -> World:
 
 
 def beside(world: World) -> World:
-    """Put another worker on the same log."""
+    """Make another worker that reads and writes the same log."""
     other = World(world._tokenizer)
     other.log = world.log
     other.crash()
@@ -50,7 +50,7 @@ def beside(world: World) -> World:
 
 
 def held_up(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
-    """Hold up what runs on the device; returns what says that it is there, and what lets it go on."""
+    """Make turns wait on the device; return an event that one has begun, and an event that releases it."""
     there, go_on = asyncio.Event(), asyncio.Event()
     run = world.engine.run
 
@@ -63,10 +63,10 @@ def held_up(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Even
     return there, go_on
 
 
-async def test_a_request_that_arrives_while_notes_are_removed_is_answered_before_the_acknowledgement(
+async def test_a_request_that_arrives_before_the_acknowledgement_is_answered_before_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One unacknowledged delivery stands for the session until all requests have results."""
+    """It arrives while notes of attempts are removed, just before the session's delivery is acknowledged."""
     await world.ask(Append(id="a", text="one"))
     released: list[int] = []
 
@@ -86,10 +86,10 @@ async def test_a_request_that_arrives_while_notes_are_removed_is_answered_before
 
 
 @pytest.mark.parametrize("look", ["info", "cancel"])
-async def test_info_and_cancel_do_not_hide_another_workers_result_from_the_sessions_task(
+async def test_after_info_or_cancel_has_read_another_workers_result_the_session_stores_no_second_one(
     world: World, monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
-    """Else the task would commit too: two results for one request."""
+    """Otherwise the session's task would also commit one, and the request would have two results."""
     await world.ask(Append(id="a", text="one"))
     there, go_on = held_up(world, monkeypatch)
     monkeypatch.setattr(world.engine, "cancel", lambda _: None, raising=False)
@@ -110,7 +110,7 @@ async def test_info_and_cancel_do_not_hide_another_workers_result_from_the_sessi
 async def test_a_cancel_is_not_confirmed_if_the_request_is_answered_at_the_same_time(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cancel finds it in the log, and the session answers it before the cancel's commit."""
+    """The cancel finds the request in the log, and the session answers it before the cancel commits."""
     there, go_on = held_up(world, monkeypatch)
     seqs = [world.publish(Append(id=f"r{n}", text="a")) for n in range(PAGE + 1)]
     running = asyncio.create_task(world.session.run())
@@ -170,7 +170,7 @@ async def test_cancelling_a_waiting_request_with_forged_tokens_stops_no_other_re
     await running
 
 
-async def test_no_request_is_answered_a_second_time_after_a_failed_reading_of_the_log(
+async def test_no_request_is_answered_twice_if_a_read_of_the_log_failed_before(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(3):
@@ -212,7 +212,9 @@ async def test_a_repeated_close_removes_nothing_of_the_reopened_session(
     assert not removed
 
 
-async def test_checkpoints_go_on_after_a_refused_close(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_checkpoints_are_still_stored_after_a_refused_close(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("worker.sessions.record._CHECKPOINT_EVERY", 64)
     for n in range(40):
         await world.ask(Append(id=f"a{n}", text="a"))
@@ -224,10 +226,10 @@ async def test_checkpoints_go_on_after_a_refused_close(world: World, monkeypatch
 
 
 @pytest.mark.parametrize("way", ["cancelled", "expired"])
-async def test_a_cancelled_or_expired_last_attempt_stops_waiting_for_exclusive_use_of_the_device(
+async def test_a_last_attempt_that_is_cancelled_or_expires_stops_waiting_for_the_device_lock(
     world: World, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """Else it would wait for the longest answer, and all other requests for it."""
+    """Otherwise it would wait until the longest answer ends, and all other requests would wait for it."""
     device_lock = world.session._services.device_lock
     monkeypatch.setattr(world.engine, "cancel", lambda _: None, raising=False)
     request = Append(id="a", text="one", deadline_s=0.3 if way == "expired" else None)
@@ -251,7 +253,7 @@ async def test_a_cancelled_or_expired_last_attempt_stops_waiting_for_exclusive_u
             pass
 
 
-async def test_an_exclusive_holder_of_the_device_lock_excludes_all_others() -> None:
+async def test_nobody_else_enters_the_device_lock_while_it_is_held_exclusively() -> None:
     device_lock, seen = SharedLock(), []
 
     async def one(name: int, *, alone: bool) -> None:
@@ -269,10 +271,10 @@ async def test_an_exclusive_holder_of_the_device_lock_excludes_all_others() -> N
             assert seen[at + 1] == (name, "out", True)
 
 
-async def test_a_crashing_request_is_given_up_though_a_newer_one_is_delivered_first(
+async def test_a_request_that_crashes_workers_fails_even_if_newer_requests_are_delivered_before_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a client that sends new requests after each crash would have it retried for ever."""
+    """Otherwise it would be retried for ever if a client sends a new request after each crash."""
     poison = world.log.add("in", encode(Append(id="poison", text="one")))
     monkeypatch.setattr(world.log, "purge", lambda *_: asyncio.sleep(0))
     lives = 0
@@ -300,10 +302,10 @@ async def test_a_crashing_request_is_given_up_though_a_newer_one_is_delivered_fi
     assert lives == 4
 
 
-async def test_a_repeat_is_recognised_though_a_forgotten_session_used_its_id_before(
+async def test_a_repeated_request_is_recognised_even_if_a_forgotten_session_had_used_its_id(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The id's first result has left the log, and hid the second one."""
+    """The id's first result was removed from the log; the index of ids still has it before the second."""
     await world.ask(Append(id="a", text="one"))
     get = world.log.get
 
@@ -323,7 +325,7 @@ async def test_a_repeat_is_recognised_though_a_forgotten_session_used_its_id_bef
 async def test_messages_and_long_texts_are_rendered_and_tokenised_off_the_event_loops_thread(
     world: World, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
 ) -> None:
-    """A generate without input too: a template may render the whole conversation."""
+    """Also for a generate without input, since a template may then render the whole conversation."""
     await world.ask(Append(id="a", messages=(Message(role="user", content="hello"),)))
     extend, threads = world.fold.extend, []
 
@@ -338,17 +340,17 @@ async def test_messages_and_long_texts_are_rendered_and_tokenised_off_the_event_
 
 
 def streamed(world: World, monkeypatch: pytest.MonkeyPatch, seq: int) -> Chunk:
-    """Have the token stream of an answer, and no turn on the device any more."""
+    """Let the token stream have a chunk of the answer to the request at `seq`; return the chunk."""
     chunk = Chunk(0, tuple(world._tokenizer.encode("ab", at_start=False)), "ab", seq)
     monkeypatch.setattr(world.log.chunks, "stored", [chunk])
     return chunk
 
 
 @pytest.mark.parametrize("attempts", [3, 4])
-async def test_an_answer_given_up_after_crashes_ends_with_the_tokens_streamed_so_far(
+async def test_an_answer_given_up_after_crashes_ends_with_the_tokens_already_streamed(
     world: World, monkeypatch: pytest.MonkeyPatch, attempts: int
 ) -> None:
-    """If storing it crashes a worker too, the request fails."""
+    """If storing this result crashes a worker too, the request fails."""
     seq = world.log.add("in", encode(Generate(id="g", text="x", max_tokens=9)))
     chunk = streamed(world, monkeypatch, seq)
     monkeypatch.setattr(world.engine, "run", None)
@@ -374,21 +376,21 @@ async def test_an_answer_given_up_after_crashes_ends_with_the_tokens_streamed_so
     await world.assert_fold_is_life()
 
 
-async def test_a_cancel_looks_again_if_the_server_loses_its_log_meanwhile(
+async def test_a_cancel_searches_the_log_again_if_the_server_lost_entries_during_the_search(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two copies of a request it finds the first, as that one is answered and the other one repeats it."""
+    """Of two copies of a request it cancels the first, since the second is only a repeat of that."""
     await world.ask(Append(id="a", text="one"))
     page, calls = world.log.page, []
 
     async def restarted(key: Any, kind: str, after: int) -> Any:
         calls.append(kind)
-        if calls.count("in") == 2 and world.log.server == "one":  # behind what the cancel has refreshed
+        if calls.count("in") == 2 and world.log.server == "one":  # after the cancel's first read of the log
             monkeypatch.setattr(world.log, "server", "two")
             world.log.entries.clear()
             for _ in range(2):
                 world.log.add("in", encode(Generate(id="g", text="x", max_tokens=4)))
-            world.session.forget()  # as its task does
+            world.session.forget()  # as the session's task does
         return await page(key, kind, after)
 
     monkeypatch.setattr(world.log, "page", restarted)
@@ -415,10 +417,10 @@ async def test_an_answer_ends_with_the_tokens_streamed_before_the_device_failed(
     await world.assert_fold_is_life()
 
 
-async def test_a_fork_that_waits_for_its_parent_counts_no_attempt_and_does_not_hold_the_device(
+async def test_a_fork_that_waits_for_its_parent_counts_no_attempt_and_holds_no_device_lock(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs nothing on the device; a crash meanwhile has another cause."""
+    """It runs nothing on the device, so it cannot be the cause of a crash."""
     there, go_on = asyncio.Event(), asyncio.Event()
 
     async def parent(*_: Any) -> Any:
@@ -443,7 +445,7 @@ async def test_a_fork_that_waits_for_its_parent_counts_no_attempt_and_does_not_h
 async def test_an_answer_whose_token_stream_another_worker_has_sealed_ends_with_the_streamed_tokens(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other worker may have died then; clients must not get chunks after the seal."""
+    """The other worker may have crashed after that, and clients must get no chunks after the seal."""
     seq = world.log.add("in", encode(Generate(id="g", text="x", max_tokens=9)))
     chunk = streamed(world, monkeypatch, seq)
 
@@ -463,8 +465,8 @@ def test_an_attempt_counts_as_failed_only_if_it_made_no_progress() -> None:
     assert note.then(2, 9) == AttemptNote(2, 1, 9)
 
 
-async def test_no_checkpoint_goes_beyond_a_waiting_or_unread_request(world: World) -> None:
-    """A worker that starts from it would never answer that request."""
+async def test_a_checkpoint_is_never_made_after_a_waiting_or_unread_request(world: World) -> None:
+    """A worker that opens the session from such a checkpoint would never answer the request."""
     await world.ask(Append(id="a", text="one"))
     record = world.session.log.record
     record.in_seq = 9
@@ -479,7 +481,7 @@ async def test_no_checkpoint_goes_beyond_a_waiting_or_unread_request(world: Worl
 async def test_a_cancel_detects_that_a_restored_server_reused_the_sequence_of_a_result(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server lost entries, and stored others at their sequences."""
+    """The server lost entries, and stored other entries at the same sequences."""
     await world.ask(Append(id="a", text="one"))
     other = encode(Append(id="b", text="two"))
     known = await world.session.log.find_answered("a")
@@ -494,10 +496,10 @@ async def test_a_cancel_detects_that_a_restored_server_reused_the_sequence_of_a_
         await world.session._ended(known, "running")
 
 
-async def test_an_answer_whose_history_the_server_lost_ends_with_the_tokens_streamed_so_far(
+async def test_an_answer_begun_from_a_history_that_the_server_lost_ends_with_its_streamed_tokens(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its next tokens would follow from another history than those that clients have."""
+    """Its next tokens would continue another history than the tokens that clients have."""
     await world.ask(Append(id="a", text="one"))
     chunks = [Chunk(0, (5,), "x", seq=3)]
 

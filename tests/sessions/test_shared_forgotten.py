@@ -1,4 +1,4 @@
-"""`forget` leaves the KV that another open session needs; with the last such session it is gone."""
+"""`forget` keeps the snapshots that another open session needs, and the last such session's removes them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from turnkeep_client.session import Session
 
 Start = Any  # of `local_worker`
 
-#: What nothing else begins with.
+#: Tokens with which no other session begins.
 SECRET = [50 + i * i % 150 for i in range(100)]
 
 
 async def cached(session: Session) -> int:
-    """Return how many tokens the session's next turn needs not to prefill."""
+    """Run a turn of the session; return how many of its tokens were cached."""
     return (await session.generate(messages=said("Go on."), max_tokens=2)).usage.cached_tokens
 
 
 def traces(tmp_path: Path) -> list[Path]:
-    """Find the worker's files that have tokens of `SECRET`."""
+    """Return the worker's files that contain tokens of `SECRET`."""
     packed = pack(SECRET[:4])
     return [one for one in (tmp_path / "data").rglob("*") if one.is_file() and packed in one.read_bytes()]
 
 
 async def all_gone(client: Client, tmp_path: Path) -> bool:
-    """Whether no snapshot is left, and no file of the cache has tokens of `SECRET`."""
+    """Say whether no snapshot is left. Asserts that files have tokens of `SECRET` exactly if one is left."""
     left = (await settled(client.session("other"))).snapshots.stored
     assert bool(left) == bool(traces(tmp_path))
     return not left
@@ -47,10 +47,10 @@ async def forget(*sessions: Session) -> list[Closed]:
 
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("used", [False, True])
-async def test_forgetting_a_fork_leaves_its_parents_snapshots(
+async def test_forgetting_a_fork_keeps_its_parents_snapshots(
     local_worker: Start, endless_model: Path, *, restarted: bool, used: bool
 ) -> None:
-    """Also if the parent is not in the worker's memory: the fork's log names it."""
+    """Also if the parent is not in the worker's memory, since the fork's log names the parent."""
     worker = await local_worker(model=str(endless_model))
     parent = await conversation(worker.client, turns=3)
     position = (await parent.info()).position
@@ -66,7 +66,7 @@ async def test_forgetting_a_fork_leaves_its_parents_snapshots(
     assert bool(closed.forgotten) == used
     await worker.stop()
     worker = await local_worker(model=str(endless_model))
-    # With tokens of its own the fork has stored the block whose beginning is the parent's tail.
+    # A fork with additional tokens has stored the block that begins with the parent's last tokens.
     assert await cached(worker.client.session("parent")) == (
         position - position % BLOCK if used else position - 1
     )
@@ -95,7 +95,7 @@ async def test_no_snapshot_is_left_once_all_sessions_that_share_it_are_forgotten
     assert await all_gone(worker.client, tmp_path)
 
 
-async def test_forgetting_a_parent_leaves_the_snapshots_of_the_tokens_that_its_fork_has(
+async def test_forgetting_a_parent_keeps_the_snapshots_of_the_tokens_that_its_fork_shares(
     local_worker: Start, endless_model: Path, tmp_path: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -110,7 +110,7 @@ async def test_forgetting_a_parent_leaves_the_snapshots_of_the_tokens_that_its_f
     assert await cached(fork) == 64
 
 
-async def test_forgetting_a_session_leaves_snapshots_that_an_unrelated_session_shares_by_chance(
+async def test_forgetting_a_session_keeps_snapshots_that_an_unrelated_session_shares_by_chance(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))

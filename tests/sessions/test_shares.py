@@ -1,4 +1,4 @@
-"""The number of a tenant's active sessions: enough for the device, and few during a flood."""
+"""`Shares`: how many sessions of a tenant are active; enough for the device, and few during a flood."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ A_WHILE_S = 60.0
 
 
 class Crowd:
-    """Sessions that want to be at work, each until it is told to end."""
+    """Sessions of several tenants; each waits until it may be active, and is active until `end` ends it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -33,7 +33,7 @@ class Crowd:
     async def come(
         self, tenant: str, *sessions: str, priority: int = 0, at_once: bool = False, max_new: int = 1000
     ) -> None:
-        """Have sessions come, and settle."""
+        """Add waiting sessions of a tenant, and let the event loop run until nothing changes."""
         for session in sessions:
             self.tasks[tenant, session] = asyncio.create_task(
                 self._work((tenant, session), priority, at_once, max_new)
@@ -44,7 +44,7 @@ class Crowd:
         await self.come(tenant, *(f"s{number}" for number in range(FLOOD)))
 
     async def end(self, tenant: str, session: str | None = None) -> None:
-        """End a session at work, the tenant's first one if not named."""
+        """End an active session of a tenant: `session`, or the one that became active first."""
         key = next(one for one in self.at_work if one[0] == tenant and session in (None, one[1]))
         self._ends[key].set()
         await settled()
@@ -77,7 +77,7 @@ async def crowd() -> AsyncIterator[Crowd]:
     await asyncio.gather(*made.tasks.values(), return_exceptions=True)
 
 
-async def test_a_single_tenant_gets_only_as_many_active_sessions_as_keep_the_device_busy() -> None:
+async def test_a_single_tenant_gets_active_sessions_up_to_a_fixed_number() -> None:
     async with crowd() as one:
         await one.flood("loud")
         assert one.num("loud") == MOST
@@ -92,7 +92,7 @@ async def test_another_tenants_session_becomes_active_at_once_during_a_flood() -
         assert one.num("quiet") == 1
 
 
-async def test_a_flooding_tenant_gets_few_active_sessions_until_a_while_after_others_have_left() -> None:
+async def test_a_flooding_tenant_has_few_active_sessions_until_other_tenants_are_gone_for_a_while() -> None:
     async with crowd() as one:
         await one.flood("loud")
         await one.come("quiet", "s")
@@ -104,7 +104,7 @@ async def test_a_flooding_tenant_gets_few_active_sessions_until_a_while_after_ot
         assert one.num("loud") == ROWS // 4
         await one.end("quiet")
         await one.end("loud")
-        assert one.num("loud") == ROWS // 4  # the other one comes again, as likely as not
+        assert one.num("loud") == ROWS // 4  # the other tenant may come back soon
         one.now_s += A_WHILE_S
         await one.end("loud")
         assert one.num("loud") == MOST
@@ -122,7 +122,7 @@ async def test_a_flood_stays_limited_until_its_last_session_has_ended() -> None:
         while one.num("loud"):
             await one.end("loud")
         await one.come("loud", *(f"t{number}" for number in range(MOST)))
-        assert one.num("loud") == MOST  # no flood any more
+        assert one.num("loud") == MOST  # the flood is over
 
 
 async def test_tenants_that_do_not_flood_do_not_limit_each_other() -> None:
@@ -143,7 +143,7 @@ async def test_two_flooding_tenants_share_the_device_equally() -> None:
             assert one.num(tenant) == MOST // 2
 
 
-async def test_short_answers_have_a_few_slots_of_their_own_during_a_flood_of_long_ones() -> None:
+async def test_during_a_flood_of_long_answers_a_few_additional_slots_are_for_short_answers() -> None:
     async with crowd() as one:
         await one.flood("loud")
         await one.come("loud", *(f"short{number}" for number in range(FLOOD)), max_new=3)
@@ -192,7 +192,7 @@ async def test_a_session_cancelled_just_as_it_becomes_active_passes_its_slot_to_
         await one.flood("loud")
         first_waiting = one.tasks["loud", f"s{MOST}"]
         one._ends["loud", "s0"].set()
-        await asyncio.sleep(0)  # it leaves, and lets in the next one, whose task has not run yet
+        await asyncio.sleep(0)  # s0 ends and activates the next session, whose task has not run yet
         first_waiting.cancel()
         await settled()
         assert first_waiting.cancelled()

@@ -23,7 +23,7 @@ from turnkeep_client.messages import TextFormat
 
 EOS = 2
 STRING, NUMBER = {"type": "string", "maxLength": 20}, {"type": "integer", "minimum": 0, "maximum": 200}
-#: Small schemas of the kinds that are asked for most.
+#: Small schemas of the most common kinds.
 SCHEMAS: dict[str, dict[str, Any]] = {
     "object": {
         "type": "object",
@@ -103,7 +103,7 @@ async def client(local_worker: Callable[..., Awaitable[Any]]) -> Client:
 async def test_answers_of_a_mixed_batch_follow_their_schemas_and_equal_those_generated_alone(
     client: Client,
 ) -> None:
-    """Schemas and two answers without one, together; then each by itself, where rows speculate."""
+    """The batch has answers with schemas and two without. Generated alone, they also use drafts."""
     asked: dict[str, dict[str, Any]] = {
         name: {"response_format": by_schema(one)} for name, one in SCHEMAS.items()
     }
@@ -171,7 +171,7 @@ async def test_an_answer_in_the_format_of_a_python_type_is_parsed_into_it(client
 async def test_a_random_model_answers_in_the_given_regex_grammar_choice_or_schema(
     client: Client, asked: dict[str, Any], expected: str
 ) -> None:
-    """With a byte-level tokenizer: greedy, sampled, and with min_tokens beyond the format."""
+    """Greedy, sampled, and with more min_tokens than the format allows; the tokenizer is byte-level."""
     for number, options in enumerate(({}, {"temperature": 1.5, "seed": 4}, {"min_tokens": 50})):
         answer = await client.session(f"s{number}").generate(
             text="x", max_tokens=60, response_format=asked, **options
@@ -181,7 +181,9 @@ async def test_a_random_model_answers_in_the_given_regex_grammar_choice_or_schem
         assert re.fullmatch(expected, answer.text)
 
 
-async def test_other_sampling_options_apply_within_the_format(client: Client) -> None:
+async def test_logit_bias_penalties_and_stop_strings_apply_to_the_tokens_that_the_format_allows(
+    client: Client,
+) -> None:
     one = {"type": "regex", "regex": "[abc]{6}"}
     tokens = [
         (
@@ -263,7 +265,7 @@ async def test_a_format_that_cannot_be_enforced_is_refused_and_adds_nothing(
 
 
 async def test_a_schema_that_takes_long_to_compile_delays_no_other_answer(client: Client) -> None:
-    """An enum of as many values as the limit allows, and 3,000 optional properties."""
+    """The schemas have the largest allowed enum, and 3,000 optional properties."""
     large = [
         {"enum": [f"value{n}" for n in range(9_000)]},
         {"properties": {f"p{n}": {} for n in range(3_000)}},
@@ -310,7 +312,7 @@ async def test_formats_are_refused_without_llguidance_and_by_a_model_without_an_
 async def test_an_answer_continues_within_its_schema_after_a_crash(
     worker_process: Any, local_worker: Callable[..., Awaitable[Any]], tmp_path: Path
 ) -> None:
-    """Its tokens are those without a crash."""
+    """Its tokens are those of an answer without a crash."""
     items = {
         "type": "array",
         "items": {"type": "string", "minLength": 3, "maxLength": 6},

@@ -1,4 +1,4 @@
-"""A chat template that loops for ever holds up neither its session nor others."""
+"""A chat template that never ends delays neither its own session nor others."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def said(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
-async def test_a_message_on_which_the_template_loops_for_ever_is_refused_and_the_session_goes_on(
+async def test_a_message_on_which_the_template_never_ends_is_refused_and_the_session_continues(
     wire: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
-    """It loops over a message, or over the header of an answer; other sessions are served."""
+    """It never ends for some message, or for an answer's header. Other sessions are answered meanwhile."""
     w = await wire(model=str(model_with_template("spinning", SPINS + CHAT_TEMPLATE)))
     await w.send("s", {"type": "append", "id": "a", "messages": said("hello")})
     await w.send("later", {"type": "append", "id": "a", "messages": said("spin later")})

@@ -1,4 +1,4 @@
-"""Metrics by tenant: only with a setting, for as many tenants as it says, on the metrics subject."""
+"""Metrics by tenant: sent only on the metrics subject, for as many tenants as the setting says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turnkeep_client.messages import TenantFigures
 
 
 async def figures(client: Client) -> TenantFigures:
-    """Return what the second message from now on says: the first may be older than the last result."""
+    """Return the counts by tenant of the second metrics message: the first may precede the last result."""
     heard = client.metrics()
     async with asyncio.timeout(10):
         await anext(heard)
@@ -23,7 +23,7 @@ async def figures(client: Client) -> TenantFigures:
 
 
 async def talk(worker: LocalWorker, tenant: str) -> Any:
-    """Have one answer, and one request refused; returns the answer."""
+    """Generate an answer for a tenant, and have one request refused; return the answer."""
     assert worker.settings.nats is not None
     async with connect(worker.settings.nats, prefix=worker.settings.prefix, tenant=tenant) as client:
         session = client.session("s")
@@ -35,7 +35,7 @@ async def talk(worker: LocalWorker, tenant: str) -> Any:
         return answer
 
 
-async def test_the_first_tenants_have_metrics_of_their_own_and_all_others_share_one_name(
+async def test_the_first_tenants_have_their_own_metrics_and_all_others_are_counted_together(
     local_worker: Callable[..., Awaitable[LocalWorker]],
 ) -> None:
     worker = await local_worker(metrics_tenants=2)

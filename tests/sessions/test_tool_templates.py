@@ -1,6 +1,6 @@
-"""Turns with tools under templates of each kind: prompts are the template's text, prefilled once.
+"""Turns with tools under several chat templates: each prompt has the template's text, and is prefilled once.
 
-The templates are written for these tests, in the manner of the families that their names say.
+The templates were written for these tests, in the style of the model families that their names say.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from test_tools import CALL, CLOCK, WEATHER, ask, generated, text_of, user, worl
 from turnkeep_client.messages import Message, Reasoning
 from worker.models.tokenizer import Tokenizer
 
-#: Thoughts before the last user message are left out; results of tools that follow each other share a turn.
+#: Drops reasoning before the last user message; puts consecutive tool results into one turn.
 QWEN3 = """
 {%- if tools %}{{ '<|im_start|>system\n' }}
 {%- if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
@@ -44,7 +44,7 @@ QWEN3 = """
 {%- endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
-#: Tools stand in the first user message; results have a role of their own.
+#: Puts the tools into the first user message; tool results have a role of their own.
 LLAMA3 = """
 {%- set ns = namespace(told=false) %}
 {%- for message in messages %}
@@ -57,8 +57,8 @@ LLAMA3 = """
 {%- endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
-#: No tools, no system message but one that is put before the first user message, roles in turns: results of
-#: tools are joined.
+#: Knows no tools, puts a first system message into the first user message, and needs alternating roles, so
+#: that tool results are joined.
 GEMMA3 = """
 {%- set first = '' %}
 {%- if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}
@@ -71,7 +71,7 @@ GEMMA3 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}
 """
-#: The tools stand before the last user message, so they move with each.
+#: Puts the tools before the last user message, so that they move with each user message.
 MISTRAL = """
 {%- set ns = namespace(last=0) %}
 {%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
@@ -152,7 +152,7 @@ def reference(tokenizer: Tokenizer, messages: list[Message]) -> str:
 
 
 def index(messages: list[Message], turn: int) -> int:
-    """Count the messages before the answer number `turn`."""
+    """Return the index in `messages` of answer number `turn`, counted from 0."""
     ends = [at for at, message in enumerate(messages) if message.role == "assistant"]
     return ends[turn]
 

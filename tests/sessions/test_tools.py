@@ -1,4 +1,4 @@
-"""Tools and reasoning in a session: rendered once, split from the text, and the same after a crash."""
+"""Tools and reasoning in a session: rendered once, separate from the text, and the same after a crash."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WEATHER = Tool(
 CLOCK = Tool(function=ToolFunction(name="clock"))
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
-#: ChatML with tools, calls and their results in the manner of Hermes and Qwen.
+#: A ChatML template with tools, calls and tool results in the style of Hermes and Qwen.
 WITH_TOOLS = """
 {%- if tools %}{{ '<|im_start|>system\n' }}
 {%- if messages[0].role == 'system' %}{{ messages[0].content + '\n' }}{% endif %}
@@ -59,7 +59,7 @@ WITH_TOOLS = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
-#: Neither tools nor system messages, and users and assistants in turns.
+#: A template without tools, in which user and assistant messages must alternate.
 STRICT = """
 {%- for message in messages %}
 {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
@@ -70,7 +70,7 @@ STRICT = """
 
 
 class Script(Formula):
-    """An engine that answers with the given texts, each with the end of its turn."""
+    """An engine whose answers are the given texts in order, each followed by an end token."""
 
     def __init__(self, tokenizer: Tokenizer, *texts: str) -> None:
         super().__init__(tokenizer)
@@ -98,7 +98,7 @@ def with_tools(model_with_template: Callable[[str, str], Path]) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def variable(model_with_template: Callable[[str, str], Path]) -> Tokenizer:
-    """Variables decide on its first line, and on what stands before an answer."""
+    """A tokenizer whose template uses variables in its first line and before each answer."""
     template = (
         "{% if effort %}{{ effort + '\n' }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
     )
@@ -110,7 +110,7 @@ def variable(model_with_template: Callable[[str, str], Path]) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def thinking(model_with_template: Callable[[str, str], Path], with_tools: Tokenizer) -> Tokenizer:
-    """The same, with marks of reasoning that every test here may set: its vocabulary has no such tokens."""
+    """A tokenizer like `with_tools` that also finds reasoning, by markers that are not in its vocabulary."""
     made = Tokenizer.from_folder(model_with_template("with-tools", WITH_TOOLS))
     made._markup = replace(with_tools.markup, reasoning=("<think>", "</think>"))
     return made
@@ -159,7 +159,7 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Se
     ).removesuffix("\n")
 
 
-async def test_a_conversation_with_a_tool_call_and_its_result_renders_nothing_again(
+async def test_a_conversation_with_a_tool_call_and_its_result_rewrites_no_earlier_tokens(
     with_tools: Tokenizer,
 ) -> None:
     world = world_of(with_tools, f"I look.\n{CALL}", "It is sunny.", "Bye.")
@@ -268,7 +268,7 @@ async def test_an_interrupted_tool_call_continues_with_the_same_id(with_tools: T
 
 
 @pytest.mark.parametrize("cut", [12, 50])
-async def test_a_tool_call_that_is_cut_off_stays_in_the_text(with_tools: Tokenizer, cut: int) -> None:
+async def test_an_incomplete_tool_call_stays_in_the_text(with_tools: Tokenizer, cut: int) -> None:
     world = world_of(with_tools, CALL, "Go on.")
     first = await generated(world, ask(1, user("a"), tools=(WEATHER,), max_tokens=cut))
     assert (first.text, first.tool_calls, first.finish_reason) == (CALL[:cut], (), "length")
@@ -393,7 +393,7 @@ async def test_the_template_gets_call_arguments_as_objects(with_tools: Tokenizer
     assert '"arguments": {"city": "Rome"}' in text_of(world)
 
 
-async def test_a_late_system_message_stays_in_its_place_or_goes_into_the_next_user_message(
+async def test_a_late_system_message_keeps_its_place_or_is_put_into_the_next_user_message(
     with_tools: Tokenizer, model_with_template: Callable[[str, str], Path]
 ) -> None:
     late = Message(role="system", content="Now rhyme.")

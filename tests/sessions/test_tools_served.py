@@ -1,4 +1,4 @@
-"""Tools and reasoning with a real worker and device: forced calls, budgets, a kill in the middle."""
+"""Tools and reasoning with a real worker and device: forced calls, budgets, a kill during an answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WEATHER: dict[str, Any] = {
         },
     },
 }
-#: The tokens `<think>` and `</think>` of the model that thinks.
+#: The tokens `<think>` and `</think>` of `thinking_model`.
 MARKS = (259, 260)
 CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
 HARMONY = (
@@ -142,14 +142,14 @@ async def test_a_tool_schema_that_cannot_be_enforced_gives_a_warning_and_a_stric
 
 @pytest.fixture(scope="module")
 def thinking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model whose template opens the reasoning, with its marks in the vocabulary."""
+    """A random model whose template begins answers with `<think>`, and whose vocabulary has the markers."""
     begun = CHAT_TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
     return model_with_tokens(tmp_path_factory.mktemp("models") / "thinking", begun, "<think>", "</think>")
 
 
 @pytest.fixture(scope="module")
 def harmony_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with the marks of harmony."""
+    """A random model whose vocabulary has the special tokens of the harmony format."""
     names = "start", "end", "message", "channel", "constrain", "call", "return"
     marks = [f"<|{name}|>" for name in names]
     return model_with_tokens(tmp_path_factory.mktemp("models") / "harmony", HARMONY, *marks, special=True)
@@ -188,7 +188,7 @@ async def test_reasoning_ends_at_its_budget_and_the_format_applies_after_it(
         assert "".join(chunk.text for chunk in chunks) == result.text
 
 
-async def test_a_prefix_is_inside_the_reasoning_that_the_template_opens_unless_the_budget_is_0(
+async def test_a_prefix_belongs_to_the_reasoning_that_the_template_opens_unless_the_budget_is_0(
     local_worker: Callable[..., Awaitable[Any]], thinking_model: Path
 ) -> None:
     client = (await local_worker(model=str(thinking_model))).client
@@ -238,7 +238,7 @@ async def test_a_reasoning_budget_still_holds_after_a_kill(
     assert "".join(chunk.reasoning for chunk in chunks) == result.reasoning
 
 
-async def test_a_forced_call_in_harmonys_format_follows_its_reasoning_also_after_a_kill(
+async def test_a_forced_harmony_call_comes_after_the_reasoning_also_after_a_kill(
     local_worker: Callable[..., Awaitable[Any]], worker_process: Any, harmony_model: Path, tmp_path: Path
 ) -> None:
     asked: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A model whose weights are broken: it is refused as a worker starts, or the answer says that it failed."""
+"""A model with broken weights is refused when the worker starts, or the answers that use them fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TILDE = 96
 
 
 def broken(folder: Path, token: int, **changes: Any) -> Path:
-    """Make a tiny model that has no numbers for one token."""
+    """Make a tiny model whose embedding of one token is NaN."""
     import mlx.core as mx
 
     make_tiny_model(folder, **changes)
@@ -29,10 +29,10 @@ def broken(folder: Path, token: int, **changes: Any) -> Path:
     return folder
 
 
-async def test_a_model_with_logits_that_are_not_finite_is_refused_at_the_start_with_one_line(
+async def test_a_worker_with_a_model_whose_logits_are_not_finite_does_not_start_and_says_why(
     local_worker: Any, tmp_path: Path
 ) -> None:
-    """Embeddings that are the output's weights too: one broken row is in all logits."""
+    """The embeddings are also the output's weights, so a NaN in one row reaches all logits."""
     folder = broken(tmp_path / "broken", TILDE)
     with pytest.raises(ModelError, match=r"^/\S+/broken is broken: the model's logits .*; get [^\n]*$"):
         await local_worker(model=str(folder))

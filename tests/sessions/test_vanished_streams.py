@@ -1,4 +1,4 @@
-"""The token stream or the consumer vanishes under a worker: it makes them again."""
+"""Somebody deletes the token stream or the consumer while a worker runs: the worker creates it again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("what", ["consumer", "token stream"])
-async def test_a_worker_makes_a_deleted_consumer_or_token_stream_again(wire: Start, what: str) -> None:
+async def test_a_worker_creates_a_deleted_consumer_or_token_stream_again(wire: Start, what: str) -> None:
     w = await wire()
     first = await w.send("s", generate("a", text="one", max_tokens=2))
     if what == "consumer":

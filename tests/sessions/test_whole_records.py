@@ -1,6 +1,6 @@
-"""Results of workers that cannot read a session's whole log, and of newer versions.
+"""Results stored by workers that cannot read a session's whole log, and by workers of newer versions.
 
-The sessions, logs and requests of `test_fold`; a killed worker is a task that is cancelled.
+Uses the `World` of `test_fold`: a session with its log, without a device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER
 from turnkeep_client.messages import Append, Close, Generate, Open, Rewind, UnknownResult, encode
 from worker.models.tokenizer import Tokenizer
 
-#: More lives than any limit on attempts has.
+#: More workers, one after the other, than any limit on attempts allows.
 MANY = 20
 
 
@@ -34,13 +34,13 @@ def world(tokenizer: Tokenizer) -> World:
 
 
 def given_up(world: World) -> None:
-    """Start a worker that reads the session's log no more, as reading it has failed many times."""
+    """Start a worker that no longer tries to read the session's log, since many reads have failed."""
     world.crash()
     world.session._doubt.num_failures = MANY
 
 
 async def again(world: World, request: Any) -> Any:
-    """Publish a request whose delivery came before, to another worker."""
+    """Publish a request that counts as redelivered; return its result."""
     seq = world.log.add("in", encode(request))
     world.ring(seq, encode(request), again=True)
     await world.session.run()
@@ -73,7 +73,7 @@ async def test_a_repeat_answered_by_a_worker_that_cannot_read_the_log_does_not_e
     assert appended.position == 8
 
 
-async def test_a_session_goes_on_though_a_repeats_result_has_the_digest_of_an_empty_history(
+async def test_a_session_continues_even_if_a_repeats_result_has_the_digest_of_an_empty_history(
     world: World,
 ) -> None:
     await world.ask(Append(id="a", text="one"))
@@ -104,10 +104,10 @@ async def test_a_failure_on_a_closed_session_has_position_0_before_and_after_a_r
     assert (before.code, before.position) == (after.code, after.position) == ("unknown_session", 0)
 
 
-async def test_a_session_that_waits_for_another_sessions_last_attempt_counts_no_failed_reading(
+async def test_waiting_for_another_sessions_last_attempt_does_not_count_as_a_failed_read_of_the_log(
     world: World,
 ) -> None:
-    """Each worker reads it, and none of them crashes by it."""
+    """Each of the workers reads the session's log, and none crashes because of it."""
     await world.ask(Append(id="a", text="one"))
     seq = world.log.add("in", encode(Append(id="b", text="two")))
     for _ in range(MANY):
@@ -129,14 +129,14 @@ async def test_a_session_that_waits_for_another_sessions_last_attempt_counts_no_
 
 
 def changed(world: World, **fields: Any) -> None:
-    """Change the last result, as a later version might have written it, and start another worker."""
+    """Change fields of the last result, as if a newer worker had stored it, and start another worker."""
     body = json.loads(world.log.entries[-1].body) | fields
     build = {BUILD_HEADER: "worker=w version=9.1"}
     world.log.entries = tampered(world.log.entries, -1, body=json.dumps(body).encode(), headers=build)
     world.crash()
 
 
-async def test_a_session_goes_on_after_an_answer_with_an_unknown_finish_reason(world: World) -> None:
+async def test_a_session_continues_after_an_answer_with_an_unknown_finish_reason(world: World) -> None:
     asked = await world.ask(Generate(id="g", text="one", max_tokens=3))
     changed(world, finish_reason="content_filter")
     answer = await world.ask(Append(id="a", text="two"))
@@ -154,8 +154,8 @@ async def test_a_logged_failure_with_an_unknown_code_counts_as_the_requests_resu
     assert (repeated.code, repeated.repeat_of) == ("out_of_credit", 3)
 
 
-async def test_a_logged_failure_of_an_unknown_shape_counts_as_the_requests_result(world: World) -> None:
-    """No failure changes a session, whatever a newer version adds."""
+async def test_a_logged_failure_with_unknown_field_values_counts_as_the_requests_result(world: World) -> None:
+    """A failure never changes a session, whatever fields a newer version adds."""
     await world.ask(Append(id="a", text="one"))
     await world.ask(Rewind(id="r", position=99))
     changed(world, retryable="later")
@@ -169,7 +169,7 @@ NEW_SHAPES = {"a new type": {"type": "forked"}, "a new shape": {"seconds": {"pre
 
 
 @pytest.mark.parametrize("fields", NEW_SHAPES.values(), ids=NEW_SHAPES)
-async def test_a_logged_result_of_an_unknown_shape_stops_the_session_and_is_still_repeated(
+async def test_a_logged_result_of_an_unknown_form_stops_the_session_and_repeats_still_get_it(
     world: World, fields: Any
 ) -> None:
     await world.ask(Append(id="a", text="one"))

@@ -1,4 +1,7 @@
-"""Runs histories by their seeds: `python -m tests.simulation [SEED] [--histories N]`."""
+"""Runs simulated histories: `python -m tests.simulation [SEED] [--histories N]`.
+
+A history is one run of workers, clients and faults on a NATS server in memory; its seed determines all of it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import sys
 import time
 from collections import Counter
 
-if os.environ.get("PYTHONHASHSEED") != "0":  # else the same seed would be another history in each process
+if os.environ.get("PYTHONHASHSEED") != "0":  # otherwise a seed gives another history in each process
     os.environ["PYTHONHASHSEED"] = "0"
     os.execv(sys.executable, [sys.executable, "-P", "-m", "tests.simulation", *sys.argv[1:]])
 
@@ -18,7 +21,7 @@ from .history import simulate
 from .mutations import FAVOURED, MUTATIONS, mutated
 from .shrink import shrink
 
-sys.unraisablehook = lambda _: None  # killed processes' coroutines end in whatever way they do
+sys.unraisablehook = lambda _: None  # closing the coroutines of killed processes may raise
 
 
 def main() -> int:
@@ -38,7 +41,7 @@ def main() -> int:
 
 
 def tell_failure(seed: int, asked: argparse.Namespace) -> None:
-    """Print the story of a history that goes wrong."""
+    """Print the story of a seed's failing history; without `--whole` reduce it to its causes first."""
     if asked.whole:
         told = simulate(seed, tell=True, favoured=asked.favoured)
     else:
@@ -56,7 +59,7 @@ def simulate_all(asked: argparse.Namespace) -> int:
         num_histories += 1
         outcome = simulate(seed, tell=asked.tell, favoured=asked.favoured)
         if num_histories == 1:
-            gc.freeze()  # what is imported by now is not looked through again
+            gc.freeze()  # later collections skip all objects that exist now
         if asked.traces:
             print(f"seed {seed}: trace {outcome.trace:08x}")
         counts.update(outcome.counts)

@@ -1,4 +1,4 @@
-"""Who acts in a history: clients, supervisors of workers, and the chance that breaks things."""
+"""The actors of a simulated history: clients, supervisors of workers, and random faults."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 SUBJECTS: Final = Subjects()
 TENANT: Final = "t"
 _SESSIONS: Final = ("a", "b", "chat", "c", "d")
-#: How many plans have other weights than the usual ones.
+#: The share of plans whose weights differ from the defaults.
 _LEANING: Final = 0.5
-#: How many plans have gateways.
+#: The share of plans that have gateways.
 _VISITED: Final = 0.25
 _ASKED: Final = (Append, Generate, Rewind, Close, Open, "fork")
 _ALL: Final = 10**6
@@ -65,7 +65,7 @@ _WORDS: Final = ("hello", "x", "what now?", "é", "the quick brown fox", "ja")
 
 @dataclass(eq=False)
 class Told:
-    """What a client was told about one request."""
+    """What a client received for one request: the request's stream sequence, chunks, result and errors."""
 
     key: SessionKey
     request: Request
@@ -77,7 +77,10 @@ class Told:
 
 
 class Look(NamedTuple):
-    """The position in an answer to `info`, None of an unknown session; what had been told of it before."""
+    """An answer to `info`: the session's position, or None if the session is unknown.
+
+    `told` has the session's requests whose results clients had received before `info` was sent.
+    """
 
     key: SessionKey
     told: tuple[Told, ...]
@@ -85,7 +88,10 @@ class Look(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A session as a fresh worker has read it, and which request had each answered id first."""
+    """A session that a fresh worker has read from the log, between the times `begun_s` and `ended_s`.
+
+    `answered` maps each answered request id to the stream sequence of the first request with this id.
+    """
 
     begun_s: float
     ended_s: float
@@ -96,7 +102,7 @@ class Read(NamedTuple):
 
 @dataclass
 class Plan:
-    """What a seed makes of a history. Times are seconds."""
+    """The parameters of a simulated history (one run), drawn from its seed. Times are in seconds."""
 
     num_clients: int
     num_requests: int
@@ -113,22 +119,24 @@ class Plan:
     skews: tuple[float, ...]
     roundings: int
     meddling: float
-    #: Between two syncs of the server's files: so much a crash of the server may lose.
+    #: The time between syncs of the server's files. A crash may lose the messages of this time.
     sync_s: float
-    #: Whether the worker has little room: sessions wait for each other, and leave memory and log at once.
+    #: Whether the worker has the least limits (`history._TIGHT`), so that sessions wait for each other.
     tight: bool
-    #: How often clients ask for what (`_ASKED`), in how many sessions, repeat a request, wait for a result.
+    #: The relative frequencies of the request types in `_ASKED`.
     weights: tuple[float, ...] = (30, 45, 10, 6, 4, 5)
     num_sessions: int = 3
+    #: The probability that a client repeats an earlier request.
     repeating: float = 0.1
+    #: The probability that a client waits for a result before its next request.
     patience: float = 0.6
-    #: Clients of gateways, and these.
+    #: The number of gateways' clients, and of gateways.
     num_visitors: int = 0
     num_gates: int = 1
 
     @classmethod
     def of(cls, random: Random) -> Plan:
-        """Draw a plan."""
+        """Draw a random plan."""
         kinds = tuple(one for one in FAULTS if random.random() < 0.35)
         num_workers = random.choice((1, 1, 1, 2, 3))
         some = random.random
@@ -172,10 +180,10 @@ class Plan:
         return plan
 
     def _lean(self, random: Random) -> None:
-        """Let few things come often and others not at all: mixes that are rare in plans drawn as above.
+        """Skew the plan: some types of requests become frequent, and others never occur.
 
-        After A. Groce et al., "Swarm Testing" (ISSTA 2012): runs that leave features out at random find more
-        than runs that have a little of all.
+        After A. Groce et al., "Swarm Testing" (ISSTA 2012): runs that omit random features find more
+        faults than runs that use a little of every feature.
         """
         weights = tuple(random.choice((0, 1, 1, 5)) * one for one in self.weights)
         self.weights = weights if any(weights) else self.weights
@@ -189,7 +197,7 @@ class Plan:
             self.settings["closed_ttl_s"] = 0.0
 
 
-#: A plan's disturbances, and what they are without.
+#: The fields of a plan that disturb a history, with the values that turn the disturbance off.
 PLAIN: Final[dict[str, Any]] = {
     "num_workers": 1,
     "leases": True,
@@ -204,7 +212,7 @@ PLAIN: Final[dict[str, Any]] = {
 
 
 class Asker:
-    """One client process, which begins anew where it was when it is killed."""
+    """A simulated client process. If it is killed, another process continues with its requests."""
 
     def __init__(self, history: History, number: int) -> None:
         self._history = history
@@ -222,7 +230,7 @@ class Asker:
         self.process.start(self._live())
 
     def kill(self) -> None:
-        """Kill the process, and start another one that asks what was asked last again."""
+        """Kill the process, and start another one, which first repeats the last two requests."""
         if self.is_done.is_set():
             return
         self._history.note(self.process.name, "killed")
@@ -335,13 +343,13 @@ class Asker:
     async def _ask(
         self, key: SessionKey, request: Request, timeout_s: float | None = None, num_chunks: int = _ALL
     ) -> None:
-        """Ask, and of an answer leave the block after so many chunks, which cancels it."""
+        """Send a request, and record what the client receives. Cancel an answer after `num_chunks` chunks."""
         history, client = self._history, self._client
         assert client is not None
         told = Told(key, request)
         history.told.append(told)
         history.note(self.process.name, f"asks {key.session} {encode(request).decode()}")
-        if history.plan.sync_s:  # what the log has lost is not answered
+        if history.plan.sync_s:  # a request that the log has lost is never answered
             timeout_s = timeout_s or 60.0
         call = Call(client._wire, client._feeds, key, request, timeout_s=timeout_s)
         try:
@@ -368,7 +376,7 @@ class Asker:
                 history.note(self.process.name, f"{request.id} {told.error} {told.broken}")
 
     async def _meddle(self, key: SessionKey, request: Request, random: Random) -> None:
-        """Cancel a request, ask what its session does or would do, or ask without the log."""
+        """At random, cancel the request, send `info` or `count` for its session, or send an `ask`."""
         await asyncio.sleep(random.expovariate(50))
         assert self._client is not None
         session, chance = self._client.session(key.session), random.random()
@@ -403,7 +411,7 @@ def _input(random: Random, key: SessionKey) -> dict[str, Any]:
 
 
 class Supervisor:
-    """Starts a worker again whenever it ends."""
+    """Runs a worker, and starts another one in its directory whenever the worker ends."""
 
     def __init__(self, history: History, number: int) -> None:
         self._history = history
@@ -432,7 +440,7 @@ class Supervisor:
             await asyncio.sleep(loop.random.expovariate(2))
 
     def prepare(self, *, leases: bool = True) -> Worker:
-        """Make the next process, and its worker."""
+        """Make the next simulated process and its worker, without starting them."""
         plan, loop, number = self._history.plan, self._history.loop, self._number
         skew_s = plan.skews[number % len(plan.skews)] if number < plan.num_workers else 0.0
         process = self.process = Process(loop, f"worker {number}.{self.num_lives}", skew_s=skew_s)
@@ -470,7 +478,7 @@ class Supervisor:
 
 
 class History:
-    """All that one seed does."""
+    """One simulated run: its actors, its faults, and the observations that `checks` compares with the log."""
 
     def __init__(
         self,
@@ -482,7 +490,7 @@ class History:
         seed: int = 0,
         without: frozenset[str] = frozenset(),
     ) -> None:
-        """`without` names the acts that are left out."""
+        """Make the actors of a plan. `without` names the acts to leave out."""
         self.loop = loop
         self.seed = seed
         self.without = without
@@ -494,18 +502,18 @@ class History:
         self.note = note
         self.told: list[Told] = []
         self.looks: list[Look] = []
-        #: Sessions of which a visitor has read another text than the record's, and what it says of it.
+        #: Sessions whose streamed text differed from the recorded text, each with a description.
         self.differing: list[tuple[str, str]] = []
         self.faults: list[str] = []
         self.num_faults = 0
-        #: Which worker began when.
+        #: The name of each worker process, and the time at which it started.
         self.lives: list[tuple[str, float]] = []
-        #: What the next append does that is poison: its id begins so.
+        #: If not empty, the next append kills the workers that run it; its id begins with this text.
         self.poison = ""
-        #: What a fresh worker has read of the sessions at the end.
+        #: The sessions as a fresh worker has read them at the end.
         self.read: dict[SessionKey, Read] = {}
         self.deeds: list[asyncio.Task[Any]] = []
-        #: Which requests were imported: the session and the sequence that they had before.
+        #: Imported requests: session and sequence now, mapped to session and sequence before the import.
         self.imported: dict[tuple[SessionKey, int], tuple[SessionKey, int]] = {}
         self.supervisors = [Supervisor(self, number) for number in range(plan.num_workers)]
         self.gates = [Gate(self, number) for number in range(plan.num_gates if plan.num_visitors else 0)]
@@ -513,7 +521,7 @@ class History:
         self.clients = [*(Asker(self, number) for number in range(plan.num_clients)), *visitors]
 
     def begin(self, act: str) -> Random | None:
-        """Return what decides an act by chance, independently of all others; None if it is left out."""
+        """Begin an act; return its own random generator, seeded by its name. None if it is left out."""
         if act in self.without:
             return None
         self.acts.append(act)
@@ -533,7 +541,7 @@ class History:
         )
 
     async def break_things(self) -> None:
-        """Let faults happen, one after the other."""
+        """Inject the plan's faults one after another, at random times."""
         for number in range(1, self.plan.num_faults + 1):
             act = f"fault {number}"
             chance = random.Random(f"{self.seed} {act}")
@@ -547,13 +555,13 @@ class History:
 
 
 async def _crash(history: History, random: Random) -> None:
-    """Kill a worker at one of the next handles."""
+    """Kill a random worker just before one of the event loop's next 400 callbacks."""
     loop, victim = history.loop, random.choice(history.supervisors)
     loop.at_handle[loop.num_handles + random.randint(1, 400)] = victim.kill
 
 
 async def _crash_at(history: History, random: Random) -> None:
-    """Kill a worker at the moment at which something of a kind is stored."""
+    """Kill a random worker when the server stores the next message of a random kind, or a later one."""
     victim = random.choice(history.supervisors)
     kind = random.choice(("in", "commit", "commit", "closed", "attempt", "checkpoint", "chunk"))
     left = random.randint(1, 3)
@@ -581,14 +589,14 @@ async def _stop(history: History, random: Random) -> None:
 
 
 async def _drain(history: History, random: Random) -> None:
-    """Let a worker give its sessions away, or take some again."""
+    """Tell a random worker to hand its sessions to other workers, or to take sessions again."""
     victim, on = random.choice(history.supervisors), random.random() < 0.7
     if victim.worker is not None and victim.process is not None:
         victim.process.start(victim.worker.drain(on=on))
 
 
 async def _cut(history: History, random: Random) -> None:
-    """Cut somebody's connection, and perhaps keep it from coming back for a while."""
+    """Cut a random connection, and make the server unreachable for that client for 0, 0.5 or 3 s."""
     links, away_s = history.server.links, random.choice((0.0, 0.5, 3.0))
     if links:
         link = random.choice(links)
@@ -609,7 +617,7 @@ async def _crash_server(history: History, random: Random) -> None:
         return
 
     def stored(subject: str) -> None:
-        """Cut its power when there is something to lose."""
+        """Simulate a power failure after the server has stored one to three entries that it may lose."""
         nonlocal left
         left -= subject.split(".")[3:4] in (["in"], ["commit"], ["checkpoint"])
         if not left and server.is_up:
@@ -622,18 +630,18 @@ async def _crash_server(history: History, random: Random) -> None:
 
 
 async def _poison(history: History, _: Random) -> None:
-    """Let the next append end every worker that runs it."""
+    """Make the next append request kill every worker process that runs it."""
     history.poison = "poison"
 
 
 def _waiting(stream: Stream, subject: str) -> list[Message]:
-    """Return the requests on a subject `in` that have no result."""
+    """Return the requests on an `in` subject that have no result."""
     answered = {decode_result(one.data).seq for one in stream.matching(f"{subject[:-3]}.out")}
     return [one for one in stream.matching(subject) if one.seq not in answered]
 
 
 async def _newer(history: History, random: Random) -> None:
-    """A worker of a newer version answers a request, with a result that this version does not know."""
+    """Answer waiting requests as a newer version might, with a type of result unknown to this version."""
     stream = history.server.jetstream.streams[SUBJECTS.log_stream]
     for subject in stream.counts(SUBJECTS.every("in")):
         waiting, results = _waiting(stream, subject), stream.matching(f"{subject[:-3]}.out")
@@ -647,10 +655,10 @@ async def _newer(history: History, random: Random) -> None:
 
 
 async def _rot(history: History, _: Random) -> None:
-    """A checkpoint is not what it was: an older one, or one of another session, is in its place.
+    """Replace the content of each checkpoint by an earlier checkpoint's, perhaps of another session.
 
-    Bases of forks and long inputs stay: nothing else has their tokens. The result that names one is stored
-    after it, so a session with a request that waits may have one that has no name yet.
+    Bases of forks and long inputs stay, because only these checkpoints have their tokens. Checkpoints of
+    sessions with a waiting request stay too: one may be such a base, named only by a result yet to come.
     """
     stream = history.server.jetstream.streams[SUBJECTS.log_stream]
     bases = {one.headers[PARTS_HEADER].partition(" ")[0] for one in stream.all if PARTS_HEADER in one.headers}

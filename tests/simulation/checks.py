@@ -1,7 +1,7 @@
-"""What must hold after each history. Reads all that the world ever stored, past worker and client.
+"""The invariants that must hold after each simulated history.
 
-The history of a session is computed here a second time, in the simplest way: from its requests, results and
-the device's hash alone.
+Reads everything that the simulated server ever stored, directly and not by a worker or a client. Computes
+each session's state a second time, in the simplest way: from its requests, its results and the device's hash.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _MAY_FAIL: Final = {
 }
 FOLD: Final = Fold(tokenizer())
 _EMPTY: Final = FOLD.begin(datetime.fromtimestamp(0, UTC))
-# All is read again whenever the history is asked whether anything is left.
+# Cached: until a history settles, its whole log is read again and again.
 _parse: Final = lru_cache(65_536)(SUBJECTS.parse)
 _request: Final = lru_cache(65_536)(decode_request)
 _result: Final = lru_cache(65_536)(decode_result)
@@ -68,39 +68,40 @@ _result: Final = lru_cache(65_536)(decode_result)
 
 @dataclass
 class Logged:
-    """One session's log."""
+    """One session's log, and the state that the checks compute from it."""
 
     key: SessionKey
     requests: dict[int, Request] = field(default_factory=dict)
     asked: dict[int, Message] = field(default_factory=dict)
     results: dict[int, list[tuple[Message, Result]]] = field(default_factory=dict)
     state: State = _EMPTY
-    #: After which message of `out` the session had which state.
+    #: The state after each message on `out`, with the message's sequence.
     states: list[tuple[int, State]] = field(default_factory=list)
-    #: What is to be erased from all disks, if nothing came after it.
+    #: The state that must be erased from all disks: the one before a last close with `forget`.
     forgotten: State = _EMPTY
-    #: The digest of the last result that changed it.
+    #: The history digest in the last result that changed the session.
     vouched: str = ""
     closed: Message | None = None  # the result of its last close
-    #: A newer version has continued it in a way that this one does not know.
+    #: Whether a newer version has continued the session with a result that this version does not know.
     is_beyond: bool = False
-    #: The server has lost its close: what the close removed is gone, and nothing says why.
+    #: Whether the server has lost a close, so that no entry explains what the close removed.
     is_unsure: bool = False
     #: The results that the server has lost.
     lost: list[Result] = field(default_factory=list)
-    #: The last request that changed it; by ids the first requests with their results, and their messages.
+    #: The sequence of the last request that changed the session.
     last_seq: int = 0
+    #: For each id its first request: sequence, request and result; then the two messages.
     firsts: dict[str, tuple[int, Request, Result]] = field(default_factory=dict)
     records: dict[str, tuple[Message, Message]] = field(default_factory=dict)
 
     @property
     def is_unknown(self) -> bool:
-        """Whether its state cannot be computed any more."""
+        """Whether the session's state can no longer be computed."""
         return self.is_beyond or self.is_unsure
 
 
 def logs(stream: Stream) -> dict[SessionKey, Logged]:
-    """Read all that was ever stored."""
+    """Return each session's log, with every message that the stream ever stored."""
     found: dict[SessionKey, Logged] = {}
     for message in stream.all:
         try:
@@ -135,7 +136,7 @@ def _lost(stream: Stream) -> Iterator[tuple[SessionKey, str, Message]]:
 
 
 def _lost_names(streams: dict[str, Stream]) -> set[tuple[SessionKey, str]]:
-    """Return the requests of which the server has lost something: the request, its result or a chunk."""
+    """Return (session, request id) where the server has lost the request, its result or a chunk."""
     names = {(key, _parse(one.subject)[2] or "") for key, _, one in _lost(streams[SUBJECTS.token_stream])}
     for key, kind, message in _lost(streams[SUBJECTS.log_stream]):
         if kind in ("in", "out"):
@@ -149,7 +150,7 @@ def unanswered(stream: Stream) -> int:
 
 
 def check(history: History) -> list[str]:
-    """Return what went wrong."""
+    """Check all invariants after a history; return one line for each violation."""
     streams = history.server.jetstream.streams
     found = logs(streams[SUBJECTS.log_stream])
     wrong = [*history.faults, *history.loop.faults]
@@ -172,17 +173,17 @@ def check(history: History) -> list[str]:
 
 
 def unforgotten(history: History) -> list[str]:
-    """Return what is left of forgotten sessions."""
+    """Return one line for each message of a forgotten session that a stream still has."""
     streams = history.server.jetstream.streams
     found = logs(streams[SUBJECTS.log_stream]).values()
     return [f"{log.key}: {one}" for log in found for one in _check_forgotten(log, streams)]
 
 
 def copies(history: History) -> list[str]:
-    """Return what of forgotten sessions is on the disks, unless another session has had the same tokens."""
+    """Return one line for each forgotten session with tokens on a disk that no other session ever had."""
     found = logs(history.server.jetstream.streams[SUBJECTS.log_stream])
     for _ in _check_sessions(found, history):
-        pass  # what is wrong is found at the end
+        pass  # only computes the states; `check` reports violations
     return [*_copies(found, history)]
 
 
@@ -191,7 +192,7 @@ def _copies(found: dict[SessionKey, Logged], history: History) -> Iterator[str]:
         for key, tokens in one.disk.items():
             num = tokens.num_common(found[key].forgotten.tokens)
             others = [log for log in found.values() if log.key.tenant == key.tenant and log.key != key]
-            is_of_it = num == len(tokens) > 0  # else it was rewound, or cancelled, behind what it was
+            is_of_it = num == len(tokens) > 0  # otherwise a rewind or a cancel had removed these tokens
             if is_of_it and not any(
                 state.tokens.num_common(tokens) >= num for log in others for _, state in log.states
             ):
@@ -199,7 +200,7 @@ def _copies(found: dict[SessionKey, Logged], history: History) -> Iterator[str]:
 
 
 def _check_sessions(found: dict[SessionKey, Logged], history: History) -> Iterator[str]:
-    """Apply all results in the order in which they were stored, so that a fork finds its parent."""
+    """Apply and check all results in the order of the log, since a fork needs its parent's earlier states."""
     stored = []
     for log in found.values():
         for seq in log.requests:
@@ -223,7 +224,7 @@ def _check_result(
     request = log.requests[seq]
     if isinstance(result, UnknownResult):
         log.is_beyond = True
-    if log.is_unknown:  # only that all is answered once
+    if log.is_unknown:  # then only the number of results can be checked
         return
     if result.id != request.id:
         yield f"the result of {request.id} at {seq} names {result.id}"
@@ -232,7 +233,7 @@ def _check_result(
             yield f"the result of {seq} comes behind that of a later request"
         log.last_seq = seq
     for name, record in [*log.records.items()]:
-        if any(_is_gone(one, message) for one in record):  # a session that was removed takes it along
+        if any(_is_gone(one, message) for one in record):  # it was removed with its session
             del log.firsts[name], log.records[name]
     first, is_copy = log.requests.get(result.repeat_of or 0), is_imported(log.asked[seq])
     lacks_first = first is None or first.id != request.id
@@ -241,7 +242,7 @@ def _check_result(
     was_asked = any(one.id == request.id for at, one in log.requests.items() if at < seq)
     if not is_copy and (
         not was_asked or request.id in log.firsts
-    ):  # else its record was removed, perhaps meanwhile
+    ):  # otherwise the first result was removed, perhaps meanwhile
         yield from _check_repeat(seq, request, result, log.firsts)
     if not _is_known(result):
         log.firsts.setdefault(request.id, (seq, request, result))
@@ -253,13 +254,13 @@ def _check_result(
                 yield from _check_no_fork(log, request, result, found)
         return
     is_close = isinstance(result, Closed) and result.repeat_of is None
-    if is_copy and is_close and not log.state.exists:  # of what a forget had left
+    if is_copy and is_close and not log.state.exists:  # the copy of a forgotten session begins with its close
         log.state, log.closed = FOLD.closed(log.state), message
         return
     if result.repeat_of is None:
         yield from _apply(log, seq, request, message, result, found, history)
     digest = message.headers.get(HISTORY_HEADER)
-    # A copy has its results in the order of the requests, also of those that were cancelled early.
+    # An imported session has its results in the order of its requests, even of requests cancelled early.
     is_about_it = _changes(result) or (log.closed is None and not is_copy)
     if not log.is_unknown and is_about_it and digest not in (log.state.digest(), log.vouched):
         yield f"{request.id} at {seq} has a digest of other tokens"
@@ -268,12 +269,12 @@ def _check_result(
 
 
 def is_imported(asked: Message) -> bool:
-    """Whether a request came with its result from another log, or from the same one."""
+    """Whether a request was stored, together with its result, by an import of a session's log."""
     return "Nats-Batch-Id" in asked.headers
 
 
 def _is_gone(record: Message, at: Message) -> bool:
-    """Whether a record was removed before a later message was stored."""
+    """Whether the message `record` was removed from the stream before the message `at` was stored."""
     return record.removed_s is not None and record.removed_s <= at.stored_s
 
 
@@ -284,7 +285,7 @@ def _changes(result: Result) -> bool:
 
 
 def _is_known(result: Result) -> bool:
-    """Whether the result says that the request's id was known."""
+    """Whether the result says that an earlier request had the same id."""
     return result.repeat_of is not None or (isinstance(result, Failed) and result.code == "id_conflict")
 
 
@@ -320,15 +321,15 @@ def _check_failure(
     is_innocent = is_innocent and POISON not in (getattr(request, "tokens", None) or ())
     asked_s = log.asked[seq].stored_s
     if "has ended every worker" in result.message:
-        # By chance so many workers ended beside it: nobody can tell that from its doing. A server that ends
-        # forgets who had it, and that one may be slower to come back than a worker that takes it over.
+        # Other causes may have ended that many workers while it ran, and no worker can tell the difference. A
+        # server that ends forgets who had the request, and another worker may be the first to take it again.
         num_ended = sum(asked_s < begun_s < message.stored_s for _, begun_s in history.lives)
         num_ended += history.server.counts["crashes of the server"]
         most = 2 if "operator" in history.plan.kinds else history.plan.settings["max_attempts"]
         is_innocent = is_innocent and num_ended < most
         is_innocent = (
             is_innocent and history.plan.leases
-        )  # a worker that has lost its messages counts as dead
+        )  # without leases a worker that is only cut off counts as dead
     asks_again = "is not stored yet: ask again" in result.message
     asks_again = asks_again or "cannot be forked: " in result.message
     if is_innocent and result.code not in _MAY_FAIL and not asks_again:
@@ -346,10 +347,10 @@ def _apply(
     found: dict[SessionKey, Logged],
     history: History,
 ) -> Iterator[str]:
-    """Apply one request and its result to the session."""
+    """Check a result against the session's state, then apply the request and the result to the state."""
     closing = (log.closed, log.asked[_result(log.closed.data).seq or 0]) if log.closed else ()
     if any(_is_gone(one, message) for one in closing):
-        log.state, log.closed = _EMPTY, None  # nothing says any more that it was closed
+        log.state, log.closed = _EMPTY, None  # no entry of the close is left
     before, log.forgotten = log.state, _EMPTY
     match request, result:
         case _, Generated(tokens=()):
@@ -391,7 +392,7 @@ def _apply(
 
 
 def _extended(state: State, request: Append | Generate) -> State:
-    """Add a request's input; what is no message is computed here a second time."""
+    """Return the state with a request's input added; compute the tokens of input without messages twice."""
     extended = FOLD.extend(state, request).history
     if not request.messages and not state.conversation.has_messages:
         given = request.tokens
@@ -402,11 +403,11 @@ def _extended(state: State, request: Append | Generate) -> State:
 
 
 def _check_read(log: Logged, read: Read) -> Iterator[str]:
-    """What a fresh worker has read is the session, and the ids are those that were answered first."""
+    """Check that a fresh worker has read the session's state, and the first request of each answered id."""
     entries = [*log.asked.values(), *(message for answers in log.results.values() for message, _ in answers)]
     removed_s = [one.removed_s for one in entries if one.removed_s is not None]
     if any(read.begun_s <= one <= read.ended_s for one in removed_s):
-        return  # it was removed meanwhile
+        return  # entries were removed while the worker read them
 
     if log.is_unsure:
         return
@@ -441,7 +442,7 @@ def _check_read(log: Logged, read: Read) -> Iterator[str]:
 
 
 def _check_deadlines(log: Logged, history: History) -> Iterator[str]:
-    """A worker that began after a request's deadline does not carry it out."""
+    """Check that no worker that started after a request's deadline has executed the request."""
     for seq, answers in log.results.items():
         request = log.requests.get(seq)
         for message, result in answers:
@@ -456,9 +457,9 @@ def _check_deadlines(log: Logged, history: History) -> Iterator[str]:
 def _check_fork(
     log: Logged, request: Open, message: Message, result: Opened, found: dict[SessionKey, Logged]
 ) -> Iterator[str]:
-    """Find the state of the parent that a fork began with."""
+    """Find the parent's state that a fork has copied, and make it the fork's state."""
     assert request.from_ is not None
-    is_copy = is_imported(log.asked[result.seq or 0])  # which was as expected where it was carried out
+    is_copy = is_imported(log.asked[result.seq or 0])  # the original log had the expected position
     since = 0 if is_copy else result.seq or 0
     parent, states = _parent(log, request.from_.session, since, found)
     digest = message.headers.get(HISTORY_HEADER)
@@ -478,7 +479,7 @@ def _check_fork(
 def _parent(
     log: Logged, session: str, since: int, found: dict[SessionKey, Logged]
 ) -> tuple[Logged | None, list[State]]:
-    """Return the log of a fork's parent, and its states since the fork was asked for."""
+    """Return the log of a fork's parent, and the parent's states from sequence `since` on."""
     parent = found.get(type(log.key)(log.key.tenant, session))
     states = parent.states if parent else []
     before = [state for seq, state in states if seq < since]
@@ -492,7 +493,7 @@ def _is_open(state: State) -> bool:
 def _check_no_fork(
     log: Logged, request: Open, result: Failed, found: dict[SessionKey, Logged]
 ) -> Iterator[str]:
-    """A fork that is refused for its parent's state was asked for while the parent was so."""
+    """Check that a refused fork's parent has been in the state that the refusal names, since the request."""
     assert request.from_ is not None
     parent, states = _parent(log, request.from_.session, result.seq or 0, found)
     if parent is not None and parent.is_unknown:
@@ -509,7 +510,7 @@ def _check_no_fork(
 
 
 def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
-    """Nothing of before a close with `forget` is there any more."""
+    """Check that the streams have no message of the session from before its last close with `forget`."""
     closes = [
         seq
         for seq, request in log.requests.items()
@@ -526,7 +527,7 @@ def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
     closed = log.results[last][0][0].seq
     for message in streams[SUBJECTS.log_stream].matching(SUBJECTS.log(log.key)):
         kind = message.subject.rpartition(".")[2]
-        ends = {"in": last, "out": last, "checkpoint": closed, "dead": closed}  # what waited came in between
+        ends = {"in": last, "out": last, "checkpoint": closed, "dead": closed}  # waiting requests lie between
         if message.seq < ends.get(kind, 0):
             yield f"the {kind} at {message.seq} is still there after the forget at {last}"
     for message in streams[SUBJECTS.log_stream].matching(SUBJECTS.of(log.key, "out")):
@@ -540,7 +541,10 @@ def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
 
 
 def _expired(stream: Stream, found: dict[SessionKey, Logged], ttl_s: float) -> set[tuple[SessionKey, str]]:
-    """Return the answers of which chunks expired before the result: a worker that died is resumed without."""
+    """Return (session, request id) of answers with chunks that expired before the result was stored.
+
+    If a worker dies during such an answer, the next worker continues without the expired chunks.
+    """
     expired: set[tuple[SessionKey, str]] = set()
     for message in stream.all:
         key, _, name = _parse(message.subject)
@@ -554,7 +558,7 @@ def _expired(stream: Stream, found: dict[SessionKey, Logged], ttl_s: float) -> s
 def _check_clients(
     history: History, found: dict[SessionKey, Logged], expired: set[tuple[SessionKey, str]]
 ) -> Iterator[str]:
-    """What clients were told is the record, or its beginning."""
+    """Check that each result that a client received is in the log, and that its chunks begin the answer."""
     for told in history.told:
         name = f"{told.key} {told.request.id}"
         log = found.get(told.key)
@@ -572,7 +576,7 @@ def _check_clients(
 
 
 def _check_told_results(history: History, found: dict[SessionKey, Logged]) -> Iterator[str]:
-    """No client was told another request's result, or one that the log never had."""
+    """Check that no client has received another request's result, or one that the log never had."""
     for told in history.told:
         log, result = found.get(told.key, Logged(told.key)), told.result
         if result is not None and result.id != told.request.id:
@@ -584,7 +588,7 @@ def _check_told_results(history: History, found: dict[SessionKey, Logged]) -> It
 
 
 def _check_looks(history: History, found: dict[SessionKey, Logged]) -> Iterator[str]:
-    """`info` shows no session as it was before a result that somebody had been told."""
+    """Check that `info` never showed a state older than a result that a client had received before."""
     for key, told, position in history.looks:
         log = found.get(key)
         if log is None or log.is_unknown or history.plan.sync_s:
@@ -606,7 +610,7 @@ def _check_looks(history: History, found: dict[SessionKey, Logged]) -> Iterator[
 
 
 def _began_anew(request: Request, log: Logged) -> bool:
-    """Whether a request was published and carried out again, as its session was removed meanwhile."""
+    """Whether a request was published and executed again, because its session had been removed."""
     same = [seq for seq, one in log.requests.items() if one.id == request.id]
     return len(same) > 1 and log.asked[min(same)].removed_s is not None
 
@@ -628,7 +632,7 @@ def _check_told(chunks: list[Chunk], request: Request, log: Logged) -> Iterator[
 
 
 def _is_given_up(result: Result) -> bool:
-    """Whether workers ended over it too often: what they published of it before stays."""
+    """Whether a request failed because too many workers crashed on it. Its published chunks then stay."""
     what = ("has ended every worker", "reading its log has ended")
     return isinstance(result, Failed) and any(one in result.message for one in what)
 
@@ -636,7 +640,7 @@ def _is_given_up(result: Result) -> bool:
 def _check_chunks(
     stream: Stream, found: dict[SessionKey, Logged], expired: set[tuple[SessionKey, str]]
 ) -> Iterator[str]:
-    """All chunks that were ever stored are parts of the records."""
+    """Check that each chunk that was ever stored is a part of its recorded answer."""
     for message in stream.all:
         if not message.data:
             continue
@@ -647,9 +651,9 @@ def _check_chunks(
         answers = found[key].results.get(chunk.seq or 0, [])
         asked = found[key].asked.get(chunk.seq or 0)
         if asked and is_imported(asked):
-            continue  # behind a replica that lags a worker may begin it, as a copy has no seals
+            continue  # a worker on a lagging replica may answer a copied request, which has no seal
         if asked and asked.removed_s is not None and asked.removed_s < message.stored_s and message.removed_s:
-            continue  # by a worker that had stalled, and took it back: its request was forgotten meanwhile
+            continue  # a stalled worker published it after the forget of its request, and removed it
         for _, result in answers:
             tokens = result.tokens if isinstance(result, Generated) else ()
             if not _is_given_up(result) and tuple(tokens[chunk.i : chunk.i + len(chunk.tokens)]) != tuple(

@@ -1,6 +1,6 @@
-"""A worker without a model: the real one but for its device, whose tokens are a hash of what came before.
+"""The real worker with a simulated device, which computes each token as a hash of the tokens before it.
 
-So every answer is determined by its session's tokens and its seed, as with a model, and can be checked.
+As with a model, a session's tokens and its seed determine every answer, so that `checks` can verify answers.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ _TEMPLATE: Final = (
     "{% for one in messages %}<|im_start|>{{ one.role }}\n{{ one.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-#: A request with this token ends every process that runs it.
+#: A request with this token kills every process that runs it.
 POISON: Final = 0
 _END: Final = 2
 CONTEXT: Final = 4096
 _KV_BYTES: Final = 64
 _MOST_BYTES: Final = 10**9
-#: How many of its writes a disk loses, and how many of its erasures it does not confirm.
+#: The probability that a disk loses a write, and that it does not confirm an erasure.
 _DISK_FAILS: Final = 0.2
 
 
 @cache
 def tokenizer() -> Tokenizer:
-    """A tokenizer of bytes."""
+    """Make a tokenizer with a token for each byte, and three special tokens. Cached."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate((*_SPECIAL, *letters))}
     rust = Rust(models.BPE(vocab=vocabulary, merges=[]))
@@ -83,7 +83,7 @@ def tokenizer() -> Tokenizer:
 
 
 def next_token(prompt: Sequence[int], answered: Sequence[int], seed: int, rounding: int) -> int:
-    """Return the token that follows, on a device that rounds in this way."""
+    """Hash prompt, answer so far and seed to the next token. `rounding` stands for a device's arithmetic."""
     salt = seed.to_bytes(8, "big") + bytes([rounding])
     hashed = blake2b(array("I", prompt).tobytes(), digest_size=8, salt=salt)
     hashed.update(array("I", answered).tobytes())
@@ -93,7 +93,7 @@ def next_token(prompt: Sequence[int], answered: Sequence[int], seed: int, roundi
 
 @dataclass(eq=False)
 class _Run:
-    """A turn on the device."""
+    """The state of one turn on the simulated device."""
 
     num_cached: int
     num_context: int
@@ -103,7 +103,7 @@ class _Run:
 
 
 class Disk(dict["SessionKey", "Tokens"]):
-    """What workers have left in a directory."""
+    """A simulated snapshot directory: for each session, the tokens whose KV workers have stored."""
 
     def __init__(self) -> None:
         self._erased: dict[str, Erased] = {}
@@ -122,7 +122,7 @@ class Disk(dict["SessionKey", "Tokens"]):
 
 
 class Device(EnginePort):
-    """Stands for `worker.device.engine.Engine`."""
+    """Replaces `worker.device.engine.Engine` in simulated workers: tokens are hashes, and there is no KV."""
 
     def __init__(self, loop: Loop, process: Process, rounding: int, disk: Disk) -> None:
         self.resident: dict[SessionKey, Tokens] = {}
@@ -178,11 +178,11 @@ class Device(EnginePort):
         raise NotImplementedError  # no client of a history asks for vectors
 
     async def mend(self) -> None:
-        """Leave what the disk has not taken as it is."""
+        """Wait until cancelled. Unlike the engine, never save again what the disk has lost."""
         await Event().wait()
 
     async def store_missing(self, within_s: float) -> None:
-        """Leave it at the end too."""
+        """Do nothing. Unlike the engine, save nothing again when the worker stops."""
 
     def _fails(self) -> bool:
         return self._loop.random.random() < _DISK_FAILS
@@ -251,7 +251,7 @@ class Device(EnginePort):
             del self.runs[key]
 
     async def _answer(self, run: _Run, context: Tokens, answer: Answer, sampling: Any, publish: Any) -> None:
-        """Draw tokens as fast as the device is; publish them as fast as the log is."""
+        """Draw tokens at the device's speed; publish them at the log's speed, waiting chunks as one."""
         run.num_context = len(context) - len(answer.tokens)
         prompt = context.ids(0, run.num_context)
         seed = 0 if sampling.is_greedy else sampling.seed
@@ -277,7 +277,7 @@ class Device(EnginePort):
 
 
 class Worker(App):
-    """The real worker, with a device of hashes. Without `leases` it does not ask whether it is alone."""
+    """The real worker with a simulated device. Without `leases` it has no record among the workers."""
 
     def __init__(
         self,
@@ -329,7 +329,7 @@ class Worker(App):
             nc, self._subjects, worker=self._settings.worker, directory=self._directory.name, lost=self._fail
         )
 
-        # Workers without records do not know of each other; but one that is only slow answers a ping.
+        # Workers without records do not know of each other, but a slow worker must still answer pings.
         async def pong(message: Any) -> None:
             await message.respond(b"")
 
@@ -337,7 +337,7 @@ class Worker(App):
         return nc
 
     async def drain(self, *, on: bool) -> None:
-        """Give sessions away, or take some again; what the server does not hear changes nothing."""
+        """Hand sessions to other workers (`on`), or take sessions again. NATS errors are ignored."""
         with contextlib.suppress(nats.errors.Error, APIError, OSError):
             if self.ready.is_set():
                 await self._members.drain(on=on)
@@ -364,7 +364,7 @@ class Worker(App):
 
     @property
     def leftovers(self) -> dict[str, int]:
-        """Count what an idle worker must not hold."""
+        """Return counts that must be 0 in an idle worker, such as running turns and waiting requests."""
         intake, services = self._intake, self._sessions._services
         shares = services.shares._present.values()
         return {

@@ -1,4 +1,4 @@
-"""Gateways in a history, and clients of them that leave their answers and come back, at any gateway."""
+"""Simulated gateways, and HTTP clients that disconnect during an answer and resume it at any gateway."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .actors import History
 
-#: Answers that say that the same request may be sent again.
+#: HTTP statuses after which a client may send the same request again.
 _AGAIN: Final = frozenset({408, 409, 429, 500, 502, 503, 504})
 _PAUSE_S: Final = 0.2
 _NUM_STARTING: Final = 2
@@ -29,18 +29,18 @@ _LAST: Final = frozenset({"response.completed", "response.incomplete", "response
 
 
 class CutError(Exception):
-    """The gateway has died, or has refused for now."""
+    """The gateway has died, or has answered that the request may be sent again."""
 
 
 class Event(NamedTuple):
-    """An event of a stream: its number, and what it says."""
+    """An event of a streamed answer: its sequence number, and its JSON text."""
 
     number: int
     said: str
 
 
 class Exchange:
-    """One request over HTTP, and what comes back of its answer."""
+    """One HTTP request, and the parts of its response that have arrived."""
 
     def __init__(self, process: Process) -> None:
         self.status = 0
@@ -50,7 +50,7 @@ class Exchange:
         process.on_death.append(lambda: self._parts.put_nowait(None))
 
     async def run(self, app: Any, scope: dict[str, Any], body: bytes) -> None:
-        """Answer the request, in the gateway's process."""
+        """Run the gateway's ASGI application on the request. Runs in the gateway's process."""
         sent = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Exchange:
         await app(scope, receive, send)
 
     def leave(self) -> None:
-        """Close the connection."""
+        """Close the client's connection."""
         self._left.set()
 
     async def _part(self) -> bytes:
@@ -79,7 +79,7 @@ class Exchange:
         return part
 
     async def whole(self) -> Any:
-        """Return the body, which is JSON. Raises `CutError`."""
+        """Wait for the whole body, and return it as parsed JSON. Raises `CutError`."""
         body = b""
         while part := await self._part():
             body += part
@@ -88,7 +88,7 @@ class Exchange:
         return json.loads(body)
 
     async def event(self) -> Event | None:
-        """Return the next event of a stream, None at its end. Raises `CutError`."""
+        """Return the next event of the stream, or None at its end. Raises `CutError`."""
         while True:
             while b"\n\n" not in self._rest:
                 part = await self._part()
@@ -98,14 +98,14 @@ class Exchange:
                     return None
                 self._rest += part
             block, _, self._rest = self._rest.partition(b"\n\n")
-            for line in block.decode().split("\n"):  # a text may have other ends of lines
+            for line in block.decode().split("\n"):  # not `splitlines`: texts may contain other line ends
                 if line.startswith("data: {"):
                     said = json.loads(line[6:])
                     return Event(said["sequence_number"], line[6:])
 
 
 class Gate:
-    """One gateway, which is started again whenever it dies."""
+    """A simulated gateway process, which is replaced by another one when it is killed."""
 
     def __init__(self, history: History, number: int) -> None:
         self._history = history
@@ -129,14 +129,14 @@ class Gate:
         self._gateway = Gateway(connected, Keys(), idle_s=1e6, patience_s=1.0, name=f"g{self._number}")
 
     def kill(self) -> None:
-        """End the process as `kill -9` does, and start another one."""
+        """Kill the process as `kill -9` does, and start another one."""
         self._history.note(self.process.name, "killed")
         self.process.kill()
         self.process = Process(self._history.loop, f"gateway {self._number}")
         self.start()
 
     def ask(self, method: str, path: str, body: Any = None, *, query: str = "", key: str = "") -> Exchange:
-        """Begin a request; `key` is its `Idempotency-Key`."""
+        """Start a request to this gateway. `key` is the request's `Idempotency-Key`."""
         assert self._gateway is not None
         given = {"host": "localhost", "content-type": "application/json"}
         given |= {"idempotency-key": key} if key else {}
@@ -164,7 +164,7 @@ class Gate:
 
 
 class Visitor:
-    """A client of gateways. Its requests have keys; it leaves answers, and reads on behind what it has."""
+    """A client of the gateways. Its requests have idempotency keys; it disconnects and resumes answers."""
 
     def __init__(self, history: History, number: int) -> None:
         self._history = history
@@ -176,7 +176,7 @@ class Visitor:
         self.process.start(self._live())
 
     def kill(self) -> None:
-        """Kill the gateway instead: a visitor that dies has nothing to compare with."""
+        """Kill a random gateway instead of the visitor, which must remember the events that it has read."""
         self._history.loop.random.choice(self._history.gates).kill()
 
     async def _live(self) -> None:
@@ -190,7 +190,7 @@ class Visitor:
         self.is_done.set()
 
     async def _visit(self, random: Random, key: str) -> None:
-        """Ask, come and go until the answer is whole, and compare it with what the log has of it."""
+        """Send a request, read its answer over many connections, and compare it with the recorded answer."""
         body = {"model": "x", "input": random.choice(("hello", "what now?", "é")), "stream": True}
         body |= {"background": True, "max_output_tokens": random.choice((1, 3, 8, 30))}
         body["temperature"] = random.choice((0.0, 1.0))
@@ -218,11 +218,11 @@ class Visitor:
         await self._compare(random, key, answer_id, body, seen)
 
     async def _read(self, exchange: Exchange, key: str, seen: dict[int, str], after: int, most: int) -> bool:
-        """Read some events behind `after`; return whether the last one was among them."""
+        """Read up to `most` events after number `after`; return whether the answer's last event came."""
         while most and (event := await exchange.event()) is not None:
             most -= 1
             if event.number == after and '"type":"response.in_progress"' in event.said:
-                continue  # a sign of life
+                continue  # a keep-alive
             if json.loads(event.said)["type"] == "error":
                 raise CutError
             if event.number != after + 1:
@@ -235,7 +235,7 @@ class Visitor:
             if json.loads(event.said)["type"] in _LAST:
                 return True
         if exchange.status == 404 and max(seen, default=0) < _NUM_STARTING:
-            seen.clear()  # the log never had the request, and what was not heard said so
+            seen.clear()  # the log never had the request; the event with the error was not read
         elif exchange.status >= 400:
             raise AssertionError(f"{key}: refused with {exchange.status}")
         return False
@@ -243,7 +243,7 @@ class Visitor:
     async def _compare(
         self, random: Random, key: str, answer_id: str, body: Any, seen: dict[int, str]
     ) -> None:
-        """The record has the text that was streamed, and the key is of this request alone."""
+        """Check that the recorded answer has the streamed text, and that no other request can use the key."""
         deltas = [json.loads(seen[number]) for number in sorted(seen)]
         streamed = "".join(one["delta"] for one in deltas if one["type"] == "response.output_text.delta")
         while True:

@@ -1,4 +1,4 @@
-"""Runs one history, checks it, and tells its story."""
+"""Runs one simulated history, checks its invariants, and records its story: what happened when."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
 
-#: Where gateways look at clocks.
+#: The gateway's modules that read clocks.
 _TIMED: Final = (gateway.http.app, conversations, planning, presence, recovery)
-#: A worker that reads one log at a time, answers one question, keeps no idle session and no closed one.
+#: Limits: the worker reads one log at a time, answers one question, keeps no idle and no closed session.
 _TIGHT: Final[tuple[tuple[Any, str, Any], ...]] = (
     (app, "_MAX_READINGS", 1),
     (endpoints, "_MAX_OPEN", 1),
@@ -47,20 +47,20 @@ _TIGHT: Final[tuple[tuple[Any, str, Any], ...]] = (
     (retention, "_NEARLY_FULL", 0.0),
     (retention, "_RELIEVED", 0.0),
 )
-_find_answered: Final = SessionLog.find_answered  # whatever a mutation makes of it
-#: How long after the last fault everything may take.
+_find_answered: Final = SessionLog.find_answered  # the original, even if a mutation replaces it
+#: The time limit of each step after the last fault.
 PATIENCE_S: Final = 150.0
 
 
 @dataclass
 class Outcome:
-    """What became of a seed."""
+    """The result of a simulated history. `wrong` has one line for each violation of an invariant."""
 
     seed: int
     wrong: list[str]
     story: list[str] = field(default_factory=list)
     logged: list[str] = field(default_factory=list)
-    #: What can be left out of it.
+    #: The acts and disturbances that the history can be run without.
     acts: list[str] = field(default_factory=list)
     trace: int = 0
     counts: dict[str, int] = field(default_factory=dict)
@@ -73,10 +73,10 @@ def simulate(
     favoured: Mapping[str, Any] | None = None,
     without: frozenset[str] = frozenset(),
 ) -> Outcome:
-    """Run the history of a seed; `tell` writes down its story.
+    """Run the simulated history of a seed, and check it; with `tell` record its story, a line per event.
 
-    `favoured` are fields of the plan, in place of what the seed makes of them. The acts and the disturbances
-    (`PLAIN`) that `without` names are left out.
+    `favoured` replaces fields of the plan that the seed determines. `without` names the acts, and the
+    disturbances (`PLAIN`), to leave out.
     """
     outcome = Outcome(seed, [])
     with simulated(seed) as loop, world(loop, outcome, tell=tell) as (server, note):
@@ -123,7 +123,7 @@ def world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
             outcome.story.append(f"{loop.time():9.4f} {who}: {what}")
 
     def log(logger: Any, method: str, event: dict[str, Any]) -> str:
-        if loop.is_over:  # coroutines that are abandoned
+        if loop.is_over:  # logged by coroutines that are being closed
             raise structlog.DropEvent
         process, event = _process.get(), structlog.processors.format_exc_info(logger, method, event)
         said = " ".join(f"{name}={value}" for name, value in event.items() if name != "event")
@@ -133,7 +133,7 @@ def world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
         raise structlog.DropEvent
 
     class Logged(logging.Handler):
-        """What gateways log: errors are faults."""
+        """Records each error that a gateway logs as a fault of the history."""
 
         def emit(self, record: logging.LogRecord) -> None:
             if not loop.is_over:
@@ -157,7 +157,7 @@ def world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
         of_gateways = logging.getLogger("gateway")
         stack.enter_context(_set(of_gateways, "handlers", [Logged(logging.ERROR)]))
         stack.enter_context(_set(of_gateways, "propagate", False))
-        stack.callback(loop.abandon)  # before what it ends with is logged as usual
+        stack.callback(loop.abandon)  # first, while logging is still redirected
         yield server, note
 
 
@@ -173,7 +173,7 @@ def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def patched(history: History) -> Iterator[None]:
-    """Set what is a constant for long sessions to what short ones reach."""
+    """Set constants that are meant for long sessions to small values, which short sessions reach."""
     plan = history.plan
     with ExitStack() as stack:
         for owner, name, value in (
@@ -187,7 +187,7 @@ def patched(history: History) -> Iterator[None]:
             (erasures, "_PERIOD_S", 1.0),
             (marks, "STRIDE", 4),
             (sessions, "_LEAST_SWEEP_S", 0.25),
-            (counters, "_LAG_PERIOD_S", 60.0),  # at virtual time nothing is late
+            (counters, "_LAG_PERIOD_S", 60.0),  # in virtual time no callback is late
             (intake, "_GONE_S", 3.0),
             *(_TIGHT if plan.tight else ()),
             *((module, "time", clock.source) for module in _TIMED),
@@ -235,9 +235,9 @@ async def _live(history: History) -> None:
 
 
 async def _read_anew(history: History) -> None:
-    """Let a fresh worker read all sessions.
+    """Read all sessions with a fresh worker, for `checks` to compare.
 
-    First it answers what is left: a worker that stalled may store what it was asked, and stop.
+    The worker first answers all waiting requests: a stalled worker may have stored an `ask`, then stopped.
     """
     reader = Supervisor(history, len(history.supervisors))
     worker = reader.prepare(leases=False)
@@ -256,7 +256,7 @@ async def _read_anew(history: History) -> None:
         begun_s = history.loop.time()
         with worker._sessions.in_use(key) as session:
             await session.refresh()
-            session._services.journal.get = stored  # type: ignore[method-assign]  # not by messages: there are many
+            session._services.journal.get = stored  # type: ignore[method-assign]  # sends no messages
             names = {request.id for request in found[key].requests.values()}
             known = {name: await _find_answered(session.log, name) for name in names}
             answered = {name: one.at.in_seq for name, one in known.items() if one is not None}
@@ -266,7 +266,7 @@ async def _read_anew(history: History) -> None:
     found = logs(stream)
     for key in found:
         await reader.process.start(read(key))
-    for number, one in enumerate(history.supervisors):  # what the next worker of each directory does
+    for number, one in enumerate(history.supervisors):  # as the next worker of each directory would
         erasures = Erasures(worker._erasures._journal, f"d{number}", one.disk)
         await reader.process.start(erasures._look(lambda _: True))
     worker.stop()
@@ -283,7 +283,7 @@ async def _at_most(waiting: Any, seconds: float) -> bool:
 
 
 async def _settle(history: History) -> None:
-    """Wait until nothing is left to do, and check that nothing is left over."""
+    """Wait until log and workers have no work left; record a fault if some is left after `PATIENCE_S`."""
     stream = history.server.jetstream.streams[SUBJECTS.log_stream]
     consumer = stream.consumers[CONSUMER]
     deadline_s = history.loop.time() + PATIENCE_S

@@ -1,6 +1,6 @@
-"""JetStream in memory: what this project uses of streams, consumers and their API, as a real server does it.
+"""A JetStream in memory: the features of streams, consumers and their API that this project uses.
 
-`tests/simulation/test_conformance.py` asks the same of this module and of a real nats-server.
+`tests/simulation/test_conformance.py` runs the same checks on this module and on a real nats-server.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 Headers = dict[str, str]
 
-#: What a request for a message that is not there gets.
+#: The error for a request for a missing message.
 _NO_MESSAGE: Final = {"code": 404, "err_code": 10037, "description": "no message found"}
 _NO_STREAM: Final = {"code": 404, "err_code": 10059, "description": "stream not found"}
-#: When a server looks for late deliveries, after `ack_wait` was changed.
+#: How long after a change of `ack_wait` the server looks for overdue deliveries.
 _LOOK_S: Final = 0.1
 _NO_CONSUMER: Final = {"code": 404, "err_code": 10014, "description": "consumer not found"}
 _IN_USE: Final = {
@@ -44,7 +44,7 @@ _BUSY: Final = {"code": 400, "err_code": 10164, "description": "last sequence by
 
 @lru_cache(65_536)
 def matches(pattern: str, subject: str) -> bool:
-    """Say whether a subject matches a pattern with NATS's wildcards."""
+    """Whether a subject matches a pattern with NATS's wildcards, `*` and `>`."""
     if pattern == subject:
         return True
     wanted, words = pattern.split("."), subject.split(".")
@@ -66,7 +66,7 @@ def _written(at_s: float) -> str:
 
 @dataclass(slots=True, eq=False)
 class Message:
-    """One stored message; `removed_s` is when it left the stream."""
+    """A message that a stream has stored. `removed_s` is the time of its removal, None before it."""
 
     seq: int
     subject: str
@@ -77,7 +77,7 @@ class Message:
 
     @property
     def stored(self) -> str:
-        """The time at which it was stored, as the server writes it."""
+        """The time at which the message was stored, in the server's text format (RFC 3339)."""
         return _written(self.stored_s)
 
     @property
@@ -86,7 +86,7 @@ class Message:
 
 
 class RefusedError(Exception):
-    """JetStream refuses; `error` is what its reply says."""
+    """JetStream has refused a request. `error` is the error in the server's reply."""
 
     def __init__(self, error: dict[str, Any]) -> None:
         super().__init__(error["description"])
@@ -94,16 +94,16 @@ class RefusedError(Exception):
 
 
 class Stream:
-    """One stream."""
+    """A JetStream stream. Remembers removed and lost messages too, for the checks after a history."""
 
     def __init__(self, server: Server, config: dict[str, Any]) -> None:
         self.config = config
         self.name: str = config["name"]
         self.last_seq = 0
         self.num_bytes = 0
-        #: All messages that it ever had, by their sequences less one.
+        #: All messages that were not lost, removed ones too; sequence n is at index n - 1.
         self.all: list[Message] = []
-        #: What it lost in power cuts; their sequences were used again.
+        #: The messages lost in power failures. Later messages have used their sequences again.
         self.lost: list[Message] = []
         self.consumers: dict[str, Consumer] = {}
         self._by_subject: dict[str, list[int]] = {}
@@ -115,7 +115,7 @@ class Stream:
         return any(matches(one, subject) for one in self.config["subjects"])
 
     def store(self, subject: str, data: bytes, headers: Headers) -> tuple[int, bool]:
-        """Store a message; return its sequence, and whether it is a duplicate. Raises `RefusedError`."""
+        """Store a message; return its sequence, and whether it was stored before. Raises `RefusedError`."""
         limit = self.config.get("max_msg_size") or -1
         if 0 < limit < len(data) + sum(len(name) + len(value) + 4 for name, value in headers.items()):
             raise RefusedError(_TOO_LARGE)
@@ -179,7 +179,7 @@ class Stream:
             self.num_bytes -= message.size_bytes
 
     def lose(self, kept: int) -> None:
-        """Lose the messages behind `kept`, as a power cut does with what is not synced."""
+        """Lose the messages after sequence `kept`, as a power failure loses unsynced messages."""
         for message in self.all[kept:]:
             self.remove(message)
         self.lost += self.all[kept:]
@@ -202,7 +202,7 @@ class Stream:
         return found if found and found.removed_s is None else None
 
     def last(self, pattern: str, at_s: float | None = None) -> Message | None:
-        """Return the last message of a subject, as it was at a time."""
+        """Return the last message on the subjects of `pattern`: the present one, or the last at `at_s`."""
         best: Message | None = None
         for subject in self._subjects(pattern):
             for seq in reversed(self._by_subject[subject]):
@@ -213,7 +213,7 @@ class Stream:
         return best
 
     def matching(self, pattern: str, start: int = 1, at_s: float | None = None) -> list[Message]:
-        """Return the messages from a sequence on, in order, as they were at a time."""
+        """Return the messages on `pattern` from sequence `start` on: present ones, or those at `at_s`."""
         subjects = self._subjects(pattern)
         seqs: Iterable[int]
         if len(subjects) == 1:
@@ -254,7 +254,7 @@ def _is_there(message: Message, at_s: float | None) -> bool:
 
 
 def _mapped(source: str, target: str, subject: str) -> str:
-    """Map a subject as `{{wildcard(n)}}` of a subject transform says."""
+    """Map a subject by a subject transform, which has `{{wildcard(n)}}` in its `target`."""
     words = [word for one, word in zip(source.split("."), subject.split("."), strict=True) if one == "*"]
     for number, word in enumerate(words, 1):
         target = target.replace(f"{{{{wildcard({number})}}}}", word)
@@ -263,7 +263,7 @@ def _mapped(source: str, target: str, subject: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A delivered message without an ack."""
+    """The state of a message that was delivered and is not acknowledged yet."""
 
     deadline_s: float
     num_delivered: int = 1
@@ -271,7 +271,7 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Pull:
-    """A request for messages."""
+    """A client's pull request, with the number of messages and bytes that it still accepts."""
 
     inbox: str
     num_left: int
@@ -281,7 +281,7 @@ class _Pull:
 
 @dataclass(eq=False)
 class Consumer:
-    """A durable pull consumer with explicit acks."""
+    """A durable pull consumer with explicit acknowledgement."""
 
     stream: Stream
     config: dict[str, Any]
@@ -298,7 +298,7 @@ class Consumer:
         return float(self.config["ack_wait"]) / 1e9
 
     def update(self, config: dict[str, Any]) -> None:
-        """Change the settings. A new `ack_wait` counts for earlier deliveries too, 0.1 s later."""
+        """Change the configuration. A new `ack_wait` applies to earlier deliveries too, after 0.1 s."""
         longer_s = (config["ack_wait"] - self.config["ack_wait"]) / 1e9
         self.config = config
         if longer_s:
@@ -313,7 +313,7 @@ class Consumer:
         self.pump()
 
     def forget_pulls(self) -> None:
-        """The server has restarted: pulls are lost, and what was delivered comes again in time."""
+        """Handle a restart of the server: drop all pulls, and redeliver pending messages after `ack_wait`."""
         self._pulls.clear()
         self._timer_s = float("inf")
         for one in self.pending.values():
@@ -321,7 +321,7 @@ class Consumer:
         self._set_timer()
 
     def set_back(self, last_seq: int) -> None:
-        """The server's files have an earlier stream, and perhaps an even earlier state of the consumer."""
+        """Handle a power failure: the stream ends at `last_seq`, and the consumer's state may be older."""
         chance = self.server.loop.random
         first = last_seq + 1 if chance.random() < 0.5 else chance.randint(1, last_seq + 1)
         self._next_seq = min(self._next_seq, first)
@@ -338,7 +338,7 @@ class Consumer:
         self.server.to_inbox(pull.inbox, pull.inbox, b"", {"Status": status, "Description": reason})
 
     def pump(self) -> None:
-        """Deliver what there is to whoever has asked."""
+        """Deliver available messages to the waiting pulls, first come first served."""
         while self._pulls and (message := self._next()) is not None:
             pull = self._pulls[0]
             if not self.server.has_interest(pull.inbox):
@@ -383,7 +383,7 @@ class Consumer:
         self._set_timer()
 
     def ack(self, seq: int, what: bytes) -> None:
-        """Handle what a client says of a delivery."""
+        """Handle a client's reply to a delivery: acknowledged, rejected (nak), terminated or in progress."""
         pending = self.pending.get(seq)
         if pending is None:
             return
@@ -429,11 +429,11 @@ class Consumer:
 
 
 class JetStream:
-    """The streams of a server, and the API."""
+    """The streams of a simulated server, and the JetStream API."""
 
     def __init__(self, server: Server) -> None:
         self.streams: dict[str, Stream] = {}
-        #: Messages of atomic batches that have no end yet.
+        #: Messages of atomic batches that are not committed yet.
         self._batches: dict[str, list[tuple[str, bytes, Headers]]] = {}
         self._server = server
         self._api: list[tuple[str, Callable[..., dict[str, Any]]]] = [
@@ -452,14 +452,14 @@ class JetStream:
         return next((one for one in self.streams.values() if one.takes(subject)), None)
 
     def lose(self, sync_s: float) -> None:
-        """Lose what the last sync of each stream did not have; it was `sync_s` ago at most."""
+        """Lose each stream's messages since its last sync, which was at most `sync_s` seconds ago."""
         for stream in self.streams.values():
             if stream.config["storage"] == "file":
                 synced_s = self._server.loop.time() - self._server.loop.random.uniform(0, sync_s)
                 stream.lose(bisect_right(stream.all, synced_s, key=lambda one: one.stored_s))
 
     def restart(self) -> None:
-        """What a restart of the server leaves."""
+        """Handle a restart of the server: drop streams in memory, unfinished batches and pulls."""
         self._batches.clear()
         kept = {name: one for name, one in self.streams.items() if one.config["storage"] == "file"}
         self.streams = kept
@@ -468,14 +468,14 @@ class JetStream:
                 consumer.forget_pulls()
 
     def acked(self, subject: str, data: bytes) -> None:
-        """Handle a message on the reply subject of a delivery."""
+        """Handle a message on a delivery's reply subject, `$JS.ACK...`: pass it to the consumer."""
         _, _, stream, consumer, _, seq, *_ = subject.split(".")
         found = self.streams.get(stream)
         if found is not None and consumer in found.consumers:
             found.consumers[consumer].ack(int(seq), data)
 
     def publish(self, stream: Stream, subject: str, data: bytes, headers: Headers) -> dict[str, Any] | None:
-        """Store a published message; return the reply, None for an empty one."""
+        """Store a published message; return the server's reply, or None if the reply is empty."""
         try:
             if "Nats-Batch-Id" in headers:
                 return self._publish_together(stream, subject, data, headers)
@@ -502,7 +502,7 @@ class JetStream:
         return {"stream": stream.name, "seq": seqs[-1], "batch": name, "count": len(batch)}
 
     def call(self, subject: str, data: bytes, inbox: str) -> dict[str, Any] | None:
-        """Carry out a call of the API; None if its reply is on its way already."""
+        """Execute a request to the API; return its reply, or None if replies go to `inbox` separately."""
         what = subject.removeprefix("$JS.API.")
         request = msgspec.json.decode(data) if data else {}
         if what.startswith("DIRECT.GET."):
@@ -595,7 +595,7 @@ class JetStream:
         return self._consumer(stream, name).info()
 
     def _direct(self, name: str, request: dict[str, Any], inbox: str) -> None:
-        """Answer a direct get, of one message or a batch, as a replica sees the stream."""
+        """Answer a direct get, of one message or a batch, from a replica, which may lag."""
         stream = self.streams.get(name)
         if stream is None:
             self._server.no_responders(inbox)

@@ -1,9 +1,9 @@
 """An event loop over virtual time, and processes in it that can be killed or stalled at any await.
 
-A process is a context: every task and callback that its code starts carries the process in its `contextvars`
-context. The loop does not run the handles of a killed process, as `kill -9` would not, and keeps
-those of a stalled one until it goes on. Handles of the same time run in the order in which asyncio runs them:
-what differs from seed to seed is how long everything outside of a process takes.
+Every task and callback that a simulated process starts has the process in its `contextvars` context. The loop
+drops the callbacks of a killed process, as `kill -9` would, and delays those of a stalled process until the
+stall ends. Callbacks that are due at the same time run in the order in which asyncio runs them. Seeds differ
+in how long everything outside of a process takes: messages, threads, faults.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 #: The wall clock at the virtual time 0.
 BEGIN_S = 1_800_000_000.0
-#: A history that takes more handles than this does not end.
+#: A history that runs more callbacks than this counts as endless.
 MOST_HANDLES = 100_000
 
 _process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
 
 class DeadlockError(Exception):
-    """Nothing is ready, and nothing is scheduled: whoever waits waits for ever."""
+    """No callback is ready or scheduled, so all waiting tasks would wait for ever."""
 
 
 class Process:
-    """One process of the world. `skew_s` is how far its wall clock is ahead."""
+    """A simulated process. Its wall clock is `skew_s` seconds ahead of the server's."""
 
     def __init__(self, loop: Loop, name: str, *, skew_s: float = 0.0) -> None:
         self.name = name
@@ -57,25 +57,25 @@ class Process:
         self._held: list[_Handle] | None = None
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a coroutine in this process."""
+        """Start a coroutine as a task of this process."""
         context = contextvars.copy_context()
         context.run(_process.set, self)
         return self._loop.create_task(coroutine, context=context)
 
     def kill(self) -> None:
-        """Run nothing of the process any more, not even a `finally`."""
+        """Run no code of the process any more, not even a `finally`."""
         self.is_dead = True
         for tell in self.on_death:
             tell()
 
     def stall(self, for_s: float) -> None:
-        """Run nothing of the process for some time; it notices nothing but the clock."""
+        """Run no code of the process for `for_s` seconds; only clocks show the process that it stalled."""
         if self._held is None and not self.is_dead:
             self._held = []
             self._loop.outside(self._loop.time() + for_s, self._go_on)
 
     def holds(self, handle: _Handle) -> bool:
-        """Take a handle that is due, if it must not run now."""
+        """Whether a due callback must not run now. Keeps the callbacks of a stalled process for later."""
         if self._held is not None:
             self._held.append(handle)
         return self.is_dead or self._held is not None
@@ -86,7 +86,7 @@ class Process:
 
 
 class _Task(asyncio.Task):  # type: ignore[type-arg]
-    """A task whose hash is a number, as the order of sets of tasks must be the same in each run."""
+    """A task that hashes to its sequence number, so that sets of tasks have the same order in each run."""
 
     sim_number: int
 
@@ -98,10 +98,10 @@ class _Task(asyncio.Task):  # type: ignore[type-arg]
 
 
 class _Handle(list[Any]):
-    """What is to be called: its time, its number, the callback, its arguments, and its context.
+    """A scheduled callback: its time, its number, the callback, its arguments, and its context.
 
-    A list, as that is made and compared soonest, and there are some thousands in each history. What happens
-    outside of all processes has no context.
+    A list, because lists are made and compared fastest, and each history has thousands of handles. The
+    context is None for callbacks outside of all processes.
     """
 
     __hash__ = object.__hash__
@@ -128,13 +128,13 @@ _numbers = itertools.count()
 
 
 class Loop(asyncio.BaseEventLoop):
-    """The loop. `random` decides everything that is left to chance."""
+    """An event loop over virtual time. `random` makes the random choices of server, device and threads."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.random = random.Random(seed)
         self.num_handles = 0
-        #: What to do before the handle with this number runs; for crashes at any await.
+        #: By number of a handle: a function to call before that handle runs, for crashes at any await.
         self.at_handle: dict[int, Callable[[], None]] = {}
         self.tasks: list[asyncio.Task[Any]] = []
         #: The handles that are due.
@@ -181,7 +181,7 @@ class Loop(asyncio.BaseEventLoop):
         return self.call_at(self._now_s + delay, callback, *args, context=context)
 
     def outside(self, when: float, callback: Callable[..., object], *args: Any) -> None:
-        """Call something at a time, outside of all processes."""
+        """Call `callback` at the virtual time `when`, outside of all processes."""
         heapq.heappush(self._timers, _Handle((when, next(self._counted), callback, args, None)))
 
     def _run_once(self) -> None:
@@ -221,7 +221,7 @@ class Loop(asyncio.BaseEventLoop):
         pass
 
     def abandon(self) -> None:
-        """Drop what is left of the history without a word."""
+        """Close the loop: drop its callbacks, and close unfinished coroutines without warnings."""
         self.is_over = True
         self.ready.clear()
         self._timers.clear()
@@ -237,7 +237,7 @@ class Loop(asyncio.BaseEventLoop):
 
 
 def _close(coroutine: Any) -> None:
-    """Close a task's coroutine; if it has not begun, also the one that anyio has wrapped in it."""
+    """Close a task's coroutine; if it has not started, also the coroutine that anyio has wrapped in it."""
     has_begun = inspect.getcoroutinestate(coroutine) != inspect.CORO_CREATED
     handle = None if has_begun else coroutine.cr_frame.f_locals.get("self")
     coroutine.close()
@@ -246,7 +246,7 @@ def _close(coroutine: Any) -> None:
 
 
 class _Clock:
-    """The clocks of the running process."""
+    """The clocks that the running process reads: virtual time, the wall clock with the process's skew."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -260,13 +260,13 @@ class _Clock:
 
 
 def now_ns(loop: asyncio.AbstractEventLoop) -> int:
-    """Return the server's wall clock."""
+    """Return the time of the server's wall clock, in nanoseconds since 1970."""
     return int((BEGIN_S + loop.time()) * 1e6) * 1000
 
 
 @contextlib.contextmanager
 def simulated(seed: int) -> Iterator[Loop]:
-    """Make a loop, and let time, threads, random bytes and the order of sets depend on the seed alone."""
+    """Yield a loop; in the block, time, threads, random bytes and set order depend on the seed alone."""
     global _numbers  # noqa: PLW0603
     _numbers = itertools.count()
     loop = Loop(seed)
@@ -285,16 +285,16 @@ def simulated(seed: int) -> Iterator[Loop]:
     patches: list[tuple[Any, str, Any]] = [
         (anyio.to_thread, "run_sync", run_sync),
         (os, "urandom", rng.randbytes),
-        (os, "getpid", lambda: 1),  # leases have both, and the trace counts their letters
+        (os, "getpid", lambda: 1),  # leases contain both, and their length enters the trace
         (socket, "gethostname", lambda: "world"),
         (clock, "source", _Clock(loop)),
         *((kind, "__hash__", _number) for kind in (asyncio.Event, Call)),
-        (sniffio.thread_local, "name", "asyncio"),  # else anyio looks for the running task again and again
-        (_asyncio.CancelScope, "__hash__", lambda _: 0),  # has slots; sets of them are small
+        (sniffio.thread_local, "name", "asyncio"),  # otherwise anyio searches for the running task each time
+        (_asyncio.CancelScope, "__hash__", lambda _: 0),  # cannot store a number; its sets are small
     ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     was_collecting = gc.isenabled()
-    gc.disable()  # a collection would run the ends of abandoned coroutines at any time
+    gc.disable()  # a collection could close abandoned coroutines at any time
     try:
         for owner, name, value in patches:
             setattr(owner, name, value)
@@ -311,7 +311,7 @@ def simulated(seed: int) -> Iterator[Loop]:
 
 
 def run(loop: Loop, main: Coroutine[Any, Any, Any]) -> Any:
-    """Run the history's main coroutine, outside of all processes."""
+    """Run a history's main coroutine to its end, outside of all processes; return its result."""
     return loop.run_until_complete(main)
 
 

@@ -1,4 +1,4 @@
-"""Guards of the worker and the client, each taken away, to prove that histories go wrong without them."""
+"""Removes safeguards of worker, client and gateway one at a time, to prove that simulated runs then fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worker.wire import chunks, consistent_reads, erasures, intake, journal, ret
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-#: What to replace by what: the owner, the name, and a function that takes what was there.
+#: An attribute to replace: its owner, its name, and a function from the old value to the new one.
 Change = tuple[Any, str, "Callable[[Any], Any]"]
 
 
@@ -145,7 +145,7 @@ def _one_earlier(behind: Any) -> Any:
     return lambda number: behind(max(number - 1, 0))
 
 
-#: A second guard behind acks that come too early.
+#: Removes the search for undelivered requests, which would repair acknowledgements that come too early.
 _NO_LOOK: Final[Change] = (undelivered.Undelivered, "run", lambda _: _never)
 
 MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
@@ -201,7 +201,7 @@ _VISITED: Final[dict[str, Any]] = {
     "num_gates": 2,
     "tight": False,
 }
-#: The plans that show the lack of a guard soonest.
+#: By removed safeguard: fields of the plans that fail soonest without the safeguard.
 FAVOURED: Final[dict[str, dict[str, Any]]] = {
     "a forget that misses what a rewind cut off": {"kinds": ("crash",), "num_faults": 1},
     "results left behind a close that forgets": {"num_clients": 3, "num_requests": 9},
@@ -270,7 +270,7 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
 
 
 async def _unchecked(link: Any, read: Any) -> Any:
-    """Follow checkpoints by their sequences alone."""
+    """Yield a chain of checkpoints by their stream sequences, without comparing digests."""
     while link is not None:
         body = await read(link.seq)
         message = msgspec.json.decode(body, type=attachments.CheckpointMessage) if body else None
@@ -280,7 +280,7 @@ async def _unchecked(link: Any, read: Any) -> Any:
 
 @contextmanager
 def mutated(name: str) -> Iterator[None]:
-    """Take a guard away for the length of the block."""
+    """Remove the safeguard with this name from the program during the block."""
     changes = [(owner, what, make(_get(owner, what))) for owner, what, make in MUTATIONS[name]]
     before = [(owner, what, _get(owner, what)) for owner, what, _ in changes]
     for owner, what, value in changes:

@@ -1,4 +1,4 @@
-"""An operator, who uses the commands of the project and changes limits of the workers."""
+"""A simulated operator, who runs the project's commands and changes the workers' limits."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _LIMITS: Final[dict[str, tuple[Any, ...]]] = {
 
 
 async def operate(history: History, random: Random) -> None:
-    """Do one of an operator's deeds."""
+    """Start a random action of the operator, in a process of its own."""
     name = random.choice((*_DEEDS,))
     process = Process(history.loop, "operator")
     history.note("operator", name)
 
     async def act() -> None:
-        with contextlib.suppress(TurnkeepError):  # which the command line prints
+        with contextlib.suppress(TurnkeepError):  # the command line would print it
             async with await connect("nats://world:4222", tenant="t", control_timeout_s=1.0) as client:
                 await _DEEDS[name](history, client, random)
 
@@ -79,7 +79,7 @@ async def _close(history: History, client: Client, random: Random) -> None:
 
 
 async def _copy(history: History, client: Client, random: Random) -> None:
-    """Export a session, and import it under another name, or over a session that is there."""
+    """Export a random session, and import it under another name or over an existing session."""
     rows = await list_sessions(client, "t")
     if not rows:
         return
@@ -103,7 +103,7 @@ async def _copy(history: History, client: Client, random: Random) -> None:
 
 
 async def _limit(history: History, client: Client, random: Random) -> None:
-    """Change a limit, and restart the workers with it."""
+    """Change a random limit of all workers, and restart them."""
     name = random.choice((*_LIMITS,))
     history.plan.settings = history.plan.settings | {name: random.choice(_LIMITS[name])}
     for one in history.supervisors:

@@ -1,4 +1,4 @@
-"""Plays histories in a process of their own."""
+"""Runs simulated histories in a subprocess, for the tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def simulate(*args: str) -> tuple[int, str]:
-    """Return the exit code of `python -m tests.simulation`, and what it printed."""
+    """Run `python -m tests.simulation` with these arguments; return its exit code and its output."""
     command = [sys.executable, "-P", "-m", "tests.simulation", *args]
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protocol")])}
     done = subprocess.run(

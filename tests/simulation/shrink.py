@@ -1,4 +1,4 @@
-"""Shrinks a history that goes wrong to the few acts and disturbances that it needs."""
+"""Reduces a failing simulated run (a history) to the few acts and disturbances that cause the failure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
     from .history import Outcome
 
-#: Histories that a seed may take: each has to be played.
+#: The most histories to run for one seed.
 _MOST_RUNS: Final = 400
 
 
 def shrink(seed: int, favoured: Mapping[str, Any] | None = None) -> Outcome:
-    """Leave out what the fault does not need; return the smallest history that goes wrong, with its story.
+    """Leave out acts of a failing history while it still fails; return the smallest one, with its story.
 
-    Halves first, then ever smaller parts (ddmin). Acts draw from randomness of their own, so those that stay
-    do the same; only the times of the world change. So another fault than the first may be what is left.
+    Tries halves first, then smaller and smaller parts (ddmin). Each act has its own random generator, so the
+    remaining acts do the same as before; only times change. So the last failure may differ from the first.
     """
     without: frozenset[str] = frozenset()
     left = simulate(seed, favoured=favoured).acts

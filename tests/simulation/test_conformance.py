@@ -1,4 +1,4 @@
-"""The NATS server in memory behaves like a real one in all that workers and clients rely on."""
+"""The simulated NATS server behaves like a real one, as far as workers and clients rely on it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ACK_WAIT_S = 1.0
 
 
 class Place:
-    """A log as the worker makes it, under a prefix of its own."""
+    """The streams and the consumer that a worker makes, under a subject prefix of their own."""
 
     def __init__(self, nc: Any, folder: Path) -> None:
         self.nc = nc
@@ -60,7 +60,7 @@ class Place:
         return int(ack.seq)
 
     async def pull(self, batch: int, wait_s: float, **more: int) -> tuple[list[Msg], list[str]]:
-        """Pull as `Intake` does; return the messages, and the statuses that ended the pull."""
+        """Pull messages as `Intake` does; return them, and the status messages that ended the pull."""
         found: list[Msg] = []
         ends: list[str] = []
 
@@ -139,7 +139,7 @@ async def an_unacknowledged_message_is_redelivered(place: Place) -> None:
     again, _ = await place.pull(64, ACK_WAIT_S * 0.5)
     assert [message.metadata.sequence.stream for message in again] == [seqs["silent"]]
     assert again[0].metadata.num_delivered == 2
-    await by_name["silent"].ack()  # of a delivery that another one has replaced: it counts
+    await by_name["silent"].ack()  # acknowledges the first of two deliveries: this counts too
     last, _ = await place.pull(64, ACK_WAIT_S * 2)
     assert {message.metadata.sequence.stream for message in last} == {seqs["busy"]}
     info = await place.js.consumer_info(place.names.log, place.names.consumer)
@@ -235,7 +235,7 @@ async def missing_messages_streams_consumers_and_responders_raise_errors(place: 
 
 
 async def removing_a_message_twice_raises_an_error_with_code_500(place: Place) -> None:
-    """Reading it fails with code 404."""
+    """The code is not 404, as it is for reading a removed message."""
     seq = await place.put("in")
     await place.js.delete_msg(place.names.log, seq)
     with pytest.raises(APIError) as refused:
@@ -326,7 +326,7 @@ async def a_request_that_another_worker_removed_gets_no_result(place: Place) -> 
 
 
 async def a_result_stored_after_another_one_cannot_be_stored_again_as_the_first(place: Place) -> None:
-    """A stale replica may hide both from a worker; storing the second again at 0 must then fail."""
+    """A lagging replica may hide both results, so that a worker commits with expected sequence 0."""
     key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
     seqs = [await place.put("in") for _ in range(2)]
     cancelled, refused = (encode(failure("r", "expired", "so it is", seq=seq)) for seq in reversed(seqs))
@@ -367,7 +367,7 @@ async def a_worker_that_another_one_overtook_publishes_no_more_chunks(place: Pla
     assert third == published.last_seq + 1, "its own seal does not stop it"
     await Outbox(place.nc, place.subjects).end(key, "g", seq, None)
     await place.nc.flush()
-    await Outbox(place.nc, place.subjects).end(key, "g", seq + 1, None)  # of a request that repeats it
+    await Outbox(place.nc, place.subjects).end(key, "g", seq + 1, None)  # of a later request with the same id
     await place.nc.flush()
     ended = await one.chunks.read(key, "g", seq, stored)
     assert (ended.has_ended, ended.is_sealed) == (True, False)
@@ -376,7 +376,7 @@ async def a_worker_that_another_one_overtook_publishes_no_more_chunks(place: Pla
 
 
 async def a_cancelled_answer_stays_sealed_after_the_log_loses_its_result(place: Place) -> None:
-    """Clients have its end, and the text that was held back until then."""
+    """Clients have already received the answer's end, with the text that the worker had held back."""
     key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
     seq = await place.put("in")
     chunk = Chunk(0, (7,), "x", seq=seq)

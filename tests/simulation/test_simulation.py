@@ -1,4 +1,4 @@
-"""New simulated histories, and some that failed once."""
+"""Simulated histories: new ones after each change of the code, and some that have failed before."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from worker.wire import retention
 if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
 
-#: New histories in a run. `make soak` plays more.
+#: The number of new histories in a run. `make soak` runs more.
 HISTORIES = os.environ.get("TURNKEEP_TEST_HISTORIES", "250")
 
 
 @pytest.mark.timeout(3600)
-def test_new_simulated_histories_break_no_invariant() -> None:
-    """Each change of the code brings new histories, and the same code has the same ones.
+def test_new_histories_of_the_simulation_break_no_invariant() -> None:
+    """The seeds come from a digest of the code, so each change of the code runs new histories.
 
-    So it does not pass one day and fail the next. A failure is replayed by `make simulate SEED=...`.
+    Unchanged code runs the same ones again. To replay a failure, run `make simulate SEED=...`.
     """
     code = hashlib.sha256()
     for room in ("worker", "protocol/turnkeep_client", "tests/simulation"):
@@ -45,10 +45,10 @@ def test_new_simulated_histories_break_no_invariant() -> None:
     assert status == 0
 
 
-def test_a_request_behind_a_redelivered_one_counts_only_its_own_attempts(
+def test_attempts_of_a_redelivered_request_are_not_counted_for_the_next_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A worker dies between a result and its ack; the next request comes while the log is read again."""
+    """A worker dies after storing a result, before the ack; the next request comes during its recovery."""
 
     async def main(history: History) -> None:
         server, supervisor = history.server, Supervisor(history, 0)
@@ -89,8 +89,8 @@ def test_a_request_behind_a_redelivered_one_counts_only_its_own_attempts(
         run(loop, main(History(loop, server, plan, note)))
 
 
-def test_a_stop_while_a_rewind_reads_the_log_does_not_count_as_a_crash() -> None:
-    """A rewind to tokens that left memory makes the worker read the whole log; then it stops."""
+def test_stopping_a_worker_while_a_rewind_rereads_the_log_does_not_count_as_a_crash() -> None:
+    """The rewind goes back to tokens that are no longer in memory, so the worker rereads the whole log."""
     bodies = [f'{{"type":"append","id":"{i}","text":"the quick brown fox"}}' for i in range(3)]
     bodies.append('{"type":"rewind","id":"back","position":4}')
 
@@ -159,10 +159,10 @@ def test_a_worker_on_a_lagging_replica_does_not_rerun_a_request_that_a_dead_work
     assert num_runs == 20
 
 
-def test_a_worker_that_remembers_a_removed_close_continues_an_answer_that_another_one_began(
+def test_a_worker_that_saw_a_session_closed_continues_the_answer_of_a_worker_that_did_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One worker remembers that the session was closed; the other finds no session, and begins one."""
+    """The close is removed from the log, so the second worker begins a new session, answers, and dies."""
     monkeypatch.setattr(retention, "_LAST_S", 0.0)
 
     async def main(history: History) -> None:
@@ -204,7 +204,7 @@ def test_a_worker_that_remembers_a_removed_close_continues_an_answer_that_anothe
 
 
 def test_a_request_repeated_minutes_later_gets_its_recorded_result_again() -> None:
-    """Also by a worker that has dropped the session from its memory meanwhile."""
+    """The worker may have evicted the session from its memory in between."""
 
     async def main(history: History) -> None:
         worker = history.supervisors[0].prepare()
@@ -232,13 +232,13 @@ def test_a_request_repeated_minutes_later_gets_its_recorded_result_again() -> No
 
 
 @pytest.mark.parametrize("seed", ["8100450", "8100518", "9001005", "10001516", "30000467", "4101331"])
-def test_a_history_that_failed_once_passes(seed: str) -> None:
+def test_a_simulated_history_that_has_failed_before_passes(seed: str) -> None:
     status, said = simulate(seed, "--histories", "1")
     assert status == 0, said
 
 
-def test_the_end_of_a_history_closes_tasks_that_have_not_started() -> None:
-    """Else Python warns for each killed worker that coroutines were never awaited."""
+def test_the_end_of_a_simulation_closes_coroutines_of_tasks_that_have_not_started() -> None:
+    """Otherwise Python warns for each killed worker that a coroutine was never awaited."""
 
     async def main(process: Process) -> None:
         async def live() -> None:
@@ -253,7 +253,7 @@ def test_the_end_of_a_history_closes_tasks_that_have_not_started() -> None:
         run(loop, main(Process(loop, "worker")))
 
 
-def test_a_seed_gives_the_same_history_in_every_process() -> None:
+def test_a_seed_gives_the_same_simulated_history_in_every_process() -> None:
     (first, said), (second, again) = (simulate("5", "--histories", "20", "--traces") for _ in range(2))
     assert (first, second) == (0, 0)
     assert re.findall(r"trace \w+", said) == re.findall(r"trace \w+", again)

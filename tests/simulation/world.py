@@ -1,7 +1,7 @@
-"""A NATS server in memory, with its faults, and connections to it that stand for nats-py's client.
+"""A simulated NATS server with faults, and connections to it that replace nats-py's client.
 
-A connection has the methods of `turnkeep_client.nats_client.Nats` that this project calls. Its subscriptions
-and messages are nats-py's own, and so is everything above: `JetStreamContext`, acks, direct gets.
+`Connection` has the methods of `turnkeep_client.nats_client.Nats` that this project calls. Subscriptions and
+messages are nats-py's own, and so is everything above them: `JetStreamContext`, acks, direct gets.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 MAX_PAYLOAD: Final = 2**20
 _RECONNECT_S: Final = 0.25
-#: Messages that a connection takes in a second, on average.
+#: A message takes 1 / `_RATE` seconds on average.
 _RATE: Final = 5000
-#: How often the messages of a batch arrive one after the other.
+#: The probability that the messages of a batch arrive one by one.
 _IN_PIECES: Final = 0.2
 _T = TypeVar("_T")
 #: Subject, reply, data and headers.
@@ -41,8 +41,8 @@ Delivered = tuple[str, str, bytes, Headers | None]
 
 
 async def _within(future: asyncio.Future[_T], timeout: float) -> _T:  # noqa: ASYNC109
-    """Do what `asyncio.wait_for` does, with a handle less. Like that of Python 3.11, which nats-py calls, it
-    swallows a cancellation that comes together with the result.
+    """Do what `asyncio.wait_for` does, with one callback fewer. As in Python 3.11, which nats-py may run on,
+    a cancellation that comes together with the result is lost.
     """
     timer = future.get_loop().call_later(timeout, _expire, future)
     try:
@@ -62,7 +62,7 @@ def _expire(future: asyncio.Future[Any]) -> None:
 
 @dataclass(eq=False)
 class Link:
-    """One TCP connection: what goes in either direction arrives in order, or not at all once it is cut."""
+    """A simulated TCP connection: each direction delivers in order, and nothing once the link is cut."""
 
     connection: Connection
     loop: Loop
@@ -72,12 +72,12 @@ class Link:
     interest: dict[int, tuple[str, str]] = field(default_factory=dict)  # by sid: pattern, queue
 
     def send(self, arrive: Callable[..., None], *what: Any) -> None:
-        """To the server."""
+        """Call `arrive` on the server's side after a random delay, unless the link is cut by then."""
         self.up_s = max(self.up_s + 1e-7, self.loop.time() - log(1.0 - self.loop.random.random()) / _RATE)
         self.loop.outside(self.up_s, self._unless_cut, arrive, *what)
 
     def deliver(self, sid: int, *messages: Delivered) -> None:
-        """To the client, together."""
+        """Deliver messages to the client's subscription `sid`, all at once, after a random delay."""
         self.down_s = max(self.down_s + 1e-7, self.loop.time() - log(1.0 - self.loop.random.random()) / _RATE)
         self.loop.outside(self.down_s, self._unless_cut, self.connection.arrived, sid, messages)
 
@@ -88,35 +88,35 @@ class Link:
 
 @dataclass
 class Faults:
-    """What goes wrong now. Probabilities are for each message; times are of the loop's clock."""
+    """The faults that are active now. Probabilities apply to each message; times are the loop's."""
 
     late_ack: float = 0.0
     busy: float = 0.0
     lag_s: float = 0.0
     silent_until_s: float = 0.0  # JetStream answers nothing, and stores nothing
-    refusing_until_s: float = 0.0  # nobody answers for JetStream
-    stalled_until_s: float = 0.0  # what is published is stored, but later
+    refusing_until_s: float = 0.0  # requests to JetStream get "no responders"
+    stalled_until_s: float = 0.0  # published messages are stored after this time
     full_until_s: float = 0.0
 
 
 class Server:
-    """The server. `note(who, what)` hears of what happens, for a history's story."""
+    """A simulated NATS server. Calls `note(who, what)` for each event of a history's story."""
 
     def __init__(self, loop: Loop, note: Callable[[str, str], None] | None = None) -> None:
         self.loop = loop
         self.links: list[Link] = []
         self.is_up = True
-        #: Whether it says that it is one of several.
+        #: Whether the server tells clients that it belongs to a cluster.
         self.is_clustered = False
         self.faults = Faults()
         self.jetstream = JetStream(self)
-        #: A checksum of all that happened: equal for each run of a seed.
+        #: A checksum of all published messages, equal in each run of a seed.
         self.trace = 0
         self.num_messages = 0
-        #: How often what happened.
+        #: The number of events of each kind.
         self.counts: Counter[str] = Counter()
         self.note = note
-        #: Called with the subject of each message that was stored, before anybody hears of it.
+        #: Called with the subject of each stored message, before any client receives it or its ack.
         self.on_stored: Callable[[str], None] = lambda _: None
         self._by_name: dict[str, Link] = {}
         self._names = itertools.count(1)
@@ -124,7 +124,7 @@ class Server:
         self._queue: list[tuple[Any, ...]] = []
 
     def connection(self, process: Process | None = None) -> Connection:
-        """Make a client of this server."""
+        """Make a connection to this server, not yet connected, for a client in `process`."""
         return Connection(self, f"c{next(self._names)}", process)
 
     def connect(self, connection: Connection) -> Link | None:
@@ -136,7 +136,7 @@ class Server:
         return link
 
     def cut(self, link: Link) -> None:
-        """End a TCP connection; the client notices soon."""
+        """Cut a TCP connection. The client notices after 10 ms on average."""
         if link.is_cut:
             return
         link.is_cut = True
@@ -145,7 +145,7 @@ class Server:
         self.loop.outside(self.loop.time() + delay_s, link.connection.lost, link)
 
     def crash(self) -> None:
-        """End the server process."""
+        """Crash the server: cut all connections, and lose the messages that wait to be stored."""
         self.is_up = False
         self.counts["crashes of the server"] += 1
         self.life += 1
@@ -154,12 +154,12 @@ class Server:
             self.cut(link)
 
     def start(self) -> None:
-        """Start the server again on its files."""
+        """Restart the server with the streams that are in files."""
         self.is_up = True
         self.jetstream.restart()
 
     def later(self, delay_s: float, act: Callable[..., None], *what: Any) -> None:
-        """Do something later, unless the server dies before."""
+        """Call `act` after `delay_s` seconds, unless the server crashes before."""
         life = self.life
 
         def do() -> None:
@@ -175,13 +175,13 @@ class Server:
         return self.loop.time() < self.faults.full_until_s
 
     def seen_s(self) -> float | None:
-        """Return the time up to which the replica that answers has followed; None if it is up to date."""
+        """Return the time up to which the answering replica has copied; None if it is up to date."""
         if not self.faults.lag_s or self.loop.random.random() < 0.5:
             return None
         return self.loop.time() - self.loop.random.random() * self.faults.lag_s
 
     def handle(self, subject: str, reply: str, data: bytes, headers: Headers | None) -> None:
-        """Handle a published message."""
+        """Handle a message from a client: an API request, an ack, an entry to store, or a plain message."""
         self.num_messages += 1
         self.trace = hash((self.trace, self.loop.time(), subject, len(data))) & 0xFFFFFFFF
         if subject.startswith("$JS.API."):
@@ -212,7 +212,7 @@ class Server:
         if self._is_out(reply):
             return
         wait_s = self.faults.stalled_until_s - self.loop.time()
-        if self._queue or wait_s > 0:  # in order, whatever comes meanwhile
+        if self._queue or wait_s > 0:  # in order, also messages that come later
             self._queue.append((name, subject, reply, data, headers))
             if len(self._queue) == 1:
                 self.later(max(wait_s, 0.0), self._unstall)
@@ -221,7 +221,7 @@ class Server:
 
     @property
     def num_queued(self) -> int:
-        """The number of messages that a slow log has still to store."""
+        """The number of messages that wait to be stored, because the log is slow."""
         return len(self._queue)
 
     def _unstall(self) -> None:
@@ -234,7 +234,7 @@ class Server:
         if stream is None:
             return
         answer = self.jetstream.publish(stream, subject, data, headers)
-        if self.note is not None and "_workers." not in subject:  # which come twice a second
+        if self.note is not None and "_workers." not in subject:  # workers renew their records twice a second
             said = data[:100].decode(errors="replace")
             self.note("log", f"{subject} {answer and answer.get('error', answer['seq'])} {said}")
         if answer is not None and "error" not in answer:
@@ -249,11 +249,11 @@ class Server:
             self.counts["lost acks"] += 1
 
     def tell(self, subject: str, data: bytes, headers: Headers | None = None) -> None:
-        """Publish what a stream republishes."""
+        """Deliver a message that a stream republishes."""
         self._route(subject, "", data, headers)
 
     def _route(self, subject: str, reply: str, data: bytes, headers: Headers | None) -> bool:
-        """Deliver to all subscribers, and to one of each queue group; say whether there was any."""
+        """Deliver to all subscribers, and to one of each queue group; return whether there was any."""
         if subject.startswith("_INBOX."):
             return self.to_inbox(subject, subject, data, headers, reply)
         groups: dict[str, list[tuple[Link, int]]] = {}
@@ -275,14 +275,14 @@ class Server:
     def to_inbox(
         self, inbox: str, subject: str, data: bytes, headers: Headers | None = None, reply: str = ""
     ) -> bool:
-        """Deliver to whoever listens on an inbox, under any subject."""
+        """Deliver a message to the subscriber of `inbox`; return whether there is one."""
         found = self._listener(inbox)
         if found is not None:
             found[0].deliver(found[1], (subject, reply, data, headers))
         return found is not None
 
     def batch_to_inbox(self, inbox: str, batch: list[tuple[bytes, Headers]]) -> None:
-        """Deliver a batch, mostly in one piece."""
+        """Deliver a batch of messages to the subscriber of `inbox`, usually all at once."""
         found = self._listener(inbox)
         if found is None:
             return
@@ -315,7 +315,7 @@ class Server:
 
 
 class Connection:
-    """A client's connection, as nats-py's `Client` is one. Reconnects for ever."""
+    """A client's connection, which replaces nats-py's `Client`. Reconnects for ever."""
 
     max_payload = MAX_PAYLOAD
     last_error: Exception | None = None
@@ -369,7 +369,7 @@ class Connection:
         return self.link is not None
 
     def lost(self, link: Link) -> None:
-        """The TCP connection has ended."""
+        """Handle the loss of the TCP connection: reconnect, in the client's process."""
         if self.link is not link or self.is_closed:
             return
         self.link = None
@@ -411,7 +411,7 @@ class Connection:
                 call.cancel()
         self._subs.clear()
         if self.link is not None:
-            # What was sent before arrives.
+            # Messages that were sent before still arrive.
             self.link.send(self._server.cut, self.link)
         await self._call("closed_cb")
 
@@ -495,7 +495,7 @@ class Connection:
             raise nats.errors.FlushTimeoutError from None
 
     def arrived(self, sid: int, messages: Iterable[Delivered]) -> None:
-        """Take what the server sends. Runs outside of the process: its sockets fill though it stalls."""
+        """Queue arriving messages. Runs outside of the process: a stalled process still receives data."""
         for message in messages:
             self._take(sid, *message)
 

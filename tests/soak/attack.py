@@ -1,18 +1,18 @@
-"""Requests of every kind while worker and NATS server are killed with `kill -9`; then the log is judged.
+"""Sends requests of every kind while worker and NATS server are killed with `kill -9`, then checks the log.
 
     python tests/soak/attack.py --kills 300 --server-kills 60 --requests 4000 --seed 1
 
     python tests/soak/attack.py --kills 60 --requests 900 --other OTHER/.venv/bin/python
 
-Half of the requests come from a raw connection and half from `turnkeep_client`. The kills are spread over
-the requests; a quarter of them hit a worker that is still starting, and the share `--crash-loops` of them
-come in rows of eight, 0.2 to 2 s after the worker was ready. At the end a fresh worker is asked in each
-session. All counts of faults should be 0. With `--other`, the interpreter of another version's environment,
-that version's worker and this one's take turns on the log, as in upgrades and rollbacks.
+Half of the requests are published on a raw connection, half by `turnkeep_client`. The kills are spread over
+the run. A quarter of them hit a worker that is still starting, and the share `--crash-loops` of them come in
+rows of eight, each 0.2 to 2 s after the worker was ready. At the end a fresh worker must answer a request in
+each session. All counts of faults should be 0. With `--other`, the Python interpreter of an environment with
+another version, workers of both versions take turns on the log, as in upgrades and rollbacks.
 
-A worker cannot tell a kill from outside from a request that ends it. Kills that come as fast as here end
-several workers over one request by chance, so `max_attempts` is more than the 3 of its default; with 3 a few
-requests in a thousand are answered `internal`.
+A worker cannot tell whether a crash had an outside cause or was caused by a request. With this many kills,
+several workers by chance die while they run the same request, so `max_attempts` is 20 instead of the default
+of 3. With 3, a few requests in a thousand are answered `internal`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from turnkeep_client.subjects import SessionKey
 SETTLE_S = 30.0
 TENANTS = ("a", "b", "c")
 SESSIONS = 7
-#: Kills in a row, shortly after the worker is ready.
+#: The number of kills in a crash loop, each shortly after the worker is ready.
 LOOP = 8
-#: What sessions are opened under, by chance; the texts are long enough to leave these windows.
+#: Cache policies for opening sessions, chosen at random; the texts are longer than these windows.
 CACHES: tuple[dict[str, Any], ...] = (
     {},
     {"policy": "sink_window", "sink": 2, "window": 32},
@@ -65,16 +65,16 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 
 
 class TwoVersions(Target):
-    """Workers of this version and of another one, in turns on one log and one directory."""
+    """A worker process whose version changes at each start; both versions use one log and one directory."""
 
     def __init__(self, data_dir: Path, model: Path, other: Path, *options: str) -> None:
         super().__init__(data_dir, model, *options)
         self._ours = self.process.command
-        # -P: not the version in the folder that it is started in.
+        # -P: do not import the version in the current folder.
         self._others = [str(other), "-P", *self._ours[1:]]
 
     def start(self) -> None:
-        """Start the version that did not run last."""
+        """Start a worker of the version that was not running before."""
         is_ours = self.process.command is self._others
         self.process.command = self._ours if is_ours else self._others
         self.process.forks = is_ours and CAN_FORK
@@ -83,7 +83,7 @@ class TwoVersions(Target):
 
 @dataclass
 class Attack:
-    """One run. `acked` are the requests that the log has confirmed."""
+    """The state of one run. `acked` has the requests that the log has acknowledged, by sequence."""
 
     target: Target
     rng: random.Random
@@ -105,7 +105,7 @@ class Attack:
     )
 
     def request(self, key: SessionKey) -> dict[str, Any]:
-        """Make one up. Ids are numbers within a session, so every session has the same ones."""
+        """Make a random request, or repeat a recent one. Ids are numbered, so sessions use equal ids."""
         rng, recent = self.rng, self._recent[key]
         if recent and rng.random() < 0.12:
             self.repeats += 1
@@ -149,7 +149,7 @@ class Attack:
         return made
 
     async def send(self, sender: int, heard: Heard, client: Any, names: list[str]) -> None:
-        """Send requests until there are enough; never more than the kills so far allow."""
+        """Send requests one at a time until all are sent; wait if the kills are behind schedule."""
         is_raw = sender % 2 == 0
         while self.sent < self.num_requests:
             if self.sent > self.num_requests * (self.kills + 1) / (self.num_kills + 1):
@@ -160,7 +160,7 @@ class Attack:
             )
 
     async def ask(self, key: SessionKey, heard: Heard, client: Client | None) -> None:
-        """Send one request, by the client or past it, and hear of its result, unless that takes too long."""
+        """Send a random request by `client`, or if None by `heard`; wait for the result up to a limit."""
         self.sent += 1
         body = json.dumps(self.request(key)).encode()
         if self.rng.random() < 0.06:
@@ -169,14 +169,14 @@ class Attack:
             seq = await heard.publish(key, body)
             self.acked[seq] = key, body
             if self.rng.random() < 0.5:
-                # What is said while the connection is lost is not heard; the log tells at the end.
+                # A result that comes while the connection is lost is missed; the log is checked at the end.
                 with contextlib.suppress(TimeoutError):
                     await heard.result(key, seq, timeout_s=5)
             return
         try:
             pending = await client.submit(key, decode_request(body))
             self.acked[pending.seq] = key, encode(decode_request(body))
-            # Behind its session's queue, through as many lives of the worker as that takes.
+            # The session's queue comes first, and the worker may be restarted many times.
             result = await asyncio.wait_for(pending.wait(), 10 * PATIENCE_S)
             if result.seq not in self.acked:
                 self.client_faults.append(f"{key}: a result for {result.seq}")
@@ -191,7 +191,7 @@ class Attack:
             await heard.nc.request(SUBJECTS.of(key, "ctl"), json.dumps(body).encode(), timeout=1)
 
     async def kill(self) -> None:
-        """Kill worker and server again and again, at moments of every kind."""
+        """Kill worker and server repeatedly: during starts, during requests, and in crash loops."""
         rng, start_s = self.rng, 2.0
         left_in_loop = 0
         while self.kills < self.num_kills:
@@ -223,7 +223,7 @@ class Attack:
 
 
 def _seen(task: asyncio.Task[None]) -> None:
-    """Let a cancel fail: its worker was just killed."""
+    """Ignore the exception of a cancel, whose worker was just killed. A task's `done` callback."""
     with contextlib.suppress(asyncio.CancelledError):
         task.exception()
 
@@ -239,8 +239,8 @@ async def attack(
     crash_loops: float = 0.0,
     other: Path | None = None,
 ) -> tuple[Attack, Verdict]:
-    """Run the attack; returns what it did and what the oracle says."""
-    model = tiny_model(where, endless=True, hidden_size=128)  # heads whose keys can be sketched
+    """Run the whole attack; return its record and the oracle's verdict."""
+    model = tiny_model(where, endless=True, hidden_size=128)  # large enough for sketches of keys
     options = ("--ack-wait-s", "0.5", "--min-free-disk", "0", "--max-attempts", str(max_attempts))
     data = where / "data"
     victim = TwoVersions(data, model, other, *options) if other else Target(data, model, *options)
@@ -273,7 +273,7 @@ async def attack(
 
 
 async def ask_fresh(victim: Target, heard: Heard, run: Attack, verdict: Verdict) -> None:
-    """Ask a worker without snapshots in each session, and count refusals as contradictions."""
+    """After a restart without snapshots, send a request to each session; a failure is a contradiction."""
     victim.process.kill()
     shutil.rmtree(victim.process.data_dir / "snapshots", ignore_errors=True)
     victim.start()
@@ -288,7 +288,7 @@ async def ask_fresh(victim: Target, heard: Heard, run: Attack, verdict: Verdict)
 
 
 async def settled(url: str, run: Attack, heard: Heard, model: Path) -> Verdict:
-    """Judge the log once everything has its answer and what is forgotten is gone, or patience is over."""
+    """Check the log repeatedly until it has no fault, or for `SETTLE_S` seconds; return the verdict."""
     deadline_s = monotonic() + SETTLE_S
     while True:
         verdict = judge(await read_log(url), run.acked, heard, model)

@@ -1,13 +1,13 @@
-"""Requests of every kind to several workers that are killed, paused and cut off; then the log is judged.
+"""Sends requests of every kind to workers that are killed, paused and cut off, then checks the log.
 
     python tests/soak/cluster.py --workers 3 --faults 300 --requests 6000 --seed 1
     python tests/soak/cluster.py --nodes 3 --share --faults 300
 
-A fault is a `kill -9`, a SIGTERM or a SIGSTOP of 0.3 to 6 s of a worker, or a `kill -9` of a NATS node, of
-which there may be one or three. With `--share` the workers share their KV. With `--cuts`, as root, each
-worker is in a network namespace of its own, whose network is cut for 0.3 to 6 s, or slow for up to 12 s (16
-to 256 kbit/s; up to 3 s of packets wait), too. A worker that has ended is started again. All counts of faults
-should be 0.
+A fault is a `kill -9`, a SIGTERM or a SIGSTOP of 0.3 to 6 s of a worker, or a `kill -9` of one of the NATS
+servers (one or three). With `--share` the workers share snapshots in a remote tier. With `--cuts`, which
+needs root, each worker has its own network namespace, and some faults cut its network for 0.3 to 6 s, or slow
+it down for up to 12 s (16 to 256 kbit/s; packets wait up to 3 s). A worker that has ended is restarted. All
+counts of faults should be 0.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NETWORK = "10.111.77"
 
 
 class Nodes:
-    """NATS servers, each on its own files; of several, any one may die."""
+    """One NATS server, or a cluster of several, of which any one may be killed. Each has its own files."""
 
     def __init__(self, where: Path, num: int, host: str) -> None:
         self._where, self._host = where, host
@@ -70,7 +70,7 @@ class Nodes:
             return subprocess.Popen([nats_server_program(), "-c", str(path), *where], stderr=log)
 
     async def kill_one(self, rng: random.Random) -> None:
-        """Kill a node, and start it again soon."""
+        """Kill a random NATS server, and restart it after 0, 0.3 or 2 s."""
         number = rng.randrange(len(self._ports))
         self._running[number].kill()
         self._running[number].wait()
@@ -84,7 +84,7 @@ class Nodes:
 
 
 class Member(Target):
-    """A worker of the cluster; with a `host`, behind a network of its own."""
+    """A worker of the cluster. With `host`, it runs in a network namespace of its own, named after `host`."""
 
     def __init__(self, where: Path, number: int, model: Path, url: str, host: str, *options: str) -> None:
         super().__init__(where / f"w{number}", model, *OPTIONS, "--worker", f"w{number}", *options)
@@ -102,7 +102,7 @@ class Member(Target):
             self.process.forks = False
 
     async def cut(self, seconds: float) -> None:
-        """Let no packet through for so long."""
+        """Cut the worker's network for some seconds."""
         _ip("link", "set", self._link, "down")
         await asyncio.sleep(seconds)
         _ip("link", "set", self._link, "up")
@@ -118,7 +118,7 @@ class Member(Target):
             _run("tc", *end, "qdisc", "delete", "dev", device, "root")
 
     async def pause(self, seconds: float) -> None:
-        """Let it do nothing for so long."""
+        """Pause the worker's process for some seconds, by SIGSTOP and SIGCONT."""
         os.kill(self.process.pid, signal.SIGSTOP)
         await asyncio.sleep(seconds)
         os.kill(self.process.pid, signal.SIGCONT)
@@ -133,7 +133,7 @@ def _run(*command: str) -> None:
 
 
 class Campaign(Attack):
-    """One run. `struck` counts the faults by kind; `ended` has the workers that have ended by themselves."""
+    """A run's state. `struck` counts faults by kind; `ended` has logs of workers that no fault ended."""
 
     def __init__(
         self, members: Sequence[Member], nodes: Nodes, rng: random.Random, requests: int, faults: int
@@ -145,7 +145,7 @@ class Campaign(Attack):
         self.moves = 0
 
     async def strike(self, kinds: Sequence[str]) -> None:
-        """Let one fault follow the other, at moments of every kind."""
+        """Inject faults of random kinds into random workers, spread over the run; restart ended workers."""
         rng = self.rng
         while self.kills < self.num_kills:
             await asyncio.sleep(rng.uniform(0, 2.0))
@@ -180,7 +180,7 @@ class Campaign(Attack):
 async def campaign(
     where: Path, *, workers: int, nodes: int, requests: int, faults: int, share: bool, cuts: bool, seed: int
 ) -> tuple[Campaign, Verdict]:
-    """Run it; returns what was done and what the oracle says."""
+    """Run the whole campaign; return its record and the oracle's verdict."""
     model = tiny_model(where, endless=True, hidden_size=128)
     servers = Nodes(where, nodes, f"{NETWORK}.1" if cuts else "127.0.0.1")
     options = ["--log-replicas", str(nodes)] + (["--remote-tier", str(where / "shared")] if share else [])
@@ -229,7 +229,7 @@ async def _judged(run: Campaign, url: str, kinds: Sequence[str], model: Path) ->
 
 
 async def _moves(url: str) -> int:
-    """Count the results whose session's last one was of another worker."""
+    """Count the results that come from another worker than the session's previous result."""
     last: dict[str, str] = {}
     num = 0
     for one in await read_log(url):

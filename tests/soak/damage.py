@@ -1,9 +1,9 @@
-"""Snapshot files damaged under a running worker, while its sessions are evicted and restored.
+"""Damages snapshot files of a running worker, while its sessions are evicted and restored.
 
     python tests/soak/damage.py --requests 600 --seed 1
 
-Files are truncated, changed by a bit, exchanged, filled with noise, removed and replaced by folders. Every
-answer must be the one that an undisturbed worker gives to the same requests.
+A damaged file is truncated, changed by a bit, overwritten by another file or by noise, removed, or replaced
+by a folder. Every answer must equal the answer of an undisturbed worker to the same requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from harness import (
     tiny_model,
 )
 
-#: More than fits into the least `max_memory` at a time, so that most turns restore their session from disk.
+#: More sessions than fit into the smallest `max_memory`, so that most turns restore a session from disk.
 SESSIONS = 12
 OPTIONS = ("--max-memory", "1MiB", "--idle-timeout-s", "0.2", "--min-free-disk", "0")
 COMPARED = ("type", "position", "text", "tokens", "finish_reason", "code")
@@ -76,7 +76,7 @@ WAYS: tuple[Callable[[Path, random.Random, list[Path]], None], ...] = (
 
 @dataclass
 class Run:
-    """What was damaged, and what came of it."""
+    """The record of one run: the damaged files, the answers that differ, and the worker's counters."""
 
     damaged: Counter[str] = field(default_factory=Counter)
     num_cached: int = 0
@@ -84,17 +84,17 @@ class Run:
     counters: Any = None
 
     def damage(self, snapshots: Path, rng: random.Random) -> None:
-        """Damage some of the files, as they are now."""
+        """Damage up to three of the present snapshot files, each in a random way."""
         files = sorted(path for path in snapshots.iterdir() if path.is_file())
         for path in rng.sample(files, min(len(files), rng.randint(0, 3))):
             way = rng.choice(WAYS)
-            with contextlib.suppress(OSError, ValueError):  # the worker was faster, or another damage
+            with contextlib.suppress(OSError, ValueError):  # the file was moved or damaged before
                 way(path, rng, files)
                 self.damaged[way.__name__] += 1
 
 
 def request(rng: random.Random, number: int) -> dict[str, Any]:
-    """Make one up that says itself what it is drawn with."""
+    """Make a random request whose seed is explicit, so that two workers give the same answer."""
     made: dict[str, Any] = {"id": f"r{number}"}
     text = "All work and no play makes Jack a dull boy. " * rng.randint(1, 4)
     match rng.choices(("append", "generate", "rewind"), (4, 5, 1))[0]:
@@ -108,7 +108,7 @@ def request(rng: random.Random, number: int) -> dict[str, Any]:
 
 
 async def damage(where: Path, *, requests: int, seed: int) -> tuple[Run, Verdict]:
-    """Send the same requests to both workers, one at a time; returns what happened and the oracle's word."""
+    """Send each request to a worker with damaged files, and to an undisturbed one; return the findings."""
     run, rng, model = Run(), random.Random(seed), tiny_model(where, endless=True)
     async with (
         target(where / "data", model, *OPTIONS) as victim,

@@ -1,12 +1,13 @@
-"""One tenant's flood, and how long another tenant waits beside it for one answer at a time.
+"""Measures how long one tenant waits for each answer while another tenant floods the worker with requests.
 
     python tests/soak/floods.py --requests 5000 --sessions 2000 --probes 120
     python tests/soak/floods.py --packaged --flood many --sessions 500 --option max_batch=8
 
-Prints the other tenant's p50 and p99: quiet, beside 5,000 requests in one session, and beside one request in
-each of 2,000 sessions; and the parts of a wait, in the middle and of the slowest tenth. The goal is a p99 of
-at most 3 times the quiet one. Then how long the second flood takes without anybody beside it. Each tenant has
-a connection of its own. An `--option` is a setting of the worker.
+Prints p50 and p99 of the waits of the quiet tenant, which sends one request at a time: without a flood,
+during a flood of 5,000 requests in one session, and during one of a request in each of 2,000 sessions. Also
+prints the parts of a wait: the median of each, and the mean over the slowest tenth. The goal is a p99 of at
+most 3 times the p99 without a flood. Then prints how long the second flood takes alone. Each tenant has a
+connection of its own. An `--option` is a setting of the worker.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from turnkeep_client.nats_client import Nats
 PROBES_PER_SESSION = 20
 FLOODED = {"type": "generate", "text": "Once upon a time there was", "max_tokens": 16}
 PROBE = {"type": "generate", "text": "hello, how are you?", "max_tokens": 8}
-#: The parts of a wait: until the log has the request; until the worker has read it, and from the answer until
-#: the client has it; until it is on the device; until its first token; until its last one.
+#: The parts of a wait: publishing the request; reading it from the log, and delivering the result; queueing
+#: for the device; from there to the first token; from there to the last token.
 PARTS = ("stored", "read and told", "queued", "first token", "last token")
-#: The most floods of a kind, one after the other, for as many probes as asked for.
+#: The most floods of a kind. One follows another until there are enough probes.
 MAX_FLOODS = 4
 
 
 @dataclass
 class Tenant:
-    """A tenant's own connection, and what it has heard of its results."""
+    """A tenant with a connection of its own, and the results that it has received, by request sequence."""
 
     name: str
     nc: Nats = field(default_factory=Nats)
@@ -59,7 +60,7 @@ class Tenant:
 
     @classmethod
     async def on(cls, name: str, url: str) -> Tenant:
-        """Connect, and listen."""
+        """Connect a tenant, and subscribe to its results."""
         tenant = cls(name)
         await tenant.nc.connect(url)
         await tenant.nc.subscribe(SUBJECTS.of(SessionKey(name, "*"), "out"), cb=tenant._result)
@@ -73,7 +74,7 @@ class Tenant:
         self._news.set()
 
     async def probe(self, number: int) -> dict[str, float]:
-        """Send a request; returns how long each part of its way took."""
+        """Send a request, and wait for its result; return the wait and its `PARTS`, in seconds."""
         key = SessionKey(self.name, f"s{number // PROBES_PER_SESSION}")
         begun_s = monotonic()
         body = json.dumps({"id": f"r{number}"} | PROBE).encode()
@@ -98,7 +99,7 @@ class Tenant:
         return {"wait": wait_s} | dict(zip(PARTS, parts_s, strict=True))
 
     async def flood(self, num: int, sessions: int) -> None:
-        """Publish as fast as the server takes it."""
+        """Publish `num` requests as fast as the server accepts them, spread over this many sessions."""
         for number in range(num):
             subject = SUBJECTS.of(SessionKey(self.name, f"s{number % sessions}"), "in")
             await self.nc.publish(subject, json.dumps({"id": f"r{number}"} | FLOODED).encode())
@@ -107,14 +108,14 @@ class Tenant:
         await self.nc.flush()
 
     async def answered(self, num: int) -> None:
-        """Wait until so many results were heard."""
+        """Wait until the tenant has received `num` results."""
         while self.num_results < num:
             self._news.clear()
             await self._news.wait()
 
 
 async def probes(quiet: Tenant, num: int, numbers: itertools.count[int]) -> list[dict[str, float]]:
-    """Send one request at a time."""
+    """Send `num` requests one at a time; return the wait of each, with its parts."""
     waits = []
     for number in itertools.islice(numbers, num):
         waits.append(await quiet.probe(number))
@@ -125,7 +126,7 @@ async def probes(quiet: Tenant, num: int, numbers: itertools.count[int]) -> list
 async def beside(
     worker: Target, num: int, width: int, num_probes: int
 ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Return the waits of a quiet tenant without a flood, and beside one for as long as that lasts."""
+    """Return the waits of a quiet tenant before a flood, and during a flood of another tenant."""
     quiet, loud = await Tenant.on("quiet", worker.url), await Tenant.on("loud", worker.url)
     numbers = itertools.count()
     await probes(quiet, PROBES_PER_SESSION, numbers)  # to be warm
@@ -151,7 +152,7 @@ async def measure(
     num_probes: int,
     only: str | None = None,
 ) -> dict[str, list[dict[str, float]]]:
-    """Return the quiet tenant's waits: without a flood, and beside each of the two."""
+    """Return the quiet tenant's waits by situation: without a flood, and during each kind of flood."""
     waits: dict[str, list[dict[str, float]]] = {"quiet": []}
     for kind, name, num, width in (
         ("one", f"{requests} requests in one session", requests, 1),
@@ -172,7 +173,7 @@ async def measure(
 
 
 async def alone(where: Path, model: Path | None, options: Sequence[str], sessions: int) -> float:
-    """Return how long it takes to answer one request in each of so many sessions, with nobody beside them."""
+    """Return how many seconds one request in each of `sessions` sessions takes, without other requests."""
     async with target(where / "data-alone", model, *options) as worker:
         loud = await Tenant.on("loud", worker.url)
         begun_s = monotonic()
@@ -184,7 +185,7 @@ async def alone(where: Path, model: Path | None, options: Sequence[str], session
 
 
 def laid_out(waits: dict[str, list[dict[str, float]]]) -> str:
-    """Lay the waits out, with the ratio of each p99 to the quiet one, and what they are made of."""
+    """Format a table of the waits: percentiles, the ratio of each p99 to the quiet one, and the parts."""
     quiet_s = percentile([wait["wait"] for wait in waits["quiet"]], 0.99)
     parts = ", ".join(PARTS)
     head = f"number   p50 ms   p99 ms   max ms   p99 / quiet p99   {parts}: p50, mean of the slowest tenth"

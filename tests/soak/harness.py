@@ -1,6 +1,6 @@
-"""What the programs in this folder share: a worker process, what is heard of it, and the oracle.
+"""Shared by the programs in this folder: a worker process, a listening connection, and the oracle.
 
-The oracle reads the log past client and worker, and holds against it what clients sent and heard.
+The oracle (`judge`) reads the log directly, and compares it with what clients have sent and received.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ if TYPE_CHECKING:
 
 
 SUBJECTS = Subjects()
-#: Long enough for any answer on a busy machine; what takes longer is counted as unanswered.
+#: Enough time for any answer on a busy machine. A request that takes longer counts as unanswered.
 PATIENCE_S = 120.0
 
 
 @asynccontextmanager
 async def folder() -> AsyncIterator[Path]:
-    """Give a folder for one run; it is left where the run fails."""
+    """Yield a temporary folder for one run. It is kept if the run fails, and removed otherwise."""
     path = Path(tempfile.mkdtemp(prefix="turnkeep-soak-"))
     try:
         yield path
@@ -80,12 +80,12 @@ async def folder() -> AsyncIterator[Path]:
 
 
 def arguments(about: str | None) -> argparse.ArgumentParser:
-    """Begin a program's command line with its module's docstring."""
+    """Return a parser for a program's command line, with the module's docstring `about` as its help."""
     return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def tiny_model(where: Path, *, endless: bool = False, **changes: int) -> Path:
-    """Make the tiny model, once for a folder, with changes to its configuration."""
+    """Make the tiny model in a folder, unless it is there. An `endless` one never ends an answer."""
     tiny, without_end = where / "tiny", where / "endless"
     if not tiny.exists():
         make_tiny_model(tiny, **changes)
@@ -95,7 +95,7 @@ def tiny_model(where: Path, *, endless: bool = False, **changes: int) -> Path:
 
 
 class Target:
-    """A worker process with a NATS server of its own, to be hurt."""
+    """A worker process with its own NATS server, into which the programs inject faults."""
 
     def __init__(self, data_dir: Path, model: Path | None, *options: str) -> None:
         self.process = WorkerProcess(
@@ -119,7 +119,7 @@ class Target:
             return b'"event": "ready"' in log.read()
 
     async def ready(self, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until the worker serves."""
+        """Wait until the worker logs that it is ready. Raises `RuntimeError` if the worker ends first."""
         async with asyncio.timeout(timeout_s):
             while not self.is_ready:
                 if not self.process.running:
@@ -127,7 +127,7 @@ class Target:
                 await asyncio.sleep(0.02)
 
     def server(self) -> psutil.Process | None:
-        """Find its NATS server, by what the worker has written down of it."""
+        """Find the worker's NATS server by the pid in the worker's directory; None if it is not running."""
         with contextlib.suppress(OSError, ValueError, LookupError, psutil.Error):
             process = psutil.Process(
                 json.loads((self.process.data_dir / "nats-server.json").read_text())["pid"]
@@ -137,7 +137,7 @@ class Target:
         return None
 
     def kill_server(self) -> bool:
-        """`kill -9` the NATS server; False where there is none now."""
+        """`kill -9` the NATS server; False if none is running."""
         server = self.server()
         with contextlib.suppress(psutil.Error):
             if server is not None:
@@ -146,7 +146,7 @@ class Target:
         return False
 
     def stop(self) -> None:
-        """Stop worker and server, whatever state they are in."""
+        """Stop the worker, and kill its NATS server; either may have ended already."""
         if self.process.running:
             self.process.stop()
         self.kill_server()
@@ -154,7 +154,7 @@ class Target:
 
 @asynccontextmanager
 async def target(data_dir: Path, model: Path | None, *options: str) -> AsyncIterator[Target]:
-    """Start a worker, and stop it at the end."""
+    """Start a worker, yield it once it is ready, and stop it at the end of the block."""
     made = Target(data_dir, model, *options)
     made.start()
     try:
@@ -166,7 +166,10 @@ async def target(data_dir: Path, model: Path | None, *options: str) -> AsyncIter
 
 @dataclass
 class Heard:
-    """A connection that stays, and what it has heard: results by session and sequence, chunks by id."""
+    """A connection that publishes requests and records what it receives.
+
+    Results are recorded by session and request sequence, chunks by session and request id.
+    """
 
     nc: Nats = field(default_factory=Nats)
     results: dict[tuple[SessionKey, int], list[bytes]] = field(default_factory=lambda: defaultdict(list))
@@ -175,7 +178,7 @@ class Heard:
 
     @classmethod
     async def on(cls, url: str, *, chunks: bool = True) -> Heard:
-        """Connect, for as long as it takes, and listen."""
+        """Connect, and subscribe to all results, and to all chunks if wanted. Raises `TimeoutError`."""
         heard = cls()
         async with asyncio.timeout(PATIENCE_S):
             await heard.nc.connect(
@@ -188,7 +191,7 @@ class Heard:
         return heard
 
     async def _expected(self, error: Exception) -> None:
-        """Say nothing of a server that is down: it was killed."""
+        """Ignore connection errors, since the server is killed on purpose."""
 
     async def _result(self, message: Any) -> None:
         with contextlib.suppress(InvalidMessageError):
@@ -203,7 +206,7 @@ class Heard:
                 self.chunks[key, request_id or ""].append(decode_chunk(message.data))
 
     async def publish(self, key: SessionKey, body: bytes, timeout_s: float = 2.0) -> int:
-        """Store a request, sending it again until it is acknowledged; returns its sequence."""
+        """Publish a request, repeatedly until the log acknowledges it; return its stream sequence."""
         while True:
             try:
                 js = self.nc.jetstream()
@@ -212,7 +215,7 @@ class Heard:
                 await asyncio.sleep(0.1)
 
     async def result(self, key: SessionKey, seq: int, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
-        """Wait for the result of the request at `seq`."""
+        """Wait for the result of the request at `seq`, and return it. Raises `TimeoutError`."""
         async with asyncio.timeout(timeout_s):
             while (key, seq) not in self.results:
                 self._news.clear()
@@ -221,7 +224,7 @@ class Heard:
         return found
 
     async def send(self, key: SessionKey, request: dict[str, Any]) -> tuple[dict[str, Any], float, float]:
-        """Publish a request; returns its result, how long that took, and how long until it was stored."""
+        """Publish a request; return its result, the seconds until the result, and until the log's ack."""
         begun_s = monotonic()
         seq = await self.publish(key, json.dumps(request).encode(), timeout_s=PATIENCE_S)
         stored_s = monotonic() - begun_s
@@ -229,7 +232,7 @@ class Heard:
 
 
 async def read_log(url: str) -> list[Any]:
-    """Read every entry of the log."""
+    """Read all entries of the log; try again for 10 s or more while the server is down."""
     for left in itertools.count(20, -1):
         try:
             async with connect(url, connect_timeout_s=10) as client:
@@ -243,7 +246,7 @@ async def read_log(url: str) -> list[Any]:
 
 @dataclass
 class Verdict:
-    """What the oracle found. Everything in `faults` should be 0; `notes` has a line for each fault."""
+    """What the oracle has found. All counts in `faults` should be 0; `notes` has a line for each fault."""
 
     requests: int = 0
     answered: int = 0
@@ -253,7 +256,7 @@ class Verdict:
         )
     )
     outcomes: Counter[str] = field(default_factory=Counter)
-    #: Results of sessions whose model no longer saw all tokens, by cache policy.
+    #: The number of results for which the model did not see all tokens of the session, by cache policy.
     beyond: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
@@ -268,9 +271,9 @@ def judge(
     heard: Heard | None = None,
     model: Path | None = None,
 ) -> Verdict:
-    """Hold the log against what was acknowledged and heard, and fold each session as a worker would.
+    """Compare the log with acknowledged requests and received messages; fold each session as a worker does.
 
-    `out` entries without a worker's header were forged by the harness, and are passed over.
+    Skips `out` entries without a worker's header, which the harness has forged.
     """
     verdict = Verdict()
     asked: dict[SessionKey, list[Entry]] = defaultdict(list)
@@ -318,7 +321,7 @@ def judge(
 def _part(
     text: str, checkpoints: Mapping[int, bytes], request: Request, tokenizer: Tokenizer
 ) -> History | str | None:
-    """Read what a fork took from its parent, or the tokens of a long input."""
+    """Read a chain of checkpoints: the state that a fork has copied from its parent, or a long input."""
     parts: list[bytes] = []
     link = Link.parse(text)
     while link is not None:
@@ -340,7 +343,10 @@ def _judge_bases(
     parts: Mapping[int, History | str | None],
     forgotten: Mapping[SessionKey, int],
 ) -> None:
-    """Check what forks took: of a parent's end, its digest must be that of one of the parent's results."""
+    """Check the state that each fork has copied: its length, and for a fork of the parent's end the digest.
+
+    The digest must be one that an earlier result of the parent has.
+    """
     bodies = {entry.seq: entry.body for entry in asked}
     for entry in told[key]:
         opened = decode_result(entry.body)
@@ -365,7 +371,7 @@ def _entry(one: Any, kind: Any) -> Entry:
 
 
 def _forgotten(asked: list[Entry], told: list[Entry]) -> int:
-    """Return the sequence of the last close that was to forget, and did: what was before may be gone."""
+    """Return the sequence of the last successful close with `forget`: earlier entries may be gone. Or 0."""
     closed = {result.seq for result in map(decode_result, (one.body for one in told)) if _is(Closed, result)}
     for entry in reversed(asked):
         with contextlib.suppress(InvalidMessageError):
@@ -422,7 +428,7 @@ def _judge_session(
                 verdict.blame("contradicting", f"{key} {entry.seq} is no request, and was answered {code}")
             continue
         if result.repeat_of and result.repeat_of < forgotten:
-            continue  # answered before what it repeats was removed
+            continue  # its first result was removed since
         if request.id in first:
             _judge_repeat(verdict, f"{key} {entry.seq}", first[request.id], request, result)
         else:
@@ -451,18 +457,18 @@ def _judge_chunks(verdict: Verdict, at: str, result: Any, chunks: list[Any], for
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Return a percentile of the values, the next larger one where it falls between two."""
+    """Return a percentile: the smallest value with at least this share of the values up to it."""
     return sorted(values)[min(math.ceil(share * len(values)), len(values)) - 1] if values else math.nan
 
 
 def table(*rows: tuple[str, Any]) -> str:
-    """Lay out names and figures in two columns."""
+    """Format rows of a name and a value in two aligned columns."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
 def report(verdict: Verdict, *rows: tuple[str, Any]) -> bool:
-    """Print the table and the faults; says whether there was none."""
+    """Print the rows, the verdict's counts and up to 40 faults; return whether there was no fault."""
     print(
         table(
             *rows,

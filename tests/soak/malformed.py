@@ -1,9 +1,10 @@
-"""Malformed requests and frames of every kind, with a well-behaved client beside them.
+"""Sends malformed requests and frames of every kind, while a well-behaved client uses the same worker.
 
     python tests/soak/malformed.py --requests 50000 --seed 1
 
-They go over raw sockets to all subjects that a worker or a client listens to. What the log has stored on a
-valid name must have exactly one result, the client beside must be answered, and the worker must live on.
+The frames go over raw sockets to all subjects to which a worker or a client subscribes. Each request that the
+log stores under a valid name must get exactly one result, the well-behaved client must be answered, and the
+worker must not end.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ HEADERS = [
     b"garbage\xff",
     b"",
 ]
-#: The server ends the connection of whoever sends one of these.
+#: Frames after which the server closes the sender's connection.
 FATAL = [
     b"HPUB a 9 3\r\nabc\r\n",
     b"PUB\r\n",
@@ -69,7 +70,7 @@ FATAL = [
     b"PUB a -1\r\n\r\n",
     b"\x00\xff\r\n",
 ]
-#: What replaces a field's value, or stands where an object should.
+#: Values that replace a field's value, or a whole request.
 JUNK: list[Any] = [
     *(None, True, -1, 0, 2**31, 2**63, 2**70, 1e308, float("nan"), float("inf")),
     *("", "x" * 1000, "\ud800", "\x00", "a.b", "*", ">", "a\n", "_x"),
@@ -104,7 +105,7 @@ REQUESTS: list[dict[str, Any]] = [
 
 
 def body(rng: random.Random) -> bytes:
-    """Make up what no worker should stumble over."""
+    """Make a random body, in most cases a malformed request."""
     request = dict(rng.choice(REQUESTS))
     if "id" in request:
         request["id"] = f"m{rng.randint(0, 10**6)}"
@@ -143,20 +144,20 @@ def body(rng: random.Random) -> bytes:
 
 
 def name(rng: random.Random, letter: str) -> bytes:
-    """Name a tenant or a session, in most cases a valid one."""
+    """Make a random name for a tenant or a session, valid in four of five cases."""
     if rng.random() < 0.8:
         return f"{letter}{rng.randint(0, 12)}".encode()
     return rng.choice([*NAMES, b"n" * rng.choice((65, 256, 257, 1400))])
 
 
 def frame(rng: random.Random) -> bytes:
-    """Publish something with a raw frame; a few are none that a server takes."""
+    """Make a random raw frame that publishes a body; about one in a thousand breaks the NATS protocol."""
     kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
     subject = b"turnkeep.%s.%s.%s" % (name(rng, "t"), name(rng, "s"), kind)
     to = subject + rng.choice((b"", b"", b" _INBOX.x.y", b" \xff", b" turnkeep.t1.s1.in", b" " + b"r" * 1000))
     text = body(rng)
     if rng.random() < 0.0005:
-        return b"PUB %s %d\r\n%s" % (to, len(text) + 1000, text)  # the rest of the batch is swallowed
+        return b"PUB %s %d\r\n%s" % (to, len(text) + 1000, text)  # includes the next frames
     if rng.random() < 0.0005:
         return rng.choice(FATAL)
     if rng.random() < 0.3:
@@ -167,7 +168,7 @@ def frame(rng: random.Random) -> bytes:
 
 @dataclass
 class Run:
-    """What was sent, and how the client beside fared."""
+    """The record of one run: the frames sent, and the waits and errors of the well-behaved client."""
 
     sent: int = 0
     dropped: int = 0
@@ -176,7 +177,7 @@ class Run:
     is_over: bool = False
 
     async def send(self, url: str, rng: random.Random, num: int, batch: int = 50) -> None:
-        """Send frames over sockets; the server ends the connection of whoever goes too far."""
+        """Send `num` frames in batches over a socket; open another one when the server closes it."""
         while num > 0:
             reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
             hello = {
@@ -198,7 +199,7 @@ class Run:
             writer.close()
 
     async def behave(self, heard: Heard) -> None:
-        """Be a client as it should be, in a session of its own."""
+        """Send valid requests one at a time, in sessions of their own, and record waits and failures."""
         for number in range(1_000_000):
             if self.is_over:
                 return
@@ -216,7 +217,7 @@ class Run:
 
 
 async def malformed(where: Path, *, requests: int, seed: int) -> tuple[Run, Verdict, list[tuple[str, Any]]]:
-    """Send it all; returns what happened, what the oracle says, and more rows for the table."""
+    """Run everything; return the record, the oracle's verdict, and further rows for the report."""
     run = Run()
     options = ("--sync-interval", "1s", "--min-free-disk", "0")
     async with target(where / "data", tiny_model(where), *options) as victim:

@@ -1,10 +1,11 @@
-"""The service as it is run: worker, NATS server, exporter and Prometheus; kills; the log is judged.
+"""Runs the service as in production, with exporter and Prometheus, under kills, then checks the log.
 
     python tests/soak/service.py --minutes 60
 
-Every session sends a request, hears of its result and pauses, as an agent does. Worker and server are killed
-with `kill -9` in turns, and Prometheus scrapes the exporter all the time. A line is printed each minute. All
-counts of faults should be 0, and exporter and Prometheus run to the end. Needs Debian's package prometheus.
+Each session repeatedly sends a request, waits for the result and pauses, as an agent does. The worker is
+killed with `kill -9` again and again, every third time with the NATS server, while Prometheus scrapes the
+exporter. Prints a line each minute. All counts of faults should be 0, and exporter and Prometheus must run to
+the end. Needs Debian's package prometheus.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ OPTIONS = ("--ack-wait-s", "0.5", "--max-attempts", "20", "--min-free-disk", "0"
 
 
 class Reading(NamedTuple):
-    """One minute: sums since the begin, sizes now, and the waits of the minute."""
+    """Measurements after one interval: totals since the start, sizes now, and the interval's waits."""
 
     minutes: float
     requests: int
@@ -51,7 +52,7 @@ class Reading(NamedTuple):
     p99_s: float
 
     def line(self) -> str:
-        """Lay out the reading."""
+        """Format the measurements as a line under `HEADER`."""
         sizes = "  ".join(f"{size / MIB:8.1f}" for size in self[4:9])
         waits = "  ".join(f"{1000 * wait_s:7.0f}" for wait_s in self[9:])
         return (
@@ -64,7 +65,7 @@ HEADER = "minute  requests  kills  server  worker MiB  server  exporter  prometh
 
 @dataclass
 class Service:
-    """One run."""
+    """The state of one run: its processes, its requests and its measurements."""
 
     victim: Target
     attack: Attack
@@ -76,7 +77,7 @@ class Service:
     ending: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def talk(self, key: SessionKey, heard: Heard, client: Client | None, pause_s: float) -> None:
-        """Go on in one session until the run ends."""
+        """Send random requests in one session, with pauses of `pause_s` on average, until the run ends."""
         while not self.ending.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.ending.wait(), self.rng.uniform(0, 2 * pause_s))
@@ -86,7 +87,7 @@ class Service:
             self.waits_s.append(monotonic() - begun_s)
 
     async def kill(self, every_s: float) -> None:
-        """Kill the worker about so often, and the server with every third."""
+        """Kill the worker every `every_s` seconds on average, every third time the server too."""
         while True:
             await asyncio.sleep(self.rng.uniform(0, 2 * every_s))
             await self.victim.ready()
@@ -98,7 +99,7 @@ class Service:
             self.victim.start()
 
     def read(self, begun_s: float) -> Reading:
-        """Take a reading, and begin the next minute."""
+        """Return the measurements of this interval, and start the next interval."""
         waits_s, self.waits_s = self.waits_s, []
         return Reading(
             (monotonic() - begun_s) / 60,
@@ -115,7 +116,7 @@ class Service:
         )
 
     def scraped(self) -> dict[str, Any]:
-        """Ask Prometheus what it has seen in the whole run."""
+        """Query Prometheus for its data of the whole run: scrapes, requests, alerts that fired."""
         span = f"[{int(60 * self.readings[-1].minutes) + 60}s]"
         told = {
             "scrapes": f'sum(count_over_time(up{{job="turnkeep"}}{span}))',
@@ -143,7 +144,7 @@ def _rss(pid: int | None) -> int:
 
 @asynccontextmanager
 async def exporter_of(url: str, where: Path) -> AsyncIterator[tuple[psutil.Popen, str]]:
-    """Run `turnkeep exporter` as a process; gives it and its address."""
+    """Run `turnkeep exporter` as a process during the block; yield the process and its URL."""
     port = free_port()
     with (where / "exporter.log").open("wb") as log:
         process = psutil.Popen(
@@ -161,7 +162,7 @@ async def exporter_of(url: str, where: Path) -> AsyncIterator[tuple[psutil.Popen
 async def serve(
     where: Path, *, minutes: float, sessions: int, pause_s: float, kill_s: float, interval_s: float, seed: int
 ) -> tuple[Service, Verdict, dict[str, Any]]:
-    """Run the service for so long; returns it, what the oracle says, and what Prometheus has seen."""
+    """Run the service for some minutes; return its record, the oracle's verdict and Prometheus's data."""
     model, rng = tiny_model(where, endless=True), random.Random(seed)
     async with contextlib.AsyncExitStack() as open_things:
         victim = Target(where / "data", model, *OPTIONS)

@@ -1,10 +1,11 @@
-"""How long short answers wait beside many long streams of the same tenant.
+"""Measures how long short answers take while the same tenant streams many long answers.
 
     python tests/soak/shorts.py --streams 64 --long 256 --option max_batch=16
 
-Runs the packaged model. Prints the wait for each whole answer of three tokens, one at a time in new sessions
-while the streams run, and the time and the tokens a second of all streams. Compare two versions of the worker
-by alternating runs of two checkouts. An `--option` is a setting of the worker.
+Runs the packaged model. While the streams run, requests answers of three tokens, one at a time, each in a new
+session. Prints percentiles of the time until each answer is complete, and the duration and the tokens per
+second of all streams. To compare two versions of the worker, alternate runs of two checkouts. An `--option`
+is a setting of the worker.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ STORY = "Write a long story about the sea."
 
 
 async def answered(client: Client, name: str, text: str, max_tokens: int) -> float:
-    """Return how many seconds an answer of exactly so many tokens took in a new session."""
+    """Request an answer of exactly `max_tokens` tokens in a new session; return how many seconds it took."""
     asked_s = monotonic()
     await client.session(name).generate(text=text, max_tokens=max_tokens, ignore_eos=True)
     return monotonic() - asked_s
 
 
 async def measure(url: str, streams: int, long: int) -> tuple[list[float], float]:
-    """Return the waits of short requests, and how long all streams took, in seconds."""
+    """Return the time of each short answer during the streams, and of all streams together, in seconds."""
     waits: list[float] = []
     async with connect(url, timeout_s=10 * PATIENCE_S) as client:
         await answered(client, "warm", STORY, 3)

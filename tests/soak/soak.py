@@ -1,9 +1,9 @@
-"""Full load for some minutes: many short sessions, a few long ones, closes, and idle sessions that leave.
+"""Runs a worker at full load for some minutes: many short sessions, a few long ones, closes, idle sessions.
 
     python tests/soak/soak.py --minutes 60
 
-Prints every minute the requests so far, resident memory, what the data directory takes and the minute's
-latencies; at the end their slopes per hour, by least squares over the second half.
+Prints each minute the number of requests, resident memory, the size of the data directory and the minute's
+latencies. At the end prints the slope of each per hour, by least squares over the second half of the run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LONG_POSITION = 1700
 
 
 class Reading(NamedTuple):
-    """One line: the time in hours, and what it was then."""
+    """Measurements after one interval: the time since the start, totals, sizes and the interval's waits."""
 
     hours: float
     requests: int
@@ -44,7 +44,7 @@ class Reading(NamedTuple):
 
 @dataclass
 class Load:
-    """Clients that send what they can, one request at a time each."""
+    """Clients that each send one request after another, without pauses."""
 
     heard: Heard
     rng: random.Random
@@ -55,7 +55,7 @@ class Load:
 
     async def _send(self, key: SessionKey, number: int, request: dict[str, Any]) -> dict[str, Any]:
         result, wait_s, _ = await self.heard.send(key, {"id": f"r{number}"} | request)
-        del self.heard.results[key, result["seq"]]  # the harness is not to grow beside the worker
+        del self.heard.results[key, result["seq"]]  # the harness must not grow itself
         self.requests += 1
         self.waits_s.append(wait_s)
         if result["type"] == "failed":
@@ -69,7 +69,7 @@ class Load:
         return {"type": "generate", "text": text, "max_tokens": self.rng.randint(1, 24)}
 
     async def short(self) -> None:
-        """Hold a few turns in a session, then close it, or leave it to become idle."""
+        """Send a few requests in a new session, then close it or leave it idle; repeat until cancelled."""
         while True:
             key, numbers = SessionKey("short", f"s{next(self._names)}"), itertools.count()
             for _ in range(self.rng.randint(1, 6)):
@@ -79,7 +79,7 @@ class Load:
                 await self._send(key, next(numbers), closing)
 
     async def long(self, name: str) -> None:
-        """Go on in one session for ever, rewinding it before it is full."""
+        """Send requests in one session until cancelled; rewind it before its context is full."""
         key = SessionKey("long", name)
         for number in itertools.count():
             result = await self._send(key, number, self._turn())
@@ -88,7 +88,7 @@ class Load:
 
 
 def disk_bytes(path: Path) -> int:
-    """Count what the files below a folder take."""
+    """Return the total size of the files below a folder, in bytes."""
     found = 0
     for where, _, names in os.walk(path):
         for name in names:
@@ -100,7 +100,7 @@ def disk_bytes(path: Path) -> int:
 
 
 def slope(readings: Sequence[Reading], name: str) -> float:
-    """Fit a line through the second half, and return how much it rises in an hour."""
+    """Fit a line through the second half of a field's readings; return its slope per hour."""
     half = readings[len(readings) // 2 :]
     if len(half) < 2:
         return float("nan")
@@ -109,7 +109,7 @@ def slope(readings: Sequence[Reading], name: str) -> float:
 
 
 def read(worker: Target, load: Load, begun_s: float) -> Reading:
-    """Take a reading, and begin the next minute."""
+    """Return the measurements of this interval, and start the next interval."""
     waits_s, load.waits_s = load.waits_s, []
     server = worker.server()
     return Reading(
@@ -126,7 +126,7 @@ def read(worker: Target, load: Load, begun_s: float) -> Reading:
 async def soak(
     where: Path, *, minutes: float, interval_s: float, seed: int, options: Sequence[str] = ()
 ) -> tuple[list[Reading], Load]:
-    """Load a worker for so long; returns a reading for each interval."""
+    """Run a worker under load for some minutes; return a reading for each interval, and the load's record."""
     options = ("--idle-timeout-s", "20", "--min-free-disk", "0", "--max-disk", "256MiB", *options)
     async with target(where / "data", tiny_model(where, endless=True), *options) as worker:
         load = Load(await Heard.on(worker.url, chunks=False), random.Random(seed))
@@ -150,7 +150,7 @@ async def soak(
 
 
 def slopes(readings: Sequence[Reading], load: Load) -> str:
-    """Lay out what has grown, over the second half of the run."""
+    """Format a table of how fast memory, disk and latencies grew in the second half of the run."""
     return table(
         ("requests", load.requests),
         ("failed", len(load.failed)),

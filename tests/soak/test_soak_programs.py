@@ -1,4 +1,4 @@
-"""Short runs of the programs of this folder, and an oracle that finds each fault."""
+"""Short runs of the programs in this folder, and tests that their oracle (`judge`) finds faults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.process
 KEY = SessionKey("default", "s")
 
 
-async def test_no_request_is_lost_doubled_or_contradicted_when_worker_and_server_are_killed(
+async def test_every_request_gets_exactly_one_result_while_worker_and_server_are_killed(
     tmp_path: Path,
 ) -> None:
     run, verdict = await attack(tmp_path, requests=60, kills=2, server_kills=1, seed=1)
@@ -35,7 +35,7 @@ async def test_no_request_is_lost_doubled_or_contradicted_when_worker_and_server
     assert not verdict.faults.total(), verdict.notes
 
 
-async def test_no_request_is_lost_doubled_or_contradicted_under_faults_of_several_workers(
+async def test_every_request_gets_exactly_one_result_under_random_faults_of_two_workers_and_a_server(
     tmp_path: Path,
 ) -> None:
     run, verdict = await campaign(
@@ -64,7 +64,7 @@ async def test_a_quiet_tenant_is_answered_while_another_floods_the_worker(tmp_pa
 
 
 @pytest.mark.soak
-async def test_the_waits_of_short_answers_are_measured_while_long_ones_run(tmp_path: Path) -> None:
+async def test_short_answers_complete_and_are_timed_while_long_answers_stream(tmp_path: Path) -> None:
     async with target(tmp_path / "data", tiny_model(tmp_path, endless=True), "--max-batch", "2") as worker:
         waits, took_s = await beside_streams(worker.url, streams=8, long=1500)
     assert waits
@@ -79,7 +79,7 @@ async def test_snapshots_damaged_while_a_worker_runs_change_no_answer(tmp_path: 
 
 
 @pytest.mark.soak
-async def test_a_short_soak_run_fails_no_request_and_reports_its_slopes(tmp_path: Path) -> None:
+async def test_no_request_of_a_short_soak_run_fails_and_growth_per_hour_is_reported(tmp_path: Path) -> None:
     readings, load = await soak(tmp_path, minutes=0.05, interval_s=0.7, seed=1)
     assert not load.failed
     assert readings[-1].requests > 0

@@ -1,1 +1,1 @@
-"""Runs one step on the device: the next token of each running answer, and pieces of prompts."""
+"""Runs steps on the device: a step decodes a token of each running answer and prefills pieces of prompts."""

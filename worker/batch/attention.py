@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
     from .ring_attention import Rotate, Sight
 
-#: mlx-lm's own function: `forward` replaces it even in the module that defines it.
+#: mlx-lm's own function. It is saved here because `forward` replaces it even in the module that defines it.
 THEIR_ATTENTION: Final[Any] = base.scaled_dot_product_attention
 
 
 @dataclass(slots=True)
 class Attention:
-    """The attention of one layer, with the arguments that do not depend on the KV.
+    """Computes the attention of one layer; holds the arguments that do not depend on the KV.
 
-    `more` are further arguments that the model passes; `rotate` applies the rotary embedding to queries.
+    `more` are the model's other keyword arguments (learned sinks); `rotate` applies the rotary embedding.
     """
 
     scale: float
@@ -36,7 +36,7 @@ class Attention:
     rotate: Rotate | None = None
 
     def __call__(self, queries: mx.array, keys: Any, values: Any, *, cache: Any, mask: Any) -> mx.array:
-        """Compute attention to the keys and values that a cache has returned, by the fastest way."""
+        """Compute attention to keys and values from a cache, with the fastest implementation for them."""
         plain = all(value is None for value in self.more.values())  # no attention sinks
         if plain and cpu.should_dequantise(keys):
             keys, values = (cpu.dequantised(part, cache.group_size, cache.bits) for part in (keys, values))
@@ -51,7 +51,7 @@ class Attention:
         return theirs
 
     def running(self, queries: mx.array) -> StreamedAttention:
-        """Return a new attention of `queries` to keys that will be added part by part."""
+        """Return a `StreamedAttention` of `queries`, to which the caller adds keys and values in parts."""
         return StreamedAttention(queries, self.scale, self.more.get("sinks"))
 
     def to_ring(
@@ -61,9 +61,9 @@ class Attention:
         sight: Sight,
         to_rows: Callable[[mx.array], mx.array],
     ) -> mx.array:
-        """Compute attention to the keys and values in a ring cache's `places`.
+        """Compute attention to a ring cache; `places` are its keys and values.
 
-        Uses `ring_attention.attend`, or plain attention if no query must be rotated.
+        Calls `ring_attention.attend` (shapes: see there), or plain attention if no query must be rotated.
         """
         keys, values = places
         if sight.is_plain:

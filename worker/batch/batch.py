@@ -2,9 +2,9 @@
 
 A step runs all rows and pieces of prompts, and draws the rows' tokens. Two things differ between models, and
 `batch_kinds` chooses both: how a pass runs (`Pass`: shared by all rows, or the model's own), and where rows
-can keep KV besides their own caches (`Keeping`: in pools, merged, or nowhere). Two things make a step faster
-without changing the tokens: rows speculate where it pays (`speculation`), and the next step may be launched
-before the last tokens have been read.
+can keep KV besides their own caches (`Keeping`: in pools, merged, or nowhere). Two things make answers faster
+without changing their tokens: drafts for some rows (`speculation`), and launching the next step before the
+host has read the tokens of the step before.
 
 A step only appends to plain caches, so setting a cache's offset back undoes the step.
 """
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 class _LaunchedStep:
     """A step in flight: `choice` has the tokens drawn for `drafts`, then the first tokens of `beginning`.
 
-    `ahead` says whether the step was launched before the previous tokens were read, and whether it could have
-    been. `drafted` is the drafters' output, from which the batch made `drafts`.
+    `beginning` are rows whose prompts end in this step. `ahead` says whether the step was launched before the
+    previous tokens were read, and whether it could have been. `drafts` are `drafted`, padded or shortened.
     """
 
     drafts: list[Draft]
@@ -58,7 +58,7 @@ class _LaunchedStep:
 
 
 class Batch:
-    """The running answers, and the loop that runs one step after another for them and for prompts."""
+    """The running answers (rows) of one model. `step` runs one step over them and over pieces of prompts."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class Batch:
     ) -> None:
         """`is_plain` says that a step can be undone by setting back the offsets of rows' own caches.
 
-        `drafters` draft up to `max_draft` tokens for a row. `has_rings` says that rows may have ring caches
-        instead of plain ones, `windows_are_rings` that the model's own sliding windows are rings; `sketched`
-        are the layers whose keys a paged session also keeps as sketches.
+        `drafters` draft up to `max_draft` tokens for a row. `has_rings` says that rows may have a `RingCache`
+        instead of plain caches, `windows_are_rings` that the model's own sliding windows are such rings. A
+        paged session keeps 2-bit copies of keys (sketches) for the layers `sketched`.
         """
         self.has_rings = has_rings
         self.windows_are_rings = windows_are_rings
@@ -114,7 +114,7 @@ class Batch:
 
     @property
     def growing(self) -> list[int]:
-        """The lengths in tokens of the rows whose caches are full, so that the next step allocates memory."""
+        """The lengths in tokens of the rows for which the next step must allocate memory."""
         # One step may be in flight and another launched before the next check: check for two tokens.
         full = (row for row in self._rows if row.caches and layers.grows(row.caches, 2))
         return [min(row.num_cached, row.most_held) for row in full] + list(self._keeping.growing)
@@ -126,7 +126,7 @@ class Batch:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the next step is in flight already, so that it cannot include pieces of prompts."""
+        """Whether the next step is already in flight; if so, it cannot include pieces of prompts."""
         return self._ahead is not None
 
     def caches(self, row: Row) -> list[Any]:
@@ -137,9 +137,9 @@ class Batch:
     def step(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool = False) -> None:
         """Run all rows and pieces, and draw each row's next token; a piece's `row`, if set, joins the batch.
 
-        A row gets one token, or more if its draft is accepted: see `Row.drawn`. Afterwards KV covers all
-        tokens that were run. With `run_ahead` the next step may be launched before the caller has read this
-        step's tokens: see `is_ahead`.
+        `Row.drawn` gets one token, or more if part of the row's draft is accepted. Afterwards only the last
+        token of a row has no KV. With `run_ahead` the next step may be launched before the caller has read
+        this step's tokens: see `is_ahead`.
         """
         if not self._rows and not pieces:
             return
@@ -153,9 +153,9 @@ class Batch:
         self._collect(launched, is_last=self._ahead is None)
 
     def score(self, piece: PrefillPiece, most: int) -> None:
-        """Run a piece in separate passes, with logits of `most` tokens at once, and extend its `scores`.
+        """Run a piece of a prompt in separate passes; add its tokens' log probabilities to its `scores`.
 
-        The piece does not start a row. No step may be in flight.
+        A pass computes logits of at most `most` tokens. The piece starts no row. No step may be in flight.
         """
         if self._ahead is not None or piece.scores is None:
             raise ValueError("no scores are asked for, or a step is in flight")
@@ -170,9 +170,9 @@ class Batch:
             piece.scores.drawn += drawn
 
     def embed(self, pieces: Sequence[PrefillPiece]) -> None:
-        """Run the last pieces of prompts in a separate pass, and set their embeddings.
+        """Run the last pieces of prompts in a separate pass, and set the `vector` of their embeddings.
 
-        Either all pieces want hidden states, or all want the logits of the same tokens. No step may be in
+        Either all embeddings are hidden states, or all are logits of the same tokens. No step may be in
         flight.
         """
         wanted = {piece.embedding.tokens for piece in pieces if piece.embedding is not None}
@@ -191,7 +191,7 @@ class Batch:
             piece.embedding.vector = vector.astype("<f4").tobytes()
 
     def remove(self, row: Row) -> list[Any]:
-        """Remove a row, and return its KV as separate caches."""
+        """Remove a row from the batch, and return its KV as separate caches."""
         self._drop_ahead_of(row)
         self._rows.remove(row)
         self.speculation.leave(row)
@@ -204,7 +204,7 @@ class Batch:
         return row.caches or []
 
     def roll_back(self) -> bool:
-        """Undo a failed step for every row; return False if that is not possible."""
+        """Restore all rows to their state before a failed step; return False if that is not possible."""
         self._ahead = None
         self._keeping.roll_back()
         own = [row for row in self._rows if row.caches is not None]
@@ -220,12 +220,12 @@ class Batch:
         self._keeping.clear()
 
     def _drop_ahead_of(self, row: Row) -> None:
-        """Undo the step in flight if it changed a row's KV; it will run again and draw the same tokens."""
+        """Undo the step in flight if it has changed this row's KV; `step` repeats it with the same result."""
         if self._ahead is not None and row.caches is None and self._keeping.includes_ahead:
             self.roll_back()
 
     def _launch(self, pieces: Sequence[PrefillPiece]) -> _LaunchedStep:
-        """Build a step over all rows and `pieces`: draft, run the pass and draw, all unevaluated."""
+        """Build a step over all rows and `pieces`: get drafts, then build the pass and draws, unevaluated."""
         began_s = self._clock()
         self._keeping.place(self._rows)
         could, able = self._could_run_ahead, self._able(self._rows)
@@ -245,7 +245,7 @@ class Batch:
         return _LaunchedStep(drafts, beginning, choice, logprobs, states, began_s, (False, could), drafted)
 
     def _launch_next(self, launched: _LaunchedStep) -> _LaunchedStep | None:
-        """Launch the step after `launched` before reading `launched.choice`; None if that is not possible."""
+        """Launch the step after `launched` before `launched.choice` is read; None if that is not possible."""
         if launched.choice is None or launched.beginning:
             return None
         began_s = self._clock()
@@ -272,11 +272,11 @@ class Batch:
         return _LaunchedStep(drafts, [], choice, logprobs, [], began_s, (True, True))
 
     def _able(self, rows: Sequence[Row]) -> list[Row]:
-        """Return those of `rows` that can have drafts."""
+        """Return those of the `rows` whose KV can be set back after a rejected draft."""
         return [row for row in rows if row.caches is not None or self._keeping.can_draft(row)]
 
     def _may_run_ahead(self, row: Row) -> bool:
-        """Say whether a row's next step can be launched without knowing its last token."""
+        """Say whether a step can be launched before the host knows this row's last token."""
         if row.sampler.needs_last or waits_for_logits(row.sampler.sampling):
             return False
         if row.caches is None:
@@ -286,9 +286,9 @@ class Batch:
     def _parts(
         self, rows: Sequence[Row], fitted: Mapping[Row, list[int]], num_ahead: int = 0
     ) -> tuple[list[Draft], list[Part]] | None:
-        """Make the parts of a pass over `rows`; also return the rows with their drafts in the same order.
+        """Return each row with its draft, and the parts of a pass over `rows` in the same order.
 
-        `num_ahead` is 1 for the step after the one in flight, which has no drafts. None if not possible.
+        `num_ahead` is 1 if a step in flight adds a token to each row, else 0. None if not possible.
         """
         kept = self._keeping.parts([row for row in rows if row.caches is None], num_ahead, fitted)
         if kept is None:
@@ -303,7 +303,10 @@ class Batch:
         return drafts, parts
 
     def _collect(self, launched: _LaunchedStep, *, is_last: bool) -> None:
-        """Give each row its drawn tokens: the accepted part of its draft, and the token after that."""
+        """Add to each row its drawn tokens: the accepted part of its draft, and the token after that.
+
+        `is_last` says that no later step is in flight.
+        """
         took_s = self._time(launched)
         if is_last:
             self._keeping.commit()
@@ -332,7 +335,7 @@ class Batch:
         self._rows += launched.beginning
 
     def _time(self, launched: _LaunchedStep) -> float | None:
-        """Return the seconds that a step took; None if it also ran prompts, or only prompts."""
+        """Return the seconds that a step took; None if it ran pieces of prompts."""
         now_s = self._clock()
         took_s, self._ended_s = now_s - max(launched.began_s, self._ended_s), now_s
         return None if launched.states or not launched.drafts else took_s
@@ -343,6 +346,6 @@ def _listed(array: Any) -> list[Any]:
 
 
 def _count_back(row: Row) -> None:
-    """Set a row's own caches back to `num_cached` tokens; the next step overwrites all after them."""
+    """Set a row's own caches back to `num_cached` tokens; the next step overwrites the later ones."""
     for cache in row.caches or ():
         cache.offset = row.num_cached

@@ -1,7 +1,7 @@
-"""Chooses, once a model is loaded, how its running answers (rows) are batched. Device thread only.
+"""Chooses how the running answers (rows) of a loaded model are batched. Device thread only.
 
-If the model's classes do not decide this, trials do: a trial runs a few tokens batched and one by one, and
-compares the logits. `trials` stores the results.
+The classes of the model's caches decide this, and trials: a trial runs a few tokens batched and one by one,
+and compares the logits. `trials` stores the results.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Allowed deviation, as a share of the largest logit: rounding stays below it, a wrong mask or position not.
-#: The coarse one is for quantised KV, whose codes rounding can change, and for products below float32.
+#: Allowed deviation, as a share of the largest logit: rounding stays below, a wrong mask or position exceeds
+#: it. `_COARSE` is for quantised KV, whose codes change by rounding, and products less exact than float32.
 _TOLERANCE: Final = 1e-3
 _COARSE: Final = 0.05
 _LOOKUP: Final = Lookup()
@@ -71,9 +71,9 @@ def batch_for(
     """Return an empty batch of the fastest kind that the model supports; log a warning for the slowest kind.
 
     `room(n)` says whether `n` more bytes may be allocated. The `drafters` draft up to `max_draft` tokens for
-    a row. Rows of similar length are pooled from `pooled_rows` rows on, other models' rows merged from
-    `merged_rows` on. `runs_ahead` also lets models of the slower kinds launch a step before the previous
-    tokens are read. `clock` times the steps, in seconds.
+    a row. At least `pooled_rows` rows of similar length form a pool; in models without pools, at least
+    `merged_rows` rows are merged. `runs_ahead` allows the slower kinds, too, to launch a step before the
+    previous tokens are read. `clock` times the steps, in seconds.
     """
     trials = trials or Trials()
     forward = Forward(model)
@@ -113,7 +113,8 @@ def draft_model_for(
 
     `vocabularies` are the numbers of logits of the target model and of the draft model.
 
-    Raises `ValueError` with the reason if its rows cannot share a pass or its steps cannot be undone.
+    Raises `ValueError` with the reason if the draft model's rows cannot share a pass, or if it has layers
+    from which the last tokens cannot be removed.
     """
     forward = Forward(model)
     shares = _shares(model, forward, trials)
@@ -135,7 +136,7 @@ def _shares(model: Any, forward: Forward, trials: Trials) -> bool:
 
 
 def _has_rings(model: Any, forward: Forward, trials: Trials, *, shares: bool) -> bool:
-    """Say, by a trial, whether sessions of a model can have ring caches (windows); log it if they cannot."""
+    """Say, by a trial, whether sessions of a model can have a `RingCache` (a window); log it if not."""
     rotates = partial(_deviation_rotated, model, forward, shares=shares)
     has_rings = (
         forward.rotations is not None
@@ -147,7 +148,7 @@ def _has_rings(model: Any, forward: Forward, trials: Trials, *, shares: bool) ->
 
 
 def _sketched(model: Any, forward: Forward, trials: Trials) -> tuple[int, ...]:
-    """Return the layers with induction heads, whose keys are sketched; none if the search fails.
+    """Return the indices of the layers with induction heads, whose keys are sketched; empty on an error.
 
     `trials` stores the layers as one number, with a bit for each layer.
     """
@@ -167,7 +168,7 @@ def _sketched(model: Any, forward: Forward, trials: Trials) -> tuple[int, ...]:
 
 
 def merged_for(model: Any, trials: Trials) -> MergedCaches[Any] | None:
-    """Return empty merged caches whose logits equal the model's own; None if no way of merging passes."""
+    """Return empty `MergedCaches` that leave the model's logits unchanged; None if no way to merge does."""
     caches = make_prompt_cache(model)
     missing = next((type(leaf).__name__ for _, leaf in leaves(caches) if not can_merge(leaf)), None)
     if missing is None:
@@ -184,7 +185,7 @@ def merged_for(model: Any, trials: Trials) -> MergedCaches[Any] | None:
 
 
 def _fits(model: Any, trial: str, deviation: Callable[[], float]) -> bool:
-    """Run a trial; say whether its logits equal the model's own, except for rounding."""
+    """Run a trial, which returns a deviation of logits; say whether that is no more than rounding."""
     try:
         with _in_float32(model):
             worst = deviation()
@@ -323,8 +324,8 @@ _WIDE: Final[dict[type, type]] = {Embedding: _WideEmbedding, QuantizedEmbedding:
 def _tolerance(model: Any) -> float:
     """Return by how much logits of the same tokens may differ in a trial, relative to the largest logit.
 
-    It is coarse if rounding is: GPUs multiply float32 with 11 bits unless `MLX_ENABLE_TF32` is 0, and
-    `_in_float32` cannot widen a model without an embedding of a known class.
+    More is allowed on a GPU, which multiplies float32 with 11 bits unless `MLX_ENABLE_TF32` is 0, for
+    quantised KV, and for a model without a known embedding class, which `_in_float32` cannot widen.
     """
     rounds = mx.default_device() != mx.cpu and os.environ.get("MLX_ENABLE_TF32") != "0"
     quantised = any(type(cache) is QuantizedKVCache for _, cache in leaves(make_prompt_cache(model)))

@@ -1,4 +1,4 @@
-"""Computes with numpy, in MLX's memory, what MLX computes slowly on a CPU. Device thread only.
+"""Computes attention and SwiGLU on a CPU with numpy, in MLX's memory, if MLX is slower. Device thread only.
 
 MLX's CPU back end takes 11 ns for one `exp`, on one thread; numpy's vector code takes half a nanosecond. For
 a prompt at a long context, softmax (in attention) and SiLU (in the MLPs) would take most of a forward pass.
@@ -38,7 +38,7 @@ _CACHED: Final = 1 << 17
 
 
 def faster_attention(queries: Any, keys: Any) -> bool:
-    """Say whether `attention` is faster than MLX for these shapes; quantised keys are a tuple."""
+    """Say whether `attention` is faster than MLX for these shapes; False for quantised keys (a tuple)."""
     if not isinstance(keys, mx.array):
         return False
     num_scores: int = queries.size // queries.shape[3] * keys.shape[2]
@@ -46,17 +46,17 @@ def faster_attention(queries: Any, keys: Any) -> bool:
 
 
 def faster_weighted(scores: mx.array) -> bool:
-    """Say whether `weighted` is faster than MLX for these scores."""
+    """Say whether `weighted` is faster than MLX for this number of scores."""
     return scores.size >= _LEAST_SCORES and scores.dtype == mx.float32 and _on_cpu()
 
 
 def should_dequantise(keys: Any) -> bool:
-    """Say whether attention should dequantise these keys: they are quantised, and this is a CPU."""
+    """Say whether to dequantise these keys before attention: they are quantised, and MLX runs on a CPU."""
     return not isinstance(keys, mx.array) and _on_cpu()
 
 
 def dequantised(part: Any, group_size: int, bits: int) -> mx.array:
-    """Dequantise a layer's keys or values to the dtype of their scales; the result is not evaluated."""
+    """Dequantise a layer's keys or values, a tuple (codes, scales, biases); the result is not evaluated."""
     codes, scales, biases = part
     return mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
 
@@ -67,7 +67,7 @@ def faster_swiglu(gate: mx.array) -> bool:
 
 
 def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array:
-    """Compute softmax(scale queries keys^T + mask) values, evaluated except for the last product.
+    """Compute softmax(scale queries keys^T + mask) values; only the last product is not evaluated yet.
 
     Shapes as for `mx.fast.scaled_dot_product_attention`: queries (rows, heads, tokens, head_dim), keys and
     values (rows, KV heads, length, head_dim); `mask` is None, "causal", or an array that broadcasts to (rows,
@@ -81,9 +81,9 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float,
 
 
 def weighted(scores: mx.array, values: mx.array, mask: Any) -> mx.array:
-    """Compute softmax(scores + mask) values, evaluated except for the last product; shapes as in `attention`.
+    """Compute softmax(scores + mask) values; shapes as in `attention`.
 
-    Overwrites the memory of `scores`, so nothing else may use that array.
+    Only the last product is not evaluated yet. Overwrites `scores`, so nothing else may use that array.
     """
     rows, heads, num_tokens, length = scores.shape
     seen = mask if isinstance(mask, mx.array) else None
@@ -101,10 +101,10 @@ def weighted(scores: mx.array, values: mx.array, mask: Any) -> mx.array:
 
 
 def exponentiated(scores: mx.array) -> tuple[mx.array, mx.array]:
-    """Replace each score by exp(score - largest score of its row), evaluated.
+    """Replace each score in place by exp(score - largest score of its row), evaluated.
 
-    Returns the largest scores and the sums of the rows. Overwrites the memory of `scores`, so nothing else
-    may use that array.
+    Returns each row's largest score, and the sum of its results. `scores` is overwritten, so nothing else may
+    use that array.
     """
     mx.eval(scores)
     largest, sums = _exponentiate(_view(scores))
@@ -125,14 +125,15 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 
 def faster_compared(queries: mx.array) -> bool:
-    """Say whether `compared` is faster than MLX for these queries."""
+    """Say whether `compared` here is faster than `cache.kv.paged.compared` for these queries."""
     return queries.dtype == mx.float32 and _on_cpu()
 
 
 def compared(asked: mx.array, sketch: tuple[mx.array, ...], page: int) -> mx.array:
-    """Return each page's largest share of attention, like `cache.kv.paged.compared`, but evaluated.
+    """Return, per page of `page` tokens, the largest share of attention that any query gives to a token.
 
-    For 32 queries it takes a seventh of the time of the other function, which uses only MLX.
+    Arguments as for `cache.kv.paged.compared`, which uses only MLX and takes seven times as long for 32
+    queries. The result, (pages,), is evaluated.
     """
     mx.eval(asked, sketch)
     heads = zip(*(_view(part)[0] for part in (asked, *sketch)), strict=True)
@@ -147,7 +148,7 @@ def _compared(
     biases: np.ndarray[Any, Any],
     page: int,
 ) -> np.ndarray[Any, Any]:
-    """Return the log of each page's largest share of attention for a head's queries, (queries, head_dim)."""
+    """Return the log of each page's largest share of attention; `asked` are one KV head's queries."""
     num = len(asked)
     pages = np.empty((len(codes) // page, num), np.float32)
     largest, sums = np.full(num, -np.inf, np.float32), np.zeros(num, np.float32)
@@ -175,8 +176,8 @@ def _products(
 ) -> Iterator[np.ndarray[Any, Any]]:
     """Yield the products of the sketches with the queries, one run of tokens at a time: (tokens, queries).
 
-    While numpy reads the products of one run, MLX computes those of the next run. (numpy's own BLAS would add
-    a second pool of spinning threads.)
+    While numpy reads the products of one run, MLX computes those of the next run. (numpy's own BLAS would
+    start a second pool of spinning threads.)
     """
     (num, size), groups = asked.shape, scales.shape[1]
     # A key is its channels times scales, plus one bias per group of channels: one more column per group.
@@ -213,7 +214,7 @@ def _view(array: mx.array) -> np.ndarray[Any, Any]:
 
 
 def _hide_later(scores: np.ndarray[Any, Any]) -> None:
-    """Apply a causal mask to scores in place; the queries belong to the context's last tokens."""
+    """Apply a causal mask to scores in place; the queries are those of the context's last tokens."""
     num_tokens = scores.shape[2]
     if num_tokens > 1:
         later = np.triu(np.full((num_tokens, num_tokens), -np.inf, np.float32), 1)

@@ -20,7 +20,7 @@ _MOST_DIM: Final = 128
 
 
 def pads_attention(queries: Any, keys: Any, mask: Any) -> bool:
-    """Say whether to use `attention` for these arguments; quantised keys are a tuple."""
+    """Say whether `attention` should handle these arguments: 16 bits, a causal mask, on CUDA."""
     return (
         isinstance(keys, mx.array)
         and mask == "causal"
@@ -36,7 +36,7 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float)
     """Compute causal attention of a session's last tokens to all its tokens, with padded shapes.
 
     Shapes as for `mx.fast.scaled_dot_product_attention`. The causal mask hides padding at the end from all
-    tokens; padding queries at the start make the number of queries one of few, and their output is dropped.
+    tokens. Padding at the start rounds up the number of queries; the output for it is dropped.
     """
     num, length = queries.shape[2], keys.shape[2]
     before, after = padding(num, length)

@@ -1,4 +1,4 @@
-"""Drafts answers with a smaller model that has the same tokens. Device thread only.
+"""Drafts answers' next tokens with a smaller model that uses the same token ids. Device thread only.
 
 The draft model samples from its own logits with the row's noise, penalties and grammar: so a sampled draft is
 right as often as the two models agree, and no draft has a token that the grammar forbids.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from .rows import Pass, Row
 
-#: Tokens with which a new shadow begins, and the most that it may hold before it is built anew.
+#: Number of last tokens that a new shadow covers, and the most that one holds before a new one replaces it.
 BEGUN: Final = 1024
 MOST_HELD: Final = 4096
 #: The most sessions with a shadow; the least recently used shadow without a row is dropped first.
@@ -38,7 +38,10 @@ _FEW: Final = 8
 
 @dataclass(slots=True)
 class _Shadow:
-    """KV of a session's `tokens` from position `start` on; the first `num_sure` surely equal the row's."""
+    """The draft model's KV of a session's `tokens`, which begin at the session's position `start`.
+
+    The first `num_sure` of them are known to equal the row's tokens.
+    """
 
     caches: list[Any]
     start: int
@@ -52,7 +55,7 @@ class _Shadow:
 
 
 class DraftModel(Drafter):
-    """A draft model, and its shadows of sessions; see `drafter.Drafter`."""
+    """Drafts with a draft model, and keeps its KV (a shadow) for some sessions; see `drafter.Drafter`."""
 
     hope = 0.7
 
@@ -61,8 +64,8 @@ class DraftModel(Drafter):
     ) -> None:
         """`make` makes empty caches, from which the last tokens can be removed again.
 
-        `vocabularies` are the numbers of logits of the target model and of the draft model; ids that only one
-        of the models has are no tokens.
+        `vocabularies` are the numbers of logits of the target model and of the draft model. They may differ:
+        ids that only one of the models has stand for no token.
         """
         self.pass_share = pass_share
         self._run = run
@@ -76,7 +79,10 @@ class DraftModel(Drafter):
         return True
 
     def num_missing(self, row: Row) -> int | None:
-        """Return how many tokens `prepare` must run first; a few missing ones run with the draft."""
+        """Return how many tokens `prepare` must run before a draft; None if too many rows have shadows.
+
+        Up to `_FEW` missing tokens count as 0: they run in the first pass of the draft.
+        """
         shadow = self._aligned(row)
         if shadow is None:
             others = self._shadows.keys() - {_key(row)}
@@ -86,7 +92,7 @@ class DraftModel(Drafter):
         return missing if missing > _FEW else 0
 
     def prepare(self, row: Row, num_tokens: int) -> None:
-        """Run up to `num_tokens` of a row's tokens that its shadow lacks."""
+        """Run up to `num_tokens` of the row's tokens that have no KV in its shadow."""
         shadow = self._shadow(row)
         tokens = _ids(row, shadow.end, min(shadow.end + num_tokens, row.num_cached))
         if tokens:
@@ -97,7 +103,7 @@ class DraftModel(Drafter):
             shadow.num_sure = len(shadow.tokens)
 
     def propose(self, wanted: Mapping[Row, int]) -> dict[Row, list[int]]:
-        """Draft one token per pass for each row, until the row has as many as wanted or its answer ends."""
+        """Draft one token per pass for each row, until the row has `wanted[row]` tokens or an end token."""
         shadows = {row: self._shadow(row) for row in wanted}
         drafts: dict[Row, list[int]] = {row: [] for row in wanted}
         running = [row for row, most in wanted.items() if most > 0]
@@ -137,7 +143,7 @@ class DraftModel(Drafter):
         self._rows.clear()
 
     def _known(self, tokens: list[int]) -> list[int]:
-        """Replace ids beyond the draft model's vocabulary: MLX would read beyond the embedding table."""
+        """Clamp ids to the draft model's vocabulary: MLX would read beyond the embedding table."""
         return [min(token, self._own - 1) for token in tokens]
 
     def _fitted(self, logits: mx.array) -> mx.array:
@@ -151,7 +157,7 @@ class DraftModel(Drafter):
         return max(row.num_cached - BEGUN, row.num_cached + 1 - len(row.known))
 
     def _shadow(self, row: Row) -> _Shadow:
-        """Return a row's shadow, trimmed to the row's tokens, or a new shadow."""
+        """Return a row's shadow, trimmed to the tokens that equal the row's, or a new empty shadow."""
         shadow = self._aligned(row)
         key = _key(row)
         if shadow is None:
@@ -165,7 +171,7 @@ class DraftModel(Drafter):
         return shadow
 
     def _aligned(self, row: Row) -> _Shadow | None:
-        """Trim a row's shadow to where it equals the row's tokens; None if a new shadow must be built."""
+        """Trim a row's shadow to the tokens that equal the row's; return None if a new one must be made."""
         shadow = self._shadows.get(_key(row))
         if shadow is None or shadow.start > row.num_cached:  # the session was rewound
             return None

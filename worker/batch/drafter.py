@@ -1,9 +1,9 @@
-"""The port of what drafts answers' next tokens: `forced`, `lookup` and `draft_model`; `speculation` asks.
+"""Defines the port to drafters, which predict answers' next tokens: `forced`, `lookup` and `draft_model`.
 
-A draft may be wrong: the batch runs it behind a row's last token, draws a token at each place as it does
-without a draft, and accepts the draft's tokens up to the first one that differs (Leviathan et al., "Fast
-Inference from Transformers via Speculative Decoding", 2023, for samples that are a function of the seed). So
-a drafter changes only the number of tokens a step, never the tokens.
+`speculation` calls them. A draft may be wrong: the batch runs it after a row's last token, draws a token at
+each position as it does without a draft, and accepts the draft's tokens up to the first one that differs
+(Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023, for draws that depend
+only on the seed). So a drafter changes only how many tokens a step yields, never which tokens.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ if TYPE_CHECKING:
 
 
 class Drafter:
-    """Drafts for all rows of a batch; this one never does, and keeps nothing. Device thread only.
+    """Drafts tokens for the rows of a batch. This base class never drafts. Device thread only.
 
-    `pass_share` is what one more token of all drafts takes, as a share of a plain step, until it is measured;
-    `hope` the share of a draft's tokens that are right, until that is.
+    `pass_share` is the time to draft one token for each row, as a share of a step without drafts; `hope` is
+    the share of draft tokens that are right. Both are estimates, used until measurements replace them.
     """
 
     pass_share: float = 0.0
     hope: float = 0.5
 
     def may_propose(self, row: Row) -> bool:  # noqa: ARG002
-        """Whether `propose` may draft for a row once it has one more token, which is not known yet."""
+        """Say whether `propose` may find a draft after the row's next token, which is not known yet."""
         return False
 
     def num_missing(self, row: Row) -> int | None:  # noqa: ARG002
         """Return how many tokens `prepare` has to run before `propose` may be called for a row.
 
-        None if it cannot draft for the row now.
+        None if the drafter cannot draft for the row now.
         """
         return None
 
     def prepare(self, row: Row, num_tokens: int) -> None:
-        """Run at most `num_tokens` of a row's missing tokens."""
+        """Run at most `num_tokens` of the tokens that `num_missing` counts for a row."""
 
     def propose(self, wanted: Mapping[Row, int]) -> dict[Row, list[int]]:  # noqa: ARG002
-        """Draft up to so many tokens behind each row's last one; rows without a draft may be left out."""
+        """Return drafts of up to `wanted[row]` tokens after each row's last token; some may be absent."""
         return {}
 
     def leave(self, row: Row) -> None:
-        """End drafting for a row that is over; its session may come again."""
+        """End drafting for a row whose answer has ended; a later row may continue its session."""
 
     def forget(self, session: Hashable) -> None:
-        """Drop what is kept of a session without a row."""
+        """Drop the drafter's state of a session that has no row."""
 
     def clear(self) -> None:
-        """Drop what is kept of all sessions."""
+        """Drop the drafter's state of all sessions."""

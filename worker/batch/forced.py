@@ -1,7 +1,7 @@
-"""Drafts where a row's grammar leaves no choice: keys and marks of JSON, the end of a reasoning. Pure.
+"""Drafts text that a row's grammar fully determines: JSON keys and punctuation, the end of reasoning. Pure.
 
-The text is certain, its tokens are not: they are those that the tokenizer makes of it, and the last one may
-also be the beginning of a longer one.
+The text is certain, but its tokens are not: the tokenizer may split it otherwise than the model does, and the
+model may draw a longer token that begins with the draft's last one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 
 class Forced(Drafter):
-    """Asks the rows' grammars; see `drafter.Drafter`. No step of such rows is ever launched ahead."""
+    """Drafts text that rows' grammars determine; see `drafter.Drafter`.
+
+    A step with such rows is never launched before the previous tokens are read.
+    """
 
     hope = 0.9
 
     def num_missing(self, row: Row) -> int | None:
-        """Return 0, or None for a row without a grammar."""
+        """Return 0, since nothing has to run before a draft; None for a row without a grammar."""
         return 0 if row.sampler.sampling.grammar is not None else None
 
     def propose(self, wanted: Mapping[Row, int]) -> dict[Row, list[int]]:
-        """Return the tokens of the text that must come next."""
+        """Return, for each row with a determined text, up to `wanted[row]` tokens of that text."""
         return {row: draft for row, most in wanted.items() if (draft := [*row.sampler.forced()[:most]])}

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 class _Masks:
-    """One mask for each part of the pass. The model hands them to attention without reading them."""
+    """The masks of a pass, one for each part. The model passes the object to attention unread."""
 
     def __init__(self, masks: list[Any]) -> None:
         self.of_parts = masks
 
 
 class _LayerView:
-    """Replaces a layer's cache during a pass; hands keys, values and queries to the parts."""
+    """Replaces a layer's cache during a pass; splits keys, values and queries among the parts."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class _LayerView:
         self.offset = offset
 
     def make_mask(self, num_tokens: int, **options: Any) -> _Masks:
-        """Make one mask per part. `num_tokens` is ignored: it is 1 here, and parts know their own number."""
+        """Make one mask per part. `num_tokens`, always 1 here, is ignored: parts know how many they have."""
         del num_tokens
         return _Masks([part.masks(self._layer, options) for part in self._parts])
 
@@ -86,7 +86,7 @@ class _LayerView:
 class RingView(_LayerView):
     """Replaces a ring cache while mlx-lm's own code runs consecutive tokens of one session.
 
-    All these tokens must lie between the same two multiples of the ring's grid.
+    All these tokens must lie between the same two multiples of the ring's grid (see `ring_attention`).
     """
 
     def __init__(self, layer: int, part: OwnPart, rotate: Rotate) -> None:
@@ -94,7 +94,7 @@ class RingView(_LayerView):
         super().__init__(layer, [part], [num_tokens], offset, rotate)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Add keys and values of the shape (1, KV heads, tokens, head_dim) to the ring cache; return them."""
+        """Add keys and values, (1, KV heads, tokens, head_dim), to the ring cache; return them unchanged."""
         super().update_and_fetch(of_one_session(keys), of_one_session(values))
         return keys, values
 
@@ -104,7 +104,7 @@ class RingView(_LayerView):
 
 
 class _Offsets:
-    """The rotary positions of a pass's tokens; they differ by layer if some layers count modulo a grid."""
+    """The rotary positions of a pass's tokens, by layer: layers with ring caches count modulo a grid."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
@@ -124,7 +124,7 @@ class _Offsets:
 
 
 class Forward:
-    """Runs passes over one model; it patches the model, which can still be called as before."""
+    """Runs passes of one model over many sessions. Patches the model, which can still be called as before."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -177,10 +177,10 @@ class Forward:
 def _select_hidden(model: Any) -> list[mx.array] | None:
     """Patch the model so that its output head runs only for chosen positions.
 
-    Run for all positions, the head takes a tenth of a pass.
+    If it runs for all positions, the head takes a tenth of a pass.
 
     Returns a list: the caller adds the positions before a pass and clears the list after it. While the list
-    is empty, the head runs for all positions. Returns None if the model has another structure.
+    is empty, the head runs for all positions. Returns None if the model has no inner module `model`.
     """
     inner = getattr(model, "model", None)
     if not isinstance(inner, Module):
@@ -201,7 +201,7 @@ def _select_hidden(model: Any) -> list[mx.array] | None:
 
 
 def _patch_functions(model: Any) -> None:
-    """Replace functions in the Python modules of the model's layers by Turnkeep's: see `_PATCHES`."""
+    """In the Python modules that define the model's layers, replace mlx-lm's functions: see `_PATCHES`."""
     for module in {type(part).__module__ for part in model.modules()}:
         names = vars(sys.modules[module])
         for name, (theirs, ours) in _PATCHES.items():
@@ -223,7 +223,7 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return cpu.swiglu(gate, x) if cpu.faster_swiglu(gate) else _THEIR_SWIGLU(gate, x)
 
 
-#: mlx-lm's own function: patching replaces it even in the module that defines it.
+#: mlx-lm's own function. It is saved here because patching replaces it even in the module that defines it.
 _THEIR_SWIGLU: Final[Any] = activations.swiglu
 
 #: By name: mlx-lm's function, and its replacement, which accepts a `_LayerView` or is faster on a CPU.

@@ -1,6 +1,7 @@
 """Estimates, from measured times and accepted drafts, how many tokens a step should draft. Pure.
 
-Costs are shares of the time of a plain (draftless) step with as many rows: the machine's speed cancels out.
+Costs are shares of the time of a plain step (one without drafts) with the same number of rows, so that the
+machine's speed cancels out.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _ENOUGH: Final = 3
 #: Number of drafted steps after which a plain step is measured again.
 _FRESH: Final = 64
 #: After this many plain steps in a row the costs of drafts are forgotten, since other work on the machine may
-#: have raised them. The number doubles each time, from the first to the second; after `_PAYING` drafted steps
-#: it is the first again.
+#: have raised them. The number doubles each time, from the first value up to the second. After `_PAYING`
+#: steps with drafts it returns to the first value.
 _FORGOTTEN: Final = (64, 2048)
 _PAYING: Final = 32
 #: The cost of verifying one draft token in a step, until it is measured.
@@ -31,10 +32,10 @@ _WEIGHT: Final = 3.0
 
 
 class Acceptance:
-    """The share of draft tokens that are right, of the ones that follow only right tokens of their draft."""
+    """Estimates the share of draft tokens that are right. Tokens after a wrong one do not count."""
 
     def __init__(self, by_draft: float, by_step: float) -> None:
-        """Factors by which older results weigh less: after each new draft, and after a step without one."""
+        """A new draft multiplies the weight of older results by `by_draft`, a call of `fade` by `by_step`."""
         self._by_draft = by_draft
         self._by_step = by_step
         self._num_right = self._num_tested = 0.0
@@ -44,7 +45,7 @@ class Acceptance:
         return (_WEIGHT * before + self._num_right) / (_WEIGHT + self._num_tested)
 
     def learn(self, num_right: int, num_drafted: int) -> None:
-        """Learn from a draft of which the first `num_right` tokens were right."""
+        """Record a draft of `num_drafted` tokens, of which the first `num_right` were right."""
         self._num_right = self._by_draft * self._num_right + num_right
         self._num_tested = self._by_draft * self._num_tested + min(num_right + 1, num_drafted)
 
@@ -71,12 +72,14 @@ class _Typical:
         return self._median if len(self._some) >= _ENOUGH else None
 
     def or_before(self, before: float) -> float:
-        """Return the median; the least of `before` and the values if these are few: some may be delayed."""
+        """Return the median; with too few values, the smallest of them and `before`: some may be delayed."""
         return self._median if len(self._some) >= _ENOUGH else min((*self._some, before))
 
 
 class Times:
-    """Measured times of plain steps, and the time added by each draft token, by the number of rows.
+    """Measured times of plain steps (without drafts), and the time that each draft token adds to a step.
+
+    Both depend on the number of rows.
 
     A plain step takes less time if it is launched ahead, before the previous tokens are read.
     """
@@ -89,22 +92,25 @@ class Times:
         self._patience = _FORGOTTEN[0]
 
     def plain_s(self, num_rows: int, *, ahead: bool) -> float | None:
-        """Return a plain step's time, of the `ahead` kind if measured, else of the other; None if unknown."""
+        """Return the seconds that a plain step takes; None if unknown.
+
+        Steps launched ahead may take another time than others; `ahead` says which to prefer.
+        """
         return self._plain[num_rows, ahead].known or self._plain[num_rows, not ahead].known
 
     def late(self, num_rows: int, *, ahead: bool) -> float:
-        """Return the factor by which a plain step is slower if not launched ahead; 1 without `ahead`."""
+        """Return how many times longer a plain step takes if not launched ahead; 1 if `ahead` is false."""
         alone_s, ahead_s = (self.plain_s(num_rows, ahead=kind) for kind in (False, True))
         return max(alone_s / ahead_s, 1.0) if ahead and alone_s and ahead_s else 1.0
 
     def is_due(self, num_rows: int) -> bool:
-        """Say whether the next step should be plain, so that its time is measured again."""
+        """Say whether the next step should have no drafts, to measure the time of such a step again."""
         return self._since[num_rows] >= _FRESH
 
     def note_plain(self, num_rows: int, step_s: float, *, ahead: bool, could: bool) -> bool:
-        """Record a plain step's time; `could` says that the step could have been launched ahead.
+        """Record a plain step's time, and whether it was, or could have been, launched ahead.
 
-        Returns True if the costs of drafts have now been forgotten.
+        Returns True if the measured costs of drafts were dropped, because of many plain steps in a row.
         """
         self._plain[num_rows, ahead].add(step_s)
         if ahead or not could:
@@ -128,12 +134,12 @@ class Times:
             self._patience = _FORGOTTEN[0]
 
     def checked(self, num_rows: int, num_drafted: float) -> float:
-        """Estimate the time of a step with draft tokens, as a share of a plain step's not launched ahead."""
+        """Estimate a step's time with draft tokens, as a multiple of a plain step's not launched ahead."""
         return 1 + num_drafted * max(self._each[num_rows].or_before(_CHECKED), 0.0)
 
 
 class Passes:
-    """The time of a drafter's passes, as a share of a plain step's, by the number of drafted rows."""
+    """Times of a drafter's passes, as shares of the time of a step without drafts, by the number of rows."""
 
     def __init__(self, share: float) -> None:
         """`share` is assumed until passes have been measured."""
@@ -141,24 +147,25 @@ class Passes:
         self._measured: defaultdict[int, _Typical] = defaultdict(_Typical)
 
     def learn(self, num_rows: int, share: float) -> None:
-        """Record the time of one pass."""
+        """Record the time of one pass, as a share of a plain step's time."""
         self._measured[num_rows].add(share)
 
     def share(self, num_rows: int) -> float:
-        """Return the time of a pass, as a share of a plain step's."""
+        """Return the typical time of a pass, as a share of a plain step's time."""
         return self._measured[num_rows].or_before(self._share)
 
 
 def expected(share: float, num_drafted: int) -> float:
-    """Return the expected number of right tokens, if each one after right ones is right with `share`."""
+    """Return the expected number of accepted tokens, if each is right with probability `share`."""
     share = min(share, 0.99)
     return share * (1 - share**num_drafted) / (1 - share)
 
 
 class Costs(NamedTuple):
-    """The costs of drafts for some of `num_rows` rows: drafting, not launching ahead, and verifying.
+    """What drafts for some rows of a step with `num_rows` rows cost.
 
-    For a share `often` of the rows for which a draft is wanted, the drafter finds one. `late`: see `Times`.
+    `times` has the cost of verifying, `pass_share` is that of drafting one token for each row, `late` that of
+    not launching ahead (`Times.late`). `often` is the share of rows for which the drafter finds a draft.
     """
 
     times: Times
@@ -169,7 +176,7 @@ class Costs(NamedTuple):
 
 
 def gain(costs: Costs, shares: Sequence[float], num_drafted: int) -> float:
-    """Return the factor on tokens per second if some rows get drafts of `num_drafted` tokens.
+    """Return by which factor drafts of `num_drafted` tokens for some rows change the tokens per second.
 
     `shares` has, for each of these rows, the expected share of right tokens.
     """
@@ -177,7 +184,7 @@ def gain(costs: Costs, shares: Sequence[float], num_drafted: int) -> float:
 
 
 def best(costs: Costs, shares: Sequence[float], most: int) -> tuple[float, int]:
-    """Return the largest gain, and the length of drafts, up to `most` tokens, that gives it."""
+    """Return the largest `gain` of drafts of up to `most` tokens, and the length that gives it."""
     each = costs.times.checked(costs.num_rows, 1) - 1
     lengths = range(1, most + 1) if shares else ()
     return max(((_gain(costs, shares, num, each), num) for num in lengths), default=(1.0, 0))

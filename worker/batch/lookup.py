@@ -1,6 +1,6 @@
 """Drafts an answer's next tokens from the session's earlier tokens: prompt lookup. Pure.
 
-If the last few tokens occurred before, the tokens that followed them are the draft (Saxena, "Prompt Lookup
+The draft copies the tokens that followed an earlier occurrence of the last few tokens (Saxena, "Prompt Lookup
 Decoding", 2023).
 """
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
     from .rows import Row
 
-#: Number of last tokens that must equal an earlier run of tokens.
+#: Number of last tokens that must have occurred before.
 NGRAM: Final = 3
-#: Drafts come from this many last tokens of a session. Comparing all takes 20 us for each token of an answer;
-#: an index of them would have to be built when the answer begins.
+#: Drafts come from this many last tokens of a session. Searching them takes 20 us per token of an answer. An
+#: index would be faster, but would have to be built when the answer begins.
 MOST_SEEN: Final = 65_536
 
 
 class Lookup(Drafter):
-    """Drafts what followed the latest earlier run of a row's last tokens; see `drafter.Drafter`."""
+    """Drafts what followed the latest earlier occurrence of a row's last tokens; see `drafter.Drafter`."""
 
     def may_propose(self, row: Row) -> bool:
-        """Say whether the last two tokens occurred before: with the next token, they may give a draft."""
+        """Say whether the row's last two tokens occurred before: the next token may complete a match."""
         return _place(row.known, NGRAM - 1) is not None
 
     def propose(self, wanted: Mapping[Row, int]) -> dict[Row, list[int]]:
-        """Copy the tokens that followed the latest earlier run of each row's last tokens."""
+        """Copy the tokens that followed the latest earlier occurrence of each row's last tokens."""
         return {row: draft for row, most in wanted.items() if (draft := looked_up(row.known, most))}
 
     def num_missing(self, row: Row) -> int:  # noqa: ARG002
@@ -42,7 +42,7 @@ class Lookup(Drafter):
 
 
 def looked_up(tokens: array[int], most: int) -> list[int]:
-    """Return up to `most` tokens that followed the latest earlier run of the last tokens, if there is one."""
+    """Return the `most` tokens after the latest earlier occurrence of the last tokens; empty if none."""
     place = _place(tokens, NGRAM)
     if place is None:
         return []
@@ -53,7 +53,7 @@ def looked_up(tokens: array[int], most: int) -> list[int]:
 
 
 def _place(known: array[int], num: int) -> int | None:
-    """Return the position after the latest earlier run of tokens that equals the last `num` tokens."""
+    """Return the position after the latest earlier occurrence of the last `num` tokens; None if none."""
     last = known[-num:]
     if len(last) < num:
         return None

@@ -1,10 +1,10 @@
-"""Finds a model's layers with induction heads: attention heads that find earlier text again.
+"""Finds a model's layers with induction heads: attention heads that match repeated text.
 
 Device thread only.
 
 Such a head attends from a token to the token's earlier occurrence, or to the token that followed it there. A
-trial measures this on a repeated sequence of random tokens. Only for these layers a paged session keeps
-sketches (2-bit copies) of keys, to choose the chunks that it reads from SSD.
+trial measures this on a repeated sequence of random tokens. A paged session keeps sketches (2-bit copies) of
+keys only in these layers, to choose the chunks that it reads from SSD.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 #: Number of random tokens in the repeated sequence, and their seed.
 _NUM_TOKENS: Final = 128
 _SEED: Final = 0
-#: One layer in this many is sketched, but at least `_FEWEST` layers.
+#: Sketches are kept for one layer in `_ONE_IN`, but at least for `_FEWEST` layers.
 _ONE_IN: Final = 5
 _FEWEST: Final = 4
 
 
 def num_sketched(num_layers: int) -> int:
-    """Return the number of layers, of `num_layers`, in which paged sessions keep sketches of keys."""
+    """Return in how many of a model's `num_layers` layers paged sessions keep sketches of keys."""
     return min(num_layers, max(_FEWEST, -(-num_layers // _ONE_IN)))
 
 
 def find(model: Any, forward: Forward) -> tuple[int, ...]:
     """Return the indices of the layers with the best induction heads, in ascending order.
 
-    Only layers that keep all tokens are considered.
+    Only layers without a sliding window are considered.
     """
     own = make_prompt_cache(model)
     whole = [layer for layer, cache in enumerate(own) if type(cache) in (KVCache, QuantizedKVCache)]
@@ -54,11 +54,11 @@ def find(model: Any, forward: Forward) -> tuple[int, ...]:
 
 
 class _Matching(OwnPart):
-    """Part of a pass over a text that is followed by its repetition.
+    """A pass over a text and its repetition, which measures how well each layer's heads match them.
 
-    `matched` has the result of each layer's best head, not evaluated yet. The result is the larger of two
-    means over the repeated tokens: the share of attention on the token's first occurrence, and on the token
-    after it.
+    `matched` has one number per layer, not evaluated yet: the result of its best head. The result is the
+    larger of two means over the repeated tokens: the share of attention on the token's first occurrence, and
+    on the token after that.
     """
 
     def __init__(self, caches: list[Any]) -> None:

@@ -2,15 +2,15 @@
 
 Device thread only.
 
-For models whose rows cannot share a pass (`forward`), or whose caches are not all plain: recurrent states,
-windows, hybrids, custom attention. Shorter rows are padded on the left. A row that joins or leaves costs a
-copy of the whole batch; so models with only plain KV use `slots` instead.
+Used for models whose rows cannot share a pass (`forward`), or whose caches are not all plain: recurrent
+states, windows, hybrids, custom attention. Shorter rows are padded on the left. When a row joins or leaves,
+the whole batch is copied; so models with only plain KV use `slots` instead.
 
 Only decoding is merged: a row joins with caches that hold its prompt, so recurrent states never see padding.
-Each step can be rolled back until `commit`: positions are saved before it, and so are the arrays of recurrent
+Until `commit`, a step can be rolled back: positions are saved before it, and so are the arrays of recurrent
 states, which a step replaces but never changes in place.
 
-Knows nothing of answers: a row can be any value.
+This module must not know what a row is: any value can stand for one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _GROWTH: Final = BatchKVCache.step
 
 
 class _Window(BatchRotatingKVCache):
-    """A merged window with room for one more token, so that a step overwrites none and can be rolled back."""
+    """A batch cache for sliding windows, larger by one token: a step overwrites nothing and can be undone."""
 
     def __init__(self, max_size: int, left_padding: list[int]) -> None:
         super().__init__(max_size + 1, left_padding)
@@ -57,7 +57,7 @@ class _Window(BatchRotatingKVCache):
         return super().make_mask(N, window_size or self.window, return_array)
 
     def extract(self, idx: int) -> Any:
-        """Copy a row to a separate window of the original size, oldest token first."""
+        """Copy a row to a separate sliding-window cache of the original size, oldest token first."""
         cache: Any = super().extract(idx)  # type: ignore[no-untyped-call]  # mlx-lm has no annotations
         cache.max_size = self.window
         cache.keys, cache.values = (
@@ -76,7 +76,7 @@ class _Arrays(ArraysCache):
 
 
 class _Spread(BatchKVCache):
-    """Makes masks for attention where the query heads have a separate axis (gemma2).
+    """A batch cache for models whose queries have two axes of heads (gemma2): its masks have five axes.
 
     mlx-lm's mask with four axes would fail there, or, if the batch has as many rows as KV heads, mask the
     wrong tokens.
@@ -130,7 +130,7 @@ class MergedCaches(Generic[RowT]):
 
     @property
     def growing(self) -> list[int]:
-        """The lengths in tokens for which the next step allocates memory, one per row; empty if none.
+        """The numbers of tokens, one per row, for which the next step allocates memory; empty if none.
 
         The first number is for all rows together, since the whole batch is copied; the others are 0.
         """
@@ -174,7 +174,7 @@ class MergedCaches(Generic[RowT]):
         self._rows += [row for row, _ in rows]
 
     def leave(self, row: RowT) -> list[Any]:
-        """Copy a row to separate caches, and mark it as left until `tidy` frees its memory."""
+        """Return a row's KV, copied to separate caches, and mark the row as left; `tidy` frees its memory."""
         caches = self.show(row)
         mx.eval([cache.state for cache in caches])
         self._rows[self._rows.index(row)] = None
@@ -183,7 +183,7 @@ class MergedCaches(Generic[RowT]):
         return caches
 
     def show(self, row: RowT) -> list[Any]:
-        """Copy a row's KV to separate caches, not evaluated; the row stays."""
+        """Return a row's KV, copied to separate caches, not evaluated; the row stays in the batch."""
         index = self._rows.index(row)
         return [cache.extract(index) for cache in self._caches]
 
@@ -204,7 +204,7 @@ class MergedCaches(Generic[RowT]):
         self._rows = list(self.rows)
 
     def part(self, lengths: list[int]) -> MergedPart:
-        """Return the part for a step over one token of each row; `lengths` are the rows' tokens with KV."""
+        """Return the part of a pass over one token per row; `lengths` count each row's tokens with KV."""
         self._remember()
         return MergedPart(self._caches, lengths)
 
@@ -241,7 +241,7 @@ def _leaves(caches: Sequence[Any]) -> list[Any]:
 
 
 def can_merge(leaf: Any) -> bool:
-    """Say whether a cache can be merged; a window that keeps first tokens cannot: mlx-lm would lose them."""
+    """Say whether a cache can be merged. A window with sink tokens cannot: mlx-lm would lose the sinks."""
     return type(leaf) in _USUAL and not getattr(leaf, "keep", 0)
 
 
@@ -254,7 +254,7 @@ def _merge(way: dict[type, type], caches: Sequence[Any]) -> Any:
 
 
 def _fields(leaf: Any) -> dict[str, Any]:
-    """Return the fields that the next step replaces, with values that it does not change in place."""
+    """Return the cache's fields that the next step changes, with their values, to restore them later."""
     if isinstance(leaf, ArraysCache):
         return {"cache": list(leaf.cache)}
     fields = {name: value for name, value in vars(leaf).items() if name in _POSITIONS}
@@ -271,7 +271,7 @@ def _is_full(leaf: Any) -> bool:
 
 
 def _row_bytes(merged: Any, own: Sequence[Any]) -> int:
-    """Count the bytes of one row in a merged cache, once rows with the caches `own` have joined."""
+    """Count the bytes of one row in a merged cache, after rows with the caches `own` have joined."""
     if isinstance(own[0], ArraysCache):
         return int(own[0].nbytes)
     lengths = [cache.size() for cache in own]

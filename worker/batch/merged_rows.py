@@ -1,6 +1,6 @@
-"""Keeps rows merged in mlx-lm's batch caches (`merged`). Device thread only.
+"""Keeps the KV of several rows in mlx-lm's batch caches (`merged`). Device thread only.
 
-For models whose caches are not all plain, or whose rows cannot share a pass: windows, recurrent states,
+Used for models whose caches are not all plain, or whose rows cannot share a pass: windows, recurrent states,
 hybrids, custom attention.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MergedRows(Keeping):
-    """Merges rows once there are enough. A row that does not fit into memory keeps its own caches."""
+    """Merges the KV of enough rows; see `rows.Keeping`. A row for which memory is short is not merged."""
 
     includes_ahead = True
 
@@ -31,16 +31,16 @@ class MergedRows(Keeping):
 
     @property
     def growing(self) -> list[int]:  # type: ignore[override]
-        """The lengths in tokens for which the next step allocates memory; see `MergedCaches.growing`."""
+        """The numbers of tokens for which the next step allocates memory; see `MergedCaches.growing`."""
         return self._merged.growing
 
     @property
     def removal_bytes(self) -> int:  # type: ignore[override]
-        """The bytes of a copy of one row, and of one layer of the other rows."""
+        """The most bytes that `leave` and the next `place` allocate; see `MergedCaches.removal_bytes`."""
         return self._merged.removal_bytes
 
     def place(self, rows: Sequence[Row]) -> None:
-        """Merge the rows that are not merged yet: all at once, or one by one as many as fit into memory."""
+        """Merge the rows that are not merged yet: all at once, or one by one while memory allows it."""
         merged = self._merged
         merged.tidy()
         own = [row for row in rows if row.caches is not None and merged.can_join(row.caches)]
@@ -59,18 +59,18 @@ class MergedRows(Keeping):
         num_ahead: int,
         drafts: Mapping[Row, list[int]],  # noqa: ARG002
     ) -> list[tuple[Part, list[Row]]] | None:
-        """Make one part of all merged rows; None if `rows` are others, or if one has left since `place`."""
+        """Make one part of all merged rows; None if `rows` are not these, or if a row left after `place`."""
         every = self._merged.rows
         if set(every) != set(rows) or not self._merged.is_tidy:
             return None
         return [(self._merged.part([row.num_cached + num_ahead for row in every]), every)] if every else []
 
     def caches(self, row: Row) -> list[Any]:
-        """Copy a row's KV to separate caches, not evaluated."""
+        """Return a row's KV, copied to separate caches, not evaluated."""
         return self._merged.show(row)
 
     def leave(self, row: Row) -> None:
-        """Move a row to its own caches; the next `place` frees its memory in the batch."""
+        """Copy a row's KV to new caches of the row; the next `place` frees its memory in the batch."""
         row.caches = self._merged.leave(row)
 
     def commit(self) -> None:

@@ -1,6 +1,6 @@
 """Runs rows and prompts one after the other, each by a call of the unchanged model. Device thread only.
 
-For models whose rows cannot share a pass (`forward`). All merged rows (`merged`) run in one call.
+Used for models whose rows cannot share a pass (`forward`). Only merged rows (`merged`) run in one call.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class OwnPass:
-    """Runs passes by calls of the unchanged model; see `rows.Pass`."""
+    """Runs a pass as several calls of the unchanged model, one after the other; see `rows.Pass`."""
 
     def __init__(self, model: Any, rotations: Sequence[Rotate] | None = None) -> None:
-        """`rotations` are the layers' rotations of queries; None if no cache is a ring."""
+        """`rotations` are the functions that rotate each layer's queries; None if no cache is a ring."""
         self._model = model
         self._rotations = rotations
 
@@ -41,7 +41,10 @@ class OwnPass:
         *,
         hidden: bool = False,
     ) -> mx.array:
-        """Build an own pass for each part and piece, as `rows.Pass` says. `hidden` applies only to pieces."""
+        """Call the model separately for each part and piece; arguments and result as for `rows.Pass`.
+
+        `hidden` applies only to pieces.
+        """
         found: list[mx.array] = []
         tokens = tokens if isinstance(tokens, mx.array) else mx.array([*tokens], mx.int32)
         for part in parts:
@@ -62,17 +65,17 @@ class OwnPass:
         return mx.concatenate(found) if found else mx.array([])
 
     def _alone(self, caches: Sequence[Any], tokens: mx.array) -> mx.array:
-        """Build a pass over the next tokens of one session; return their logits, (tokens, vocabulary)."""
+        """Run the model over one session's next `tokens`; return unevaluated logits, (tokens, vocabulary)."""
         return run_alone(self._model, caches, tokens, self._rotations)[0]
 
 
 def run_alone(
     model: Any, caches: Sequence[Any], tokens: mx.array, rotations: Sequence[Rotate] | None
 ) -> mx.array:
-    """Build a pass over one session's next `tokens`; return the model's outputs, (1, tokens, size).
+    """Run a model over one session's next `tokens`; return its unevaluated outputs, (1, tokens, size).
 
-    One call of the model cannot cross a multiple of a ring's grid; tokens on both sides of it run in several
-    calls.
+    A call of the model cannot run tokens on both sides of a multiple of a ring's grid, where positions
+    restart; such tokens run in several calls.
     """
     rings = [cache for _, cache in leaves(caches) if type(cache) is RingCache]
     if not rings or rotations is None:
@@ -87,7 +90,7 @@ def run_alone(
 
 
 def _shown(caches: Sequence[Any], num_tokens: int, rotations: Sequence[Rotate]) -> list[Any]:
-    """Replace ring caches by views (`RingView`) for a pass over the next `num_tokens` tokens."""
+    """Return the caches for a pass over the next `num_tokens` tokens, with each ring behind a `RingView`."""
     held = [cache for _, cache in leaves(caches)]
     start = next(cache.offset for cache in held if type(cache) is RingCache)
     part, number = OwnPart(held, start, num_tokens), count()

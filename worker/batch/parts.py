@@ -1,6 +1,6 @@
-"""Defines the parts of a pass: tokens whose attention is computed together, each part with its own KV.
+"""Defines the parts of a pass. A part is a group of tokens whose attention is computed together.
 
-Device thread only. `slots.PoolPart` is a part, too.
+Each part has the KV that its tokens attend to. `slots.PoolPart` is a part, too. Device thread only.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 class Part(Protocol):
-    """Tokens of one pass whose attention is computed together, from the part's own KV."""
+    """Tokens of one pass whose attention is computed together, over KV that belongs to this part."""
 
     @property
     def offsets(self) -> list[int]:
         """The position of each token in its session."""
 
     def grid(self, layer: int) -> int:
-        """Return a layer's grid: rotary positions count modulo the grid; 0 if they are plain positions."""
+        """Return a layer's grid, modulo which rotary positions count; 0 if they are plain positions."""
 
     def masks(self, layer: int, options: dict[str, Any]) -> Any:
-        """Make the mask for `attend`. Called before the tokens are written to the layer's cache."""
+        """Make the mask for `attend`, with the model's mask `options`. Called before `update`."""
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Add the tokens' keys and values, of shape (tokens, KV heads, 1, head_dim), to the layer's KV."""
@@ -43,7 +43,7 @@ class Part(Protocol):
 
 
 class OwnPart:
-    """Consecutive tokens of one session that use the session's own caches, of any class."""
+    """A part with consecutive tokens of one session, which has caches of its own, of any class."""
 
     def __init__(self, caches: Sequence[Any], start: int, num_tokens: int) -> None:
         self.caches = caches
@@ -58,7 +58,7 @@ class OwnPart:
         return cache.grid if isinstance(cache, RingCache) else 0
 
     def masks(self, layer: int, options: dict[str, Any]) -> Any:
-        """Let the cache make the mask, as the model does. For a ring, `attend` makes the mask itself."""
+        """Make the mask with the cache's `make_mask`. None for a ring: `attend` makes its mask itself."""
         cache = self.caches[layer]
         if isinstance(cache, RingCache):
             return None
@@ -67,7 +67,7 @@ class OwnPart:
         return cache.make_mask(self._num_tokens, **options)
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        """Add the tokens' keys and values to the layer's cache; for a ring, `attend` does so."""
+        """Add the tokens' keys and values to the layer's cache; for a ring, `attend` adds them later."""
         if self._num_tokens > 1:
             keys, values = keys.transpose(2, 1, 0, 3), values.transpose(2, 1, 0, 3)
         cache = self.caches[layer]
@@ -85,7 +85,10 @@ class OwnPart:
         return attention(turned, keys, values, cache=self.caches[layer], mask=mask).transpose(2, 1, 0, 3)
 
     def _attend_ring(self, layer: int, queries: mx.array, attention: Attention) -> mx.array:
-        """Write tokens to a ring and attend, in runs: no run overwrites keys that its tokens still need."""
+        """Write the tokens to a ring and compute their attention, one run of tokens after the other.
+
+        The runs are so short that none overwrites keys that its tokens still need.
+        """
         ring, outputs = self.caches[layer], []
         sees_all = isinstance(ring, PagedCache) and ring.pages.sees_all
         if sees_all:
@@ -102,7 +105,7 @@ class OwnPart:
         return together.transpose(2, 1, 0, 3)
 
     def _written(self, ring: RingCache) -> Iterator[tuple[int, slice]]:
-        """Write the tokens to the ring in runs; yield each run's position and token indices.
+        """Write the tokens to the ring in runs; yield each run's position in the session and its indices.
 
         No run crosses a multiple of the ring's grid, where offsets start again from 0.
         """
@@ -120,9 +123,9 @@ class OwnPart:
         return self._sights[kind]
 
     def _attend_all(self, layer: int, queries: mx.array, attention: Attention) -> mx.array:
-        """Attend to all tokens of a paged session; return (1, heads, tokens, head_dim).
+        """Compute attention to all tokens of a paged session; return (1, heads, tokens, head_dim).
 
-        The part's own tokens are not in the cache yet.
+        Called before the part's own tokens are written to the cache.
         """
         cache = self.caches[layer]
         later = (i for i in range(layer + 1, len(self.caches)) if isinstance(self.caches[i], PagedCache))
@@ -142,7 +145,7 @@ def of_one_session(array: mx.array) -> mx.array:
 
 
 class MergedPart(OwnPart):
-    """One token for each merged row; each is a row of the batch caches."""
+    """A part with one token for each merged row; `caches` are mlx-lm's batch caches."""
 
     def __init__(self, caches: Sequence[Any], lengths: list[int]) -> None:
         super().__init__(caches, 0, 1)

@@ -1,6 +1,6 @@
-"""Keeps rows of similar length together in pools (`slots`), so that they attend in one operation.
+"""Keeps rows of similar length in pools (`slots`), so that one operation computes their attention.
 
-For models whose caches are plain or rings. Device thread only.
+Used for models whose caches are plain or rings. Device thread only.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _ROOM: Final = 32
 
 
 class Pools(Keeping):
-    """The pools, by form and capacity, and the slot of each row in a pool."""
+    """Keeps rows' KV in pools, one for each `slots.Form` and capacity; see `rows.Keeping`."""
 
     def __init__(self, room: Callable[[int], bool], least: int) -> None:
-        """`room(n)` says whether `n` more bytes may be allocated; fewer than `least` rows are not moved."""
+        """`room(n)` says whether `n` more bytes may be allocated; `least` rows are needed for a pool."""
         self._room = room
         self._least = least
         self._pools: dict[tuple[Form, int], Pool] = {}
@@ -38,7 +38,7 @@ class Pools(Keeping):
         return max((pool.slot_bytes for pool in self._pools.values()), default=0)
 
     def place(self, rows: Sequence[Row]) -> None:
-        """Move rows of similar length into a pool, once there are enough; move rows out of full slots."""
+        """Move rows of similar length into a pool if there are enough; move rows out of full slots."""
         for row in rows:
             if row in self._slots and not self.may_run_ahead(row, 0):
                 self.leave(row)
@@ -54,7 +54,7 @@ class Pools(Keeping):
                 self._slots[row], row.caches = (pool, pool.join(row.caches)), None
 
     def fitted(self, drafts: Mapping[Row, list[int]]) -> dict[Row, list[int]]:
-        """Pad the drafts of all rows of a pool to its longest draft, as far as each slot has room.
+        """Pad or shorten the drafts of a pool's rows to one length, for which every slot has room.
 
         The padding is verified like a draft; it is hardly ever accepted.
         """
@@ -69,7 +69,7 @@ class Pools(Keeping):
         return fitted
 
     def can_draft(self, row: Row) -> bool:
-        """Say whether a row has no rings: a draft would overwrite keys in a ring that other tokens need."""
+        """Say whether a row has no rings. In a ring, a draft would overwrite keys that are still needed."""
         return row.form is not None and set(row.form) == {None}
 
     def parts(
@@ -91,7 +91,7 @@ class Pools(Keeping):
         return pool.views(slot, row.num_cached)
 
     def leave(self, row: Row) -> None:
-        """Move a row to its own caches, and free its slot."""
+        """Copy a row's KV to new caches of the row, and free its slot."""
         pool, slot = self._slots.pop(row)
         row.caches = pool.leave(slot, row.num_cached)
         if not pool.num_rows:

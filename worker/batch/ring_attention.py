@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 def rotations(model: Any, num_caches: int) -> list[Rotate] | None:
-    """Find how each layer of a model rotates its queries; None if that cannot be determined.
+    """Return each layer's function that rotates queries; None if they cannot be determined.
 
-    A layer without rotary positions rotates nothing.
+    The function of a layer without rotary positions returns the queries unchanged.
     """
     found: list[Rotate] = []
     model_layers = getattr(model, "layers", ())
@@ -81,13 +81,13 @@ _KINDS: Final = ("here", "before", "sinks")
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Which places of ring caches some tokens see, and by which rotations; equal for all layers of this kind.
+    """Which places (indices) of a ring cache some tokens see, and how their queries are rotated for each.
 
-    `seen`, (rows, 1, tokens, places), is None if all places are visible. `before`, (rows, 1, 1, places),
-    marks the keys that were counted from the previous base; None if there are none. `to_sinks`, (tokens,), is
-    how far queries are rotated for the first `num_sinks` places; None if these need no rotation. Only the
-    first `num_places` places are used. For a single row, `runs` are the ends of consecutive places with equal
-    values of these three fields.
+    It is the same for all layers with such rings. `seen`, (rows, 1, tokens, places), is None if all places
+    are visible. `before`, (rows, 1, 1, places), marks the keys that were counted from the previous base; None
+    if there are none. `to_sinks`, (tokens,), is how far queries are rotated for the first `num_sinks` places;
+    None if these need no rotation. Only the first `num_places` places are used. For a single row, `runs` are
+    the ends of runs of places that need the same rotation, with its kind. The module explains bases.
     """
 
     num_places: int
@@ -100,15 +100,15 @@ class Sight:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every key's rotary position is its position in the session."""
+        """Whether no query has to be rotated for any key."""
         return self.before is None and self.to_sinks is None
 
 
 def sight(ring: RingCache, ends: Sequence[int], num: int) -> Sight:
     """Return which places of rings like `ring` are visible to the last `num` tokens of each row.
 
-    `ends` has each row's number of tokens. A row's last `num` tokens must have the same base. Tokens in slots
-    (recalled chunks) are visible if they are before the window; a ring with slots must be the only row.
+    `ends` has each row's number of tokens. A row's last `num` tokens must lie between the same multiples of
+    the ring's grid. Recalled chunks in slots are visible before the window; with slots there is only one row.
     """
     end = np.array(ends)[:, None]
     at = end - num + np.arange(num)  # (rows, tokens)
@@ -154,7 +154,7 @@ def attend(
     to_rows: Callable[[mx.array], mx.array],
     sink_logits: mx.array | None = None,
 ) -> mx.array:
-    """Compute attention of queries to a ring's places: (rows, heads, tokens, head_dim).
+    """Compute attention of queries to a ring's places; return (rows, heads, tokens, head_dim).
 
     `queries` are (all rows' tokens, heads, 1, head_dim), and `to_rows` converts this shape to (rows, heads,
     tokens, head_dim); keys and values are (rows, KV heads, places, head_dim). Some models have a learned
@@ -187,9 +187,9 @@ def _scores(
     rotate: Rotate,
     scored: Callable[[mx.array, mx.array], mx.array],
 ) -> mx.array:
-    """Return the scores of all keys, each for the query rotated as the key's place needs it.
+    """Return the attention scores of all keys; for each key the query is rotated as `sight` says.
 
-    `transposed` are the keys, (rows, KV heads, head_dim, places).
+    `transposed` are the keys, (rows, KV heads, head_dim, places); `scored` multiplies queries by keys.
     """
     rotated = {"here": queries}
     if sight.before is not None:

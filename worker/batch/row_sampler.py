@@ -1,6 +1,6 @@
-"""Says how one row's next tokens are sampled: which tokens are penalised, forbidden and reported. Pure.
+"""Determines how a row's next tokens are sampled: which tokens are penalised, and which are forbidden. Pure.
 
-It knows the answer's tokens so far. `sampling` draws the tokens from the logits.
+This depends on the request's settings and the answer's tokens. `sampling` draws the tokens from the logits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LEAST_TEMPERATURE: Final = 1e-20
 
 
 class Matcher(Protocol):
-    """Follows one answer through a grammar; implemented by `worker.text.grammar.Matcher`."""
+    """The position of one answer in a grammar; implemented by `worker.text.grammar.Matcher`."""
 
     def push(self, tokens: Iterable[int]) -> None:
         """Add tokens to the answer."""
@@ -32,7 +32,7 @@ class Matcher(Protocol):
         """
 
     def forced(self) -> Sequence[int]:
-        """Return the likely tokens of the text that must come next; empty if there is a choice."""
+        """Return tokens that probably spell the text that must come next; empty if there is a choice."""
 
     @property
     def is_complete(self) -> bool:
@@ -87,9 +87,9 @@ class Sampling:
 
 
 class Drawn(NamedTuple):
-    """One token of an answer, with its logarithmic probability if the request asks for it.
+    """One token of an answer, with its log probability if the request wants it.
 
-    `top` has the likeliest tokens and their logarithmic probabilities, the likeliest first.
+    `top` has the likeliest tokens and their log probabilities, the likeliest first.
     """
 
     token: int
@@ -146,21 +146,21 @@ class RowSampler:
 
     @property
     def needs_last(self) -> bool:
-        """Whether the next choice depends on the answer's last token, besides its logits."""
+        """Whether the next draw needs the answer's last token itself, not only the logits after it."""
         follows = self._counts is not None or self._matcher is not None
         return follows or self.sampling.repetition_penalty != 1.0
 
     def draws(self, draft: Sequence[int] = (), *, num_ahead: int = 0) -> list[Draw]:
         """Return how to draw the next token, and the token after each token of `draft`.
 
-        `num_ahead` tokens of the answer, drawn before these, are not known yet.
+        `num_ahead` tokens of the answer come before these and are not known yet: a step in flight draws them.
         """
         masks = self._matcher.masks(draft) if self._matcher is not None else [None] * (len(draft) + 1)
         beginnings = zip(_beginnings(draft), masks, strict=True)
         return [self._draw(len(before) + num_ahead, before, mask) for before, mask in beginnings]
 
     def forced(self) -> Sequence[int]:
-        """Return the likely tokens of the text that the grammar demands next."""
+        """Return tokens that probably spell the text that the grammar demands next; empty if none."""
         return self._matcher.forced() if self._matcher is not None else ()
 
     def push(self, tokens: Iterable[int]) -> None:

@@ -33,11 +33,11 @@ class Row:
     """One running answer.
 
     `known` are the session's last tokens, from which drafts are made. The last token has no KV yet. The
-    first `num_cached` tokens of the session have KV: in `caches`, or, if `caches` is None, where the batch's
-    `Keeping` has it. `drawn` are the tokens of the last step; they are valid only if `is_sound`, that is, if
-    the logits were finite. `num_left` counts the tokens that the answer may still get.
-    If the session has a window, its caches hold KV of at most `most_held` tokens. A drafter may reuse its
-    state of the row for later rows of the same `session`, unless that is None.
+    first `num_cached` tokens of the session have KV: in `caches`, or, if `caches` is None, in the batch's
+    `Keeping`. `drawn` are the tokens of the last step; they are valid only if `is_sound`, that is, if the
+    logits were finite. `num_left` counts the tokens that the answer may still get. `most_held` is the most
+    tokens whose KV is stored at a time, if the session has a window. A drafter may reuse its state of the row
+    for later rows of the same `session`, unless `session` is None.
     """
 
     caches: list[Any] | None
@@ -49,7 +49,7 @@ class Row:
     drawn: list[Drawn] = field(default_factory=list)
     is_sound: bool = True
     session: Hashable = None
-    form: Form | None = None  # decides which pools can hold it
+    form: Form | None = None  # decides which pools can hold the row
 
     def append(self, drawn: list[Drawn], *, is_sound: bool = True) -> None:
         """Add the tokens that a step has drawn for the row to its answer."""
@@ -81,8 +81,8 @@ class Scores:
 class Embedding:
     """The vector of a prompt: its last token's hidden state after the final norm, normalised to length 1.
 
-    If `tokens` are given, the vector has instead their logits after the last token. 32-bit floats,
-    little-endian; empty until the prompt has run.
+    With `tokens`, the vector has instead the logits of these tokens after the prompt. Numbers are 32-bit
+    floats, little-endian. The vector is empty until the prompt has run.
     """
 
     tokens: tuple[int, ...] = ()
@@ -91,11 +91,11 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPiece:
-    """Consecutive tokens of a prompt, to be run into a session's caches, which already hold `start` tokens.
+    """Consecutive tokens of a prompt, to be prefilled into caches that already hold `start` tokens.
 
-    If `row` is set, the piece ends the prompt, and the logits of its last token draw the row's first token.
-    If `scores` is set, `following` are the tokens to score: each follows one of the piece's last tokens. If
-    `embedding` is set, it receives the vector of the piece's last token.
+    A piece with a `row` ends the prompt, and the row's first token is drawn from the logits of its last
+    token. With `scores`, `following` are the tokens to score: each follows one of the piece's last tokens.
+    An `embedding` receives the vector of the piece's last token.
     """
 
     caches: list[Any]
@@ -108,11 +108,11 @@ class PrefillPiece:
 
     @property
     def num_logits(self) -> int:
-        """The number of last tokens for which a pass returns logits or hidden states."""
+        """For how many of the piece's last tokens a pass returns logits or hidden states."""
         return 1 if self.row is not None or self.embedding is not None else len(self.following)
 
     def parts(self, most: int) -> Iterator[PrefillPiece]:
-        """Split the piece: first its tokens without logits, then the others, `most` at a time."""
+        """Split the piece: first the tokens without logits, then those with logits, `most` at a time."""
         num = len(self.tokens)
         num_plain = num - len(self.following)
         for start, end in pairwise([*sorted({0, *range(num_plain, num, most)}), num]):
@@ -138,14 +138,17 @@ class Pass(Protocol):
     ) -> mx.array:
         """Build a pass over `tokens`, which are the tokens of `parts` in order, and over pieces of prompts.
 
-        Returns logits, (rows, vocabulary): for all `tokens`, then for the last `num_logits` tokens of each
-        piece. With `hidden`, returns the hidden states before the output head instead. The caches are
-        updated.
+        Returns logits, (rows, vocabulary), not evaluated: for all `tokens`, then for the last `num_logits`
+        tokens of each piece. With `hidden`, returns the hidden states before the output head instead. The
+        caches are updated.
         """
 
 
 class Keeping:
-    """Keeps rows' KV in shared memory instead of their own caches; this base class keeps no row's."""
+    """Keeps KV of several rows in common arrays, instead of the rows' own caches. This base class keeps none.
+
+    A row is called kept while its KV is here.
+    """
 
     #: For each kept row whose memory the next step enlarges: the number of tokens to allocate for.
     growing: Sequence[int] = ()
@@ -155,7 +158,7 @@ class Keeping:
     includes_ahead = False
 
     def place(self, rows: Sequence[Row]) -> None:
-        """Move rows in and out before a step. A row's `caches` is None exactly while its KV is kept here."""
+        """Move rows' KV in and out before a step. A row's `caches` is None exactly while the row is kept."""
 
     def fitted(self, drafts: Mapping[Row, list[int]]) -> dict[Row, list[int]]:
         """Return the drafts, padded or shortened so that one pass can run all kept rows; may add drafts."""
@@ -179,11 +182,11 @@ class Keeping:
         return []
 
     def caches(self, row: Row) -> list[Any]:
-        """Return a kept row's KV as caches; they may share memory and are valid until the next step."""
+        """Return a kept row's KV as caches, which may share its memory and are valid until the next step."""
         raise AssertionError(f"no row is kept here: {row}")
 
     def leave(self, row: Row) -> None:
-        """Move a kept row to caches of its own."""
+        """Copy a kept row's KV to new caches of the row, and drop it here."""
 
     def may_run_ahead(self, row: Row) -> bool:  # noqa: ARG002
         """Say whether a kept row has room for the step after the one in flight."""

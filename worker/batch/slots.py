@@ -6,7 +6,7 @@ A pool holds rows of similar length: `(slots, KV heads, capacity, head_dim)` for
 its values. A row is copied into a slot when it joins, and out of the slot when it leaves; the other rows stay
 in place, each at its own length. Attention masks the positions beyond a row's length.
 
-A ring has its full size in a slot from the start, so a row whose layers are all rings never moves.
+A ring has its full size in a slot from the start, so a row whose layers are all rings never changes pools.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SMALLEST: Final = 256
 
 
 def form_of(caches: Sequence[Any]) -> Form | None:
-    """Return the form of a row with these caches; None if no pool can hold the row."""
+    """Return the `Form` of a row with these caches; None if no pool can hold the row."""
     if not all(type(cache) is KVCache or (type(cache) is RingCache and not cache.bits) for cache in caches):
         return None
     return tuple(
@@ -44,7 +44,7 @@ def form_of(caches: Sequence[Any]) -> Form | None:
 
 
 def capacity_for(form: Form, num_tokens: int) -> int:
-    """Return the capacity of the pool for a row of up to `num_tokens`: a power of two.
+    """Return the capacity, in tokens, of the pool for a row of up to `num_tokens`: a power of two.
 
     Returns 0 if all layers are rings.
     """
@@ -54,7 +54,7 @@ def capacity_for(form: Form, num_tokens: int) -> int:
 class _Buffer:
     """The keys, or the values, of one layer in all slots: `(slots x heads x capacity, head_dim)`.
 
-    The array is flat, since writing to a list of its rows takes a quarter of the time of writing by slot,
+    The array is flat, since writing with one index takes a quarter of the time of writing with three: slot,
     head and position.
     """
 
@@ -109,7 +109,7 @@ class Pool:
         return self.nbytes // len(self._used) if self._used else 0
 
     def is_full(self, num_tokens: int) -> bool:
-        """Say whether a row of `num_tokens` has no room for another token."""
+        """Say whether a slot with a row of `num_tokens` tokens has no room for another token."""
         return bool(self.capacity) and num_tokens >= self.capacity
 
     def growth_bytes(self, caches: Sequence[Any]) -> int:
@@ -144,7 +144,7 @@ class Pool:
         return slot
 
     def leave(self, slot: int, length: int) -> list[Any]:
-        """Copy a row of `length` tokens to separate caches, and free its slot."""
+        """Return the KV of a row of `length` tokens, copied to separate caches, and free its slot."""
         caches = [_copied(view) for view in self.views(slot, length)]
         mx.eval([cache.state for cache in caches])
         self._used[slot] = False
@@ -153,7 +153,7 @@ class Pool:
     def views(self, slot: int, length: int) -> list[Any]:
         """Return a row of `length` tokens as caches that share the pool's memory.
 
-        Read them before the next step; do not keep them.
+        They are valid until the next step.
         """
         layers = zip(self._keys, self._values, self._rings, self._first_held[slot], strict=True)
         here = slice(slot, slot + 1)
@@ -231,7 +231,7 @@ class PoolPart:
             buffer.flat[self._rows_of(buffer, self._rings[layer])] = new.reshape(-1, new.shape[-1])
 
     def _rows_of(self, buffer: _Buffer, ring: RingCache | None) -> mx.array:
-        """Return the rows of a flat buffer for the new tokens, ordered by slot, token and head."""
+        """Return the indices in a flat buffer for the new tokens, ordered by slot, token and head."""
         key = (buffer.heads, 0, 0) if ring is None else (buffer.heads, ring.sink, ring.window)
         if key not in self._ends:
             places = self.offsets

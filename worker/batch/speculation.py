@@ -1,8 +1,8 @@
-"""Decides which rows draft, by which drafter and how much: only as far as it makes the tokens come faster.
+"""Decides which rows get drafts, from which drafter and of how many tokens, so that answers get faster.
 
-Called by the batch, once before and once after a step; `gains` estimates from what is measured here. While
-prompts run beside the answers, only drafts that cost nothing are made, so that prompts do not wait for them.
-Device thread only.
+The batch calls it once before and once after a step. It measures times and accepted drafts, from which
+`gains` computes estimates. In steps that also run prompts, only drafters that run no model are used, so that
+prompts do not wait for drafts. Device thread only.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Tokens of an answer, until some have ended; weight of the last one.
+#: Assumed number of tokens of an answer, before any has ended; weight of the latest answer in the average.
 _USUAL: Final = 64.0
 _SHARE: Final = 0.1
-#: How fast what was accepted is forgotten, of all rows together and of each: see `Acceptance`.
+#: The arguments of `Acceptance`, for the results of all rows together and for those of one row.
 _OF_ALL: Final = (0.98, 0.999)
 _OF_ROW: Final = (0.93, 0.99)
-#: What running one of many tokens takes against one alone, until it is measured.
+#: Time per token of a pass over many tokens, as a share of a pass over one, until it is measured.
 _PREPARED: Final = 0.1
-#: The least tokens that are run to prepare a row, beside what fits into the time of a plain step.
+#: At least this many tokens are run to prepare a row, even if they take longer than a plain step.
 _LEAST_PIECE: Final = 16
-#: The most.
+#: At most this many tokens are run to prepare a row.
 MOST_PIECE: Final = 256
-#: Draft tokens of all rows together: each has logits, of which there are several copies.
+#: The most draft tokens of all rows in a step: each needs logits, of which there are several copies.
 MOST_TOKENS: Final = 32
 
 
 class _Source:
-    """A drafter, and what is known of it."""
+    """A drafter, with its measured times and acceptance."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.passes = Passes(drafter.pass_share)
-        self.prepared_s: float | None = None  # for a token
+        self.prepared_s: float | None = None  # per token
         self.accepted = Acceptance(*_OF_ALL)
-        self.proposes = Acceptance(*_OF_ALL)  # of rows for which a step was not launched ahead
+        self.proposes = Acceptance(*_OF_ALL)  # share of rows with a draft, if a step waited for drafts
         self.of_rows: dict[Row, Acceptance] = {}
 
     @property
@@ -54,17 +54,17 @@ class _Source:
         return self.drafter.pass_share == 0.0
 
     def share(self, row: Row) -> float:
-        """Return the share of a row's draft tokens that will be right."""
+        """Estimate the share of a row's draft tokens that will be right."""
         before = self.accepted.share(self.drafter.hope)
         return self.of_rows[row].share(before) if row in self.of_rows else before
 
     @property
     def often(self) -> float:
-        """How often there is a draft where there may be one."""
+        """The expected share of rows that get a draft, among those for which `may_propose` is true."""
         return self.proposes.share(self.drafter.hope) if self.is_free else 1.0
 
     def token_s(self, plain_s: float) -> float:
-        """Return the seconds to run one of many tokens of a row that is prepared."""
+        """Return the seconds per token that `prepare` takes."""
         expected_s = self.drafter.pass_share * plain_s * _PREPARED
         return expected_s if self.prepared_s is None else self.prepared_s
 
@@ -74,7 +74,7 @@ class _Source:
 
 
 class Drafted(NamedTuple):
-    """The tokens drafted for some rows, by which source, and the seconds that it took."""
+    """The drafts for a step, the source of each, and the seconds that drafting took."""
 
     drafts: dict[Row, list[int]]
     sources: dict[Row, _Source]
@@ -85,7 +85,7 @@ NOTHING: Final = Drafted({}, {}, 0.0)
 
 
 class Speculation:
-    """Asks drafters for drafts, the most promising first, and learns from what the steps make of them."""
+    """Gets drafts from drafters, in the order of their expected gain, and learns from the steps' results."""
 
     def __init__(self, drafters: Sequence[Drafter], most: int, clock: Callable[[], float]) -> None:
         """`most` limits a draft, in tokens; `clock` returns seconds."""
@@ -95,20 +95,20 @@ class Speculation:
         self._times = Times()
         self._usual = _USUAL
         self._asked: dict[_Source, list[Row]] = {}
-        #: Draft tokens since the start, those of them that were accepted, and seconds saved by them.
+        #: Since the start: draft tokens, accepted draft tokens, and estimated seconds saved.
         self.num_drafted = self.num_accepted = 0
         self.saved_s = 0.0
 
     @property
     def has_drafters(self) -> bool:
-        """Whether there is anything that may draft."""
+        """Whether any drafter is in use."""
         return bool(self._sources)
 
     def draft(self, rows: Sequence[Row], num_rows: int, *, ahead: bool, beside: bool) -> Drafted:
-        """Draft for some of the `rows`, which are among `num_rows` in the step.
+        """Return drafts for some of the `rows`; the step has `num_rows` rows in all.
 
-        `ahead` says that without drafts the step could have been launched ahead, `beside` that prompts run in
-        it.
+        `ahead` says that without drafts the step could have been launched ahead, `beside` that it also runs
+        prompts.
         """
         began_s = self._clock()
         plain_s = self._times.plain_s(num_rows, ahead=ahead)
@@ -123,7 +123,7 @@ class Speculation:
             try:
                 drafts = self._drafts(source, rest, num_rows, plain_s, late)
             except Exception:
-                if mx.default_device() != mx.cpu:  # what else is under way has failed too
+                if mx.default_device() != mx.cpu:  # on a GPU, other work in flight has failed, too
                     raise
                 log.exception("drafting failed; answers go on without")
                 source.drafter.clear()
@@ -142,7 +142,7 @@ class Speculation:
         late = self._times.late(num_rows, ahead=True)
         for source in self._sources:
             gained, _ = self._best(source, rows, num_rows, late, source.often)
-            if gained <= LEAST:  # then it need not look
+            if gained <= LEAST:  # no draft would pay, so do not search for one
                 continue
             some = [row for row in rows if row.num_left > 1 and source.drafter.may_propose(row)]
             some = [row for row in some if self._lacks(source, row, num_rows, gained, plain_s) is not None]
@@ -159,10 +159,10 @@ class Speculation:
         took_s: float | None,
         ahead: tuple[bool, bool],
     ) -> None:
-        """Learn from a step: how many tokens of the drafts of these rows were right, and what it took in all.
+        """Learn from a step that took `took_s`: `right` counts the accepted tokens of each row's draft.
 
-        `took_s` is None if the step says nothing about times. `ahead` says whether the step was launched
-        ahead, and whether it could have been.
+        `took_s` is None if the step also ran prompts. `ahead` says whether the step was launched ahead, and
+        whether it could have been.
         """
         if not self._sources:
             return
@@ -201,19 +201,19 @@ class Speculation:
                 source.accepted.fade()
 
     def leave(self, row: Row) -> None:
-        """End drafting for a row that is over."""
+        """End drafting for a row whose answer has ended."""
         self._usual += _SHARE * (row.sampler.num_drawn - self._usual)
         for source in self._sources:
             source.of_rows.pop(row, None)
             source.drafter.leave(row)
 
     def forget(self, session: Hashable) -> None:
-        """Drop what is kept of a session without a row."""
+        """Drop the drafters' state of a session that has no row."""
         for source in self._sources:
             source.drafter.forget(session)
 
     def clear(self) -> None:
-        """Drop what is kept of all rows and sessions."""
+        """Drop the drafters' state of all rows and sessions."""
         for source in self._sources:
             source.of_rows.clear()
             source.drafter.clear()
@@ -221,8 +221,8 @@ class Speculation:
     def _drafts(
         self, source: _Source, rows: Sequence[Row], num_rows: int, plain_s: float, late: float
     ) -> dict[Row, list[int]]:
-        """Let a drafter draft for some rows, as far as it pays, and prepare others."""
-        # A step here or there may be plain for another reason: what is prepared is for those that are not.
+        """Return a drafter's drafts for the `rows` for which drafts pay; prepare rows that lack KV."""
+        # Preparing serves later steps: those could be launched ahead, even if this one could not.
         gained, _ = self._best(source, rows, num_rows, self._times.late(num_rows, ahead=True))
         ready = []
         for row in rows:
@@ -245,14 +245,14 @@ class Speculation:
     def _best(
         self, source: _Source, rows: Sequence[Row], num_rows: int, late: float, often: float = 1.0
     ) -> tuple[float, int]:
-        """Return the largest gain of drafts for some rows, which have one so `often`, and their length."""
+        """Return the largest expected gain of drafts for `rows`, and their length; see `gains.best`."""
         shares = [source.share(row) for row in rows]
         most = min(self._most, max(MOST_TOKENS // num_rows, 1))
         costs = Costs(self._times, num_rows, source.passes.share(len(rows)), late, often)
         return best(costs, shares, most)
 
     def _lacks(self, source: _Source, row: Row, num_rows: int, gained: float, plain_s: float) -> int | None:
-        """Return how many tokens a drafter has to run before it drafts for a row; None if it never pays."""
+        """Return how many tokens a drafter must run before it drafts for a row; None if that does not pay."""
         num_missing = source.drafter.num_missing(row)
         if not num_missing:
             return num_missing
@@ -263,7 +263,7 @@ class Speculation:
         return num_missing if pays else None
 
     def _prepare(self, source: _Source, row: Row, num_missing: int, plain_s: float) -> None:
-        """Run a piece of what a drafter lacks of a row, no longer than a plain step."""
+        """Run some of the tokens that a drafter lacks for a row, in about the time of a plain step."""
         token_s = source.token_s(plain_s)
         fitting = int(plain_s / token_s) if token_s else num_missing
         num = min(num_missing, max(fitting, _LEAST_PIECE), MOST_PIECE)

@@ -14,10 +14,10 @@ from . import cpu
 
 
 class StreamedAttention:
-    """The attention of some tokens of one session; their `queries` are (1, heads, tokens, head_dim)."""
+    """Computes the attention of `queries`, (1, heads, tokens, head_dim), to keys added in parts."""
 
     def __init__(self, queries: mx.array, scale: float, sink_logits: mx.array | None = None) -> None:
-        """`sink_logits`, one per head, are scores of learned attention sinks without keys (some models)."""
+        """`sink_logits`, one per head, are the scores of learned attention sinks, which have no keys."""
         _, heads, num_tokens, _ = queries.shape
         self._queries = queries * scale
         shape = (1, heads, num_tokens, 1)
@@ -28,7 +28,7 @@ class StreamedAttention:
             self._sums = mx.ones(shape)
 
     def add(self, keys: mx.array, values: mx.array, seen: mx.array | None = None) -> None:
-        """Attend to more keys, (1, KV heads, length, head_dim), and values, evaluated.
+        """Add the attention to more keys, (1, KV heads, length, head_dim), and their values; evaluate it.
 
         `seen`, (tokens, length), says which token sees which key; each token must see at least one key of the
         part.

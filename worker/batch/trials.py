@@ -36,10 +36,10 @@ SHIPPED: Final[Mapping[str, Mapping[str, int]]] = {
 
 
 class Trials:
-    """One model's trials.
+    """The results of one model's trials.
 
-    `key` identifies all that the results depend on. Without `path` no result is stored. `shipped` has known
-    results, whose trials are not run.
+    `path` is the file that stores them; without it none is stored. `key` identifies the model and everything
+    else that the results depend on. `shipped` has known results, whose trials are not run.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Trials:
         self._has_begun = False
 
     def way(self, name: str, run: Callable[[], int | None], num_ways: int) -> int | None:
-        """Return a trial's result, an index below `num_ways`: a stored one, or else that of `run()`.
+        """Return a trial's result, an index below `num_ways`: the stored one, or else that of `run()`.
 
-        A new result is stored, except None (no way passed): the cause may have been a lack of memory.
+        A new result is stored, except None (the trial failed): the cause may have been a lack of memory.
         """
         known = self._shipped.get(name, self._read().get(self._key, {}).get(name))
         if type(known) is int and 0 <= known < num_ways:
@@ -70,7 +70,7 @@ class Trials:
         return found
 
     def _read(self) -> dict[str, dict[str, int]]:
-        """Read the file; empty if the file is missing or broken."""
+        """Return the file's results, by key and trial; empty if the file is missing or broken."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             if self._path is not None:
                 found = json.loads(self._path.read_text("utf-8"))

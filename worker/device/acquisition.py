@@ -1,7 +1,7 @@
-"""Gives each turn its KV: KV of its own session, a rebuilt snapshot, or a copy of another session's KV.
+"""Gives each turn the KV that it starts from: its session's own, a restored snapshot, or another session's.
 
-Device thread only. A turn waits here while another turn prefills the prefix that both share, or until there
-is memory for a copy. The `runner` decides which step runs when, and how turns end.
+Device thread only. Another session's KV is copied: a turn waits here for memory for the copy, or while a
+running turn prefills the prefix that both share. The `runner` runs the steps and ends turns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 
 class Acquisition:
-    """Gives turns their caches; called by the runner."""
+    """Gives turns the caches that they start from. The runner calls it."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Acquisition:
         *,
         trimmable: bool,
     ) -> None:
-        """`make` makes empty caches for a policy; `trimmable` says that KV can be truncated at any token."""
+        """`make` makes empty caches for a policy; `trimmable`: caches can be truncated at any token."""
         self._make = make
         self._vocab_size = loaded.vocab_size
         self._batch = batch
@@ -84,14 +84,14 @@ class Acquisition:
         return waited
 
     def remove(self, turn: Turn) -> None:
-        """Remove a turn that has ended."""
+        """Remove an ended turn; turns that wait for its prefill stop waiting."""
         self._sharing.remove(turn)
 
     def acquire(self, turn: Turn) -> bool:
-        """Give a turn its caches, trimmed to the tokens that it can reuse.
+        """Set the caches that a turn starts from, trimmed to the tokens whose KV it can reuse.
 
-        Returns False and changes nothing if the copy of another session's KV must wait until idle sessions
-        are dropped. Raises ValueError for a token id outside of the vocabulary.
+        Returns False if the turn must wait until the event loop has dropped idle sessions, to make room for
+        a copy of another session's KV. Raises ValueError for a token id outside of the vocabulary.
         """
         usable, source = turn.num_kept, self._source(turn)
         kv = self._room.estimator.kv.under(turn.policy)
@@ -117,7 +117,7 @@ class Acquisition:
         return True
 
     def drop_resident(self) -> bool:
-        """Drop the resident KV of one waiting turn; return False if no waiting turn has any."""
+        """Drop the KV of one waiting turn's session; return False if no waiting turn's session has any."""
         for turn in (*self._sharing.following, *self._short):
             if turn.resident is not None:
                 turn.resident = None
@@ -130,9 +130,9 @@ class Acquisition:
         turn.num_cached = turn.num_reused = turn.num_prefilled = 0
 
     def _source(self, turn: Turn) -> ResidentKv | None:
-        """Return the part of another session's KV that the turn can reuse.
+        """Return another session's KV of the tokens with which the turn's context begins.
 
-        None if the turn's own KV covers as many tokens of the context.
+        None if the turn has KV from disk, or as much KV of its own, or if the other KV cannot be trimmed.
         """
         if turn.source is None or turn.restored is not None:
             return None
@@ -144,7 +144,7 @@ class Acquisition:
         return ResidentKv(resident.caches, turn.context[:num_tokens])
 
     def _under_way(self, turn: Turn) -> ResidentKv:
-        """Return the KV that a running turn has so far; valid until the next step."""
+        """Return the current KV of a running turn; it is valid until the next step."""
         if turn.row is not None:
             return ResidentKv(self._batch.caches(turn.row), turn.tokens(turn.num_cached))
         return ResidentKv(turn.caches or [], turn.context[: turn.num_cached])
@@ -162,7 +162,7 @@ class Acquisition:
         return ResidentKv(caches, turn.context[: turn.num_restored])
 
     def _trimmed(self, turn: Turn, kv: ResidentKv | None, num_tokens: int) -> None:
-        """Give a turn the caches of `kv` trimmed to `num_tokens`, or empty caches if that is not possible."""
+        """Set a turn's caches to `kv`, trimmed to `num_tokens`; to empty ones if `kv` cannot be trimmed."""
         if kv is None or num_tokens == 0 or not _reaches(kv, num_tokens):
             turn.caches, turn.num_cached = self._new(turn), 0
             return

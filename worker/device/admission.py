@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Claim:
     """A turn's claim on device memory.
 
-    It exists from the turn's arrival to its end, also while the turn waits.
+    The claim exists from the turn's arrival to the turn's end, also while the turn waits.
 
     `wanted` is the number of requested bytes, 0 once they are granted. `age` orders the turns that have run
     or were overtaken by others: a lower number is older. Only younger turns are paused for older ones. A
@@ -45,7 +45,7 @@ class Claim:
 class Ledger:
     """Counts the device bytes that turns have reserved and that idle sessions hold.
 
-    If a reservation needs room, the least recently used idle sessions are dropped first.
+    Idle sessions are dropped to make room for a reservation, the least recently used ones first.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -78,7 +78,10 @@ class Ledger:
         return self._reserved.get(claim, 0)
 
     def excess(self, claim: Claim, size_bytes: int) -> int:
-        """Count the bytes that other turns must free before `size_bytes` fit for a turn; <= 0 if they fit."""
+        """Return by how many bytes a turn's reservation of `size_bytes` exceeds the limit; <= 0 if it fits.
+
+        Counts what other turns have reserved, but not the KV of idle sessions.
+        """
         return self._reserved_bytes - self.reserved(claim) + size_bytes - self.max_bytes
 
     def reserve(self, claim: Claim, size_bytes: int) -> list[SessionKey] | None:
@@ -123,10 +126,12 @@ class Admission:
     room for such a turn, they are paused, youngest first, and no younger turn gets memory before it.
     Otherwise the turn waits for older turns, and younger turns may use the remaining memory.
 
-    New turns come next: by priority, then tenants in rotation, then by `place_s` within a tenant. A new turn
-    that would bring its tenant above `max_tenant_bytes` waits until it fits, or until it is the tenant's only
-    turn. A turn that fits may overtake a turn that does not; from then on the overtaken turn counts as older
-    than the turns that overtake it. So no turn waits for ever, and the oldest always continues.
+    New turns come next. Of the first turns of all priorities, the one with the lowest `place_s` (see
+    `sessions.order`) comes first; within a priority, tenants rotate, each with its lowest `place_s` first. A
+    new turn that would bring its tenant above `max_tenant_bytes` waits until it fits, or until it is the
+    tenant's only turn. A turn that fits may overtake a turn that does not; from then on the overtaken turn
+    counts as older than the turns that overtake it. So no turn waits for ever, and the oldest always
+    continues.
     """
 
     def __init__(self, ledger: Ledger, max_tenant_bytes: int | None = None) -> None:
@@ -154,7 +159,7 @@ class Admission:
         return self.decide()
 
     def grow(self, claim: Claim, size_bytes: int) -> Decision:
-        """Request for a running turn that its reservation grow to `size_bytes`."""
+        """Request that the reservation of a running turn grow to `size_bytes`."""
         if not claim.wanted:
             self._aged.append(claim)
         claim.wanted = size_bytes
@@ -166,7 +171,7 @@ class Admission:
         return self.decide()
 
     def decide(self) -> Decision:
-        """Grant the claims that fit now. Call it after each change, also after idle sessions were dropped."""
+        """Grant memory to the claims that fit now. Call this also after idle sessions were dropped."""
         decision = Decision()
         for claim in sorted(self._aged, key=_age):
             if not self._grant(claim, decision) and self._pause_younger(claim, decision):
@@ -214,7 +219,7 @@ class Admission:
         return True
 
     def _pause_younger(self, claim: Claim, decision: Decision) -> bool:
-        """Pause younger turns if that frees enough for a turn; return False if older turns hold too much."""
+        """Pause younger turns if that frees enough memory for a claim; return False if it does not."""
         excess = self._ledger.excess(claim, claim.wanted)
         younger = sorted(
             (other for other in self._ledger.running if _age(other) > _age(claim)), key=_age, reverse=True
@@ -232,7 +237,7 @@ class Admission:
         return True
 
     def _served(self, claim: Claim, *, wanted: int = 0) -> None:
-        """End a claim's waiting; if its turn is new, move its tenant to the end of the rotation."""
+        """Remove a claim from its queue; for a new turn, move its tenant to the end of the rotation."""
         claim.wanted = wanted
         if claim is self._overtaken:
             self._overtaken = None
@@ -250,7 +255,8 @@ class Admission:
     def _rotation(self) -> Iterator[Claim]:
         """Yield the claims of new turns in the order in which they get memory.
 
-        The priority whose first turn has the lowest `place_s` comes next. Within a priority, tenants rotate.
+        Of the first turns of all priorities, the one with the lowest `place_s` comes next. Within a priority,
+        tenants rotate.
         """
         levels = [
             deque(claim for claim in chain.from_iterable(zip_longest(*queues)) if claim is not None)

@@ -1,8 +1,8 @@
-"""Cuts snapshots: copies spans of turns' KV into separate arrays, for the writer to store on disk.
+"""Cuts snapshots: copies the KV of spans of tokens into arrays that the writer thread stores on disk.
 
-It cuts each block once the block is full, and at a turn's end the new part of the last, partial block (tail).
+Each block is copied once it is full, and at a turn's end the new part of the last, partial block (the tail).
 
-Device thread only. Knows a turn's progress and how much memory a copy may take; not how snapshots are named.
+Device thread only. Knows the turns' progress and how much memory a copy may take, but no names of snapshots.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: How long a paged prompt, which needs all its KV on disk, waits while the writer's queue has no room.
+#: How long the prompt of a paged session, which needs all its KV on disk, waits for a full writer's queue.
 PATIENCE_S: Final = 30.0
 
 
 class Cutting:
     """Copies spans of turns' KV into snapshots for the writer.
 
-    Does nothing until `room` is set: a function that returns how many bytes the writer's queue can take.
+    Does nothing until `room` is set, a function that returns the free bytes of the writer's queue.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Cutting:
         *,
         trimmable: bool,
     ) -> None:
-        """`done` gets each snapshot; `trimmable` says that no layer has a state only for the last token."""
+        """`done` is called with each snapshot; `trimmable`: no layer keeps only a state of the last token."""
         self.room: Callable[[], int] | None = None
         self._batch = batch
         self._estimator = estimator
@@ -61,9 +61,9 @@ class Cutting:
         self._due: list[tuple[Turn, Span]] = []
 
     def size_bytes(self, step: Step) -> int:
-        """Count the bytes of the snapshots that will be cut after a step.
+        """Count the bytes of the snapshots that `cut_noted` will make after a step.
 
-        These are the spans that the step's prompt pieces complete, and the spans that were noted before.
+        They cover the spans that the step's prompt pieces complete, and the spans already noted.
         """
         if self.room is None:
             return 0
@@ -81,9 +81,9 @@ class Cutting:
         return size_bytes
 
     def is_behind(self, turn: Turn, num_tokens: int) -> bool:
-        """Say whether a paged prompt's next piece should wait, up to 30 s, for room in the writer's queue.
+        """Say whether a paged session's prompt should wait, up to 30 s, for room in the writer's queue.
 
-        Without the wait, KV that later pieces need could be evicted before it is queued for the disk.
+        Without the wait, KV that later pieces need could leave the device before it is queued for the disk.
         """
         if self.room is None or not turn.policy.recall:
             return False
@@ -95,12 +95,12 @@ class Cutting:
         return time.monotonic() < turn.behind_since_s + PATIENCE_S
 
     def note_prompt(self, turn: Turn) -> None:
-        """Note for `cut_noted` the spans of a prompt that have no snapshot and now have all their KV."""
+        """Note, for `cut_noted`, the spans of a prompt that lack a snapshot and are now fully prefilled."""
         while turn.spans and turn.spans[0].end <= turn.num_cached:
             self._due.append((turn, turn.spans.pop(0)))
 
     def note_block(self, turn: Turn) -> None:
-        """If an answer's newest token completes a block, note the block for `cut_noted`."""
+        """Note the last block of an answer for `cut_noted`, if the newest token has completed the block."""
         if turn.num_cached % self._block == 0:
             self._due.append((turn, Span(turn.num_cached - self._block, turn.num_cached)))
 
@@ -109,15 +109,15 @@ class Cutting:
         self._due.clear()
 
     def cut_tail(self, turn: Turn) -> None:
-        """Cut a snapshot of an ended answer's tail, the new part of its last, partial block."""
+        """Copy the new part of an ended answer's last, partial block into a snapshot."""
         start = self._tail_start(turn)
         if start < turn.num_cached:
             self._cut(turn, Span(start, turn.num_cached))
 
     def cut_noted(self, only: Turn | None = None) -> None:
-        """Cut snapshots of the noted spans, of all turns or only of the turn `only`.
+        """Copy the noted spans of all turns, or only of the turn `only`, into snapshots.
 
-        Call it after the step's report, before KV changes.
+        Call this after the step's report and before the next step changes the KV.
 
         A span stays noted while copying it would delay an answer's first token. Spans of failed turns are
         skipped.
@@ -130,7 +130,7 @@ class Cutting:
                 self._cut(turn, span)
 
     def _is_about_to_answer(self, turn: Turn) -> bool:
-        """Say whether a turn's next piece ends its prompt; cutting can then wait until after that piece."""
+        """Say whether a turn's next piece ends its prompt; its snapshots can then wait for that piece."""
         begins = turn.answer is not None and turn.row is None
         return begins and self._trimmable and 0 < turn.target - turn.num_cached <= self._block
 
@@ -141,7 +141,7 @@ class Cutting:
         row, caches, at_end = turn.row, turn.caches or [], turn.num_cached == span.end
         if row is not None:
             caches = self._batch.caches(row)
-        if not layers.holds(caches, span.start, span.end):  # evicted from disk, and no longer in the window
+        if not layers.holds(caches, span.start, span.end):  # the window has moved past the span
             return
         ends_turn = span.end % self._block != 0 or (turn.answer is None and span.end == turn.target)
         if row is not None:
@@ -174,7 +174,7 @@ class Cutting:
         return carried(span, self._block) if turn.policy.recall else None
 
     def _tail_start(self, turn: Turn) -> int:
-        """Return the start of the part of a turn's tail that has no snapshot yet."""
+        """Return the token at which the next snapshot of a turn's last, partial block starts."""
         boundary = turn.num_cached - turn.num_cached % self._block
         if not turn.edges or turn.edges[0] != boundary:
             return boundary  # none of this block was stored when the turn began

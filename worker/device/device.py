@@ -1,7 +1,7 @@
 """Owns the device thread, the only thread that calls MLX.
 
 The event loop sends commands; the thread runs a `runner.Runner` and returns one report per step. The thread
-knows neither NATS nor the log, and of sessions only their keys.
+knows nothing of NATS or the log, and knows sessions only by their keys.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from .turn import KvRead, StepReport, Turn
 
 
-#: A call on the runner, on the device thread; None stops the thread.
+#: A function that the device thread calls with its runner; None stops the thread.
 _Command: TypeAlias = "Callable[[Runner], object] | None"
 
 
 class RunnerOptions(TypedDict):
-    """The arguments of `Runner` besides the model and the report.
+    """The keyword arguments of `Runner`, except `report`.
 
     `limit_bytes` limits the memory that MLX allocates, `max_draft` the tokens of a draft; None means the
-    device's default. `load_draft` loads the draft model. `trials` is the file that stores the results of the
-    batching trials.
+    device's default. `load_draft` loads the draft model. `trials` is the file that stores the results of
+    tests of the model, run when it is first loaded.
     """
 
     block_tokens: int
@@ -67,9 +67,9 @@ class Device:
         wired_bytes: int | None = None,
         **options: Unpack[RunnerOptions],
     ) -> None:
-        """`load` runs on the thread. `died` is called there if the thread ends other than by `stop`.
+        """The thread calls `load` to load the model, and `died` if an error ends the thread after that.
 
-        The operating system never pages out `wired_bytes` of MLX's memory.
+        `wired_bytes` of MLX's memory are never paged out by the operating system.
         """
         self._load = load
         self._died = died
@@ -92,11 +92,11 @@ class Device:
         self.name = ""
 
     def kv(self, policy: Policy) -> KvSize:
-        """Return the formula for the size of a session's KV under a policy."""
+        """Return the `KvSize` that computes the bytes of a session's KV under a cache policy."""
         return self.estimator.kv.under(policy)
 
     def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
-        """Return why sessions cannot use a policy; None if they can. `has_disk`: KV is stored on disk."""
+        """Return why sessions cannot use a cache policy; None if they can. `has_disk`: KV is kept on disk."""
         return self._runner.served.refusal(policy, has_disk=has_disk)
 
     @property
@@ -119,7 +119,7 @@ class Device:
         self._report = report
 
     def cut_snapshots(self, room: Callable[[], int]) -> None:
-        """Start to copy KV into snapshots of at most `room()` bytes each. The device thread calls `room`."""
+        """Start copying KV into snapshots of up to `room()` bytes each. The device thread calls `room`."""
         self._runner.cutting.room = room
 
     def submit(self, turn: Turn) -> None:
@@ -139,7 +139,7 @@ class Device:
         self._commands.put(lambda runner: runner.drop(key))
 
     def made_room(self) -> None:
-        """Answer a `Short` event, after calling `drop` for every session to be dropped."""
+        """Answer a `Short` event: `drop` has been called for every session that is to be dropped."""
         self._commands.put(lambda runner: runner.room.made_room())
 
     def reserve_room(
@@ -156,7 +156,7 @@ class Device:
         self._commands.put(lambda runner: runner.room.release(key))
 
     def give(self, turn: Turn, kv: KvRead) -> None:
-        """Answer a `NeedsKv` event with KV from SSD. A prompt fails if any earlier token's KV is missing."""
+        """Answer a `NeedsKv` event with KV from SSD. A prompt fails if KV of earlier tokens is missing."""
         self._commands.put(lambda runner: runner.give(turn, kv))
 
     def stop(self, timeout_s: float = 10.0) -> bool:

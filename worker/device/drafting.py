@@ -1,4 +1,4 @@
-"""Checks whether one model can draft for another, and how much memory it takes. Device thread and CLI."""
+"""Checks whether one model can draft for another; sizes the draft model. Device thread and CLI."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPARE: Final = 512
 
 
 def draft_model(loaded: LoadedModel, draft: LoadedModel, trials: Trials) -> DraftModel:
-    """Return the drafter that lets the model `draft` draft for `loaded`; raise `ModelError` if it cannot."""
+    """Make a drafter for `loaded` that uses the model `draft`; raise `ModelError` if `draft` is unfit."""
     check(loaded, draft)
     share = draft.weight_bytes / max(loaded.weight_bytes, 1)
     try:
@@ -38,9 +38,9 @@ def draft_model(loaded: LoadedModel, draft: LoadedModel, trials: Trials) -> Draf
 
 
 def check(loaded: LoadedModel, draft: LoadedModel) -> None:
-    """Raise `ModelError` if, by the two models' files, `draft` cannot draft for `loaded`.
+    """Raise `ModelError` if the two models' files show that `draft` cannot draft for `loaded`.
 
-    Trials may still find that it cannot: see `draft_model_for`.
+    Models that pass may still fail the test runs of `draft_model_for`.
     """
     if is_bare(draft.folder):
         raise ModelError(
@@ -60,13 +60,13 @@ def check(loaded: LoadedModel, draft: LoadedModel) -> None:
 
 
 def _lasting(loaded: LoadedModel) -> str:
-    """Name the cache classes of a model from which the last tokens cannot be cut off; empty if none is so."""
+    """Name the cache classes of a model that cannot remove their last tokens; empty if all of them can."""
     kinds = {type(leaf) for _, leaf in leaves(layers.make(loaded.model, rings=True))}
     return ", ".join(sorted(kind.__name__ for kind in kinds - {KVCache, QuantizedKVCache, RingCache}))
 
 
 def checked_bytes(loaded: LoadedModel, draft: LoadedModel | None) -> int:
-    """Check the two models, and return `reserved_bytes(draft)`; 0 without a draft model."""
+    """Check that `draft` can draft for `loaded`; return `reserved_bytes(draft)`, 0 without a draft model."""
     if draft is None:
         return 0
     check(loaded, draft)
@@ -74,7 +74,7 @@ def checked_bytes(loaded: LoadedModel, draft: LoadedModel | None) -> int:
 
 
 def reserved_bytes(draft: LoadedModel) -> int:
-    """Return the memory of a draft model: its weights, its KV, and temporary arrays while it drafts."""
+    """Return the bytes of a draft model: its weights, its KV, and temporary arrays while it drafts."""
     kept = machine.profile().kept_layers
     step = Estimator(shape_of(draft.config), 0, draft.weight_bytes, draft.kv, kept, False, kept_layers=kept)
     scratch_bytes = step.scratch_bytes(MOST_SHADOWS + MOST_TOKENS, [(MOST_PIECE, MOST_HELD)])

@@ -1,8 +1,8 @@
 """Controls the device from the event loop: which turns run, whose KV stays resident, and how turns end.
 
 The engine owns the ledger of device memory, and the record of which sessions have KV there. For each turn,
-`finding` finds stored or shared KV; the engine then submits the turn and publishes its tokens. It knows
-nothing of messages, the log or the order of a session's requests; a session runs one turn at a time.
+`finding` finds stored or shared KV; the engine then submits the turn and publishes its tokens. The engine
+knows nothing of messages, the log or the order of a session's requests; a session runs one turn at a time.
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ class Engine(EnginePort):
         return self._grants.num_waiting
 
     def refusal(self, policy: Policy) -> str | None:
-        """Return why this worker cannot serve a session under a policy; None if it can."""
+        """Return why this worker cannot serve a session under a cache policy; None if it can."""
         return self._device.refusal(policy, has_disk=self._store is not None)
 
     def size_bytes(self, num_tokens: int, policy: Policy = FULL) -> int:
-        """Count the device memory that the KV of `num_tokens` takes."""
+        """Return the bytes of device memory that the KV of `num_tokens` takes."""
         return self._kv.under(policy).held(num_tokens)
 
     def ever_fits(self, size_bytes: int) -> bool:
@@ -139,7 +139,7 @@ class Engine(EnginePort):
         return self.ledger.ever_fits(size_bytes)
 
     def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
-        """Count the bytes of a session's resident KV that cover a prefix of `tokens`."""
+        """Count the bytes of a session's KV on the device that cover a prefix of `tokens`."""
         return self._kv.under(policy).live(self._residency.tokens(key).num_common(tokens))
 
     def progress(self, key: SessionKey) -> Progress | None:
@@ -186,20 +186,20 @@ class Engine(EnginePort):
         return embedding.vector
 
     async def mend(self) -> None:
-        """Cut dropped snapshots again whenever the writer's queue is empty; run until cancelled."""
+        """Make the snapshots that the writer's full queue dropped, once it is empty; run until cancelled."""
         if self._mending is None:
             await asyncio.Event().wait()
         else:
             await self._mending.run()
 
     async def store_missing(self, within_s: float) -> None:
-        """Cut dropped snapshots again after `stop`; log how many sessions lack some after `within_s`."""
+        """Make dropped snapshots after `stop`; log how many sessions still lack some after `within_s`."""
         left = await self._mending.finish(within_s) if self._mending is not None else 0
         if left:
             log.warning("some sessions will be prefilled again: their KV is not on disk", sessions=left)
 
     async def _run_to_end(self, run: Run, publish: Publish | None = None) -> None:
-        """Run turns one after another until one ends without being paused; then release the memory."""
+        """Run a request's turns, one after another, until one need not be continued; then release memory."""
         self._runs[run] = run
         try:
             await self._run_turns(run, publish)
@@ -224,7 +224,7 @@ class Engine(EnginePort):
         return any(run.key == key for run in self._runs.values())
 
     async def _mend(self, key: SessionKey) -> bool:
-        """Cut an idle session's missing snapshots; return True if more are missing and can be cut later."""
+        """Make an idle session's missing snapshots; return True if others can still be made later."""
         tokens, policy = self._residency.tokens(key), self._residency.policy(key)
         if self._store is None or not tokens or policy.recall:
             return False
@@ -249,7 +249,7 @@ class Engine(EnginePort):
         return run.is_stopped or 0 < after < before
 
     def _cancel_mending(self, key: SessionKey, *, forgotten: bool = False) -> None:
-        """Stop mending a session; with `forgotten`, also drop its KV when the mending turn ends."""
+        """End the turn that makes a session's missing snapshots; with `forgotten`, then drop its KV."""
         if self._mending is not None:
             self._mending.discard(key)
         for run in self._runs.values():
@@ -278,7 +278,8 @@ class Engine(EnginePort):
     async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
         """Drop a session's KV from the device and its snapshots from SSD, within 2 s.
 
-        Keeps the snapshots of the first `shared` tokens. Drops all that is not in use before it first waits.
+        Keeps the snapshots of the first `shared` tokens. Everything that is not in use is dropped before the
+        first await.
         """
         self.forget(key)
         if self._store is None:
@@ -288,7 +289,7 @@ class Engine(EnginePort):
         forgotten = await self._store.erase(key.tenant, tokens, _ERASE_S, shared=shared)
         if (
             self._mending is not None and was_at_work and not forgotten.settled
-        ):  # mending may have kept snapshots in use
+        ):  # a turn that made missing snapshots may have kept some in use
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(until_s - monotonic()):
                     await self._mending.ended(key)
@@ -367,7 +368,7 @@ class Engine(EnginePort):
         return self._stopping or run.is_stopped or (answer_is_over and turn.num_cached >= turn.target)
 
     def _end_turn(self, run: Run, turn: Turn, *, resumes: bool) -> None:
-        """Release an ended turn's memory; if it `resumes`, request memory again in the same decision."""
+        """Release an ended turn's memory; if `resumes`, also request memory for the run's next turn."""
         del self._turns[turn]
         self._submitted.pop(turn, None)
         run.turn = None
@@ -381,7 +382,7 @@ class Engine(EnginePort):
             del self._runs[run]
 
     async def _run_turn(self, run: Run, turn: Turn, publish: Publish | None) -> bool:
-        """Run a turn that has its memory; return False if it was paused and must be continued."""
+        """Run a turn whose memory is granted; return False if another turn must continue its request."""
         run.turn = turn
         run.num_cached = 0
         self._turns[turn] = run
@@ -430,7 +431,7 @@ class Engine(EnginePort):
         return result
 
     async def _follow(self, run: Run, turn: Turn, publish: Publish | None) -> bool:
-        """Submit a turn and publish its tokens until it ends; return False if it must be continued."""
+        """Submit a turn and publish its tokens until it ends; return False if another one must continue."""
         submitted_s, drawn_s = monotonic(), None
         self._submitted[turn] = None
         self._device.submit(turn)
@@ -467,9 +468,9 @@ class Engine(EnginePort):
                     return run.admitted is None
 
     async def _serve(self, run: Run, reads: TaskGroup) -> None:
-        """Start a read for each KV request of a turn, until cancelled.
+        """Start a read from SSD for each KV request of a run's turn, until cancelled.
 
-        Runs in its own task: with sniffio installed, anyio cannot start a task from a callback of the loop.
+        Must be a task: with sniffio installed, anyio cannot start a task from a callback of the loop.
         """
         while True:
             reads.start_soon(self._read, await run.needs.get(), run)
@@ -490,7 +491,7 @@ class Engine(EnginePort):
             run.admitted = None
 
     def _stop_run(self, run: Run) -> None:
-        """End a run's turn, keeping its tokens so far; a turn that is not submitted yet will not be."""
+        """End a run's turn and keep the tokens drawn; a turn not yet submitted is never submitted."""
         run.is_halted = True
         if run.turn in self._submitted:
             self._device.cancel(run.turn)

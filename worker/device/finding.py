@@ -1,7 +1,7 @@
 """Finds the KV that a turn can reuse: its own or another session's KV on the device, or a prefix on SSD.
 
-Owns what a turn holds until it ends: snapshots that must not be evicted from disk, and device memory reserved
-for a restore. Event loop only.
+Owns the resources of a turn until the turn ends: snapshots protected from eviction from disk, and device
+memory reserved for a restore. Event loop only.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from .run import Run
     from .turn import NeedsKv, Turn
 
-#: A restore reads the whole prefix from SSD, so the prefix must be longer than the one on the device by one
-#: part in this number. If it is, the measured `Rates` decide.
+#: A restore reads the whole prefix from SSD, so that prefix must be longer than the one on the device by more
+#: than 1/16 of the latter. If it is, the measured `Rates` decide.
 _RESTORE_GAIN: Final = 16
 #: How long a turn waits for blocks that are still being written to disk.
 PATIENCE_S: Final = 5.0
@@ -56,7 +56,7 @@ class Finder:
         self.rates = Rates()
 
     def release(self, run: Run) -> None:
-        """Release the snapshots on disk and the device memory that a run holds."""
+        """End a run's protection of snapshots on disk, and its reservation of device memory."""
         if self._store is not None and run.past is not None:
             self._store.end_past(run.past)
         if self._store is not None and run.prefix is not None:
@@ -95,7 +95,7 @@ class Finder:
     async def _restore(
         self, store: Store, chain: Chain, turn: Turn, run: Run, num_usable: int, num_found: int
     ) -> None:
-        """Restore the longest stored prefix, if that is faster than prefilling the tokens without KV."""
+        """Restore the longest stored prefix, if that is faster than prefilling its tokens that lack KV."""
         for _ in range(_RESTORE_TRIES):
             match = store.match(chain, turn.context[:num_usable])
             found_s = monotonic()
@@ -132,19 +132,19 @@ class Finder:
             turn.restores.append(Phase("fetch", asked_s, monotonic()))
 
     def _hold(self, store: Store, chain: Chain, turn: Turn, run: Run) -> None:
-        """Protect a context's stored blocks from eviction until the turn ends; list the missing spans."""
+        """Protect a context's stored blocks from eviction until the turn ends; set the spans to be stored."""
         run.prefix = store.hold(chain, turn.context)
         turn.edges = run.prefix.edges
-        # An append runs all tokens but the last one, and cuts its tail there.
+        # An append runs all tokens but the last one, and its last snapshot ends there.
         end = len(turn.context) - (turn.answer is None)
-        # Held blocks are stored; but with layer states, also look for an append's end before them.
+        # Held blocks have snapshots. If layers have states, an append may end where no state is stored.
         start = turn.edges[0] if self._device.trimmable else 0
         turn.spans = store.wanted(chain, turn.context, start, end)
 
     async def read(self, needs: NeedsKv, run: Run) -> int:
-        """Read the KV that a running turn needs from SSD; return the number of recalled tokens.
+        """Read from SSD the KV that a running turn requests; return how many tokens of chunks were read.
 
-        Protects the snapshots that the prompt reads from eviction until the turn ends.
+        The snapshots that the prompt reads are protected from eviction until the turn ends.
         """
         turn, past, spans = needs.turn, None, tuple[Span, ...]()
         tensors: dict[str, mx.array] = {}
@@ -166,10 +166,10 @@ class Finder:
     def _find_source(
         self, turn: Turn, busy: Collection[SessionKey], submitted: Iterable[Turn]
     ) -> tuple[SessionKey | None, int]:
-        """Find the tenant's session with the longest common prefix, resident or soon to be prefilled.
+        """Find the tenant's session whose KV, on the device or in prefill, covers the longest common prefix.
 
-        Returns the session's key and the prefix's length; (None, 0) if none helps. Of equal sessions, an
-        idle one is preferred, then the one submitted first.
+        Returns the session's key and the prefix's length; (None, 0) if the turn's own KV is about as long.
+        Of equal sessions, an idle one is preferred, then the one submitted first.
         """
         if not self._device.trimmable:  # such KV cannot be truncated to a prefix
             return None, 0

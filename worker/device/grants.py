@@ -60,21 +60,21 @@ class Grants:
         self._apply(self._admission.decide())
 
     def drop_idle(self, num_bytes: int, but: Collection[SessionKey | None]) -> None:
-        """Drop KV, least recently used sessions first, until `num_bytes` are free; keep that of `but`."""
+        """Drop sessions' KV, least recently used first, to free `num_bytes`; skip the sessions in `but`."""
         for key in self._ledger.residency.oldest(num_bytes, set(but)):
             self._ledger.residency.pop(key)
             self._device.drop(key)
         self.decide()
 
     def ask(self, run: Run, num_tokens: int) -> None:
-        """Request memory for a turn that has `num_tokens` so far, and release its earlier reservation."""
+        """Request memory for a run's next turn of `num_tokens` tokens, and release the run's reservation."""
         run.is_halted = False
         run.num_granted, run.num_asked = 0, min(grown(num_tokens + LIKELY_TOKENS), run.num_most)
         run.admitted = asyncio.get_running_loop().create_future()
         self._apply(self._admission.begin(run, self._price(run)))
 
     def _price(self, run: Run) -> int:
-        """Count the bytes that a run's KV takes at `num_asked` tokens, for which it requests memory."""
+        """Return the bytes to request for a run: the size of its KV at `num_asked` tokens."""
         # A rewound session keeps its memory until its turn ends: trimming frees nothing.
         num_tokens = max(run.num_asked, len(self._ledger.residency.tokens(run.key)))
         # Caches grow by more than a token at a time: many short prompts hold more than their tokens' KV.
@@ -82,7 +82,7 @@ class Grants:
         return max(min(allocated, self._ledger.max_bytes), self._kv.under(run.policy).held(num_tokens))
 
     def grow(self, run: Run, num_tokens: int) -> None:
-        """Request more memory before a turn with `num_tokens` needs it.
+        """Request more memory for a run at `num_tokens` tokens, if it may soon need more than it has.
 
         A turn that reaches the end of its granted memory pauses.
         """

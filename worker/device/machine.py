@@ -1,4 +1,4 @@
-"""The differences between devices: the constants of each kind, and the limits of MLX's memory.
+"""Holds the constants of each kind of device (CPU, Metal, CUDA), and sets the limits of MLX's memory.
 
 The constants for CUDA were measured on an H200 (ADR 0061), the ones for Metal follow MLX's sources. `turnkeep
 bench device` measures a device and suggests values for some of them.
@@ -30,9 +30,9 @@ class Profile:
     MLX may keep `freed_bytes` of freed buffers for reuse; without a limit a few long prompts pin gigabytes.
     Attention to plain KV stores no scores if keys and values have the same head size, one of
     `fused_head_dims`. Temporary arrays of `kept_layers` layers are in memory at once. A step runs at most
-    `prompt_blocks` blocks of prompts. Rows of similar length share a pool from `pooled_rows` rows on; rows
-    that cannot share a pass are merged from `merged_rows` rows on, which lets their steps run ahead. Plain
-    caches grow by `growth_tokens` tokens.
+    `prompt_blocks` blocks of prompts. If there are at least `pooled_rows` rows of similar length, they share
+    a pool of KV; if there are at least `merged_rows` rows that cannot share a pass, their KV is merged, and
+    their next step can start before the last one is read. Plain caches grow by `growth_tokens` tokens.
     """
 
     freed_bytes: int
@@ -118,7 +118,7 @@ def limit_active(limit_bytes: int) -> None:
 
 
 def default_limit_bytes(to_load_bytes: int = 0) -> int:
-    """Return the default limit of MLX's active memory, from the device's memory and from what is free now.
+    """Compute the default limit of MLX's active memory from the device's total and free memory.
 
     On a CPU and on Metal, free memory is the machine's, or less if a control group limits it; on CUDA it is
     the device's. `to_load_bytes` of weights are not in memory yet. Raises `DeviceError` if a GPU does not
@@ -138,7 +138,7 @@ def default_limit_bytes(to_load_bytes: int = 0) -> int:
 
 
 def wire(size_bytes: int) -> None:
-    """Wire `size_bytes` of memory (no paging out); raise `DeviceError` without Metal or if Metal refuses."""
+    """Let Metal keep `size_bytes` of memory from being paged out; raise `DeviceError` if it cannot."""
     if not mx.metal.is_available():
         raise DeviceError(f"wired_memory is for Metal, and this device is {name()}: leave it off")
     try:

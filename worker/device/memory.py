@@ -63,7 +63,7 @@ class Shape:
     value_dim: int = 0
 
     def fuses(self, head_dims: Collection[int]) -> bool:
-        """Say whether attention stores no scores, given that fused kernels exist for `head_dims`."""
+        """Say whether attention stores no scores: it needs a fused kernel, which exists for `head_dims`."""
         return not self.value_dim and self.head_dim in head_dims
 
 
@@ -100,7 +100,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
 
 
 def attention_bytes(shape: Shape, num_new: int, num_context: int, *, fused: bool) -> int:
-    """Estimate the bytes for attention of `num_new` tokens to a context of `num_context`, including them.
+    """Estimate the bytes for attention of the last `num_new` tokens of a context of `num_context` tokens.
 
     Counts the output, and the scores unless a `fused` kernel never stores them. The formula is from oMLX's
     prefill guard.
@@ -112,10 +112,10 @@ def attention_bytes(shape: Shape, num_new: int, num_context: int, *, fused: bool
 
 
 def num_scores(policy: Policy, num_cached: int, num_tokens: int) -> int:
-    """Count the attention scores per token of a prompt's piece of `num_tokens`.
+    """Count the attention scores that each token of a prompt's piece of `num_tokens` tokens has.
 
-    The piece ends at token `num_cached`. A ring's scores are concatenated from runs, so they count twice. A
-    paged session computes its scores in parts.
+    The piece ends at token `num_cached`. A ring cache computes scores by runs of tokens and concatenates
+    them, so they count twice. A paged session computes its scores in parts.
     """
     if policy.window is None:
         return num_cached
@@ -134,8 +134,8 @@ class Estimator:
     `limit_bytes` limits all memory that MLX holds.
 
     While attention dequantises a layer's KV, each token takes `unpacked_bytes`. While a paged session's
-    queries are compared with its sketches, each token takes `asked_bytes`. Temporary arrays of `kept_layers`
-    layers are in memory at once.
+    queries are compared with its sketches (2-bit copies of keys), each token takes `asked_bytes`. Temporary
+    arrays of `kept_layers` layers are in memory at once.
     """
 
     shape: Shape
@@ -155,8 +155,9 @@ class Estimator:
     def scratch_bytes(self, num_rows: int, pieces: Sequence[tuple[int, int]], num_cached: int = 0) -> int:
         """Estimate the bytes of a step's temporary arrays.
 
-        `pieces` gives, for each prompt, the number of its tokens in the step, and of its tokens with KV
-        afterwards. The `num_rows` rows run a token each and have KV of `num_cached` tokens in total.
+        `pieces` has, for each prompt, the number of its tokens in the step, and the number of scores of each
+        of these tokens (see `num_scores`). Each of the `num_rows` rows runs one token; all rows together have
+        KV of `num_cached` tokens.
         """
         num_tokens = num_rows + sum(num for num, _ in pieces)
         shape = self.shape
@@ -171,7 +172,7 @@ class Estimator:
 
     @property
     def most_scored(self) -> int:
-        """The most prompt tokens whose logits are in memory at once, if a request scores its prompt."""
+        """The most prompt tokens with logits in memory at once, if a request wants its prompt's logprobs."""
         return min(max(_SCORED_BYTES // (_FLOAT_BYTES * self.shape.vocabulary), 1), _MOST_SCORED)
 
     @property
@@ -180,7 +181,7 @@ class Estimator:
         return _SCORED_COPIES * _FLOAT_BYTES * self.most_scored * self.shape.vocabulary
 
     def growth_bytes(self, lengths: Sequence[int], most_new: int = 1) -> int:
-        """Count the bytes that full caches of these lengths allocate: new tokens, and a copy of one layer.
+        """Count the bytes that caches of these lengths allocate to grow: for new tokens, and a layer's copy.
 
         To grow, a cache is trimmed to its length and concatenated with room for `most_new` tokens at most.
         """
@@ -202,9 +203,9 @@ class Estimator:
     def room_for_kv(self, max_rows: int, chunk: int, num_context: int, policy: Policy = FULL) -> int:
         """Return the bytes of KV that fit beside weights, the largest step, and the growth of caches.
 
-        Assumes that no session has more than `num_context` tokens, or more than fit into the result: less KV
-        also makes steps smaller. Under a policy with a window, a step reads only the KV on the device,
-        however long the session is.
+        Assumes that no session has more than `num_context` tokens, or more than fit into the returned bytes;
+        steps over shorter sessions need less memory. Under a policy with a window, a step reads only the KV
+        on the device, however long the session is.
         """
         left, kv = self.limit_bytes - self.weight_bytes, self.kv.under(policy)
         chunk *= PAGED_SCALE if policy.recall else 1

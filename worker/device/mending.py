@@ -1,8 +1,8 @@
-"""Saves snapshots in the store, and mends sessions: cuts snapshots again that a full writer's queue dropped.
+"""Saves snapshots in the store, and mends sessions: makes the snapshots that the writer's queue has dropped.
 
 An idle session's KV that is only on the device is lost if the process ends. So once the queue is empty, turns
-that add no token cut the missing snapshots, for the most recently active sessions first. Knows which sessions
-lack snapshots; the engine runs the turns. Event loop only.
+that add no token copy this KV into snapshots, for the most recently active sessions first. Knows which
+sessions lack snapshots; the engine runs the turns. Event loop only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _POLL_S: Final = 0.05
 
 
 class Mending:
-    """The sessions that lack snapshots, and the one that is being mended."""
+    """The sessions that lack snapshots, and the session whose missing snapshots are being made."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class Mending:
         is_at_work: Callable[[SessionKey], bool],
         mend: Callable[[SessionKey], Awaitable[bool]],
     ) -> None:
-        """`mend` cuts the missing snapshots that fit into the queue, and returns True if more are missing.
+        """`mend` makes a session's missing snapshots, as many as the queue takes; True if more remain.
 
-        It is called only for sessions for which `is_at_work` is false.
+        `mend` is called only for sessions for which `is_at_work` is false.
         """
         self._store = store
         self._is_at_work = is_at_work
@@ -52,7 +52,7 @@ class Mending:
         self._ended: dict[SessionKey, asyncio.Event] = {}
 
     def save(self, cut: SnapshotCut, run: Run | None) -> None:
-        """Queue a snapshot in the store; `run` is its turn's run, or None if the turn has ended."""
+        """Queue the snapshot `cut` in the store; `run` is the run of its turn, None if the turn has ended."""
         mends = run is not None and run.mends
         if run is not None and run.mends and run.is_stopped:
             return  # the session may have been erased
@@ -71,7 +71,7 @@ class Mending:
             log.exception("a snapshot was not saved", session=str(cut.turn.key))
 
     def fitting(self, turn: Turn, kv: KvSize) -> list[Span]:
-        """Return the first of a turn's missing spans, as many as fit into the writer's queue."""
+        """Return the first spans of a turn that lack snapshots, as many as fit into the writer's queue."""
         left, fitting = self._store.room(), list[Span]()
         for span in turn.spans:
             left -= kv.snapshot(span.num_tokens, at=span.end)
@@ -95,12 +95,12 @@ class Mending:
         self._lacking.pop(key, None)
 
     async def ended(self, key: SessionKey) -> None:
-        """Wait until a session's mending has ended; return at once if the session is not being mended."""
+        """Wait while a session's missing snapshots are being made; return at once if they are not."""
         while key in self._ended:
             await self._ended[key].wait()
 
     async def run(self) -> None:
-        """Mend sessions whenever the writer's queue is empty; run until cancelled."""
+        """Make sessions' missing snapshots whenever the writer's queue is empty; run until cancelled."""
         while True:
             await self._some.wait()
             if not await self._next():
@@ -109,7 +109,7 @@ class Mending:
                 self._some.clear()
 
     async def finish(self, within_s: float) -> int:
-        """Mend sessions for at most `within_s`; return how many still lack snapshots."""
+        """Make missing snapshots for at most `within_s`; return how many sessions still lack some."""
         until_s = monotonic() + within_s
         while self._lacking and monotonic() < until_s:
             if not await self._next():
@@ -117,7 +117,7 @@ class Mending:
         return len(self._lacking)
 
     async def _next(self) -> bool:
-        """Mend the most recently active idle session; False if there is none or the queue is in use."""
+        """Make snapshots of the most recently active idle session; False if none, or the queue is in use."""
         free = (
             key for key in reversed(self._lacking) if not self._is_at_work(key) and key not in self._ended
         )

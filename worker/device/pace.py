@@ -1,6 +1,6 @@
 """Decides how many prompt tokens a step may run without stalling the running answers. Pure.
 
-Learns from past steps what one prompt token costs on this device, and what the running answers cost.
+Learns from past steps how many seconds a prompt token takes on this device, and how many the answers take.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Pace:
         self._num_tokens = 0.0
 
     def learn(self, num_rows: int, num_tokens: int, step_s: float) -> None:
-        """Learn from a step of `step_s` seconds over `num_rows` answers and `num_tokens` tokens of prompts.
+        """Update the averages by a step of `step_s` over `num_rows` answers and `num_tokens` prompt tokens.
 
-        The cost of answers is measured only in steps without prompts. In other steps the last measured cost
-        is subtracted, at most the whole step, and the rest counts as the cost of the prompt tokens.
+        The time of answers is measured only in steps without prompts. In other steps the last measured time
+        is subtracted, at most the whole step, and the rest counts as the time of the prompt tokens.
         """
         if num_tokens == 0:
             if num_rows:

@@ -1,8 +1,8 @@
-"""Requests from SSD the KV that turns of paged sessions need, and tracks which turns wait for it.
+"""Requests KV on SSD for turns of paged sessions, which keep only part of their KV on the device.
 
 Device thread only.
 
-Sends `NeedsKv` to the event loop, and receives its answer. Knows no steps or files.
+Sends `NeedsKv` to the event loop, and tracks which turns wait for its answer. Knows no steps or files.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from .scheduler import Scheduler
     from .turn import Event, KvRead, Turn
 
-#: While it answers, a session requests chunks once every this many tokens.
+#: An answer of a paged session requests chunks once every this many tokens.
 RECALL_EVERY: Final = 16
 
 
 class Paging:
-    """Requests KV on SSD for turns of paged sessions, and holds waiting prompts; ignores other turns."""
+    """Requests KV on SSD for turns of paged sessions, and lets prompts wait for it; ignores other turns."""
 
     def __init__(self, scheduler: Scheduler, batch: Batch, block: int, emit: Callable[[Event], None]) -> None:
-        """`scheduler` does not contain a prompt while it waits; `emit` reports an event to the event loop."""
+        """A prompt is removed from `scheduler` while it waits; `emit` sends an event to the event loop."""
         self._scheduler = scheduler
         self._batch = batch
         self._block = block
         self._emit = emit
         self._asked: set[Turn] = set()
-        #: Number of tokens whose KV was evicted to make room for recalled ones.
+        #: Number of tokens whose KV was evicted to make room for chunks read from SSD.
         self.num_evicted = 0
 
     @property
@@ -56,7 +56,7 @@ class Paging:
         self._asked.discard(turn)
 
     def start(self, turn: Turn) -> None:
-        """Set a new turn's piece sizes and request the KV that it needs; it has caches and is scheduled."""
+        """Set a new turn's piece sizes and request the KV that it needs. The turn is already scheduled."""
         if turn.caches is not None:
             turn.most_blocks = layers.most_run(turn.caches, self._block) // self._block
         if turn.policy.recall:
@@ -65,7 +65,7 @@ class Paging:
         self.ask(turn)
 
     def begin_piece(self, turn: Turn) -> None:
-        """Set which KV a prompt's next piece attends to, and from which token on queries score chunks."""
+        """Let a prompt's next piece attend to all earlier KV, and set whose queries score chunks."""
         if (pages := layers.pages(turn.caches or [])) is not None:
             pages.asks_from = turn.target - 1 - self._block
             pages.sees_all, pages.past = True, turn.past
@@ -77,9 +77,9 @@ class Paging:
             pages.sees_all, pages.past = False, None
 
     def ask(self, turn: Turn) -> None:
-        """Request the KV on SSD to which a turn's next tokens attend; a prompt waits for it.
+        """Request the KV on SSD to which a turn's next tokens attend; a prompt waits for this KV.
 
-        A prompt requests chunks once, before its last token: they are for the answer's tokens.
+        A prompt requests chunks once, before its last token, for the tokens of its answer.
         """
         if turn in self._asked:
             return
@@ -99,9 +99,9 @@ class Paging:
             self._emit(NeedsKv(turn, num_past, spans))
 
     def take(self, turn: Turn, kv: KvRead) -> None:
-        """Give a turn the KV that was read for it; a prompt that waited for it continues.
+        """Give a turn the KV that was read for it; a waiting prompt continues.
 
-        Raises `LostPastError` if the KV of earlier tokens is missing that the prompt's next piece needs.
+        Raises `LostPastError` if KV of earlier tokens that the prompt's next piece needs is missing.
         """
         self._asked.discard(turn)
         if kv.spans:

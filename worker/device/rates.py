@@ -1,4 +1,4 @@
-"""Measures how fast this machine restores and prefills, and says which is faster. Pure; event loop only.
+"""Measures how fast this machine restores and prefills KV, and says which is faster. Pure; event loop only.
 
 On a slow device a restore saves seconds. On a fast device with a slow disk, prefilling can be faster.
 """
@@ -17,9 +17,9 @@ _FORGOTTEN: Final = 0.95
 
 
 class Rates:
-    """Average seconds for a byte read from disk or fetched from the remote tier, and for a prefilled token.
+    """Average seconds for a byte read from disk, a byte fetched from the remote tier, and a prefilled token.
 
-    Each is None until it is measured.
+    Each average is None until it is measured.
     """
 
     def __init__(self) -> None:
@@ -28,22 +28,22 @@ class Rates:
         self._token_s: float | None = None
 
     def restored(self, size_bytes: int, seconds: float) -> None:
-        """Update the average from a restore of `size_bytes`."""
+        """Update the average for bytes read from disk by a restore of `size_bytes` that took `seconds`."""
         if size_bytes >= _LEAST_BYTES:
             self._byte_s = _mixed(self._byte_s, seconds / size_bytes)
 
     def fetched(self, size_bytes: int, seconds: float) -> None:
-        """Update the average from a fetch of `size_bytes` from the remote tier."""
+        """Update the average for fetched bytes by a fetch of `size_bytes` that took `seconds`."""
         if size_bytes >= _LEAST_BYTES:
             self._remote_byte_s = _mixed(self._remote_byte_s, seconds / size_bytes)
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """Update the average from a prefill of `num_tokens`."""
+        """Update the average for prefilled tokens by a prefill of `num_tokens` that took `seconds`."""
         if num_tokens >= _LEAST_TOKENS:
             self._token_s = _mixed(self._token_s, seconds / num_tokens)
 
     def should_fetch(self, size_bytes: int, num_saved: int) -> bool:
-        """Say whether fetching and reading `size_bytes` is faster than prefilling `num_saved` tokens."""
+        """Say whether fetching `size_bytes` is faster than prefilling `num_saved` tokens; True if unknown."""
         if self._remote_byte_s is None or self._token_s is None:
             return True
         byte_s = self._remote_byte_s + (self._byte_s or 0.0)

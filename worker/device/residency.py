@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cache.names.tokens import Tokens
     from turnkeep_client.subjects import SessionKey
 
-#: Common tokens from which on another session's KV is worth a copy, or the wait for it.
+#: The fewest common tokens for which a turn copies another session's KV, or waits for its prefill.
 LEAST_SHARED: Final = 32
 
 
@@ -57,7 +57,7 @@ class Residency:
         return kv.tokens if kv is not None else as_tokens()
 
     def size_bytes(self, key: SessionKey) -> int:
-        """Return the bytes of a session's KV."""
+        """Return the bytes of a session's KV; 0 if the session has no KV."""
         kv = self._get(key)
         return kv.size_bytes if kv is not None else 0
 
@@ -95,14 +95,14 @@ class Residency:
         return kv is not None
 
     def use(self, key: SessionKey) -> None:
-        """Record that a turn reserves a session's KV; the session is no longer idle."""
+        """Record that a turn of a session has reserved memory; the session is no longer idle."""
         kv = self._idle.pop(key, None)
         if kv is not None:
             self.idle_bytes -= kv.size_bytes
             self._used[key] = kv
 
     def unuse(self, key: SessionKey) -> None:
-        """Record that no turn reserves a session's KV any longer.
+        """Record that no turn of a session has memory reserved any longer.
 
         If the session has KV, it becomes the most recently used idle session.
         """

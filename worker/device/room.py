@@ -2,8 +2,8 @@
 
 Device thread only.
 
-Also counts the memory promised to restores. Drops KV only by command of the event loop, which it informs by
-a `Short` event. Knows nothing of turns or steps.
+Also counts the memory promised to restores. If memory is short, sends a `Short` event to the event loop;
+only the event loop decides whose KV is dropped. Knows nothing of turns or steps.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class Room:
         self._resident.clear()
 
     def request(self, request: RoomRequest) -> None:
-        """Queue a restore's request for room."""
+        """Queue a restore's request for memory."""
         self._requests.append(request)
 
     def end_promise(self, key: SessionKey) -> None:
-        """End the promise of memory to a session's restore: the KV is on the device now, or not needed."""
+        """End the promise of memory to a session's restore, whose KV is loaded now or no longer needed."""
         self._promised.pop(key, None)
 
     def release(self, key: SessionKey) -> None:
@@ -113,20 +113,20 @@ class Room:
             request.reply(fits)
 
     def has(self, size_bytes: int) -> bool:
-        """Say whether `size_bytes` more fit, in addition to the memory promised to restores."""
+        """Say whether `size_bytes` more fit onto the device, besides the memory promised to restores."""
         return self._excess(size_bytes) <= 0
 
     def has_or_asks(self, size_bytes: int) -> bool:
-        """Say whether `size_bytes` fit now; if not, ask the event loop to drop sessions, for a later call."""
+        """Say whether `size_bytes` more fit now; if not, ask the event loop to drop idle sessions."""
         if self.has(size_bytes):
             return True
         self.ask_for(size_bytes)
         return False
 
     def ask_for(self, size_bytes: int, *, but: SessionKey | None = None) -> bool:
-        """Ask the event loop to drop sessions; return False if the idle ones, except `but`, hold too little.
+        """Ask the event loop to drop idle sessions; return False if all of them but `but` hold too little.
 
-        After True, check again once `made_room` is called.
+        After True, `size_bytes` may fit once `made_room` has been called.
         """
         excess = self._excess(size_bytes)
         idle = [resident for key, resident in self._resident.items() if key != but]

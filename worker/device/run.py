@@ -42,9 +42,9 @@ class Run(Claim):
     """A request's turn on the device, or several turns if it is paused and continued.
 
     The session may grow to `num_most` tokens, has memory for `num_granted`, and requests it for `num_asked`.
-    `admitted` is the pending request for that memory, `room` the one for a restore's memory; the result True
-    grants it. The snapshots `prefix` and `past` stay on disk until the turn ends; `needs` are the device's
-    unanswered requests for KV.
+    The future `admitted` is the request for that memory, `room` the request for a restore's memory; the
+    result True grants it. The snapshots `prefix` and `past` stay on disk until the turn ends; `needs` are
+    requests for KV that the device has sent and nobody has read yet.
     """
 
     asked: Asked
@@ -52,7 +52,7 @@ class Run(Claim):
     cancelled: Callable[[], bool]
     phases: list[Phase]
     mends: bool = (
-        False  # it adds no token, but cuts missing snapshots; it may also run while the worker stops
+        False  # it adds no token, but makes missing snapshots; it may also run while the worker stops
     )
     num_asked: int = 0
     num_granted: int = 0
@@ -102,7 +102,7 @@ class Run(Claim):
         return self.is_halted or self.is_stopped
 
     def count(self, turn: Turn, num_cached: int, live_bytes: int) -> None:
-        """Add the cost of an ended turn. Tokens that are prefilled again after a pause count once."""
+        """Add an ended turn to the run's cost. Tokens that are prefilled again after a pause count once."""
         if self.num_covered < turn.num_prompt:
             num_reused = min(turn.num_reused, turn.num_prompt)
             self.num_reused = num_reused if self.num_reused is None else min(self.num_reused, num_reused)
@@ -114,8 +114,8 @@ class Run(Claim):
     def may_start_again(self, error: Exception) -> bool:
         """Count a failed turn's error, and say whether the turn may start again.
 
-        After a loss of stored KV it may start again once. After failed evaluations it may start again three
-        times without a token drawn in between, but only once if its own prompt was in the failed step.
+        If stored KV was missing, the turn may start again once. After failed evaluations it may start again
+        three times without a token drawn in between, but only once if its own prompt was in the failed step.
         """
         if isinstance(error, LostPastError):
             had_lost, self.has_lost = self.has_lost, True
@@ -140,7 +140,7 @@ class Run(Claim):
 
 
 def on_device(turn: Turn, submitted_s: float, drawn_s: float | None) -> list[Phase]:
-    """List the traced phases of an ended turn on the device; its first token was drawn at `drawn_s`."""
+    """List an ended turn's phases on the device, for traces; its first token was drawn at `drawn_s`."""
     now_s = monotonic()
     phases = [Phase("prefill", submitted_s, drawn_s or now_s, turn.num_prefilled)]
     if drawn_s is not None:

@@ -61,7 +61,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """The start of a step: its time, and the memory that MLX held then."""
+    """The time at which a step began, and the bytes that MLX held then."""
 
     began_s: float
     active_bytes: int
@@ -100,7 +100,7 @@ class Runner:
         self._batch, estimator, trimmable = self.served.batch, self.served.estimator, self.served.trimmable
         #: Idle sessions' KV, and the restores that wait for memory or have been promised memory.
         self.room = Room(estimator, block_tokens, self._emit)
-        #: Cuts snapshots for the disk, once its `room` is set.
+        #: Copies KV into snapshots for the disk, once its `room` is set.
         self.cutting = Cutting(self._batch, estimator, block_tokens, self._emit, trimmable=trimmable)
         self._scheduler = Scheduler(max_batch, block_tokens, max_tenant_rows)
         self._pace = Pace(stall_s, block_tokens * machine.profile().prompt_blocks)
@@ -135,7 +135,7 @@ class Runner:
             return 0.0
 
     def _step(self, *, undisturbed: bool) -> float | None:
-        """Choose, run and report a step; then cut snapshots while the event loop publishes the tokens."""
+        """Choose, run and report a step; then make snapshots while the event loop publishes the tokens."""
         cost = self._begin_cost()
         choice = self._chooser.choose()
         # The event loop's answer to a `Short` is a command, and the freed memory may change the next step.
@@ -155,7 +155,7 @@ class Runner:
         return _Cost(time.perf_counter(), mx.get_active_memory())
 
     def _learn(self, choice: ChosenStep, step_s: float, cost: _Cost) -> int:
-        """Update the estimates by a step's time and memory; return its bytes besides weights and KV."""
+        """Correct later estimates by a step's time and memory; return its bytes besides weights and KV."""
         measured = mx.get_peak_memory() - max(cost.active_bytes, mx.get_active_memory())
         num_tokens = sum(num for _, num in choice.step.prefill)
         if num_tokens or not self._batch.has_drafted:  # a step with prompts has no costly drafts
@@ -164,13 +164,13 @@ class Runner:
         return measured
 
     def _give_up(self, choice: ChosenStep) -> None:
-        """Fail the prompt that can never continue for lack of memory, if the choice names one."""
+        """Fail the prompt `choice.hopeless`, if there is one, since it can never fit into memory."""
         if choice.hopeless is not None:
             turn, needed_bytes = choice.hopeless
             self._fault(turn, NoRoomError(self._no_room(turn, needed_bytes)))
 
     def serve_waiting(self) -> None:
-        """Between steps: start turns that no longer wait, grant memory to restores, and report the events."""
+        """Start turns that no longer wait, grant memory to restores, and report events, between two steps."""
         self._start_ready()
         is_busy = self.is_busy or self._acquisition.is_short or self._paging.is_waiting
         try:
@@ -302,7 +302,7 @@ class Runner:
             return
         num_context = len(turn.context)
         if turn.draws and turn.spans and turn.spans[-1].end == num_context and num_context % self._block:
-            turn.spans.pop()  # the tail is cut when the answer ends
+            turn.spans.pop()  # the tail's snapshot is made when the answer ends
         self._scheduler.add(turn)
         self.cutting.note_prompt(turn)
         self.cutting.cut_noted(turn)
@@ -348,7 +348,7 @@ class Runner:
                 self._guarded(turn, self._paging.ask)
 
     def _run_passes(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool) -> None:
-        """Run the pieces whose scores or embeddings are wanted, then the other pieces with the answers."""
+        """Run the pieces that need scores or embeddings, then the other pieces together with the answers."""
         for piece in [piece for piece in pieces if piece.scores is not None]:
             self._batch.score(piece, self.served.estimator.most_scored)
         if embedded := [piece for piece in pieces if piece.embedding is not None]:
@@ -431,7 +431,7 @@ class Runner:
     def _or_fault_all(self, turn: Turn, end: Callable[[Turn], None]) -> None:
         """Call `end` to end a turn; if `end` raises, fail the turn and every running answer.
 
-        They fail because merged KV may then be half changed.
+        The answers fail because their merged KV may be half changed.
         """
         try:
             end(turn)
@@ -449,7 +449,7 @@ class Runner:
             self._fault(turn, error)
 
     def _end(self, turn: Turn) -> None:
-        """End a turn: its KV stays resident, and its tail is cut for the disk."""
+        """End a turn; keep its KV on the device, and copy its last, partial block into a snapshot."""
         self._scheduler.remove(turn)
         self._paging.discard(turn)
         self._acquisition.remove(turn)

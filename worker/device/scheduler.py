@@ -27,7 +27,7 @@ AGE_STEPS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step: `decode` are the turns that get a token; `prefill` are pairs of turn and prompt tokens."""
+    """A step: the turns `decode` get a token; `prefill` pairs turns with numbers of prompt tokens."""
 
     decode: tuple[Turn, ...]
     prefill: tuple[tuple[Turn, int], ...]
@@ -42,8 +42,8 @@ class Scheduler:
     At most `max_rows` turns decode, at most `max_tenant_rows` of one tenant. For short answers, both limits,
     if above 1, are higher by an eighth.
 
-    A prompt's piece never crosses a multiple of `block`, so that a prefill resumed at a multiple gives the
-    same bits. With a large budget, pieces may end at multiples of several blocks (`Turn.most_blocks`).
+    A prompt's piece never crosses a multiple of its full size, one `block`, so that a prefill resumed at a
+    multiple gives the same bits. With a large budget the size is several blocks (`Turn.most_blocks`).
     """
 
     def __init__(self, max_rows: int, block: int, max_tenant_rows: int | None = None) -> None:
@@ -62,7 +62,7 @@ class Scheduler:
 
     @property
     def decoding(self) -> tuple[Turn, ...]:
-        """The turns that decode."""
+        """The turns whose answers are being decoded."""
         return tuple(self._decoding)
 
     @property
@@ -90,7 +90,7 @@ class Scheduler:
                 del self._prefilling[turn.tenant]
 
     def next(self, budget: int, only: Turn | None = None) -> Step:
-        """Choose a step with up to `budget` prompt tokens, of the turn `only` if it is given.
+        """Choose a step with up to `budget` prompt tokens; if `only` is given, all of them are of that turn.
 
         The scheduler's state does not change until `advance`.
         """
@@ -114,7 +114,7 @@ class Scheduler:
         return Step(tuple(self._decoding), tuple(pieces))
 
     def _has_row(self, turn: Turn, rows: Counter[tuple[str, bool]]) -> bool:
-        """Say whether a turn may decode too; `rows` counts decoding turns by tenant and by `is_short`."""
+        """Say whether one more turn may decode; `rows` counts decoding turns by tenant and by `is_short`."""
         num_short = sum(num for (_, is_short), num in rows.items() if is_short)
         mine, mine_short = rows[turn.tenant, False] + rows[turn.tenant, True], rows[turn.tenant, True]
         return has_place(rows.total(), num_short, self._max_rows, 8, is_short=turn.is_short) and has_place(
@@ -128,7 +128,7 @@ class Scheduler:
         self._age({turn.priority for turn, _ in step.prefill})
 
     def _rotation(self) -> list[Turn]:
-        """List prefilling turns by priority; within it tenants alternate, with their least work first."""
+        """List prefilling turns by priority; within one, tenants alternate, and least work comes first."""
         levels = {
             priority: priority + self._passed_over.get(priority, 0) // AGE_STEPS
             for priority in {turn.priority for turn in self.prefilling}
@@ -143,7 +143,7 @@ class Scheduler:
         return order
 
     def _age(self, served: set[int]) -> None:
-        """Raise the age of each priority with prompts that is not in `served`; reset the others."""
+        """Count one more step for each waiting priority that is not in `served`; reset the other counts."""
         self._passed_over = {
             priority: self._passed_over.get(priority, 0) + 1
             for priority in {turn.priority for turn in self.prefilling} - served

@@ -1,6 +1,7 @@
 """Finds out what a loaded model supports on this device: shared passes of rows, caches, and cache policies.
 
-Trials at the model's load decide; a file stores their results. Device thread only, except `refusal`.
+Test runs (trials) at the model's load decide; a file stores their results. Device thread only, except
+`refusal`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _MAX_DRAFT: Final = 8
 
 
 def trial_key(loaded: LoadedModel, caches: str) -> str:
-    """Return a digest of all that decides a trial's result, except Turnkeep's code and the weights' values.
+    """Return a digest of all that decides a test run's result, except Turnkeep's code and weights' values.
 
     `caches` describes the model's own caches (`layers.describe`).
     """
@@ -66,7 +67,7 @@ def trial_key(loaded: LoadedModel, caches: str) -> str:
 
 
 def _trials(loaded: LoadedModel, path: Path | None) -> Trials:
-    """Return a model's trials, whose results are stored in the file `path`."""
+    """Return a model's `Trials`, whose results are stored in the file `path`."""
     own = make_prompt_cache(loaded.model)
     model: Any = loaded.model
     model(mx.array([[0]]), cache=own)  # creates the caches' arrays; not evaluated
@@ -154,7 +155,7 @@ class ServedModel:
         drafters: Sequence[Drafter],
         trials: Path | None,
     ) -> Batch:
-        """Choose the batch for the model's rows by trials, whose results are stored in the file `trials`."""
+        """Choose by test runs how the model's rows are batched; the file `trials` stores their results."""
         device = machine.profile()
         return batch_for(
             loaded.model,
@@ -204,7 +205,7 @@ class ServedModel:
         return make
 
     def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
-        """Return why sessions cannot use a policy; None if they can. May be called from any thread.
+        """Return why sessions cannot use a cache policy; None if they can. Any thread may call this.
 
         `has_disk` says that KV is stored on disk.
         """

@@ -37,8 +37,8 @@ class Sharing:
         """Add a turn whose `target` is set; return True if it must wait for another turn.
 
         The turn waits until the other one has prefilled the common prefix, without the other prompt's last
-        token, which may have to wait for a batch row. It never waits for a turn of lower priority, which may
-        itself be delayed by others.
+        token, which may have to wait for a batch row. No turn waits for a turn of lower priority, which other
+        turns may delay.
         """
         self._active[turn.key] = turn
         leader = self.source(turn)
@@ -51,7 +51,7 @@ class Sharing:
         return True
 
     def remove(self, turn: Turn) -> None:
-        """Remove a turn that has ended, whether it was waiting or not."""
+        """Remove an ended turn, whether it was waiting or not; turns that wait for it become ready."""
         if self._active.get(turn.key) is turn:
             del self._active[turn.key]
         self.stop_waiting(turn)
@@ -63,7 +63,7 @@ class Sharing:
         return len(self._following) < waited
 
     def source(self, turn: Turn) -> Turn | None:
-        """Return the running turn of the session from which `turn` copies KV; None if no turn of it runs."""
+        """Return the running turn of the session from which `turn` copies KV; None if none is running."""
         return self._active.get(turn.source) if turn.source is not None else None
 
     def ready(self) -> list[Turn]:

@@ -41,7 +41,7 @@ _MOST_FACTOR: Final = 4.0
 
 @dataclass(frozen=True, slots=True)
 class ChosenStep:
-    """A step that fits, with the bytes that it needs besides weights and KV: temporary, and lasting.
+    """A step that fits into memory, with its bytes for temporary arrays and for growing and copying KV.
 
     An empty step means that nothing fits now: choose again after `pause_s` seconds, or, if `pause_s` is None,
     after the next command. `hopeless` is a prompt that can never continue, with the bytes that its next piece
@@ -93,8 +93,8 @@ class StepChooser:
     def choose(self) -> ChosenStep:
         """Choose the next step.
 
-        If none fits, idle sessions are dropped first, then prompts run in smaller pieces, then prompts wait
-        until the running answers end. If no answer runs, one prompt continues alone.
+        If no step fits into memory, idle sessions are dropped first, then prompts run in smaller pieces, then
+        prompts wait until the running answers end. If no answer runs, one prompt continues alone.
         """
         if self._batch.is_ahead:
             return ChosenStep(Step(self._scheduler.decoding, ()))
@@ -121,10 +121,10 @@ class StepChooser:
                 return self._alone()
 
     def _alone(self) -> ChosenStep:
-        """Choose a step with only the prompt with the most KV; preempt others if it needs their memory.
+        """Choose a step with only the prompt that has the most KV; drop other prompts' KV to make room.
 
-        If even that does not fit, wait `PATIENCE_S` for snapshots to leave memory; then report the prompt as
-        hopeless.
+        If even that step does not fit, wait `PATIENCE_S` for snapshots to leave memory; then report the
+        prompt as hopeless.
         """
         self._factor = 1.0  # an earlier step's excess is no reason to refuse a prompt
         turn = max(self._scheduler.prefilling, key=lambda turn: turn.num_cached)
@@ -142,7 +142,7 @@ class StepChooser:
         return ChosenStep(_NOTHING, hopeless=(turn, sum(self._needs(step))))
 
     def _fitting(self, step: Step) -> ChosenStep | None:
-        """Return the step if it fits or has no prompts; an empty one during drops of sessions; else None."""
+        """Return the step if it fits or has no prompts, an empty one while sessions are dropped, or None."""
         scratch_bytes, growth_bytes = self._needs(step)
         fits = self._room.has(scratch_bytes + growth_bytes)
         if not fits and self._room.ask_for(scratch_bytes + growth_bytes):
@@ -154,7 +154,7 @@ class StepChooser:
         return ChosenStep(step, scratch_bytes, growth_bytes)
 
     def _needs(self, step: Step) -> tuple[int, int]:
-        """Estimate a step's temporary bytes, and the bytes for growth, removal of a row, and snapshots."""
+        """Estimate a step's temporary bytes, and its bytes for KV that grows, leaves a batch or is copied."""
         pieces = [(num, num_scores(turn.policy, turn.num_cached + num, num)) for turn, num in step.prefill]
         scratch_bytes = self._room.estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_cached)
         asking = [turn.num_cached + num for turn, num in step.prefill if turn.policy.recall]
@@ -178,7 +178,7 @@ class StepChooser:
         return scratch_bytes, growth_bytes + self._batch.removal_bytes + self._cutting.size_bytes(step)
 
     def _preempt_for(self, to: Turn) -> bool:
-        """Drop one turn's KV so that the prompt `to` can run; return False if no other turn has any.
+        """Drop the KV of one turn so that the prompt `to` can run; return False if no other turn has KV.
 
         Turns that wait for another turn's KV lose their own KV first. After them, the prompt with the least
         KV loses its KV and is later prefilled from the start. This is rare, because each turn reserves its
@@ -190,7 +190,7 @@ class StepChooser:
         if not holding:
             return False
         turn = min(holding, key=lambda turn: turn.num_cached)
-        self._cutting.cut_noted(turn)  # cut its noted snapshots before the KV is dropped
+        self._cutting.cut_noted(turn)  # make its noted snapshots before the KV is dropped
         self._acquisition.begin_anew(turn)
         return True
 

@@ -1,4 +1,4 @@
-"""Records figures of the device's steps: memory for the metrics, times and counts in `counters`."""
+"""Records memory, times and counts of the device's steps, for the metrics."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class StepFigures:
-    """The figures of all steps so far. Event loop only."""
+    """Memory figures of the steps since the start; times and counts go to `telemetry`. Event loop only."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
         self.active_bytes = 0
         self.peak_bytes = 0
-        #: Of the largest step so far: its estimated and its measured bytes besides weights and KV.
+        #: Estimated and measured bytes, besides weights and KV, of the step with the highest measurement.
         self.estimated_bytes = 0
         self.measured_bytes = 0
 

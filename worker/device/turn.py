@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from worker.batch.rows import Row
     from worker.observe.traces import Phase
 
-#: A turn keeps the times of this many snapshots, the last ones: a long prompt cuts hundreds.
+#: The number of a turn's last snapshots whose times are kept for traces; a long prompt has hundreds.
 MOST_CUTS: Final = 8
 
 
@@ -44,12 +44,12 @@ class Turn(Asked):
 
     Turns of one priority run in the order of `place_s` (see `sessions.order`), the lowest first. KV of the
     context's first tokens comes from one of three places: the session's own KV on the device covers the first
-    `num_kept` tokens; `restored` (evaluated arrays by name) covers the first `num_restored`; or the session
-    `source` has, or will soon have, KV of more of them. The turn ends at `num_granted` tokens, the limit of
-    its memory, even if its answer is not complete. `spans` are the parts of the context without a snapshot;
-    `edges` are the positions where the stored pieces of the last, partial block start and end (see
-    `blocks.tail_start`). Only the event loop uses `chain`, which names the turn's blocks in the store, and
-    `restores`, the traced phases of its restores and fetches.
+    `num_kept` tokens; `restored` (evaluated arrays by name) covers the first `num_restored`; or KV is copied
+    from the session `source`, which has, or will soon have, more of it. The turn ends at `num_granted`
+    tokens, the limit of its memory, even if its answer is not complete. `spans` are the parts of the context
+    without a snapshot; `edges` are the positions where the stored pieces of the last, partial block start and
+    end (see `blocks.tail_start`). Only the event loop uses `chain`, which names the turn's blocks in the
+    store, and `restores`, the traced phases of its restores and fetches.
     """
 
     place_s: float = 0.0
@@ -83,7 +83,7 @@ class Turn(Asked):
 
     @classmethod
     def of(cls, asked: Asked, context: Tokens, place_s: float) -> Turn:
-        """Make a turn for a request; `context` is the request's, plus the tokens that earlier turns drew."""
+        """Make a turn for a request; `context` is the request's context, then the tokens of earlier turns."""
         return cls(
             asked.key,
             context,
@@ -113,7 +113,7 @@ class Turn(Asked):
 
     @property
     def reusable(self) -> Tokens:
-        """The prefix of the context whose KV may be reused; the outputs of later tokens are needed."""
+        """The prefix of the context whose KV may be reused; later tokens must run, for their outputs."""
         if self.embedding is not None:
             return self.context[:-2]
         return self.context if self.scores is None else self.context[: self.scores.end - 1]
@@ -144,7 +144,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotCut:
-    """A snapshot as plain bytes; `tensors` is None if the writer had no room, or if cutting failed.
+    """A snapshot as plain bytes; `tensors` is None if the writer had no room, or if copying failed.
 
     `state_lost` says that the snapshot lacks the layers' states because there was no room for them.
     """
@@ -184,7 +184,7 @@ class KvRead:
 class Finished:
     """The turn has ended. KV of its session's first `num_cached` tokens, `live_bytes`, stays on the device.
 
-    This KV can be truncated to any number of tokens, at least `earliest`.
+    This KV can be truncated to any number of tokens that is at least `earliest`.
     """
 
     turn: Turn
@@ -203,12 +203,12 @@ class Faulted:
 
 @dataclass(frozen=True, slots=True)
 class KvLost:
-    """An evaluation failed, and the device has dropped all KV; its turns get `Faulted` events too."""
+    """An evaluation failed, and the device has dropped all KV; each turn gets a `Faulted` event too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """The device lacks `num_bytes`, and idle sessions hold that much. The session `but` must not be dropped.
+    """The device lacks `num_bytes` of memory; idle sessions except `but`, which must stay, hold that much.
 
     The event loop drops as many sessions as needed, or all idle ones, and calls `Device.made_room`.
     """

@@ -1,6 +1,6 @@
-"""Finds out how a model writes reasoning and tool calls into its answers: markers, and a parser for calls.
+"""Detects how a model marks reasoning and tool calls in its answers: the markers, and a parser for calls.
 
-The parsers of `call_parsers` take whole calls; `worker.text.splitting` finds calls in growing answers.
+`call_parsers` parses complete calls; `worker.text.splitting` finds calls in an answer that still grows.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 class AnswerMarkup:
     """How a model marks its reasoning and its tool calls.
 
-    `reasoning` is a pair of markers. The first of `forms` is the expected syntax of calls. `bare` parses an
-    answer that consists of calls without markers. With `is_harmony`, the text consists of messages with
-    channels (OpenAI's harmony format). `strays` are markers that models write into the text by mistake.
+    `reasoning` is a pair of markers. `forms` are the syntaxes of calls that are parsed, the usual one first.
+    `bare` parses an answer that consists of calls without markers. With `is_harmony`, the text consists of
+    messages with channels (OpenAI's harmony format). `strays` are markers that models write by mistake.
     """
 
     reasoning: tuple[str, str] | None = None
@@ -53,7 +53,7 @@ class AnswerMarkup:
 
     @property
     def calls(self) -> tuple[str, str]:
-        """The begin and end markers of the first form of tool calls; a marker that it lacks is empty."""
+        """The begin and end markers of calls in the first of `forms`; an empty text for a missing marker."""
         if self.is_harmony:
             return "<|channel|>commentary ", ""
         return (self.forms[0].opens, self.forms[0].closes or "") if self.forms else ("", "")
@@ -80,7 +80,7 @@ _XTML: Final = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 
 
 def _deepseek(name: str) -> str:
-    """Return the text of DeepSeek's special token of this name, with its wide bars, and `▁` for spaces."""
+    """Return DeepSeek's special token `name` as text: between fullwidth bars, with `▁` for each space."""
     return f"<\uff5c{name.replace(' ', chr(0x2581))}\uff5c>"
 
 
@@ -105,7 +105,7 @@ def _json_form(opens: str, closes: str) -> Form:
 
 
 def _keys_form(prefix: str) -> Form:
-    """Return the form of GLM's calls; LongCat's tags are the same with a prefix."""
+    """Return the syntax of GLM's calls; for LongCat's, each tag's name begins with `prefix`."""
     parse = tagged(
         r"\s*(?P<name>[^<>{}]+?)\s*(?=<|\Z)",
         rf"<{prefix}arg_key>\s*(?P<key>[^<>]+?)\s*</{prefix}arg_key>\s*<{prefix}arg_value>",
@@ -345,7 +345,7 @@ def _reasoning(vocabulary: Container[str]) -> tuple[str, str] | None:
 def markup_of(template: str, vocabulary: Container[str], parser: str | None = None) -> AnswerMarkup:
     """Find a model's markup from its chat template's source and its vocabulary.
 
-    `parser` is `tool_parser_type` in the tokenizer's configuration, the name of mlx-lm's parser.
+    `parser` is `tool_parser_type` in tokenizer_config.json, the name of one of mlx-lm's parsers.
     """
     if _is_harmony(vocabulary):
         return AnswerMarkup(
@@ -399,7 +399,7 @@ For each call, return a JSON object with the function's name and arguments withi
 def with_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], role: str = "system"
 ) -> list[Mapping[str, Any]]:
-    """Return a conversation with its tools described in its first message, for templates without tools."""
+    """Return the messages with the tools described in the first one, for templates without tools."""
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     asked = _ASKED.format(tools=listed)
     if role == "system" and messages and messages[0].get("role") == "system":
@@ -409,7 +409,7 @@ def with_tools(
 
 
 def with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an assistant's message with its tool calls in the content, for templates without tool calls."""
+    """Return an assistant's message with its calls as text in the content, for templates without calls."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     said = [str(message.get("content") or "")] if message.get("content") else []
     said += [
@@ -422,7 +422,7 @@ def with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with call ids of nine letters and digits, as some templates require."""
+    """Return a message whose call ids are replaced by nine letters and digits, as some templates require."""
     found = dict(message)
     if calls := message.get("tool_calls"):
         found["tool_calls"] = [{**call, "id": _short(call["id"])} for call in calls]
@@ -438,7 +438,7 @@ def _short(call_id: str) -> str:
 
 
 def with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with the arguments of its calls parsed from JSON, as most templates want."""
+    """Return a message whose calls have their arguments as objects, not JSON text, as most templates want."""
     return {**message, "tool_calls": [_with_object(call) for call in message.get("tool_calls") or ()]}
 
 

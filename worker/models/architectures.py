@@ -1,4 +1,4 @@
-"""The cache policies of mlx-lm's architectures, by trials; a test compares with docs/architectures.md."""
+"""Lists the cache policies that work with each mlx-lm architecture (results: docs/architectures.md)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ gpt_oss granite granitemoe helium internlm2 internlm3 llama mimo minicpm mistral
 olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 telechat3
 """.split()  # noqa: SIM905
 _WITH_WINDOWS: Final = ("cohere2", "exaone4", "gemma3_text", "gpt_oss", "olmo3", "recurrent_gemma")
-#: Architectures that mlx-lm runs with another one's code.
+#: Architectures for which mlx-lm uses the code of another architecture.
 _SAME: Final = {"mistral": "llama"}
 
 
 def policies(architecture: str) -> tuple[str, ...] | None:
-    """Return the cache policies that sessions of an architecture may have; None if it was not tried."""
+    """Return the cache policies that work with an architecture; None if it was never tested."""
     architecture = _SAME.get(architecture, architecture)
     if architecture in _FULL_ALONE:
         return ("full",)

@@ -1,7 +1,7 @@
 """Loads model folders with a decoder but no output head, the usual form of models for embeddings.
 
 Their weights are named as in mlx-lm's inner model, without the prefix `model.`. The token embeddings serve as
-the head: no request reads such a model's logits, but a pass at the start computes some.
+the output head, since a trial pass after loading computes logits; no request reads them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ _FIRST: Final = "embed_tokens.weight"
 
 
 def is_bare(folder: Path) -> bool:
-    """Return whether a model folder holds only the weights of an inner model. Raises `ModelError`."""
+    """Return whether a folder has the weights of a decoder without an output head. Raises `ModelError`."""
     return any(_FIRST in check_safetensors(path) for path in weight_files(folder))
 
 
 def bare_classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return a factory of models with bare weights, and the arguments' class, for mlx-lm's `load_model`."""
+    """Return a function that makes a model, and the class of its argument, for mlx-lm's `load_model`.
+
+    The model adds the prefix `model.` to the names of the weights that it loads.
+    """
     from mlx_lm import utils
 
     kind, arguments = utils._get_classes(config)  # noqa: SLF001  # the default of `load_model`

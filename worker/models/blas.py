@@ -95,7 +95,7 @@ def _clash() -> str:
 
 
 def _choose_core(soname: str) -> None:
-    """Select better kernels if OpenBLAS does not recognise the processor and uses its kernels of 2004."""
+    """Select newer kernels if OpenBLAS does not recognise the processor and falls back to its oldest ones."""
     library = ctypes.CDLL(soname, mode=ctypes.RTLD_LOCAL)
     try:
         name = library.openblas_get_corename
@@ -123,5 +123,5 @@ def _is_installed(name: str) -> bool:
 
 
 def _is_global() -> bool:
-    """Return whether OpenBLAS is loaded with global symbols, which libraries loaded later use."""
+    """Return whether OpenBLAS is loaded with global symbols, so that libraries loaded later use it."""
     return hasattr(ctypes.CDLL(None), "openblas_get_config")

@@ -1,8 +1,8 @@
-"""Parses tool calls, in the format of each family of models. Pure.
+"""Parses the tool calls that models write, with a parser for each format. Pure.
 
 A parser takes the whole text between a call's markers, and raises `ValueError` unless it can parse all of it;
-mlx-lm's parsers skip parts that they do not understand. `worker.text.arguments` checks that the tool was
-offered and that the arguments fit.
+mlx-lm's parsers skip parts that they do not understand. `worker.text.arguments` then checks that the tool
+was offered and that the arguments fit its schema.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class ParsedCall(NamedTuple):
 class Form:
     """The syntax of calls between the markers `opens` and `closes`.
 
-    If `closes` is empty, a call ends with its JSON value, which begins where `value` ends; if it is None,
-    with the answer. `begins` must match behind `opens`; otherwise the text only mentions the marker. `quotes`
-    begin and end strings, in which markers do not count. With `is_framed`, a complete call is recognised even
-    if the answer was truncated before its end marker.
+    If `closes` is empty, a call ends where its JSON value ends; the regex `value` matches the text before
+    that value. If `closes` is None, a call ends where the answer ends. If the regex `begins` does not match
+    after `opens`, the text only mentions the marker. `quotes` begin and end strings, in which markers have no
+    effect. With `is_framed`, a complete call counts even if the answer was truncated before its end marker.
     """
 
     opens: str
@@ -78,12 +78,12 @@ class Form:
         return text.rfind(begin) > text.rfind(end) or text.count(begin) > text.count(end)
 
     def _holds_another(self, text: str) -> bool:
-        """Return whether another call begins within a string, whose inner quotes may be unescaped."""
+        """Return whether the next `opens` in `text` is inside a string that is still open there."""
         head, opens, _ = text.partition(self.opens)
         return bool(opens) and (self.closes or "") not in head and '"' in _STRING.sub("", head)
 
     def num_own(self, text: str) -> int:
-        """Return how many characters after a marker that begins no call belong to no other call either."""
+        """Return how many characters of `text`, after an invalid call's marker, precede the next call."""
         if not self.is_tagged:
             return len(text) if self._holds_another(text) else 0
         depth, last = 0, ""
@@ -121,7 +121,7 @@ def read_json(text: str) -> Any:
 
 
 def _call(value: Any, id_: str | None = None) -> Written:
-    """Read a call from a JSON object, which must have no other fields. Raises `ValueError`."""
+    """Read a call from a JSON object; raises `ValueError` for missing, wrong or additional fields."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):  # as in OpenAI's API
         if value.keys() - {"type", "id", "index", "function"}:
             raise ValueError("a call has more than a function")
@@ -179,7 +179,7 @@ _FENCED: Final = re.compile(r"\s*```(?:json)?\s(.*?)(?:```\s*)?", re.DOTALL)
 
 
 def either(*parsers: Parser) -> Parser:
-    """Return a parser that tries `parsers` in turn."""
+    """Return a parser that gives the result of the first of `parsers` that raises no `ValueError`."""
 
     def parse(text: str) -> list[Written]:
         for one in parsers[:-1]:
@@ -193,7 +193,7 @@ def either(*parsers: Parser) -> Parser:
 
 
 def _each(begins: re.Pattern[str], read: Callable[[re.Match[str]], tuple[Written, int]]) -> Parser:
-    """Return a parser of successive calls: `read` takes a match of `begins`; returns the call and its end."""
+    """Return a parser of successive calls; `read` turns a match of `begins` into a call and its end index."""
 
     def parse(text: str) -> list[Written]:
         calls, at = list[Written](), 0
@@ -209,9 +209,9 @@ def _each(begins: re.Pattern[str], read: Callable[[re.Match[str]], tuple[Written
 
 
 def framed(head: str, tail: str) -> Parser:
-    """Return a parser of calls with JSON arguments between texts that match `head` and `tail`.
+    """Return a parser of calls with JSON arguments between texts that match the regexes `head` and `tail`.
 
-    `head` has a group `name`, or several groups with that prefix, and perhaps a group `id`.
+    `head` has a group `name`, or several whose names begin with it, and perhaps a group `id`.
     """
     begins, ends = re.compile(head, re.DOTALL), re.compile(tail)
 
@@ -230,9 +230,10 @@ def framed(head: str, tail: str) -> Parser:
 def tagged(head: str, key: str, close: str, tail: str, *, trims: bool = False) -> Parser:
     """Return a parser of calls whose arguments are text between tags.
 
-    `head` has the group `name`; `key` has the group `key`, and `type` if the format marks JSON values. A
-    value ends at the first `close` before a `key` or `tail` (the end of a call) at which all values nested
-    in it have ended. With `trims`, one line break at each end is not part of the value.
+    Three parameters are regexes: `head` with the group `name`; `key`, a value's start tag, with the group
+    `key`, and `type` if the format marks JSON values; and `tail`, the end of a call. A value ends at the
+    first end tag `close` that is followed by a `key` or `tail`, once all values nested in it have ended. With
+    `trims`, one line break at each end is not part of the value.
     """
     begins, opens, ends = re.compile(head), re.compile(key), re.compile(tail)
 
@@ -318,7 +319,7 @@ def _of_python(node: ast.expr) -> Written:
 
 
 class _JsonWords(ast.NodeTransformer):
-    """Replaces true, false and null by Python's constants: templates render lists and objects as JSON."""
+    """Replaces true, false and null in Python calls by constants, as templates write values in JSON."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:  # `ast.NodeTransformer` requires this name
         words = {"true": True, "false": False, "null": None}
@@ -326,7 +327,7 @@ class _JsonWords(ast.NodeTransformer):
 
 
 def gemma(quote: str) -> Parser:
-    """Return a parser of `call:NAME{key:value}` with strings between two `quote` markers."""
+    """Return a parser of calls `call:NAME{key:value}`, in which `quote` begins and ends strings."""
 
     def read(begin: re.Match[str]) -> tuple[Written, int]:
         arguments, at = _gemma_object(begin.string, begin.end(), quote)

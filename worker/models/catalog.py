@@ -2,8 +2,8 @@
 
 A listed model has one of four origins: `packaged`; `local`: folders and GGUF files in the data directory's
 folder `models`, or links there; `hub`: downloads in the hub's cache; `converted`: MLX folders made from GGUF
-files that are not listed. Conversions of a listed GGUF file belong to that file. A model described by its
-path has the origin `elsewhere`.
+files that are not listed. Conversions of a listed GGUF file have no entry of their own. A model described by
+its path has the origin `elsewhere`.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """The description of a model on this machine; `origin` is one of those above.
+    """The description of a model on this machine; the module's docstring lists the values of `origin`.
 
-    `dtype` is the quantisation, or the type of the weights. `tools` and `reasoning` say whether the template
-    and the vocabulary have a format for them. `policies` is None if this architecture was not tested.
+    `dtype` is the quantisation, or the type of the weights. `tools`: the chat template describes tools to the
+    model. `reasoning`: the vocabulary has reasoning markers. `policies`: the cache policies that work, or
+    None if the architecture was never tested.
     """
 
     name: str
@@ -75,7 +76,7 @@ class ModelEntry:
 
     @property
     def instead(self) -> str | None:
-        """The usual name of this model's MLX version, if its GGUF family is not supported; None if it is."""
+        """The usual hub name of this model's MLX version if its GGUF family is unsupported; else None."""
         is_strange = self.path.suffix == ".gguf" and self.policies is None
         return mlx_name(self.path.name) if is_strange else None
 
@@ -106,7 +107,7 @@ def list_models(data_dir: Path) -> list[ModelEntry]:
 
 
 def places(data_dir: Path) -> Iterator[Place]:
-    """Find the models on this machine without reading them."""
+    """Yield the models on this machine, without opening their files."""
     packaged = packaged_gguf()
     if packaged is not None:
         yield Place(packaged.stem, "packaged", packaged)
@@ -138,9 +139,10 @@ def _downloads() -> Iterator[Place]:
 
 
 def find(spec: str, data_dir: Path) -> Path | None:
-    """Return the folder or GGUF file of a model on this machine by its name, with or without `org/`.
+    """Return the folder or GGUF file of a model on this machine; None if no model has this name.
 
-    A part of the name suffices, unless it could be a hub id. Raises `ModelError` if several names contain it.
+    `spec` is a name, with or without `org/`, or a part of a name, unless it has the form of a hub id. Raises
+    `ModelError` if it is a part of several names.
     """
     if (found := _place(spec, data_dir)) is not None:
         return found.path
@@ -178,7 +180,7 @@ def _spellings(name: str) -> tuple[str, str]:
 def named(spec: str, data_dir: Path) -> ModelEntry:
     """Describe one model, given by its name, a part of its name, or its path.
 
-    Raises `ModelError`, which lists the models of this machine.
+    Raises `ModelError` if there is no such model (see `missing`), or its files are broken.
     """
     place, path = _place(spec, data_dir), Path(spec).expanduser()
     if place is None and (path.is_dir() or (path.suffix == ".gguf" and path.is_file())):
@@ -192,7 +194,7 @@ def named(spec: str, data_dir: Path) -> ModelEntry:
 
 
 def missing(spec: str, data_dir: Path) -> ModelError:
-    """Return the error for a name that no model has; it suggests similar names, or lists all."""
+    """Return the error for an unknown model; its message suggests similar names, or lists all models."""
     names = [place.name for place in places(data_dir)]
     if near := [name for name in names if _is_near(spec.casefold(), name)]:
         return ModelError(f"there is no model {spec}; did you mean {' or '.join(near)}?")
@@ -249,7 +251,7 @@ def count_parameters(entry: ModelEntry) -> int:
 
 
 def habits(entry: ModelEntry) -> Habits:
-    """Test which kinds of messages a model's chat template renders; a broken template is not tested."""
+    """Test which kinds of messages a model's chat template renders; return `Habits()` if it is broken."""
     template = _of_gguf(entry.path)[1] if entry.path.suffix == ".gguf" else _template(entry.path)
     try:
         code = CodeTemplate.of_folder(entry.path)
@@ -308,7 +310,7 @@ def _remove(path: Path) -> int:
 
 
 class _Words:
-    """A tokenizer's vocabulary; searches the text of its file, since parsing a large one takes a second."""
+    """A tokenizer's vocabulary, for `in`: searches tokenizer.json as text, since parsing takes a second."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
@@ -319,7 +321,7 @@ class _Words:
 
 
 def _template(folder: Path) -> str:
-    """Return the source of a folder's chat template, of several ones combined; empty if it has none."""
+    """Return the source of a folder's chat template (see `template_of`); empty without one."""
     if code := CodeTemplate.of_folder(folder):
         return code.source
     path = folder / "chat_template.jinja"
@@ -332,7 +334,7 @@ def _template(folder: Path) -> str:
 
 
 def _of_gguf(path: Path) -> tuple[dict[str, Any], str, Container[str]]:
-    """Return a GGUF file's configuration, as far as `describe` reads it, its template and its vocabulary."""
+    """Return a GGUF file's configuration (what `describe` reads of it), chat template and vocabulary."""
     from . import gguf_file
 
     file = gguf_file.read(path)

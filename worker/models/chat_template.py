@@ -3,7 +3,7 @@
 Every loop iteration and every macro call is a step. The limit counts steps, so the same messages pass or fail
 on every machine, and every worker derives the same tokens from a session's log. A time limit is only the last
 resort. Templates run in a sandboxed Jinja environment with the functions and settings that they have in
-transformers; importing transformers itself would take a second.
+transformers. Importing transformers itself would take a second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from jinja2.parser import Parser
 
-#: So many steps take one or two seconds. A conversation of 10,000 messages takes about 50,000 steps.
+#: This number of steps takes one or two seconds. A conversation of 10,000 messages takes about 50,000 steps.
 _MAX_STEPS: Final = 5_000_000
 _MAX_SECONDS: Final = 60.0
 _MAX_CHARS: Final = 2**26
@@ -68,7 +68,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Return the text of a conversation that started on the day `started`.
+        """Render a conversation; `started` is the date that the template gets as the current one.
 
         `variables` override the constants. Raises `UnboundedError`, and any error that
         the template raises.
@@ -96,7 +96,7 @@ class ChatTemplate:
 
 
 class CodeTemplate:
-    """A chat template that is a Python module of mlx-lm; some models name one. Thread-safe."""
+    """A chat template that is a Python module of mlx-lm, which some models' files name. Thread-safe."""
 
     def __init__(self, source: str, apply: Callable[..., str]) -> None:
         self.source = source
@@ -104,7 +104,7 @@ class CodeTemplate:
 
     @classmethod
     def of_folder(cls, folder: Path) -> CodeTemplate | None:
-        """Load the template that a model names as its `chat_template_type`; None if it names no module.
+        """Load the template that a model's `chat_template_type` names; None if it names none.
 
         Loads the module's file alone: importing mlx-lm would import MLX. Raises `ModelError`.
         """
@@ -133,7 +133,7 @@ class CodeTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Return the text of a conversation, as `ChatTemplate` does. Raises any error."""
+        """Render a conversation, as `ChatTemplate` does. Raises any error."""
         told = [_with_text_arguments(one) for one in messages]
         if tools and not any(one["role"] in ("system", "developer") for one in told):
             told.insert(0, {"role": "system", "content": ""})  # the template puts the tools there
@@ -156,9 +156,9 @@ def _as_text(arguments: Any) -> str:
 
 
 def template_of(given: Any) -> str | None:
-    """Return one source for a model's chat template or its named templates; None if there is no default.
+    """Return a chat template's source, or one source that combines named templates; None without a default.
 
-    As transformers does, `tool_use` renders conversations with tools, and `default` all others.
+    As in transformers, `tool_use` renders conversations with tools, and `default` all others.
     """
     if isinstance(given, list):  # the form in tokenizer_config.json
         given = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}
@@ -177,7 +177,7 @@ def _alone(source: str) -> str:
 
 
 class _Steps:
-    """Counts the steps of one rendering.
+    """Counts the steps of one rendering, and raises `UnboundedError` at a limit.
 
     The template tests this object's truth value, which counts one step and is always true. A plain call would
     be slower: the sandbox checks every call.
@@ -201,7 +201,7 @@ class _Steps:
 
 
 class _Generation(Extension):
-    """The block `generation`, which marks an assistant's text for training; renders only its content."""
+    """The template block `generation`, which marks text for training; renders only the block's content."""
 
     tags = {"generation"}  # noqa: RUF012  # as in the base class
 
@@ -211,7 +211,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """The function `dict` of templates. The type itself would expose its other attributes to them."""
+    """The function `dict` for templates, without the other attributes of Python's type."""
 
     def __call__(self, *given: Any, **named: Any) -> dict[Any, Any]:
         return dict(*given, **named)
@@ -221,7 +221,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """The function `namespace` of templates; refuses attributes that begin with an underscore."""
+    """The function `namespace` for templates; refuses attributes that begin with an underscore."""
 
     def __init__(*given: Any, **named: Any) -> None:  # a template may use `self` as a name
         self, *given_ = given
@@ -273,7 +273,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _compile(source: str) -> Any:
-    """Compile a template and insert a step into every loop and macro."""
+    """Compile a template, with a step count inserted into every loop and macro."""
     environment: Any = _environment()
     tree = environment.parse(source)
     for loop in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):

@@ -13,7 +13,7 @@ def code_digest(model: Any) -> str:
     """Digest the source code that computes a model's KV.
 
     Covers the module that defines the model, the modules of its caches, and all modules that these import. So
-    KV stays valid after an update of mlx-lm that does not change the model, but not after a patch of its
+    snapshots stay valid if an update of mlx-lm does not change the model, but not after a patch of its
     code. MLX itself, and so its rounding, is not covered. Reads some files.
     """
     module = type(model).__module__
@@ -35,7 +35,7 @@ def package_digest(name: str) -> str:
 
 
 def _modules(*first: str) -> dict[str, ModuleType]:
-    """Find these modules and all modules of the same package that they import, directly or indirectly."""
+    """Return the modules named in `first` and all modules of their package that they import, at any depth."""
     package = first[0].partition(".")[0] + "."
     found: dict[str, ModuleType] = {}
     todo = list(first)

@@ -57,7 +57,7 @@ class ControlTokens:
         return self._all
 
     def mark(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Mark the content of a message, so that none of it becomes a control token."""
+        """Return a message whose content is marked: no part of it can become a control token."""
         forbidden = self._special if message.get("role") == "assistant" else self._all
 
         def marked(value: Any) -> Any:
@@ -78,7 +78,7 @@ class ControlTokens:
         return {name: marked_field(name, value) for name, value in message.items()}
 
     def mark_all(self, value: Any) -> Any:
-        """Mark all texts in a JSON value, including the names of fields."""
+        """Return a JSON value in which all texts are marked, including the names of fields."""
         match value:
             case str():
                 return self.mark_text(value)
@@ -89,18 +89,18 @@ class ControlTokens:
         return value
 
     def mark_text(self, text: str) -> str:
-        """Mark a text, so that none of it becomes a control token."""
+        """Return a marked text: no part of it can become a control token."""
         return self._mark(text, self._all)
 
     def mark_answer(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-        """Return the text of sampled tokens, marked as an assistant's message.
+        """Return the text of an answer's sampled tokens, marked like an assistant's message.
 
-        Control tokens that the model sampled stay unmarked. Text that only spells a special token is marked.
+        Control tokens that the model sampled stay unmarked. Other text that spells a special token is marked.
         """
         return self._marked(tokens, decode, self._special)
 
     def mark_tokens(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-        """Return the text of a session's tokens; text that only spells any control token is marked."""
+        """Return the text of a session's tokens; other text that spells a control token is marked."""
         return self._marked(tokens, decode, self._all)
 
     def _marked(
@@ -113,7 +113,7 @@ class ControlTokens:
         )
 
     def encode(self, text: str, encode_later: Callable[[str], list[int]]) -> list[int]:
-        """Tokenise a text with marks. `encode_later` tokenises a piece in the middle of a text."""
+        """Tokenise a marked text, without its marks. `encode_later` tokenises all pieces but the first."""
         parts = text.split(_MARK)
         plain = "".join(parts)
         marks = _mark_positions(parts)
@@ -175,5 +175,5 @@ def index_after(text: str, num_chars: int) -> int:
 
 
 def _mark_positions(parts: Sequence[str]) -> list[int]:
-    """Return, for each mark, the number of characters before it."""
+    """Return, for each mark between `parts`, the number of characters before it that are no marks."""
     return list(accumulate(map(len, parts[:-1])))

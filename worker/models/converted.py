@@ -1,4 +1,4 @@
-"""Remembers which folder a GGUF file was converted into, so that a start need not read the file.
+"""Remembers which folder each GGUF file was converted to, so that a worker need not read the file again.
 
 A file counts as unchanged if its path, size, mtime and ctime are the same. Knows nothing of GGUF.
 """
@@ -21,7 +21,7 @@ _CONVERTED: Final = re.compile(r"(.+)-(?:float32|float16|bfloat16)-[0-9a-f]{12}"
 
 
 def known(source: Path, models_dir: Path, dtype: str) -> Path | None:
-    """Return the folder in `models_dir` that a file was converted into; None without a valid note of it."""
+    """Return the folder in `models_dir` to which a file was converted; None without a valid note of it."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         note = json.loads(_note(source, models_dir, dtype).read_bytes())
         folder = models_dir / str(note["folder"])
@@ -31,13 +31,13 @@ def known(source: Path, models_dir: Path, dtype: str) -> Path | None:
 
 
 def source_name(folder: Path) -> str | None:
-    """Return the name of the GGUF file that a folder was converted from; None if it is no conversion."""
+    """Return the name of the GGUF file from which a folder was made; None if the folder is no conversion."""
     made = _CONVERTED.fullmatch(folder.name)
     return made[1] if made else None
 
 
 def remember(source: Path, models_dir: Path, dtype: str, folder: Path) -> None:
-    """Store a note of the folder that a file was converted into; if that fails, only time is lost."""
+    """Store a note of the folder to which a file was converted. Ignores errors: they cost only time later."""
     note = _note(source, models_dir, dtype)
     unfinished = note.with_name(f"{note.name}.{os.getpid()}")
     with suppress(OSError):

@@ -1,8 +1,8 @@
-"""BERT-like encoders, with attention in both directions: embeddings of texts, or scores of pairs of texts.
+"""Implements BERT-like encoders (attention in both directions): embeddings of texts, or scores of text pairs.
 
 A worker prefills a prompt in pieces. An encoder's states all depend on the last token, so they cannot be
-cached: its cache holds the tokens themselves, and each pass computes the whole text so far. Of all passes but
-the last one, MLX evaluates only the cache. Modules are named as in the weight files.
+cached. Instead, the cache holds the token ids, and each pass defines the states of the whole text up to its
+end; MLX is lazy, and computes these for the last piece only. Modules are named as in the weight files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _SEPARATOR: Final = "[SEP]"
 class Arguments:
     """An encoder's `config.json`, the id of the token between two texts, and its pooling.
 
-    A text's vector is the mean of its tokens' states, or the first one's; a cross-encoder's score is from it.
+    With `takes_mean` a text's vector is the mean of its tokens' states, otherwise its first token's state.
+    With `is_cross` the model is a cross-encoder, which computes a score from this vector.
     """
 
     config: dict[str, Any]
@@ -118,7 +119,7 @@ class _Encoder(Module):
 
 
 class Model(Module):
-    """An encoder with the interface of mlx-lm's models. Its logits are a score, or else the vector."""
+    """An encoder with the interface of mlx-lm's models; in place of logits it returns a score or a vector."""
 
     def __init__(self, given: Arguments) -> None:
         """Create the modules, with no weights loaded."""
@@ -129,15 +130,15 @@ class Model(Module):
 
     @property
     def layers(self) -> list[Module]:
-        """The modules that have a cache: the encoder, as one."""
+        """The modules that have a cache: one, the whole encoder."""
         return [self.model]
 
     def make_cache(self) -> list[KVCache]:
-        """Return one cache, which will hold the tokens of a text."""
+        """Return one cache, in which the encoder keeps a text's token ids."""
         return [KVCache()]  # type: ignore[no-untyped-call]
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Rename the weights of a file to this module's names; drop the weights of other tasks."""
+        """Return weights under this module's names, without those that it does not use."""
         parts = ("embeddings", "encoder", *(("pooler", "classifier") if "classifier" in self else ()))
         named = {name.removeprefix("bert."): one for name, one in weights.items()}
         return {
@@ -147,7 +148,7 @@ class Model(Module):
         }
 
     def __call__(self, tokens: mx.array, cache: list[KVCache] | None = None) -> mx.array:
-        """Return scores or vectors: (texts, tokens, 1 or size)."""
+        """Return a text's score or vector, repeated for each new token: (texts, tokens, 1 or size)."""
         pooled = self.model(tokens, cache or self.make_cache())
         scored: mx.array = self.classifier(pooled) if "classifier" in self else pooled
         return scored

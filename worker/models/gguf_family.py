@@ -61,7 +61,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
 
 
 def unsupported(source: str, architecture: object, file_name: str) -> str:
-    """Return the message for a file of an unsupported family; it suggests an MLX model instead."""
+    """Return the error message for a GGUF file of an unsupported family; it suggests an MLX model instead."""
     return (
         f"{source} has the architecture {architecture!r}; GGUF files of the families {', '.join(FAMILIES)}"
         f" can be used, and for MLX this model is usually named {mlx_name(file_name)} on the hub"

@@ -1,7 +1,7 @@
 """Reads GGUF files: fields, tensor offsets and tensor values.
 
 Checks every length against the file, so a truncated or forged file is refused at once (the `gguf` package's
-own reader loops for hours over an array length of 2**60). Uses that package for the block formats only.
+own reader loops for hours over an array length of 2**60). Uses that package only to dequantise blocks.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Must not import MLX.
 """
 

@@ -207,7 +207,7 @@ def _rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
 
 
 def _llama3_scaling(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """Recover Llama 3's rope settings from the divisor of each frequency, all that the file has.
+    """Recover Llama 3's `rope_scaling` from the divisor of each frequency, since a GGUF file has no more.
 
     The other constants are the same in all published Llama 3 models. The formula comes from transformers'
     `_compute_llama3_parameters`.
@@ -360,4 +360,4 @@ def _locked(models_dir: Path) -> Iterator[None]:
 
 
 def _silent(_done: int, _total: int, _what: str) -> None:
-    """Ignore progress."""
+    """Do nothing: a `Progress` for callers that give none."""

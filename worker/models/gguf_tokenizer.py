@@ -59,7 +59,7 @@ _ANSWER_ENDS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """A tokenizer and its config for a model folder."""
+    """A tokenizer, its tokenizer_config.json, and the ids of its start and end tokens."""
 
     tokenizer: Tokenizer
     config: dict[str, Any]
@@ -206,5 +206,5 @@ def _token_id(fields: Mapping[str, Any], name: str, tokens: Sequence[str]) -> in
 
 
 def _adds_bos(fields: Mapping[str, Any]) -> bool:
-    """Return whether the model family adds a beginning-of-sequence token, if the file does not say it."""
+    """Return whether the model's family adds a beginning-of-sequence token, for files that do not say it."""
     return fields["tokenizer.ggml.model"] == "llama" or fields.get("tokenizer.ggml.pre") in _LLAMA3 + _TEKKEN

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class Habits:
     """Which kinds of messages a template renders: without an error, and with all of their text.
 
-    Contents are `plain` text, otherwise lists of parts. `tools_alone`: tools with only a system message.
-    `developer` also requires that the template names this role, since otherwise the model does not know it.
-    Arguments of calls may be `objects`, or any `texts`. A message may have `several_calls`, or
-    `text_with_calls`. `any_ids`: any call ids, and results without ids. `results`: messages of tools;
-    `results_alone`: also after an answer whose call is only in its text. `joined` has pairs of roles that may
-    not follow each other, so that their texts are joined.
+    `plain`: contents as text, not only as lists of parts. `tools_alone`: tools with only a system message.
+    `developer`: this role, if the template's source names it; otherwise the model does not know the role.
+    `objects`, `texts`: calls whose arguments are objects, or any text. `several_calls`: messages with more
+    than one call. `text_with_calls`: messages with both. `any_ids`: any call ids, and results without ids.
+    `results`: messages of tools; `results_alone`: also after an answer whose call is only in its text.
+    `joined`: pairs of roles not rendered in a row; `Tokenizer` joins the texts of such messages.
     """
 
     plain: bool = True
@@ -56,7 +56,7 @@ class Habits:
         return self.objects or self.texts
 
     def in_words(self) -> list[str]:
-        """List, as phrases, the changes to messages that the template cannot render unchanged."""
+        """List, as phrases, how `Tokenizer` changes messages of kinds that the template does not render."""
         said = [words for field, words in INSTEAD.items() if not getattr(self, field)]
         if self.texts and not self.objects:
             said.append("arguments of calls as text")
@@ -64,7 +64,7 @@ class Habits:
 
 
 def joined_in_words(before: str, after: str) -> str:
-    """Return the phrase for joined messages of two successive roles."""
+    """Return the phrase for two joined messages, given their roles."""
     return f"{before} and {after} in a row joined"
 
 
@@ -88,7 +88,7 @@ INSTEAD: Final = {
 
 
 def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
-    """Test the template whose text is `source`; if it renders no plain conversation, assume everything."""
+    """Test a template (text: `source`); if it renders no plain conversation, assume that it renders all."""
     shows = partial(_shows, render)
     if shows(_ASKED):
         if not shows(_ASKED, _ANSWERED, _said("user", "3")):
@@ -142,7 +142,7 @@ def _shows(render: Render, *messages: dict[str, Any], tools: Sequence[Mapping[st
 
 
 class _Calls(NamedTuple):
-    """Whether a template renders calls with arguments as `objects`, and as `texts`; `both` are two probes."""
+    """Whether a template renders arguments as `objects`, and as `texts`; `both` are two calls for tests."""
 
     objects: bool
     texts: bool

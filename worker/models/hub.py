@@ -57,7 +57,7 @@ _ID: Final = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(:[\w.-]+)?")
 _DIGEST: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _PART: Final = ".part"
 _PARTIAL: Final = 206
-#: How often to retry in a row without receiving any data.
+#: Attempts in a row that may fail without receiving any data.
 _RETRIES: Final = 2
 _ITEM_BITS: Final = {"float32": 32, "float16": 16, "bfloat16": 16}
 
@@ -86,7 +86,7 @@ def is_id(spec: str) -> bool:
 
 
 def plain(spec: str) -> str:
-    """Remove the hub's web address before a model's name."""
+    """Remove the hub's web address from the front of a model's name."""
     return _HOSTS.sub("", spec)
 
 
@@ -108,7 +108,7 @@ def repository_of(path: Path) -> Path | None:
 
 
 def snapshot_folder(repository: Path) -> Path | None:
-    """Return the last fetched snapshot of a repository's main branch, or else any; None if there is none."""
+    """Return a repository's last fetched snapshot of the main branch, or else any snapshot, or None."""
     main = repository / "refs" / "main"
     if main.exists() and (folder := repository / "snapshots" / main.read_text().strip()).is_dir():
         return folder
@@ -116,7 +116,7 @@ def snapshot_folder(repository: Path) -> Path | None:
 
 
 def downloaded(spec: str) -> Path | None:
-    """Return the complete folder or GGUF file that was fetched for `spec`, or None. Contacts no server."""
+    """Return the folder or GGUF file fetched earlier for `spec`, if complete, or None. Contacts no server."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -137,9 +137,9 @@ def downloaded(spec: str) -> Path | None:
 def fetch(spec: str, progress: Progress | None, dtype: str = "keep") -> Path:
     """Download missing files of a model on the hub; return its folder or GGUF file. Raises `ModelError`.
 
-    Resumes files that an earlier call began. Before the download, refuses weights that do not fit the disk,
-    or, in `dtype`, the memory. `progress` counts bytes. If the hub cannot be reached, returns the model that
-    was downloaded before.
+    Resumes files that an earlier call began. Refuses weights that exceed the free disk space or, loaded as
+    `dtype`, the machine's memory. `progress` counts bytes. If the hub cannot be reached, returns the model
+    that was downloaded before.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -178,7 +178,7 @@ class _UnreachableError(ModelError):
 
 @contextlib.contextmanager
 def _told(hub_id: str) -> Iterator[None]:
-    """Turn the library's errors within the block into `ModelError`s of one line."""
+    """Convert exceptions of huggingface_hub within the block to `ModelError`s of one line."""
     from huggingface_hub import errors
     from huggingface_hub.constants import ENDPOINT
 
@@ -252,7 +252,7 @@ def _wanted(found: ModelInfo, spec: str, quantisation: str) -> list[_File]:
 
 
 def _gguf_name(names: Sequence[str], quantisation: str) -> str | None:
-    """Return the GGUF file of a quantisation; if that is empty, the only file or the default."""
+    """Return the GGUF file of a quantisation, or None; for an empty one, the only file or the default."""
     whole = [name for name in names if not _is_piece(name) and not name.startswith("mmproj")]
     if not quantisation and len(whole) == 1:
         return whole[0]
@@ -267,7 +267,7 @@ def _is_piece(name: str) -> bool:
 def _bring(
     hub_id: str, found: ModelInfo, files: Sequence[_File], progress: Progress | None, dtype: str
 ) -> None:
-    """Download missing files into the cache's `blobs`, where the library finds them."""
+    """Check disk and memory, then download missing files into the cache's `blobs`. Raises `ModelError`."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE
 
@@ -339,7 +339,7 @@ def _bring_one(url: str, blobs: Path, file: _File, advance: Callable[[int], None
 
 
 def _stream(url: str, out: IO[bytes], advance: Callable[[int], None]) -> None:
-    """Append the missing bytes to a file. Reconnects after a broken connection, `_RETRIES` times in vain."""
+    """Append a file's missing bytes. Fails after more than `_RETRIES` attempts in a row without new data."""
     from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
     from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but not in its __all__
         build_hf_headers,
@@ -373,7 +373,7 @@ def _stream(url: str, out: IO[bytes], advance: Callable[[int], None]) -> None:
 
 
 def _is_of_the_connection(error: Exception) -> bool:
-    """Return whether an error is the HTTP library's; its errors share no base class but `Exception`."""
+    """Return whether an error is from httpx, whose errors share no base class but `Exception`."""
     return type(error).__module__.partition(".")[0].startswith("httpx")
 
 

@@ -50,7 +50,7 @@ def memory_bytes() -> int:
 
 
 def needed_bytes(weight_bytes: float, num_parameters: float) -> int:
-    """Estimate the bytes of memory of a served model; on a CPU its weights become float32."""
+    """Estimate the bytes of memory that serving a model takes; on a CPU its weights become float32."""
     return int(_BESIDE * (4 * num_parameters if computes_on_linux_cpu() else weight_bytes))
 
 

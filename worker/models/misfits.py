@@ -68,7 +68,7 @@ def explain(config: Mapping[str, Any], error: Exception) -> str:
 
 
 def _kinds_of_layers(config: Mapping[str, Any]) -> str | None:
-    """Explain that the number of layers does not fit the pattern of their kinds; None if it is unknown."""
+    """Explain that config.json's number of layers contradicts its pattern of layer kinds, or return None."""
     field = next((name for name in _NUM_LAYERS if isinstance(config.get(name), int)), "")
     if not field:
         return None
@@ -82,9 +82,9 @@ def _kinds_of_layers(config: Mapping[str, Any]) -> str | None:
 
 
 def surplus_tokens(num_rows: int, tokenizer: Tokenizer) -> str | None:
-    """Explain that a tokenizer has ids beyond a model's `num_rows` embeddings; None if no such id matters.
+    """Explain that a tokenizer has ids beyond a model's `num_rows` embeddings; None if that is harmless.
 
-    Added tokens there are a fault only if the chat template writes them: Gemma 3 has one, for images.
+    An added token without an embedding is harmless if the template never writes it, as Gemma 3's for images.
     """
     template = tokenizer.template or ""
     for token in range(num_rows, tokenizer.vocab_size):

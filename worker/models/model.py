@@ -63,7 +63,7 @@ _EVAL_BYTES: Final = 64 << 20
 class LoadedModel:
     """A loaded model. `model` belongs to the device thread; other fields may be read on any thread.
 
-    `held` marks the folder as in use while this exists.
+    `held` marks the folder as in use while this object exists.
     """
 
     model: Module
@@ -81,7 +81,7 @@ class LoadedModel:
 
 
 def default_dtype() -> str:
-    """Return the dtype to load weights in: float32 on a CPU, where other types are slow, otherwise keep."""
+    """Return the dtype for loading weights: float32 on a CPU, where others are slow; otherwise `keep`."""
     blas.preload()
     import mlx.core as mx
 
@@ -89,16 +89,16 @@ def default_dtype() -> str:
 
 
 def check_name(spec: str | None, data_dir: Path) -> None:
-    """Raise `ModelError` if no model on this machine has this name, and it cannot be a hub id."""
+    """Raise `ModelError` if `spec` is no path, no name of a model on this machine, and no possible hub id."""
     if spec and not (Path(spec).expanduser().exists() or hub.is_id(spec) or catalog.find(spec, data_dir)):
         raise catalog.missing(spec, data_dir)
 
 
 def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress | None = None) -> Path:
-    """Return the model folder for `spec`: a folder, a .gguf file, a (part of a) name, a hub id, or None.
+    """Return the folder of the model `spec`: a folder, .gguf file, name or part of one, hub id, or None.
 
-    GGUF files are converted into `data_dir`. A hub id that is not in the hub's cache is downloaded into it.
-    Raises `ModelError`.
+    None is the default model. A GGUF file is converted into `data_dir`; a hub model is downloaded into the
+    hub's cache unless it is there. Raises `ModelError`.
     """
     if spec is None:
         return _default(data_dir, dtype, progress)
@@ -131,7 +131,7 @@ def _default(data_dir: Path, dtype: str, progress: Progress | None) -> Path:
 
 
 def _converted(source: Path, models_dir: Path, dtype: str, progress: Progress | None) -> Path:
-    """Return the folder that a GGUF file was converted into; convert it if needed."""
+    """Return the model folder made from a GGUF file; convert the file if needed."""
     folder = converted.known(source, models_dir, dtype)
     if folder is None:
         from . import gguf_model
@@ -154,15 +154,15 @@ def load(
 
     With `dtype` keep, weights keep their type, quantised or not; otherwise they are dequantised and cast.
     With `kv_bits` the model's caches are quantised. `progress` counts evaluated bytes. With `lazy`, MLX reads
-    the weights only when a pass is evaluated; the result has the sizes nevertheless. `store` is a
-    folder for loaded tokenizers. Raises `ModelError`.
+    the weights only when a pass is evaluated, but the returned sizes are right. `store` is a folder
+    for loaded tokenizers. Raises `ModelError`.
     """
     if dtype not in DTYPES:
         raise ModelError(f"the weights' dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     written = check_folder(folder)
     check_tokenizer(folder)
     blas.preload()
-    import_module("mlx_lm.utils")  # here, since the thread may import transformers too
+    import_module("mlx_lm.utils")  # before the thread begins, which may import transformers too
     with ThreadPoolExecutor(1) as beside:
         reading = beside.submit(Tokenizer.from_folder, folder, store, progress)
         try:
@@ -197,7 +197,7 @@ def load(
 def _load_weights(
     folder: Path, dtype: str, progress: Progress | None, *, lazy: bool
 ) -> tuple[Module, dict[str, Any], list[mx.array], KvSize]:
-    """Return a folder's model, its configuration, its weights in the wanted dtype, and its size of KV."""
+    """Return a folder's model, its configuration, its weights in the wanted dtype, and its KV's sizes."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm import utils
@@ -228,7 +228,7 @@ def _load_weights(
 
 
 def cache_sizes(model: Module) -> KvSize:
-    """Derive the size of a session's KV from the shapes of a pass over one token, which is not evaluated."""
+    """Return the sizes of a model's KV, from the shapes of a pass over one token that MLX never evaluates."""
     import mlx.core as mx
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -259,7 +259,7 @@ def _evaluate(weights: list[mx.array], progress: Progress | None) -> None:
 
 
 def _name(folder: Path) -> str:
-    """Name a model after its folder, since fine-tuned models keep the name of their base in their files."""
+    """Return a model's name: its folder's, since fine-tuned models' files still name their base model."""
     hub = next((part for part in reversed(folder.parts) if part.startswith("models--")), None)
     if hub is not None:
         return hub.removeprefix("models--").replace("--", "/")

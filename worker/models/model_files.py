@@ -102,7 +102,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 class Hold:
-    """Marks a model folder as in use, for all processes, until it is closed, dropped, or the process ends."""
+    """Marks a model folder as in use, for all processes, until `close`, deletion, or the process's end."""
 
     def __init__(self, folder: Path) -> None:
         self._fd = os.open(folder / "config.json", os.O_RDONLY)
@@ -129,7 +129,7 @@ def is_held(folder: Path) -> bool:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the language model's configuration: of a multimodal one, its part merged over the rest."""
+    """Return the language model's configuration; in a multimodal config, its part overrides the top level."""
     key = text_part(config)
     return {**config, **config[key]} if key else config
 
@@ -162,7 +162,7 @@ def context_tokens(config: dict[str, Any]) -> int:
 
 
 def num_parameters(folder: Path) -> int:
-    """Count the weights of a model folder; a packed number counts as the weights in it."""
+    """Count the weights of a model folder; a number that packs several quantised weights counts as these."""
     bits = weight_bits(read_json(folder / "config.json")) or 32
     num = 0
     for path in weight_files(folder):

@@ -1,7 +1,7 @@
 """Imports mlx-lm's model architectures without the rest of mlx-lm.
 
-mlx-lm's package imports its commands, transformers and the hub's client when anything of it is imported,
-which takes a second. A worker needs none of these.
+Importing any part of mlx-lm runs its package's `__init__`, which imports its commands, transformers and the
+hub's client, and takes a second. A worker needs none of these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNUSED: Final = {
 
 
 def import_mlx_lm() -> None:
-    """Import mlx-lm's module that loads models; afterwards, its other modules can be imported one by one.
+    """Import `mlx_lm.utils`, which loads models; afterwards, other modules can be imported one by one.
 
     Call it before anything else imports mlx-lm; otherwise it has no effect. Afterwards this process cannot
     use names of the package `mlx_lm` itself, nor its functions that load tokenizers or download.

@@ -1,10 +1,9 @@
-"""Decides whether a model can make embeddings, or rerank documents, from a prompt's last token.
+"""Decides whether a model can make embeddings, or rerank documents.
 
-Encoders (see `encoder`) do one of the two.
-
-An embedding is that token's hidden state, after the final norm; a reranking score compares its logits of two
-words. Decoders trained for this, such as Qwen3-Embedding and Qwen3-Reranker, come in the layout of
-sentence-transformers. Any other decoder works too, but with poor results in a search.
+A decoder does both from a prompt's last token: an embedding is its hidden state after the final norm, and a
+reranking score compares its logits of two words. Decoders trained for this, such as Qwen3-Embedding and
+Qwen3-Reranker, come in the layout of sentence-transformers. Any other decoder works too, but with poor
+results in a search. An encoder (see `encoder`) does one of the two.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _NO_EMBEDDINGS: Final = (
 def no_embeddings(model: Any, config: Mapping[str, Any], folder: Path, pooling: str) -> str | None:
     """Return why a loaded model cannot make embeddings; None if it can. Raises `ModelError`.
 
-    With the `pooling` auto, the folder must declare a model for embeddings; with last, any decoder is used.
+    With `pooling` auto, the folder must declare an embedding model; with last, any decoder is accepted.
     """
     said = folder / "1_Pooling" / "config.json"
     if is_encoder(config) and not is_cross_encoder(config):
@@ -73,10 +72,11 @@ def is_cross_encoder(config: Mapping[str, Any]) -> bool:
 def judging(
     tokenizer: Tokenizer, config: Mapping[str, Any], folder: Path, pooling: str
 ) -> tuple[int, ...] | str:
-    """Return the indices of the logits for a reranking score, or why there are none. Raises `ModelError`.
+    """Return the indices of the logits for a reranking score, or why the model cannot rerank.
 
-    These are yes and no, or a cross-encoder's only one. With the `pooling` auto, the folder must declare a
-    reranker; with rank, any decoder is used that has the tokens of Qwen3-Reranker's format.
+    The indices are the tokens yes and no, or a cross-encoder's only output. With `pooling` auto, the folder
+    must declare a reranker; with rank, any decoder with the tokens of Qwen3-Reranker's format is accepted.
+    Raises `ModelError`.
     """
     if is_cross_encoder(config):
         return (0,)

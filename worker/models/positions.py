@@ -1,4 +1,4 @@
-"""Translates rotary positions in config.json to the fields that mlx-lm reads; refuses models if it cannot.
+"""Translates the rotary positions of config.json to fields that mlx-lm reads, or refuses the model.
 
 Newer folders have one object `rope_parameters`. Most of mlx-lm's architectures read only the older fields,
 with defaults for missing ones: such a model would load, but its answers would get worse with longer contexts.
@@ -21,7 +21,7 @@ _MOVED: Final = {
     "original_max_position_embeddings": ("original_max_position_embeddings",),
 }
 _LENGTH: Final = ("original_max_position_embeddings",)
-#: Kinds of scaling that do not affect text, or nothing within the context that the folder declares.
+#: Kinds of scaling that have no effect on text, or none within the declared context length.
 _NEUTRAL: Final = (None, "default", "mrope", "dynamic")
 
 
@@ -72,7 +72,7 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(model: Any, config: Mapping[str, Any]) -> None:
-    """Raise `ModelError` if a built model ignores rotary positions in its translated configuration."""
+    """Raise `ModelError` if a built model ignores the rotary settings of its translated configuration."""
     from mlx_lm.models.base import BaseModelArgs
 
     text = text_config(dict(config))
@@ -112,7 +112,7 @@ def _ignored(what: str, instead: str) -> ModelError:
 
 
 def _by_layer(parameters: Any) -> dict[str, dict[str, Any]]:
-    """Return the parts of `rope_parameters` by kind of layer; empty if it is not divided so."""
+    """Return the part of `rope_parameters` for each kind of layer; empty if one part is for all layers."""
     parts = dict(parameters) if isinstance(parameters, dict) else {}
     return {name: part for name, part in parts.items() if isinstance(part, dict) and "rope_theta" in part}
 

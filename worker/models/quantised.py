@@ -31,7 +31,7 @@ _TRIAL: Final = (5, 1)
 def quantise_kv(model: Any, bits: int) -> None:
     """Make all caches that `model` creates from now on keep keys and values in `bits` bits.
 
-    Replaces the model's `make_cache`, which mlx-lm calls for every cache. Runs a few tokens. Raises
+    Replaces the model's `make_cache`, which mlx-lm calls for every cache. Tries it with a few tokens. Raises
     `ModelError` if no layer can be quantised, or if the model's attention cannot read quantised KV.
     """
     if bits not in BITS:
@@ -55,7 +55,7 @@ def quantise_kv(model: Any, bits: int) -> None:
 def unpacked_bytes(caches: Sequence[Any]) -> int:
     """Return the bytes of one token's dequantised keys and values in the largest layer.
 
-    `caches` must not be empty; 0 if none of them is quantised.
+    The caches must hold tokens. Returns 0 if none of them is quantised.
     """
     return max((_unpacked_bytes(cache) for _, cache in leaves(caches)), default=0)
 
@@ -74,7 +74,7 @@ def _unpacked_bytes(cache: Any) -> int:
 
 
 def _groups(model: Any) -> dict[str, int]:
-    """Return the group sizes, by layer, of all layers with plain keys and values. Raises `ModelError`."""
+    """Return the quantisation group size of each layer with plain keys and values. Raises `ModelError`."""
     caches = make_prompt_cache(model)
     mx.eval(model(mx.array([[0]]), cache=caches))
     groups = {}

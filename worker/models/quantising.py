@@ -1,7 +1,7 @@
 """Quantises a model's weights to few bits, with the functions of mlx-lm's own conversion.
 
-`turnkeep model convert` calls it. It knows nothing of how the result is served. The result appears in the
-models' folder once complete; until then it is in a hidden folder, which the next conversion to it clears.
+`turnkeep model convert` calls it; it knows nothing of serving. The new folder is written inside a hidden one,
+and moved to its place when complete. The next conversion to the same name clears what a killed one left.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _convert(source: Path, unfinished: Path, bits: int, config: dict[str, Any], 
 
 @contextlib.contextmanager
 def _unfinished(folder: Path) -> Iterator[Path]:
-    """Yield a temporary path to write `folder` to; remove it at the end. Excludes other processes."""
+    """Yield a temporary path for writing `folder`; remove it at the end. Locks other processes out."""
     around = folder.with_name(f".quantising-{folder.name}")
     around.mkdir(parents=True, exist_ok=True)
     fd = os.open(around, os.O_RDONLY)
@@ -105,7 +105,7 @@ def _unfinished(folder: Path) -> Iterator[Path]:
 
 
 def _copy_others(source: Path, unfinished: Path) -> None:
-    """Copy all files but config and weights: transformers would save a tokenizer in its own form."""
+    """Copy the other files, such as the tokenizer's: transformers would save them in another form."""
     for path in source.iterdir():
         is_config = path.name == "config.json" or path.name.endswith(".index.json")
         if path.is_file() and path.suffix in {".json", ".jinja", ".model", ".txt"} and not is_config:
@@ -130,7 +130,7 @@ def _cast(model: Any, config: dict[str, Any]) -> None:
 
 
 def _make(model: Any, progress: Progress) -> None:
-    """Evaluate the quantised weights one by one: each source is read only then, and freed after it."""
+    """Evaluate the quantised weights one by one: each original is read when needed, and then freed."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 

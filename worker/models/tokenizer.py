@@ -1,8 +1,8 @@
 """A thin wrapper around a Hugging Face tokenizer: encodes, decodes, and renders chat templates.
 
 Special tokens in raw text are parsed, since chat templates contain them; in messages they stay plain text
-(see `content`). Decoding joins each token's bytes, so it is correct in the middle of a session too, where the
-tokenizer's own decoder would drop a leading space. All methods are thread-safe. Must not import MLX.
+(see `as_content`). Decoding joins each token's bytes, so it is correct in the middle of a session too, where
+the tokenizer's own decoder would drop a leading space. All methods are thread-safe. Must not import MLX.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Tokenizer:
         tool_parser: str | None = None,
         code: CodeTemplate | None = None,
     ) -> None:
-        """Take a loaded tokenizer, the name of mlx-lm's parser for calls, and a template as Python code."""
+        """`tool_parser` names mlx-lm's parser for calls; `code` is a template in Python, instead of Jinja."""
         self._hf = hf
         self._tool_parser = tool_parser
         self._rust = hf.backend_tokenizer
@@ -120,7 +120,7 @@ class Tokenizer:
         """Return the tokens of `text`.
 
         At the start of a session the tokenizer's beginning-of-sequence token comes first, unless the text
-        already has it. Later nothing is added, not even the space that some tokenizers put before all text.
+        already has it. Elsewhere nothing is added, not even the space that some tokenizers put before a text.
         """
         if not text:
             return []
@@ -130,14 +130,14 @@ class Tokenizer:
         return ids if ids[: len(self._bos)] == self._bos else self._bos + ids
 
     def encode_whole(self, text: str) -> list[int]:
-        """Return a text's tokens, with those that the tokenizer itself puts before and after a text.
+        """Return a text's tokens with the tokenizer's own start and end tokens (BERT's [CLS] and [SEP]).
 
         Text that only spells a special token does not become one.
         """
         return self._bos + self._ids(self.as_text(text)) + self._after
 
     def encode_pair(self, first: str, second: str, most: int | None) -> list[int]:
-        """Return the tokens of a pair of texts, each with its end tokens; of the second at most `most`."""
+        """Return the tokens of two texts, each followed by end tokens; of the second text at most `most`."""
         return self.encode_whole(first) + self._ids(self.as_text(second))[:most] + self._after
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -188,7 +188,7 @@ class Tokenizer:
 
         Arguments of tool calls become objects or text, or calls move into the content. A system message that
         the template does not render becomes a part of the user's next message, or a user message. `before` is
-        the session's message before these. `noted` counts the changes, named by the phrases of `Habits`.
+        the session's last message so far. `noted` counts each change under its phrase in `Habits.in_words`.
         """
         habits, found, goes_on, has_call = self.habits, list[dict[str, Any]](), False, False
         is_begun = before is not None
@@ -283,7 +283,7 @@ class Tokenizer:
     def _arranged(
         self, messages: Sequence[Mapping[str, Any]], *, has_tools: bool
     ) -> Sequence[Mapping[str, Any]]:
-        """Return a conversation in an order of roles that the template renders."""
+        """Join messages, and add empty user messages, so that the template renders the order of roles."""
         habits = self.habits
         found: list[Mapping[str, Any]] = []
         for message in messages:
@@ -348,7 +348,7 @@ class Tokenizer:
         return self._chat
 
     def _turn_ends(self) -> frozenset[int]:
-        """Return the token that the template writes after an answer; empty if it writes other text there."""
+        """Return a set of the one token that the template writes after an answer; empty if it writes none."""
         said = ""
         with suppress(Exception):  # there is no template, or it refuses this
             said = self._probe([{"role": "user", "content": "question"}, _ANSWER])
@@ -361,13 +361,13 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> bytes:
-        """A digest of everything that turns text into tokens, but not the template; computed on first use."""
+        """A digest of the tokenizer's definition, without the chat template; computed on first use."""
         if self._fingerprint is None:
             self._fingerprint = blake2b(self._rust.to_str().encode(), digest_size=16).digest()
         return self._fingerprint
 
     def has_tokens_of(self, other: Tokenizer) -> bool:
-        """Return whether both have the same tokens with the same ids, even if they split text differently."""
+        """Return whether two tokenizers have the same tokens and ids, even if they split text differently."""
         ours, theirs = self._rust, other._rust
         return self.fingerprint == other.fingerprint or ours.get_vocab() == theirs.get_vocab()
 
@@ -398,7 +398,7 @@ class Tokenizer:
         return ids
 
     def _inside(self, text: str) -> list[int]:
-        """Encode `text` after a character that gets the added space; return the tokens without either."""
+        """Encode `text` without the space that the tokenizer adds: after a shield character, then removed."""
         ids = self._ids(_SHIELD + text)
         head = b""
         for i, token in enumerate(ids):
@@ -427,7 +427,7 @@ class Tokenizer:
         return text.encode()
 
     def _find_ends(self) -> tuple[list[int], list[int]]:
-        """Return the tokens that the tokenizer itself puts before a text, and those after it."""
+        """Return the tokenizer's own start tokens, and its end tokens (see `encode_whole`)."""
         plain = self._ids("a")
         ids: list[int] = self._rust.encode("a", add_special_tokens=True).ids
         for i in range(len(ids) - len(plain) + 1):

@@ -1,6 +1,6 @@
-"""Loads the tokenizer of a model folder with transformers, and stores what it loaded for later starts.
+"""Loads the tokenizer of a model folder with transformers, and stores it in a form that later starts use.
 
-Importing transformers takes longer than everything else that a start does with a known model. A stored
+When a worker starts with a known model, importing transformers would take most of the time. A stored
 tokenizer needs only the `tokenizers` library, and gives the same tokens. Must not import MLX.
 """
 
@@ -60,9 +60,9 @@ class _Form(msgspec.Struct, frozen=True):
 def load(folder: Path, store: Path | None = None, progress: Progress | None = None) -> LoadedTokenizer:
     """Load the tokenizer of a model folder. Raises `ModelError`.
 
-    `store` is a folder for loaded tokenizers. A stored one is used while the model folder's files and the
-    libraries are the same. If the store cannot be read or written, only time is lost. `progress` is called
-    only for a tokenizer that is not stored yet.
+    `store` is a folder for loaded tokenizers; None stores none. A stored one is used while the model folder's
+    files and the libraries are unchanged. Errors of the store are ignored, and cost only time. `progress` is
+    called only for a tokenizer that is not stored yet.
     """
     if store is None:
         return _load(folder)
@@ -82,7 +82,7 @@ def load(folder: Path, store: Path | None = None, progress: Progress | None = No
 
 
 def keep(rust: Tokenizer, config: Mapping[str, Any], folder: Path, store: Path) -> None:
-    """Store a `PreTrainedTokenizerFast` in the form in which transformers would load it from its folder.
+    """Store a folder's tokenizer as if transformers had loaded it, as a `PreTrainedTokenizerFast`.
 
     `rust` is the tokenizer of tokenizer.json, and is modified; `config` is tokenizer_config.json. If
     transformers would add tokens, nothing is stored.
@@ -123,7 +123,7 @@ def _keep(loaded: LoadedTokenizer, path: Path, key: str) -> None:
 
 
 def _key(folder: Path) -> str:
-    """Digest the state of the folder's small files, and the versions of the libraries that read them."""
+    """Digest the sizes and times of the folder's small files, and the versions of the libraries."""
     files = sorted({path for pattern in _PATTERNS for path in folder.glob(pattern)})
     stamps = [(str(path.relative_to(folder)), *_stamp(path)) for path in files]
     whole = repr((_FORM, version("transformers"), version("tokenizers"), stamps))

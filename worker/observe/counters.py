@@ -40,7 +40,7 @@ class Distribution:
         self._sum += value * times
 
     def histogram(self) -> Histogram:
-        """Return the counts so far."""
+        """Return the counts so far, as a field of the metrics message."""
         return Histogram(self._bounds, tuple(self._counts), self._sum, sum(self._counts))
 
 
@@ -63,7 +63,7 @@ class Calls:
 
 
 class Tenants:
-    """Counts requests and tokens of the first `most` tenants, and of all others together; none if 0."""
+    """Counts requests and tokens by tenant: the first `most` tenants, all others as one; 0 counts none."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -1,4 +1,4 @@
-"""Health over HTTP: whether this worker needs a restart (`/livez`) and whether it is ready (`/readyz`).
+"""Answers health probes over HTTP: does the worker need a restart (`/livez`), is it ready (`/readyz`).
 
 Owns the port; `app` supplies the reasons why the worker is not healthy or not ready. An answer is one line.
 """
@@ -43,7 +43,7 @@ class HealthServer:
     """Answers GET and HEAD requests for the health paths. Event loop only."""
 
     def __init__(self, endpoint: Endpoint, paths: Mapping[str, Callable[[], list[str]]]) -> None:
-        """`paths` maps each path to a function that lists the reasons for a 503.
+        """Take `paths`, which maps each path to a function that lists the reasons for a 503.
 
         Without reasons the answer is 200.
         """

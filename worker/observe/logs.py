@@ -67,7 +67,7 @@ def configure(log_format: str, log_level: str, kept: deque[str] | None = None) -
 
 
 def _brief(_logger: object, method: str, event: EventDict) -> EventDict:
-    """Drop lines and fields about the start that matter only to programs and for finding faults."""
+    """Drop lines and fields about the start that matter only to programs or for debugging."""
     if method == "info" and event["event"] in _OF_A_START:
         raise structlog.DropEvent
     return {name: value for name, value in event.items() if name not in _DETAILS}

@@ -1,7 +1,7 @@
 """Makes OpenTelemetry spans of finished turns, and sends them by OTLP over HTTP on a separate thread.
 
-The event loop only puts a turn's times into a queue: a slow or dead collector loses spans, but never delays a
-turn. Imported only if a collector is set.
+The event loop only puts a turn's times into a queue. If the collector is slow or dead, spans are lost, but no
+turn waits. Imported only if a collector is configured.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Traces:
     """
 
     def __init__(self, endpoint: str | None, attributes: Mapping[str, str]) -> None:
-        """`endpoint` is the collector; None uses OpenTelemetry's environment variables.
+        """Take the collector's URL; None uses OpenTelemetry's environment variables.
 
-        `attributes` describe the worker.
+        `attributes` describe the worker in each span.
         """
         if endpoint is not None:
             endpoint = endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
@@ -115,7 +115,7 @@ class Traces:
             log.warning("the collector takes spans again", lost_turns=num_lost)
 
     def _make(self, turn: TurnTimes) -> None:
-        """Make the spans of one turn; their times are converted to the wall clock."""
+        """Make the spans of one turn, with times of the wall clock."""
         offset_s = time.time() - time.monotonic()
 
         def at(moment_s: float) -> int:
@@ -141,7 +141,7 @@ class Traces:
 
 
 class _Made(SpanProcessor):
-    """A span processor that collects the sampled spans until `take`."""
+    """A span processor that collects the sampled spans until `take` is called."""
 
     def __init__(self) -> None:
         self._spans: list[ReadableSpan] = []

@@ -1,6 +1,6 @@
-"""Collects the times and numbers of a turn's spans while the turn runs, but none of its text.
+"""Defines the times and token counts that a turn records for its spans; they include none of its text.
 
-`otlp` makes spans of them and sends the spans.
+The module `otlp` makes spans of them, and sends the spans.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TurnTimes:
-    """The times and numbers for one turn's spans.
+    """The times and token counts for one turn's spans.
 
     The turn began `waited_s` before `end_s`, a reading of the monotonic clock. `parent` are the headers that
     name the publisher's span, `error` is the result's code. The first of the `phases` is the time that the
@@ -45,7 +45,7 @@ class TurnTimes:
 
 
 def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return only the headers that name the publisher's span (trace context)."""
+    """Return only the headers that name the publisher's span (W3C Trace Context), in lower case."""
     return {
         name.lower(): value
         for name, value in headers.items()

@@ -2,8 +2,8 @@
 
 Linux only.
 
-The machine's free memory does not include this limit. Before the kernel kills a process of the group, it
-frees file pages that were not read lately (`inactive_file`), so these count as free.
+The limit may be lower than the machine's free memory. Before the kernel kills a process of the group, it
+frees file pages that were not read lately (`inactive_file`), so these pages count as free.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def left_bytes(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys
 
 
 def limit_bytes(own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the bytes of this process's tightest limit, used or not; None if it has no limit."""
+    """Return this process's tightest limit in bytes, whatever its usage; None if it has no limit."""
     return min((limit for limit, _ in _limits(own, mounted)), default=None)
 
 

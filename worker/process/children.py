@@ -1,4 +1,4 @@
-"""Runs this program in child processes, which end with their parent."""
+"""Runs `turnkeep` commands in child processes, which end with their parent."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ async def child(
     patience_s: float,
     stdout: int | None = None,
 ) -> AsyncIterator[Process]:
-    """Run this program as a child process; at the end of the block, terminate it, after `patience_s` kill it.
+    """Run this program as a child process. After the block terminate it, and kill it after `patience_s`.
 
     The child has its own process session, since Ctrl-C is for this process only. Its standard input is a
-    pipe, which closes if this process dies in any way: the child must end then.
+    pipe, which closes if this process dies in any way; the child must end then.
     """
     async with await anyio.open_process(
         [*PROGRAM, *arguments],

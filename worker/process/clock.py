@@ -1,4 +1,4 @@
-"""The clocks for all code above the device. A simulation replaces `source`."""
+"""The wall clock and the monotonic clock of sessions and of the wire. A simulation replaces `source`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clocks(Protocol):
-    """The functions of a clock; the module `time` has both."""
+    """The functions that `source` must have, as the standard module `time` does."""
 
     def time(self) -> float:
         """Return the seconds since 1970, by the wall clock."""

@@ -60,7 +60,10 @@ async def in_thread(work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T
 
 
 async def step_in_thread(tasks: TaskGroup, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-    """Run blocking work on a thread, in a task of `tasks`: that group waits if the caller is cancelled."""
+    """Run blocking work on a thread, in a task of `tasks`.
+
+    A cancelled caller ends at once; the group `tasks` waits until the work is done.
+    """
     return await tasks.start_soon(partial(in_thread, work, *args, **named))
 
 

@@ -24,7 +24,7 @@ LOCK_NAME: Final = "worker.lock"
 #: The file with the token of the worker's own NATS server.
 TOKEN_NAME: Final = "nats-token"  # noqa: S105  # a name
 
-#: A worker that has no server after this time is doing something else, such as a download.
+#: A worker counts as starting for this time; without a server after it, it may be downloading a model.
 _STARTING_S: Final = 120.0
 _MAX_NOTE_BYTES: Final = 2**16
 
@@ -64,8 +64,8 @@ class DataDir:
     ) -> DataDir:
         """Create the directory if needed, check that it is writable, and lock it.
 
-        Writes into the lock file, for other processes: the name `worker`, whether it `has_model` or has
-        unloaded it, and `nats`, which `noted_nats` reads; None keeps the last one. Raises `DataDirError`.
+        Other processes can read from the lock file: the name `worker`, whether its model is loaded
+        (`has_model`), and its NATS server `nats` (None keeps the noted one). Raises `DataDirError`.
         """
         path = path.absolute()
         fd = -1
@@ -129,19 +129,22 @@ class DataDir:
 
 
 def owner(path: Path) -> str | None:
-    """Return, as text, the name and pid of the worker that runs on a data directory; None if none runs."""
+    """Return, as text, the name and pid of the worker that uses a data directory; None if none runs."""
     held = _holder(path)
     return held.name if held else None
 
 
 def holder_pid(path: Path) -> int | None:
-    """Return the pid of the worker that runs on a data directory; None if none runs."""
+    """Return the pid of the worker that uses a data directory; None if none runs."""
     held = _holder(path)
     return held.pid if held else None
 
 
 def noted_nats(path: Path) -> str | int | None:
-    """Return the NATS server of a data directory's last worker: its URLs, or the port of the own server."""
+    """Return the NATS server that a data directory's last worker used; None if unknown.
+
+    It is the URLs of external servers, or the port of the worker's own server.
+    """
     try:
         fd = os.open(path / LOCK_NAME, os.O_RDONLY)
     except OSError:
@@ -154,20 +157,20 @@ def noted_nats(path: Path) -> str | int | None:
 
 
 def starting_pid(path: Path) -> int | None:
-    """Return the pid of a worker that locked a data directory a short time ago; None if none did."""
+    """Return the pid of a worker that locked a data directory less than `_STARTING_S` ago; else None."""
     held = _holder(path)
     is_starting = held is not None and not held.is_unloaded and time.time() - held.locked_s < _STARTING_S
     return held.pid if held and is_starting else None
 
 
 def is_unloaded(path: Path) -> bool:
-    """Return whether the worker of a data directory has unloaded its model and only holds the lock."""
+    """Return whether the process that has locked a data directory only stands in for an unloaded model."""
     held = _holder(path)
     return held is not None and held.is_unloaded
 
 
 class _Holder(NamedTuple):
-    """The process that has locked a data directory, and when; `name` is for people and includes the pid."""
+    """The process that has locked a data directory, and the time of the lock; `name` is for messages."""
 
     pid: int
     locked_s: float
@@ -176,7 +179,7 @@ class _Holder(NamedTuple):
 
 
 def _holder(path: Path) -> _Holder | None:
-    """Return the worker that runs on a data directory; None if none runs.
+    """Return the process that has locked a data directory; None if none runs.
 
     Does not try to lock: a worker that starts at this moment would then find the directory locked.
     """
@@ -204,7 +207,7 @@ def _owner(lock_fd: int) -> str:
 
 
 def _note_worker(fd: int, worker: str, nats: str | int | None, *, has_model: bool) -> str:
-    """Write into the lock file who holds the lock; return the directory's name, made if it has none."""
+    """Write this process into the lock file; return the directory's unique name, a new one if it has none."""
     last, inode = _read_note(fd), os.fstat(fd).st_ino
     # In a copy of the directory the file has another inode: the note is that of the original's worker.
     last = last if last.get("inode") == inode else {}

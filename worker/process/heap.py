@@ -25,13 +25,13 @@ _STEP: Final = 16 << 20
 
 
 class Spare:
-    """Spare memory, touched by a thread of its own while the process starts.
+    """Reserved memory, which a thread of its own writes to while the process starts.
 
     Create it before other threads: a thread that already has its own heap keeps that heap.
     """
 
     def __init__(self, size_bytes: int) -> None:
-        """Reserve `size_bytes` (at most 1 GiB), also the limit of freed memory to keep; 0 turns this off."""
+        """Reserve `size_bytes`, at most 1 GiB, and let glibc keep as much freed memory; 0 does neither."""
         self._libc = _glibc() if size_bytes else None
         self._addresses: list[int] = []
         self._thread: threading.Thread | None = None
@@ -46,7 +46,7 @@ class Spare:
         self._thread.start()
 
     def release(self) -> None:
-        """Give the memory to the allocator once all of it has been written to. Call once, on any thread."""
+        """Free the memory for reuse, once all of it has been written to. Call once, on any thread."""
         if self._thread is None or self._libc is None:
             return
         self._thread.join()

@@ -1,4 +1,4 @@
-"""Finds out how Turnkeep was installed: the commands that run it, and that install more packages."""
+"""Finds the commands with which a user of this installation runs Turnkeep and installs its extras."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def program() -> str:
 
 @contextlib.contextmanager
 def http_libraries(extra: str) -> Iterator[None]:
-    """Guard imports of an HTTP server: raise `TurnkeepError` if libraries of the `extra` are missing."""
+    """Raise `TurnkeepError` if the block imports an HTTP library of the `extra` that is not installed."""
     try:
         yield
     except ModuleNotFoundError as missing:
@@ -70,6 +70,6 @@ def _checkout() -> str | None:
 
 
 def _from_here(path: Path) -> str:
-    """Return a path as text, as a user in the working directory would type it."""
+    """Return a path as text; relative, if it is below the working directory."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

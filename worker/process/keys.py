@@ -1,6 +1,6 @@
-"""Opens the encryption key and the remote tier of the snapshots on disk.
+"""Reads the snapshots' encryption key, and opens the remote tier: the store that workers share.
 
-For the worker, and for commands that use its data directory.
+For the worker, and for commands that use the worker's data directory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def cache_access(settings: Settings) -> Access:
-    """Read the encryption key, if the settings name one. Raises `SettingsError`."""
+    """Return the object that reads and writes snapshots, encrypted if the settings name a key.
+
+    Raises `SettingsError`.
+    """
     from cache.store import access_by  # most commands need no cache
 
     try:
@@ -29,7 +32,7 @@ def cache_access(settings: Settings) -> Access:
 
 
 def remote_tier(settings: Settings, access: Access) -> Tier | None:
-    """Open the remote tier, if the settings name one. Blocks; raises `SettingsError`."""
+    """Open the remote tier; return None if the settings name none. Blocks; raises `SettingsError`."""
     from cache.store import tier_at
 
     if settings.remote_tier is None:

@@ -24,7 +24,7 @@ TIB: Final = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A type of settings: parses and formats values. `wants` completes the sentence "it must be ...".
+    """How to parse and format the values of a setting. `wants` completes the sentence "it must be ...".
 
     `shape` is the placeholder in the command line's help: the choices, or a word such as SIZE.
     """
@@ -80,7 +80,7 @@ def parse_duration(value: object) -> float:
 
 
 def text(value: object) -> str:
-    """Strip white space around a text. Raises ValueError if nothing is left, or for another type."""
+    """Strip white space around a text. Raises ValueError if nothing is left, or if it is no `str`."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(value)
     return value.strip()
@@ -93,7 +93,7 @@ def _whole(value: object) -> int:
 
 
 def bits(value: object) -> int:
-    """Parse the number of bits of quantised KV. Raises ValueError."""
+    """Parse the number of bits of quantised KV, 4 or 8. Raises ValueError."""
     bits = _whole(value)
     if bits not in {4, 8}:
         raise ValueError(value)
@@ -125,24 +125,24 @@ def _within(parse: Callable[[object], float], low: float, high: float) -> Callab
 
 
 def count(low: int, high: int) -> Kind:
-    """Return the kind of whole numbers from `low` to `high`."""
+    """Return a `Kind` for whole numbers from `low` to `high`."""
     return Kind(f"a whole number from {low} to {high}", "N", _within(_whole, low, high))
 
 
 def size(low: int, high: int = 1024 * TIB) -> Kind:
-    """Return the kind of sizes from `low` to `high` bytes."""
+    """Return a `Kind` for sizes from `low` to `high` bytes."""
     wants = f"a size from {size_text(low)} to {size_text(high)}, such as 8GiB, 500MB or a number of bytes"
     return Kind(wants, "SIZE", _within(parse_size, low, high), size_text)
 
 
 def duration(low: float, high: float) -> Kind:
-    """Return the kind of durations from `low` to `high` seconds."""
+    """Return a `Kind` for durations from `low` to `high` seconds."""
     wants = f"a duration from {low:g} to {high:.12g} seconds, such as 5, 5s or 2m"
     return Kind(wants, "TIME", _within(parse_duration, low, high), lambda value: f"{value:g}")
 
 
 def choice(*words: str) -> Kind:
-    """Return the kind of settings whose value is one of `words`."""
+    """Return a `Kind` for values that are one of `words`."""
 
     def parse(value: object) -> str:
         if value not in words:
@@ -153,9 +153,9 @@ def choice(*words: str) -> Kind:
 
 
 def word_or(word: str, meaning: object, kind: Kind) -> Kind:
-    """Return a kind that also accepts `word`, which means `meaning`, for example None.
+    """Return a `Kind` that accepts the values of `kind`, and also `word`, parsed as `meaning` (often None).
 
-    So one source of settings can undo a value from a source that it overrides.
+    With it the command line can undo a value from the settings file, as in `--nats embedded`.
     """
     return Kind(
         f"{word!r} or {kind.wants}",
@@ -166,7 +166,7 @@ def word_or(word: str, meaning: object, kind: Kind) -> Kind:
 
 
 def named(wants: str, check: Callable[[str], str]) -> Kind:
-    """Return the kind of names that `check` accepts; for others it raises `InvalidMessageError`."""
+    """Return a `Kind` for names. `check` raises `InvalidMessageError` for a name that is not valid."""
 
     def parse(value: object) -> str:
         try:
@@ -186,7 +186,7 @@ def _nats_url(value: object) -> str:
         parts = urlsplit(url)
         if parts.scheme not in {"nats", "tls", "ws", "wss"} or not parts.hostname or parts.port == 0:
             raise ValueError(url)
-        # A password with such a character, not percent-encoded, would be sent only up to it.
+        # A password with one of ?, # and /, not percent-encoded, would be truncated there.
         if parts.query or parts.fragment or (parts.path.strip("/") and parts.scheme in {"nats", "tls"}):
             raise ValueError(url)
     return ",".join(urls)
@@ -209,7 +209,7 @@ def _http_url(value: object) -> str:
 
 
 def policy_text(policy: Policy) -> str:
-    """Format a cache policy in the syntax of the setting (`str(policy)` is its identity instead)."""
+    """Format a cache policy as its setting is written; `str(policy)` is the text in model identities."""
     return "full" if policy == FULL else POLICY.show(policy)
 
 

@@ -39,12 +39,12 @@ def load(
 
     `flags` maps setting names to values of the command line, None for options that were not given.
     `config_path` must exist if given; without it `turnkeep.toml` in `cwd` is read if it exists. An empty
-    environment variable counts as unset. A relative `data_dir` starts at `cwd`, or at the file's folder.
+    environment variable counts as unset. Relative paths start at `cwd`; in the file, at the file's folder.
 
     If the file has tables of models, returns the settings of the model `of`, by default of the first one.
 
-    Only for a client, whose `flags` have the key `nats` but not `model`, NATS_URL names the server if no
-    source names a server or a data directory.
+    NATS_URL names the server of a client if no source names a server or a data directory. The `flags` of a
+    client have the key `nats` but not `model`.
     """
     given = _Given.read(flags, environ, config_path, cwd)
     if of is not None and of not in given.tables:
@@ -86,7 +86,10 @@ def load_models(
 
 
 class _Given(NamedTuple):
-    """Given values: `common` to all models, from `tables` of models, and `above`, which override both."""
+    """The values of all sources: `common` to all models, and those of one model from the file's `tables`.
+
+    The values `above`, from the command line and the environment, override both.
+    """
 
     path: Path
     common: dict[str, Any]

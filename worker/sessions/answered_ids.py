@@ -1,6 +1,6 @@
-"""Records which request ids of a session have a result, and where in the log; takes 24 bytes per id.
+"""Maps the answered request ids of a session to places in the log; takes 24 bytes of memory per id.
 
-Only a hash of each id is stored. So the caller of `find` must read the found request from the log, and
+Only a hash of each id is stored. The caller of `find` must therefore read the request from the log, and
 compare its id.
 """
 
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-#: The dict of recent ids is merged into the array once it exceeds both this and a quarter of the array.
+#: The recent ids are merged into the array once there are more than this, and than a quarter of its rows.
 _FEW: Final = 64
 
 
@@ -23,10 +23,10 @@ class AnsweredAt(NamedTuple):
 
 
 class AnsweredIds:
-    """The answered request ids of one session, each with the place of its first result. Not thread-safe."""
+    """The answered ids of one session, with the stream sequences of request and result. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._sorted = np.empty((0, 3), np.uint64)  # hash, request, result; by the hash
+        self._sorted = np.empty((0, 3), np.uint64)  # columns: hash, request, result; sorted by hash
         self._recent: dict[int, AnsweredAt] = {}
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class AnsweredIds:
         return self._sorted.nbytes + 256 * len(self._recent)
 
     def add(self, request_id: str, answered: AnsweredAt) -> None:
-        """Add an id with its result; a second result of an id counts only after a `drop` of the first."""
+        """Add an id with its result. `find` returns an id's oldest result until `drop` removes it."""
         if self.find(request_id) == answered:
             return
         key = _hash(request_id)
@@ -62,17 +62,17 @@ class AnsweredIds:
         return found
 
     def pack(self) -> bytes:
-        """Encode all ids for `load`."""
+        """Encode all ids as bytes, which `load` decodes."""
         self._sort()
         return self._sorted.astype("<u8").tobytes()
 
     def load(self, added: bytes) -> None:
-        """Replace all ids by those that `pack` encoded. Raises `ValueError` if the bytes are truncated."""
+        """Fill an empty object with the ids that `pack` encoded. Raises `ValueError` for truncated bytes."""
         rows = np.frombuffer(added, "<u8").astype(np.uint64).reshape(-1, 3)
         self._sorted = rows[np.argsort(rows[:, 0], kind="stable")]
 
     def find(self, request_id: str) -> AnsweredAt | None:
-        """Return the place of the first result of an id, or of an id with the same hash; None without one."""
+        """Return the oldest entry for an id, or for another id with the same hash; None if there is none."""
         key = _hash(request_id)
         row = self._row(key)
         if row is None:
@@ -80,7 +80,7 @@ class AnsweredIds:
         return AnsweredAt(int(self._sorted[row, 1]), int(self._sorted[row, 2]))
 
     def drop(self, request_id: str) -> None:
-        """Remove the result that `find` returns, as it has left the log; the id may have a later result."""
+        """Remove an id's oldest entry, which has left the log; `find` then returns the next one, if any."""
         key = _hash(request_id)
         row = self._row(key)
         if row is None:
@@ -89,7 +89,7 @@ class AnsweredIds:
             self._sorted = np.delete(self._sorted, row, axis=0)
 
     def _row(self, key: int) -> int | None:
-        """Return the array row of an id's first result; None without one. Recent results are never older."""
+        """Return the first array row with this hash; None without one. Entries in `_recent` are later."""
         if not len(self._sorted):
             return None
         row = int(np.searchsorted(self._sorted[:, 0], np.uint64(key)))

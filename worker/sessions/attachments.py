@@ -1,8 +1,9 @@
-"""Stores and reads values in the log that are too long for a session's results.
+"""Stores values in the log that are too long for a session's results, and reads them.
 
-These are checkpoints, bases of forks and long inputs. Each is stored in parts before the result that names
-it. A worker stores a checkpoint of a session every few hundred results, and opens the session from the
-checkpoint and the later entries; if the log does not confirm a checkpoint, it reads the whole log instead.
+Such values are checkpoints, the histories that forks start with, and long inputs. A value is stored as one
+or more messages, before the result whose header refers to it. A worker stores a checkpoint of a session
+every few hundred results. It opens the session from the last checkpoint and the later entries; if the log
+contradicts the checkpoint, it reads the whole log instead.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Most bytes of a value in one message; base64 and JSON add a third.
+#: Largest part of a value that one message has, in bytes; base64 and JSON add a third.
 _PART_BYTES: Final = 128 * 2**10
 #: Longest pause between two attempts to store a value that a result names.
 _MAX_PAUSE_S: Final = 5.0
@@ -58,11 +59,11 @@ class Found(NamedTuple):
 
 
 class SessionAttachments:
-    """The checkpoints and other long values of one session. Event loop only."""
+    """Stores and reads the checkpoints and other long values of one session. Event loop only."""
 
     def __init__(self, key: SessionKey, attachments: Attachments) -> None:
         self.key = key
-        #: The last stored checkpoint; results name it.
+        #: Link to the last stored checkpoint; every later result has it in a header.
         self.link: Link | None = None
         self._shared = attachments
         self._storing: TaskHandle[None] | None = None
@@ -99,11 +100,11 @@ class SessionAttachments:
             self.link = link
 
     async def store_base(self, in_seq: int, history: History) -> Link:
-        """Store the history with which the request at `in_seq` opens a fork. Retries until it is stored."""
+        """Store the history a fork starts with; the request at `in_seq` opens it. Retries until stored."""
         return await self.store(await in_thread(Checkpoint(in_seq, history, AnsweredIds()).pack))
 
     async def store(self, value: bytes) -> Link:
-        """Store a value that is too long for a result. Retries until it is stored."""
+        """Store a value that is too long for a result; return its link. Retries until it is stored."""
         pause_s = 0.1
         while (link := await self._store(value)) is None:
             await sleep(pause_s)
@@ -120,12 +121,12 @@ class SessionAttachments:
         return b"".join(reversed(parts)) if parts else None
 
     def base(self, packed: bytes) -> History | None:
-        """Decode a fork's base; None if the bytes are not one."""
+        """Decode the history that a fork starts with; None if the bytes are not a checkpoint."""
         found = Checkpoint.unpack(packed, self._shared.tokenizer)
         return found.history if found else None
 
     async def find(self) -> Found | None:
-        """Read the checkpoint that the last result names; None if it is missing or the log contradicts it."""
+        """Read the checkpoint that the last result links to; None if that fails or the log contradicts it."""
         journal = self._shared.journal
         named = await journal.last(self.key, "out")
         text = named.headers.get(CHECKPOINT_HEADER) if named else None
@@ -142,7 +143,7 @@ class SessionAttachments:
         return found
 
     async def _store(self, value: bytes) -> Link | None:
-        """Store a value in parts, each linked to the one before; return the last link, None on failure."""
+        """Store a value as messages, each linked to the previous one; return the last link, or None."""
         attachments, link = self._shared, None
         for start in range(0, max(len(value), 1), attachments.part_bytes):
             part = value[start : start + attachments.part_bytes]
@@ -154,11 +155,11 @@ class SessionAttachments:
         return link
 
     async def _confirmed(self, checkpoint: Checkpoint, named: Entry) -> Found | None:
-        """Check that the log confirms the checkpoint's tokens and the result that names the checkpoint.
+        """Return a checkpoint with the results after it; None if the log contradicts the checkpoint.
 
-        Each result involved must be the first one of its request, since reading the whole log would use only
-        first results. The checkpoint's own request must be in the log: a crash may leave the checkpoint of a
-        removed session.
+        `named` is the result whose header links to the checkpoint. It, and the result of the checkpoint's
+        request, must be first results: later ones of a request do not count. The checkpoint's request must
+        still be in the log: a crash can leave the checkpoint of a removed session there.
         """
         journal = self._shared.journal
         if await journal.get(checkpoint.in_seq) is None:

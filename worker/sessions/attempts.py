@@ -1,10 +1,10 @@
 """Counts attempts to answer a request that may have crashed a worker.
 
-The count is stored in the log, beside the session's entries. The first attempt at a request stores nothing.
-Before each later attempt a note is stored, with the number of tokens published so far. An attempt that
-published more tokens than the previous one does not count, nor does one while another worker still makes the
-previous one: two workers may take a session at once if the server has lost the claims. The last attempt runs
-alone on the device, so that a crash harms no other request.
+The count is stored in the log, beside the session's entries. A worker stores nothing before the first attempt
+at a request. Before each later attempt it stores a note with the number of tokens published until then. Two
+kinds of attempt do not count: those that published further tokens, and those that another worker is still
+making (two workers may run the same session if the server has lost their claims). The last attempt allowed
+runs alone on the device: if it crashes the worker, no other request suffers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class AttemptNote(Struct, frozen=True, omit_defaults=True):
-    """Counts attempts at the request at `seq` that may have crashed a worker.
+    """The number of attempts at the request at sequence `seq` that may have crashed a worker.
 
-    `tokens` is the number of the answer's tokens that were published before the last attempt, `by` names the
-    run of the worker that makes this attempt.
+    `tokens` is the number of answer tokens that were published before the last attempt. `by` identifies the
+    worker process that makes the last attempt (`Member.boot`).
     """
 
     seq: int = 0
@@ -39,11 +39,11 @@ class AttemptNote(Struct, frozen=True, omit_defaults=True):
     by: str = ""
 
     def then(self, seq: int, num_tokens: int, *, is_first: bool = False) -> AttemptNote:
-        """Return the note of the next attempt at the request at `seq`, with `num_tokens` published by now.
+        """Return the note of the next attempt at the request at `seq`; `num_tokens` are published already.
 
-        `is_first` says that no worker before this one had the request.
+        `is_first` says that no other worker got the request before this one.
         """
-        # Without a note, the worker before this one may have started the request.
+        # Without a note, an earlier worker may have made the first attempt.
         last = self if self.seq == seq else AttemptNote(seq, 0 if is_first else 1)
         return AttemptNote(seq, last.attempts + (num_tokens <= last.tokens), num_tokens)
 
@@ -59,7 +59,7 @@ class Attempts:
         me: str = "",
         runs: Callable[[str], Awaitable[bool]] | None = None,
     ) -> None:
-        """`me` names this run of the worker; `runs(name)` says whether another worker's run still answers."""
+        """`me` identifies this worker process (`Member.boot`); `runs(boot)` says whether another runs."""
         self._journal = journal
         self.max_attempts = max_attempts
         self._me = me
@@ -68,22 +68,22 @@ class Attempts:
     async def note(self, key: SessionKey) -> AttemptNote:
         """Read a session's attempt note; an empty one if no worker has written any."""
         found = await self._journal.last(key, "attempt")
-        with contextlib.suppress(msgspec.DecodeError):  # not written by a worker
+        with contextlib.suppress(msgspec.DecodeError):  # no worker wrote it
             return msgspec.json.decode(found.body if found else b"{}", type=AttemptNote)
         return AttemptNote()
 
     async def is_under_way(self, note: AttemptNote) -> bool:
-        """Whether another worker is still making the attempt that a note counts, and so has not crashed."""
+        """Whether the note is of another worker that still runs, so that the attempt has not crashed it."""
         return self._runs is not None and note.by != self._me and await self._runs(note.by)
 
     async def store(self, key: SessionKey, note: AttemptNote) -> AttemptNote:
-        """Store a note before the attempt that it counts; return it with this run's name."""
+        """Store an attempt's note before the attempt begins; return the note, which now names this worker."""
         note = replace(note, by=self._me)
         await self._journal.append(key, "attempt", msgspec.json.encode(note))
         return note
 
     async def uncount(self, key: SessionKey, seq: int, num_tokens: int, last: AttemptNote) -> None:
-        """Subtract the last attempt from the count: the worker did not crash, it was stopped normally."""
+        """Subtract the last attempt from the count: it ended without a crash. `num_tokens` are published."""
         attempts = last.attempts if last.seq == seq else 1
         await self.store(key, AttemptNote(seq, attempts - 1, num_tokens))
 
@@ -102,28 +102,28 @@ class Attempts:
 
 
 class Doubt:
-    """Tracks whether one session may have crashed a worker, and its attempt note if so. Event loop only."""
+    """Tracks whether one session may have crashed a worker; if so, has its attempt note. Event loop only."""
 
     def __init__(self, key: SessionKey, attempts: Attempts) -> None:
         self.is_raised = False
-        self.note = AttemptNote()  # if raised
-        self.first_seq = 0  # earlier requests were delivered to another worker before
+        self.note = AttemptNote()  # empty unless raised
+        self.first_seq = 0  # all requests below this sequence were delivered before
         self.num_failures = 0  # consecutive failures of this worker for unknown reasons
         self._key = key
         self._attempts = attempts
-        self._tried_seq = 0  # the request whose attempt this worker has stored
+        self._tried_seq = 0  # the request for which this worker has stored a note
 
     def ring(self, delivery: Delivery) -> None:
-        """Raise the doubt if an earlier delivery of the request may have crashed a worker."""
+        """Set `is_raised` if an earlier delivery of this request may have crashed a worker."""
         self.first_seq = delivery.first_seq
         self.is_raised = self.is_raised or delivery.again
 
     async def begin(self) -> None:
-        """Raise the doubt, and read the session's attempt note."""
+        """Set `is_raised`, and read the session's attempt note from the log."""
         self.is_raised, self.note = True, await self._attempts.note(self._key)
 
     def is_new(self, seq: int) -> bool:
-        """Whether a note of an attempt at the request at `seq` must be stored, and is not stored yet."""
+        """Whether this worker must still store a note before it attempts the request at `seq`."""
         return self.is_raised and self._tried_seq != seq
 
     async def store(self, note: AttemptNote) -> None:
@@ -152,10 +152,10 @@ class SharedLock:
 
     @asynccontextmanager
     async def enter(self, stopped: Callable[[], bool], *, alone: bool = False) -> AsyncIterator[None]:
-        """Hold the lock, shared with others or `alone`.
+        """Hold the lock inside the block: shared with others, or exclusively if `alone`.
 
-        A caller for which `stopped()` is true does not wait, since it will not do the work. Call `recheck`
-        when the result of `stopped()` may have changed.
+        A caller whose `stopped()` is true enters without waiting, since it will not do the work. Call
+        `recheck` when the result of `stopped()` may have changed.
         """
         while self._is_shut and not stopped():
             await self._changed.wait()

@@ -1,7 +1,7 @@
 """Encodes a session's whole state, and decodes it.
 
-A worker opens a long session from a checkpoint and the log entries after it. The history that a fork begins
-with, its base, has the same form. Pure: no I/O.
+A worker opens a long session from a checkpoint and the log entries after it. The history that a fork
+starts with is stored in the same form. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .policies import in_words, recorded
 if TYPE_CHECKING:
     from worker.models.tokenizer import Tokenizer
 
-#: Increase it when the fields change their meaning. The bases of forks must stay readable in every version:
-#: nothing else has their tokens.
+#: Increase it when the meaning of a field changes. Every version must still read the histories that forks
+#: start with: nothing else has their tokens.
 _VERSION: Final = 2
 #: Limit of a decompressed checkpoint: room for the ids or the texts of some millions of tokens.
 _MAX_BYTES: Final = 256 * 2**20
@@ -55,7 +55,7 @@ class _Body(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state of a session after the request at sequence `in_seq`; parts of it may be left out."""
+    """The state of a session after the request at `in_seq`; its history may be `History.shortened`."""
 
     in_seq: int
     history: History
@@ -82,7 +82,7 @@ class Checkpoint:
 
     @classmethod
     def unpack(cls, packed: bytes, tokenizer: Tokenizer) -> Checkpoint | None:
-        """Decode a checkpoint; None if no worker of this version can have written the bytes."""
+        """Decode a checkpoint; None if the bytes do not have the format of this version."""
         try:
             stream = zlib.decompressobj()
             body = msgspec.msgpack.decode(stream.decompress(packed, _MAX_BYTES), type=_Body)

@@ -104,7 +104,7 @@ class Control:
             except FencedError:
                 return failure(request.id, "internal", _CONTINUED)
         try:
-            await session.refresh()  # the client may have received its last result already
+            await session.refresh()  # a client may have the last result before this worker has read it
         except FencedError:
             return failure(None, "internal", _CONTINUED)
         history = session.history
@@ -206,7 +206,7 @@ class Control:
         return tuple(store.pinned(store.chain(key.tenant, history.policy), tokens)) or UNSET
 
     async def _pin(self, session: Session, request: PinRequest | UnpinRequest) -> Pinned | Unpinned | Failed:
-        """Pin or unpin the first tokens of a session, all by default; takes about 2 s at most."""
+        """Pin or unpin the first `position` tokens of a session (default: all); takes about 2 s at most."""
         store, key, history = self._store, session.key, session.history
         if store is None:
             return _refused("this worker keeps no snapshots, so nothing can be pinned: see its log")

@@ -1,7 +1,7 @@
 """Answers `embed` and `rerank` requests: each text or document is a prompt whose KV is not kept.
 
-A request counts as one session of its tenant (`shares`), and its prompts are prefilled in pieces between
-those of sessions, so it delays running answers no more than a session's prompt does. Event loop only.
+A request counts as one session towards its tenant's limit (`shares`). The device prefills its prompts in
+pieces, as it does for sessions, so they delay running answers no more than a session does. Event loop only.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from .port import EnginePort
     from .shares import Shares
 
-#: Size of a number of a vector in a reply: 32 bits in base64.
+#: Bytes that one number of a vector takes in a reply: 32 bits in base64.
 _NUMBER_BYTES: Final = 16 / 3
 #: The share of a reply's bytes that vectors may fill.
 _FILLED: Final = 0.9
-#: Requests with several texts run after those with one, for which a user is more likely to wait.
+#: The priority of requests with several texts: a user is more likely to wait for a request with one.
 _LIST_PRIORITY: Final = -1
 #: The prompt that Qwen3-Reranker was trained with, as its authors published it.
 _JUDGE: Final = (
@@ -60,9 +60,10 @@ class Embedder:
         vocab_size: int,
         max_bytes: int,
     ) -> None:
-        """`refusal` says why the model makes no vectors; a vector has `size` numbers, a reply `max_bytes`.
+        """`refusal` says why the model makes no vectors, None if it does; a vector has `size` numbers.
 
-        `judging` are the logits that score a document (yes and no, or one); a string says why there are none.
+        `judging` are the ids of the logits that score a document (yes and no, or only one); if it is a
+        string, it says why the model cannot score. A reply takes at most `max_bytes`.
         """
         self._engine = engine
         self._tokenizer = tokenizer
@@ -120,7 +121,7 @@ class Embedder:
         *,
         logits_of: tuple[int, ...] = (),
     ) -> list[bytes] | Failed:
-        """Return each prompt's vector, or the logits `logits_of` after it; `param` is for refusals."""
+        """Compute each prompt's vector, or, if `logits_of` has token ids, their logits after the prompt."""
         for number, prompt in enumerate(prompts):
             if why := self._fault(prompt):
                 return failure(None, "invalid_request", f"{param}[{number}] {why}")
@@ -149,7 +150,7 @@ class Embedder:
         return [self._tokenizer.encode_whole(one) if isinstance(one, str) else one for one in inputs]
 
     def _judged(self, request: RerankRequest) -> list[Sequence[int]]:
-        """Return a prompt for each document; text that spells a special token stays plain text."""
+        """Return a Qwen3-Reranker prompt for each document; special tokens in its text become plain text."""
         known = self._tokenizer
         prompts: list[Sequence[int]] = []
         asked = [known.as_text(one) for one in (request.instruction or _INSTRUCTION, request.query)]
@@ -161,7 +162,7 @@ class Embedder:
         return prompts
 
     def _paired(self, request: RerankRequest) -> list[Sequence[int]]:
-        """Return a prompt for each document: the query and the document, encoded as a pair of texts."""
+        """Return a cross-encoder's prompt for each document: query and document, encoded as one pair."""
         query, most = request.query, request.document_tokens
         return [self._tokenizer.encode_pair(query, one, most) for one in request.documents]
 
@@ -175,7 +176,7 @@ class Embedder:
 
 
 def _cut(vector: bytes, size: int) -> bytes:
-    """Return the first `size` numbers of a vector, scaled to length 1."""
+    """Return the first `size` numbers of a vector (32-bit floats), scaled to length 1."""
     if len(vector) == 4 * size:
         return vector
     numbers = np.frombuffer(vector, "<f4")[:size]

@@ -76,14 +76,14 @@ log = structlog.get_logger()
 #: Up to this many characters or token ids, tokenising takes less time than starting a thread.
 _LITTLE: Final = 256
 
-#: Size of a result and its headers without the tokens of input and answer, and without text, but with text
-#: held back for a stop string: 256 characters of up to 6 bytes each as JSON.
+#: Bytes of a result and its headers besides the tokens of input and answer and their text. This includes
+#: text held back for a stop string: 256 characters of up to 6 bytes each as JSON.
 _RESULT_BYTES: Final = 4096
 
 
 _MOST_INPUT: Final = 8192
 
-#: Why an answer is given up whose session is no longer the one on which it was begun.
+#: Reason for giving up an answer whose session no longer has the tokens that the answer was begun with.
 _LOST_BASE: Final = (
     "the NATS server has lost entries on which this answer was begun: it ends as it was streamed"
 )
@@ -112,10 +112,10 @@ class Execution:
     ) -> None:
         """`own_sampling` are the sampling options that the model's authors recommend.
 
-        Without `placeholders`, messages with images and the like are refused. Published chunks are kept for
-        `token_ttl_s`. `erase_elsewhere` has other workers drop the KV of a session, and returns which data
-        directories have none of it any more; `directory` identifies this worker's. An answer ends before its
-        result takes more than `max_result_bytes` of the log.
+        Without `placeholders`, messages with images and the like are refused. The token stream keeps chunks
+        for `token_ttl_s`. `erase_elsewhere` has other workers drop the KV of a session, and returns for each
+        data directory whether none is left; `directory` identifies this worker's data directory. An answer
+        ends before its result takes more than `max_result_bytes` of the log.
         """
         self._journal = journal
         self._engine = engine
@@ -158,7 +158,7 @@ class Execution:
                 return Rewound(id=request.id, seq=pending.seq, position=position, **seen(after)), after
 
     def fork(self, request: Open, of: ForkPoint, pending: Pending, parent: History) -> tuple[Result, History]:
-        """Open a session that begins with tokens of `parent`, a whole history. Raises `RefusedError`."""
+        """Open a fork of `parent`, a history that `is_whole`, at the position `of`. Raises `RefusedError`."""
         if of.expect_position not in (None, parent.position):
             raise RefusedError(
                 "position_conflict",
@@ -183,7 +183,7 @@ class Execution:
         history: History,
         shared: Callable[[History], Awaitable[int]],
     ) -> tuple[Result, History]:
-        """Close a session; a forget also erases its KV, except that of its first `shared(history)` tokens."""
+        """Close a session; with `forget` also erase its KV, except of its first `shared(history)` tokens."""
         removed = await self._retention.note_close(key, forget=request.forget)
         closed = Closed(id=request.id, seq=pending.seq, position=history.position, removed_entries=removed)
         if not request.forget:
@@ -268,7 +268,7 @@ class Execution:
         published: Published,
         echo_bytes: int,
     ) -> tuple[Answer, Grammar | None, tuple[str, ...]]:
-        """Create an answer that begins with its published chunks; return its grammar and warnings, too."""
+        """Create an answer that begins with its published chunks; return it, its grammar and its warnings."""
         prompt, policy = extended.history.tokens, extended.history.policy
         # Context and memory limit an answer; the tokens that a dead worker has published stay in any case.
         most = len(prompt) + request.max_tokens if policy.is_endless else self._limits.context_tokens
@@ -295,7 +295,7 @@ class Execution:
     async def _begun(
         self, key: SessionKey, request: Generate, pending: Pending, history: History
     ) -> tuple[Published, Input]:
-        """Read the chunks that a dead worker has published of an answer, and add the request's input.
+        """Read the chunks of the answer that an earlier worker has published, and add the request's input.
 
         Sets `cancelled` or `given_up` of `pending` if the answer cannot continue. Raises `FencedError`.
         """
@@ -317,9 +317,9 @@ class Execution:
     async def _end_foreign(
         self, key: SessionKey, request: Generate, pending: Pending, history: History, published: Published
     ) -> tuple[Result, History]:
-        """End an answer that a model with another tokenizer has begun; its result is the published part.
+        """End an answer that a model with another tokenizer has begun; the published part is the result.
 
-        The session gets that part as a message, tokenised for this model.
+        That part is added to the session as a message, tokenised for this model.
         """
         await self._journal.chunks.seal(
             key, request.id, pending.seq, published.last_seq, server=pending.server
@@ -333,9 +333,10 @@ class Execution:
     async def _score(
         self, key: SessionKey, pending: Pending, prompt: History, scores: Scores
     ) -> TurnResult | None:
-        """Prefill a prompt and fill its scores; return None if they are filled already, or it was cancelled.
+        """Prefill a prompt, and store the logprobs of its tokens in `scores`; return the cost.
 
-        This is a turn of its own, like an append: the answer may be complete already, or have no tokens.
+        This turn is separate from the answer's, because the answer may be complete already, or have no
+        tokens. Returns None if `scores` was complete, or if the request was cancelled before the turn.
         """
         if scores.end >= prompt.position:
             return None
@@ -346,7 +347,7 @@ class Execution:
         return turn
 
     async def _extend(self, history: History, request: Append | Generate) -> Input:
-        """Add a request's input, on a thread unless it is small; raises `RefusedError`."""
+        """Add a request's input to a history, on a thread if it may be long. Raises `RefusedError`."""
         for one in [] if self._placeholders else unread(request.messages or ()):
             if one.is_lost:
                 raise RefusedError("invalid_request", f"{one.where}: {one.refusal}")
@@ -356,7 +357,7 @@ class Execution:
         return self._fold.extend(history, request)
 
     def _resume(self, published: list[Chunk], answer: Answer) -> None:
-        """Start the answer with its published chunks, which clients may have seen.
+        """Begin an answer with its published chunks, since clients may have seen them.
 
         Another worker may have published them, even if this worker had the session in memory all the time.
         """
@@ -381,10 +382,9 @@ class Execution:
         chunks: AnswerStream,
         warnings: tuple[str, ...],
     ) -> TurnResult | None:
-        """Sample the answer to its end.
+        """Sample the rest of an answer and publish it as chunks; the first chunk has the `warnings`.
 
-        Its first chunk gets the `warnings`. Returns None if the answer is complete already, or was cancelled
-        before its turn began.
+        Returns None if the answer is complete already, or was cancelled before its turn began.
         """
         if answer.finish_reason is not None:
             return None
@@ -415,7 +415,7 @@ async def _settle(
     *,
     is_begun_by_other: bool,
 ) -> None:
-    """Set an answer's finish reason after its turn; if the answer was ended early, seal its chunks."""
+    """Set an answer's finish reason after its turn. If the answer ended early, prevent further chunks."""
     if answer.finish_reason == "stop" and grammar and answer.tokens[-1] in answer.end_tokens:
         followed = await in_thread(grammar.follow, answer.tokens[:-1])
         if not followed.is_complete:  # the grammar reached one of its limits
@@ -440,7 +440,7 @@ def _whole_calls(parts: Sequence[CallPart]) -> tuple[Called, ...]:
 
 
 def _together(scored: TurnResult | None, sampled: TurnResult | None) -> TurnResult | None:
-    """Add up the costs of a prompt's turn and of its answer's turn, which reuses the prompt's KV."""
+    """Add up the costs of a prompt's turn and its answer's turn; only the first one prefills the prompt."""
     if scored is None or sampled is None:
         return scored or sampled
     prefill_s = scored.prefill_s + sampled.prefill_s

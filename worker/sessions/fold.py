@@ -110,12 +110,12 @@ class Fold:
             )
 
     def extend(self, history: History, request: Append | Generate, answer: Message | None = None) -> Input:
-        """Add a request's input, and for a generate the answer header, or its `answer` as a message.
+        """Tokenise a request's input and add it to a history; for a generate, also add the answer header.
 
-        If the session has another tokenizer's tokens, the whole conversation is rendered and tokenised anew.
-
-        Raises `RefusedError` for tokens outside the vocabulary and for messages that the chat template
-        refuses, and `CutOffError`.
+        If `answer` is given, it is added as a message instead of the header. If the session's tokens were
+        made with another tokenizer, the whole conversation is rendered and tokenised anew. Raises
+        `RefusedError` for tokens outside the vocabulary and for messages that the chat template refuses,
+        and `CutOffError`.
         """
         self._check_model(history)
         kept, num_added, num_raw, warnings = history.position, 0, 0, list[str]()
@@ -156,20 +156,20 @@ class Fold:
         return replace(extended, conversation=conversation, tokens=extended.tokens + tokens, exists=True)
 
     def opened(self, history: History, policy: Policy, tags: tuple[str, ...] = ()) -> History:
-        """Start a session; it may replace a closed session of the same name."""
+        """Return the history of a new session; `history` is empty, or of a closed session with this name."""
         return replace(self.begin(history.conversation.started), exists=True, policy=policy, tags=tags)
 
     def forked(self, whole: History, parent: Parent, tags: tuple[str, ...] = ()) -> History:
-        """Start a session with the first tokens of its parent, given the parent's `whole` history.
+        """Return the history of a fork, given its parent's `whole` history.
 
-        The fork equals the parent after a rewind to the fork's position, which may be inside an answer or a
-        prompt. Raises `CutOffError`.
+        The fork starts as the parent after a rewind to `parent.position`, which may be inside an answer or
+        a prompt. Raises `CutOffError`.
         """
         begun = self.rewound(whole, parent.position)
         return replace(begun, tokens=begun.tokens.apart(), parent=parent, tags=tags)
 
     def closed(self, history: History) -> History:
-        """Mark a session as closed. The history keeps its tokens only for its position."""
+        """Mark a session as closed. Its history keeps the tokens, since their number is the position."""
         return replace(history, closed=True)
 
     def rewound(self, history: History, position: int) -> History:
@@ -187,8 +187,8 @@ class Fold:
     ) -> History:
         """Return the history after a request, given its result and the `history` before the request.
 
-        `base` is the parent's history that an opened fork begins with; `packed` are the encoded tokens of the
-        request's input, if the result does not contain them. Tokenises nothing.
+        `base` is the history that a fork starts with, if the request opens one. `packed` are the encoded
+        tokens of the request's input, if the result does not contain them. Tokenises nothing.
 
         Raises `DivergedError` if the result does not follow from the history, and `CutOffError`.
         """
@@ -261,7 +261,7 @@ class Fold:
         model: Model | None,
         answer: Message | None,
     ) -> History:
-        """Return the history after a request's input, given all `tokens` up to its end. Tokenises nothing."""
+        """Return the history after a request's input, given all `tokens` it then has. Tokenises nothing."""
         tools = None if request.tools is None else msgspec.to_builtins(request.tools)
         conversation = history.conversation.with_extras(tools, request.chat_template_kwargs)
         end, is_rewritten = len(tokens) - num_given, kept < history.position
@@ -287,7 +287,7 @@ class Fold:
     def _said(
         self, request: Append | Generate, conversation: Conversation, noted: Counter[str]
     ) -> list[Said]:
-        """Return a request's messages in the form that the template renders; `noted` counts the changes."""
+        """Change a request's messages to what the template renders; `noted` counts each kind of change."""
         messages = [message.as_sent() for message in request.messages or ()]
         adapted = self._tokenizer.adapted(messages, conversation.last_message, noted)
         return [Said(message, request.special_tokens is True) for message in adapted]
@@ -296,7 +296,7 @@ class Fold:
         return [Said(one) for one in self._tokenizer.adapted([answer], {"role": "user"}, Counter())]
 
     def _check_model(self, history: History) -> None:
-        """Raise `RefusedError` if another model answered the session and it may not be taken over."""
+        """Raise `RefusedError` if another model answered the session, and this one may not take it over."""
         last, own = history.model, self.model
         if self._takes_over or not history.position or last is None or digests_of(last) == digests_of(own):
             return
@@ -309,7 +309,8 @@ class Fold:
     def _tokenised_anew(self, history: History) -> tuple[History, int]:
         """Tokenise the whole conversation for this tokenizer; also count the tokens up to its last raw part.
 
-        Raises `RefusedError` if a part is known as tokens only, `TemplateError`, and `CutOffError`.
+        Raw parts are text outside of chat messages. Raises `RefusedError` if only the tokens of a part are
+        known, `TemplateError`, and `CutOffError`.
         """
         conversation, tokens, num_raw = history.conversation.emptied(), as_tokens(), 0
         for part in history.conversation.parts():
@@ -338,7 +339,7 @@ class Fold:
         answer: Message | None,
         warnings: list[str],
     ) -> Iterator[Edit]:
-        """Yield a request's edits of the history: tools, input, a generate's answer header or answer."""
+        """Yield functions that add a request to a history in steps: tools, input, answer header or answer."""
         if request.tools is not None or request.chat_template_kwargs is not None:
             tools = None if request.tools is None else msgspec.to_builtins(request.tools)
             if tools and not self._tokenizer.markup.renders_tools:
@@ -370,9 +371,9 @@ class Fold:
                 yield lambda state: self._begin_answer(state, request)
 
     def _begin_answer(self, state: History, request: Generate) -> tuple[Conversation, Addition]:
-        """Add the beginning of the answer that the request gives (`prefix`).
+        """Add the request's `prefix`, with which its answer begins.
 
-        If the request allows no reasoning, first end a reasoning part that the answer header has opened.
+        If the request allows no reasoning, first close the reasoning that the answer header has opened.
         """
         text = request.prefix if request.special_tokens else self._tokenizer.as_text(request.prefix)
         tokens = self._tokenizer.encode(text, at_start=not state.tokens)
@@ -389,7 +390,7 @@ class Fold:
         return begun, Addition(state.position, tokens)
 
     def _as_message(self, state: History, answer: Message) -> tuple[Conversation, Addition]:
-        """Add an answer that another tokenizer's model has begun, tokenised for this model."""
+        """Add an answer that was begun with another tokenizer, tokenised for this model."""
         if state.conversation.has_messages:
             return state.conversation.add_said(state.tokens, self._answer_said(answer))
         return self._raw(state, self._tokenizer.encode(answer["content"], at_start=not state.tokens))
@@ -408,7 +409,7 @@ class Fold:
 
 
 def _is_foreign(history: History, model: Model | None) -> bool:
-    """Whether a session has tokens that were made with another tokenizer than the model's."""
+    """Whether a session's tokens were made with another tokenizer than that of `model`."""
     last = history.model
     if last is None or model is None or not history.position:
         return False
@@ -416,7 +417,7 @@ def _is_foreign(history: History, model: Model | None) -> bool:
 
 
 def _begun(history: History, result: Appended | Generated) -> History:
-    """Return the history before a result; a result that begins the session sets its cache policy."""
+    """Return the history before a result; a session that does not exist yet gets the result's policy."""
     return history if history.exists else replace(history, policy=_recorded(result))
 
 

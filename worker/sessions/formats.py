@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from .history import History
 
-#: The markers around reasoning in the harmony format; more messages may follow before the text.
+#: The markers around reasoning in the harmony format; other messages may follow before the final text.
 _ANALYSIS: Final = ("<|channel|>analysis<|message|>", "<|end|>")
 
 
@@ -50,7 +50,7 @@ class Formats:
     def splitter(self, place: str, request: Generate, prompt: History) -> Splitter | None:
         """Return the splitter of an answer; None if the whole answer is text.
 
-        `place` names the request's place in the log; the ids of calls are derived from it. Raises
+        `place` names the session and the request's sequence; ids of tool calls are derived from it. Raises
         `RefusedError` if the session lacks the tools that the request requires.
         """
         conversation = prompt.conversation
@@ -91,7 +91,7 @@ class Formats:
     async def grammar(
         self, request: Generate, prompt: History, *, splits: bool
     ) -> tuple[Grammar | None, tuple[str, ...]]:
-        """Return the answer's grammar, None if it may be anything, and warnings about options without effect.
+        """Return an answer's grammar (None if it may be any text), and warnings about ineffective options.
 
         `splits` says that a splitter separates reasoning and calls from text. Raises `RefusedError`.
         """
@@ -121,7 +121,7 @@ class Formats:
     async def _of_calls(
         self, request: Generate, tools: list[dict[str, Any]], *, is_forced: bool
     ) -> tuple[Grammar | None, tuple[str, ...]]:
-        """Compile a grammar of calls. Raises `GrammarError`.
+        """Compile a grammar of tool calls. Raises `GrammarError`.
 
         A tool that is not strict, and whose schema cannot be compiled, may be called with any object. So may
         all that are not strict, if their schemas cannot be compiled together.
@@ -155,7 +155,7 @@ class Formats:
         return found
 
     async def _check_schema(self, function: dict[str, Any]) -> None:
-        """Compile the schema of a tool alone. Raises `GrammarError`, which names the tool."""
+        """Check that a tool's schema compiles. Raises `GrammarError` with the tool's name."""
         schema = JsonSchema(function.get("parameters") or {}, strict=bool(function.get("strict")))
         try:
             await self._grammars.compiled(JsonSchemaFormat(schema))
@@ -179,7 +179,10 @@ class Formats:
     def _behind_reasoning(
         self, request: Generate, prompt: History, grammar: Grammar | None, *, may_call: bool
     ) -> Grammar | None:
-        """Wrap a grammar, of calls if `may_call`, to begin after the reasoning, which ends at its budget."""
+        """Wrap a grammar so that it applies after the reasoning only, and reasoning ends at its token budget.
+
+        `may_call` says that the grammar has tool calls.
+        """
         tokenizer, budget = self._tokenizer, request.reasoning.budget
         is_harmony = tokenizer.markup.is_harmony
         pair, is_begun = tokenizer.markup.reasoning, prompt.conversation.in_reasoning(prompt.tokens)
@@ -206,7 +209,7 @@ class Formats:
 
 
 def is_prefix_final(request: Generate) -> bool:
-    """Whether the request gives the beginning of the answer's text, with no reasoning before it."""
+    """Whether the request's `prefix` begins the answer's text, with no reasoning before it."""
     return bool(request.prefix) and request.reasoning.budget == 0
 
 

@@ -1,4 +1,4 @@
-"""A session's history (tokens and conversation) and added inputs. Pure values; `fold` computes them."""
+"""A session's history: its tokens and conversation, before and after an input. Pure; see `fold`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     Edit: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
 
-#: Last tokens that a session under a window keeps in memory, for drafts that repeat earlier text.
+#: Number of last tokens that an endless session keeps in memory, for drafts that repeat earlier text.
 KEPT: Final = 16_384
 
 
@@ -65,8 +65,8 @@ class DivergedError(Exception):
 class History:
     """A session's tokens and the state of its conversation.
 
-    `policy` says which of the tokens the model sees; while the session does not exist, it is the default. A
-    fork has a `parent`; `tags` are those of the session's `open`. `model` made the last turn.
+    `policy` says which of the tokens the model sees; it is the default policy until the session exists. Only
+    forks have a `parent`. `tags` come from the session's `open`. `model` is the model of the last turn.
     """
 
     conversation: Conversation
@@ -88,11 +88,10 @@ class History:
         return self.tokens.digest()
 
     def shortened(self, *, tokens: bool = True) -> History:
-        """Return the history without the parts that only a rewind or a prefill after lost KV needs.
+        """Return the history without the parts that only a rewind, or a prefill after KV was lost, needs.
 
-        This saves memory and time to load them; the two operations then raise `CutOffError`. Under a
-        policy for endless sessions, `tokens` that the model no longer sees are left out too, except the last
-        `KEPT`.
+        This saves memory and loading time; those two operations then raise `CutOffError`. With `tokens`, an
+        endless session also drops the ids of tokens that the model no longer sees, except the last `KEPT`.
         """
         conversation, held, policy = self.conversation.shortened(), self.tokens, self.policy
         if tokens and policy.is_endless and not conversation.looks_back:
@@ -107,7 +106,7 @@ class History:
 
 
 def seen(history: History) -> dict[str, Any]:
-    """Build a result's fields about the cache policy; `history` is the session after it. Empty for `full`."""
+    """Return the fields of a result that describe the session's cache policy; none for the policy `full`."""
     cache = in_words(history.policy) if history.exists else None
     if cache is None:
         return {}
@@ -120,7 +119,7 @@ def digests_of(model: Model) -> str:
 
 
 def spoken(text: str, reasoning: str, calls: Sequence[Called]) -> Message:
-    """Build an answer's message for a chat template."""
+    """Return an answer as an assistant message for the chat template."""
     message: Message = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -133,9 +132,9 @@ def spoken(text: str, reasoning: str, calls: Sequence[Called]) -> Message:
 class Input:
     """A history with a request's input added; its first `kept` tokens are unchanged.
 
-    Its last `num_given` tokens are the beginning of the answer, which the request gives. If the session was
-    tokenised anew, for another tokenizer, its first `num_raw` tokens are raw content. `warnings` name the
-    content that the model gets in another form than the request's.
+    The last `num_given` tokens are the request's `prefix`, with which the answer begins. If the session was
+    tokenised anew, for another tokenizer, its last raw part (text outside of chat
+    messages) ends after `num_raw` tokens. `warnings` name the content that the model gets in another form.
     """
 
     history: History
@@ -147,5 +146,5 @@ class Input:
 
     @cached_property
     def change(self) -> Change:
-        """The result's field `change`: which of the session's tokens the request kept, and which it added."""
+        """The result's field `change`: how many of the session's tokens were kept, and which were added."""
         return Change(kept=self.kept, input=to_compact(self.history.tokens[self.kept :]), raw=self.num_raw)

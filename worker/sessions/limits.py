@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .port import EnginePort
 
 
-#: Most different cache policies until the worker restarts: each takes memory, and slows down a forget.
+#: The worker accepts this many different cache policies: each takes memory, and slows down a forget.
 MOST_POLICIES: Final = 64
 
 
@@ -43,10 +43,10 @@ class Limits:
     ) -> None:
         """`default` is the policy of sessions that choose none.
 
-        `context_tokens` is the most that a session under `full` or `paged` may hold, `vocab_size` bounds
-        token ids. `kv_bits` is the precision of this worker's KV; None is full precision. A `sink_window` is
-        refused if its window is smaller than `block_tokens`, or larger than `context_tokens` together with
-        its sink. `refusal`, if given, says why no session can run.
+        `context_tokens` is the largest size of a session under `full` or `paged`; token ids are below
+        `vocab_size`. `kv_bits` is the precision of this worker's KV; None is full precision. A `sink_window`
+        is refused if its window is below `block_tokens`, or if sink and window together exceed
+        `context_tokens`. `refusal`, if given, says why no session can run.
         """
         self.context_tokens = context_tokens
         self.vocab_size = vocab_size
@@ -55,10 +55,10 @@ class Limits:
         self._block_tokens = block_tokens
         self._kv_bits = kv_bits
         self._refusal = refusal
-        self._policies: set[Policy] = set()  # under which sessions were opened
+        self._policies: set[Policy] = set()  # of all sessions opened, without the default and full
 
     def check_bias(self, request: Generate) -> None:
-        """Refuse biases for tokens that the model does not have."""
+        """Refuse a request whose `logit_bias` names tokens that the model does not have."""
         beyond = [token for token in request.logit_bias if token >= self.vocab_size]
         if beyond:
             raise RefusedError(
@@ -95,9 +95,9 @@ class Limits:
             raise RefusedError("invalid_request", why)
 
     def note(self, policy: Policy) -> None:
-        """Record the policy of an `open` request.
+        """Record the policy of an `open` request; refuse a new policy if there are `MOST_POLICIES` already.
 
-        Refuse it if the worker would have too many different policies. Open sessions are not affected.
+        Sessions that are open already are not affected.
         """
         if policy in (FULL, self._default, *self._policies):
             return
@@ -110,7 +110,7 @@ class Limits:
         self._policies.add(policy)
 
     def check_size(self, num_prompt: int, policy: Policy, *, room: int) -> None:
-        """Refuse a prompt that can never run with `room` further tokens for its answer."""
+        """Refuse a prompt that, with `room` tokens for its answer, exceeds the context or all KV memory."""
         if not policy.is_endless and num_prompt + room > self.context_tokens:
             raise RefusedError(
                 "context_exceeded",

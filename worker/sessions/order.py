@@ -17,18 +17,18 @@ _MOST_TOKENS: Final = 1024
 
 
 def place(arrived_s: float, priority: int, max_new: int = 0) -> float:
-    """Return a request's place in the order of all requests, in seconds; the lowest place comes first.
+    """Return a request's rank among all requests, in seconds; the request with the lowest rank is first.
 
-    The fewer tokens its answer may have (`max_new`), the earlier it comes. A place never changes, so no
-    request starves: later requests overtake it only for a limited time.
+    The fewer tokens its answer may have (`max_new`), the lower its rank. A rank never changes, so no
+    request starves: later requests can overtake it only for a limited time.
     """
     return arrived_s - priority * PRIORITY_S + min(max_new, _MOST_TOKENS) * TOKEN_S
 
 
 def has_place(num: int, num_short: int, limit: int, part: int, *, is_short: bool) -> bool:
-    """Return whether one more request fits beside `num`, of which `num_short` have short answers.
+    """Return whether one more request may run beside `num`, of which `num_short` have short answers.
 
-    Up to (limit - 1) / part short answers, rounded up, do not count towards `limit`: so they need not wait
-    for long answers, and however many come, they take no more room from long answers.
+    Up to (limit - 1) / part requests with short answers, rounded up, do not count towards `limit`, so that
+    they need not wait for long answers. Any further ones count like requests with long answers.
     """
     return num + 1 - min(num_short + is_short, -(-(limit - 1) // part)) <= limit

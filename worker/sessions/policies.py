@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def chosen(cache: CachePolicy, default: Policy) -> Policy:
     """Return the policy that an `open` request names; `default` if it names none.
 
-    Raises `ValueError` for pins that do not fit.
+    Raises `ValueError` for pinned spans that overlap or do not fit into the resident tokens.
     """
     if cache.policy is None:
         return default

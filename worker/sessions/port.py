@@ -42,10 +42,10 @@ class StoppingError(Exception):
 class Asked:
     """A turn that the device is to run: an append, or a generate, which has an `answer`.
 
-    `context` are all tokens of the session up to where sampling starts. Tokens that the answer already holds
-    were published before a crash; they are the end of the context. Higher priorities come first. With
-    `scores`, an append fills them for all tokens of the context; with `embedding`, it computes the vector of
-    the last token but one, and stores no KV.
+    `context` has all tokens of the session up to where sampling starts. Tokens that the answer already has
+    were published before a crash; they are the end of the context. Higher priorities run first. An append
+    with `scores` stores the logprobs of its context there. With `embedding`, the context ends with an unused
+    token: the turn computes the vector of the token before it, and stores no KV.
     """
 
     key: SessionKey
@@ -71,8 +71,8 @@ class Asked:
 class TurnResult:
     """The cost of a turn. `num_cached` prompt tokens already had KV; `num_prefilled` were prefilled.
 
-    `complete` says that the turn was not cancelled before its whole context had KV. `started_s` and
-    `first_token_s` are readings of the monotonic clock.
+    `complete` is false if the turn was cancelled before its whole context had KV. `live_bytes` is the
+    session's KV on the device. `started_s` and `first_token_s` are readings of the monotonic clock.
     """
 
     complete: bool
@@ -100,27 +100,27 @@ class EnginePort(Protocol):
     ) -> TurnResult | None:
         """Load or prefill the KV of a context, then sample the answer after it, if there is one.
 
-        The policy must have no `refusal`. `publish(chunk)` is awaited for the answer's new tokens,
-        several at a time if it is slower than the device. Returns None if the turn was `cancelled()` before
-        it reached the device; later, `cancel` ends it with the tokens so far. The phases of the turn's time
-        are appended to `phases`, even if the turn fails. Raises `DeviceFaultError`; `NoMemoryError`;
-        `CutOffError` if the turn needs token ids that the context leaves out; and `StoppingError` if the
-        worker stops before the end.
+        The policy must be one for which `refusal` returns None. The engine awaits `publish(chunk)` for new
+        tokens; a chunk has several if `publish` is slower than the device. Returns None if `cancelled()` was
+        true before the turn reached the device; after that, `cancel` ends the turn and its tokens stay.
+        Appends the phases of the turn's time to `phases`, even if the turn fails. Raises `DeviceFaultError`;
+        `NoMemoryError`; `CutOffError` if the turn needs token ids that the context leaves out; and
+        `StoppingError` if the worker stops before the end.
         """
 
     async def embed(
         self, key: SessionKey, tokens: Tokens, *, priority: int = 0, logits_of: tuple[int, ...] = ()
     ) -> bytes:
-        """Return a prompt's vector, or the logits of the tokens `logits_of` after it; see `Embedding`.
+        """Return a prompt's vector or, if `logits_of` has token ids, their logits after it; see `Embedding`.
 
-        All calls must pass the same `logits_of`. No session may have this key; no KV of the prompt stays on
-        the device. Raises what `run` raises.
+        All calls must pass the same `logits_of`. No session may have this key, as the prompt's KV is dropped
+        from the device afterwards. Raises what `run` raises.
         """
 
     def cancel(self, key: SessionKey) -> None:
         """End the session's turn after the running step.
 
-        If the turn has not reached the device yet, the caller's `cancelled()` must already return true.
+        If the turn has not reached the device yet, the `cancelled` passed to `run` must already return true.
         """
 
     def progress(self, key: SessionKey) -> Progress | None:
@@ -136,7 +136,7 @@ class EnginePort(Protocol):
         """Whether KV of this size fits onto a device that holds no other KV."""
 
     def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
-        """Count the bytes of resident KV that a session with these tokens can reuse."""
+        """Return the bytes of KV on the device that a session with these tokens can reuse."""
 
     def most_tokens(self, most: int, policy: Policy = FULL) -> int:
         """Return the largest number of tokens, at most `most`, with which a session fits into KV memory."""

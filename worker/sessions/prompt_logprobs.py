@@ -1,6 +1,6 @@
 """Builds the echo of a generate: the logprobs of the tokens that the request adds before its answer. Pure.
 
-`execution` has the device compute them.
+The device computes them, in a turn that `execution` runs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 #: Most prompt tokens whose logprobs one result may contain.
 MOST_ECHOED: Final = 8192
-#: Size of one such token as JSON, and of each of the likeliest tokens in its place.
+#: Bytes of one prompt token as JSON, and of each of the likeliest tokens at its position.
 _TOKEN_BYTES: Final = 80
 
 
 def echo_of(request: Generate, extended: Input, max_bytes: int) -> tuple[Scores | None, int]:
-    """Return the scores to fill (None without an echo), and about how many bytes of the result they take.
+    """Return empty scores for the device to fill (None without an echo), and their size as JSON.
 
-    `max_bytes` limits the answer, of which an echo takes half at most. Raises `RefusedError`.
+    Raises `RefusedError` if they take more than half of the answer's `max_bytes`, or in a paged session.
     """
     if not request.echo:
         return None, 0
@@ -46,7 +46,7 @@ def echo_of(request: Generate, extended: Input, max_bytes: int) -> tuple[Scores 
 
 
 def told(scores: Scores | None, extended: Input, answer: Answer) -> tuple[PromptToken, ...]:
-    """Return each new token with its logprob (none for a session's first); empty until all are known."""
+    """Return the prompt's new tokens with logprobs (none for a session's first); empty until complete."""
     tokens = extended.history.tokens
     if scores is None or scores.end < len(tokens):
         return ()

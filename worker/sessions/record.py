@@ -59,12 +59,12 @@ class Pending:
 
     `request` is None if the body is invalid; then `error` says why, and `named` is the body's id, if any. If
     the request repeats an answered id, `first` is the body of that id's first result. `stored` is the time at
-    which the log stored the request. `held` is the part of an answer, ended early, that is not published yet;
-    `published` is the task, if any, that reads the answer's chunks from the token stream. `after` is the
-    session's last known result when the request was begun, `base` the digest of the history, and `server` the
-    server process that the session was read from. `given_up` says why the answer ends with its published
-    part, if it does. Three fields are for spans: `parent` names the publisher's span, `phases` are the parts
-    of the turn's time, and the first `num_resumed` tokens of the answer come from a worker that has died.
+    which the log stored the request. `held` is the unpublished end of an answer that was ended early;
+    `published` is the task, if any, that reads the answer's chunks from the token stream. When the request
+    was begun, `after` was the sequence of the session's last known result, `base` the digest of its history,
+    and `server` the NATS server process that it was read from. `given_up` says why the answer ends with its
+    published part, if it does. Three fields are for spans: `parent` names the publisher's span, `phases` are
+    the parts of the turn's time, and the first `num_resumed` tokens of the answer come from another worker.
     """
 
     seq: int
@@ -123,7 +123,7 @@ class Pending:
         return str(self.request.__struct_config__.tag) if self.request else "invalid"
 
 
-#: Results between two checkpoints; opening a session replays about as many.
+#: Number of results between two checkpoints; opening a session replays about as many.
 _CHECKPOINT_EVERY: Final = 512
 
 
@@ -143,7 +143,7 @@ class Record:
     """
 
     def __init__(self, fold: Fold, *, whole: bool = False) -> None:
-        """`whole` keeps the whole conversation until the pending request that needs it is answered."""
+        """With `whole`, the history is never shortened, since a request needs early parts of the session."""
         self._fold = fold
         self.whole = whole
         self.history: History = fold.begin(datetime.fromtimestamp(0, UTC))
@@ -151,36 +151,36 @@ class Record:
         self.pending: deque[Pending] = deque()
         #: Whether all results were read; until then the log may have results after `out_seq`.
         self.folded = False
-        #: Whether another worker stored a result since: then this record is stale.
+        #: Whether another worker has stored a result after the first reading: then this record is stale.
         self.overtaken = False
-        #: Whether the log has more requests behind `in_seq`.
+        #: Whether the log has more requests after `in_seq`.
         self.has_more = False
         self.in_seq = 0
         self.out_seq = 0
-        #: Entries of `out` that answer no request: no worker publishes such entries.
+        #: Number of entries of `out` that answer no request: no worker publishes such entries.
         self.num_foreign = 0
         #: Why this worker cannot continue the log; None if it can.
         self.diverged: str | None = None
-        #: The last folded request whose result has a digest of the history; 0 if there is none.
+        #: Sequence of the last applied request whose result has a digest of the history; 0 if there is none.
         self.proven_seq = 0
         #: The last result's sequence, its request, and the result.
         self.last: tuple[int, Pending, Result] | None = None
-        self._first_in = 0  # the first request that was read, or the checkpoint's
-        self._last_out = 0  # the entry of `out` that was read or stored last; 0 if unknown
+        self._first_in = 0  # sequence of the first request that was read, or of the checkpoint's
+        self._last_out = 0  # sequence of the entry of `out` that was read or stored last; 0 if unknown
         self._is_begun = False  # whether a result was read that changed the session
         self._lost_results: list[tuple[int, int]] = []  # (the last result before it, the lost one)
         self._early: dict[int, _EarlyResult] = {}
         self._cancelled_before = 0  # a close at this sequence cancels the requests before it
         self._answered_unread: set[int] = set()  # unread requests that this worker has answered
-        self._last_position = 0  # as the last result that changed the history says
+        self._last_position = 0  # from the last result that changed the history
         self._checkpoint_seq = 0  # the request of the checkpoint that the record started from
-        self._num_since_checkpoint = 0  # results since then
-        self._num_committed = 0  # by this worker
+        self._num_since_checkpoint = 0  # results since the last checkpoint
+        self._num_committed = 0  # results that this worker has stored
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Start from a checkpoint, instead of the beginning of the log."""
         self.history, self.answered_ids = checkpoint.history, checkpoint.answered
-        if not self.history.exists:  # the default may have changed since
+        if not self.history.exists:  # the default policy may have changed since
             self.history = replace(self.history, policy=self._fold.policy)
         self._last_position = 0 if self.history.closed else self.history.position
         # Not the sequence of the checkpoint's result: results of later requests may lie before it.
@@ -198,7 +198,7 @@ class Record:
         return 0 if self.history.closed else self.history.position
 
     def next_checkpoint(self, in_seq: int) -> Checkpoint | None:
-        """Return the next checkpoint, of the history after the request at `in_seq`; None if none is due.
+        """Return a checkpoint of the session after the request at `in_seq`; None if none is due yet.
 
         The result of that request must contain a digest of the history. No checkpoint is due while an earlier
         request is pending. Parts that the checkpoint leaves out of the history are dropped from memory too.
@@ -214,18 +214,18 @@ class Record:
 
     @property
     def unread_seq(self) -> int:
-        """Sequence of the last unread request whose result is known; 0 if there is none."""
+        """Sequence of the last request that was not read although its result was; 0 if there is none."""
         return max(self._early, default=0)
 
     def has_result(self, seq: int) -> bool:
-        """Whether the result of the unread request at `seq` is known."""
+        """Whether the request at `seq`, which was not read yet, is known to have a result."""
         return seq in self._early or seq in self._answered_unread
 
     def add_results(self, entries: Sequence[Entry]) -> bool:
         """Add results; return whether any of them answers a request that had no result.
 
-        Ignores entries that no worker can have written: without a valid result or a digest of the history; or
-        for a request that was stored later or already has a result.
+        Ignores entries that no worker can have written: those without a valid result or a history digest, and
+        those that answer a request which was stored later or already has a result.
         """
         found = False
         waiting = {pending.seq for pending in self.pending}
@@ -245,9 +245,9 @@ class Record:
         return found
 
     def _note_holes(self, entry: Entry, result: Result | None) -> None:
-        """Note which results the log has lost: each result names the one before it.
+        """Note which results are missing from the log; each result names the one before it.
 
-        Results up to a session's close may also be missing because the closed session is being removed.
+        Results before a close do not count as lost: the closed session may be in the process of removal.
         """
         before, self._last_out = self._last_out, entry.seq
         fence = entry.headers.get(EXPECT_HEADER, "")
@@ -262,15 +262,15 @@ class Record:
         return pending in self.pending or (pending.seq > self.in_seq and not self.has_result(pending.seq))
 
     def parts_of(self, seq: int) -> str | None:
-        """Return the link to the long value beside the result of the unread request at `seq`; else None."""
+        """Return the link to the long value that belongs to the result of the request at `seq`, or None."""
         early = self._early.get(seq)
         return early.entry.headers.get(PARTS_HEADER) if early else None
 
     def add_requests(self, entries: Sequence[Entry], parts: Mapping[int, History | str | None]) -> None:
         """Add the next requests: apply those with a result, queue the others.
 
-        `parts` has the long values beside their results, by the sequence of the request: the history that a
-        fork began with, or an input's encoded tokens; None if the value has left the log.
+        `parts` maps the sequence of a request to the long value of its result: the history that a fork starts
+        with, or the encoded tokens of an input; None if the value has left the log.
         """
         if self.in_seq == 0 and entries:
             self.history = self._fold.begin(_began(entries[0]))
@@ -283,9 +283,9 @@ class Record:
             self.in_seq = max(self.in_seq, entry.seq)
 
     def end_fold(self) -> None:
-        """Finish the first reading of the log: check for lost results, and for results of lost requests."""
+        """Finish the first reading of the log; mark it as diverged if a result, or its request, is lost."""
         self.folded = True
-        # Of a session that is being removed, the first requests go before their results.
+        # When a session is being removed, its first requests are removed before their results.
         lost = [
             seq
             for seq, early in self._early.items()
@@ -314,7 +314,7 @@ class Record:
             self.answered_ids.add(pending.request.id, AnsweredAt(pending.seq, out_seq))
 
     def cancel_before(self, seq: int) -> None:
-        """Cancel the pending appends and generates before the close at `seq`, which cancels them."""
+        """Cancel the pending appends and generates that were stored before the close at `seq`."""
         self._cancelled_before = max(self._cancelled_before, seq)
         for pending in self.pending:
             self._cancel_early(pending)
@@ -335,9 +335,9 @@ class Record:
             return
         pending = pending_at(entry, decode_request)
         request, result, out = pending.request, recorded.result, recorded.entry
-        # A close without a session before it belongs to a forgotten session with its entries gone: its digest
-        # proves nothing here. Nor does that of a request cancelled behind an unanswered close, or of a
-        # repeat.
+        # A close of a session that does not exist belongs to a forgotten session, whose entries are gone: its
+        # digest proves nothing here. Neither does the digest of a repeat, or of a request that was cancelled
+        # behind an unanswered close.
         is_of_forgotten = isinstance(result, Closed) and not self.history.exists
         changes = result.repeat_of is None and not _changes_nothing(result)
         proves = HISTORY_HEADER in out.headers and not is_of_forgotten and changes
@@ -387,7 +387,7 @@ class Record:
 
 
 def pending_at(entry: Entry, decode: Callable[[bytes], Request] = decode_request) -> Pending:
-    """Decode a request from the log. An invalid one becomes a `Pending` with an error."""
+    """Decode a request from the log. An invalid request becomes a `Pending` with an error."""
     try:
         parent = trace_headers(entry.headers)
         return Pending(entry.seq, decode(entry.body), "", entry.stored, parent=parent)
@@ -396,10 +396,10 @@ def pending_at(entry: Entry, decode: Callable[[bytes], Request] = decode_request
 
 
 def _began(entry: Entry) -> datetime:
-    """Return when a session's first request was stored.
+    """Return the time at which a session's first request was stored.
 
-    For a copied session, this is when the original log stored it. Chat templates print the date, so the copy
-    gets the same tokens. A client that states another time changes only its own prompt.
+    For a copied session, this is the time in the original log. Chat templates print the date, so the copy
+    gets the same tokens. A client that sends a false time in the header changes only its own prompt.
     """
     with contextlib.suppress(ValueError):
         began = datetime.fromisoformat(entry.headers.get(BEGAN_HEADER, ""))
@@ -427,7 +427,7 @@ def _changes_nothing(result: Result) -> bool:
 
 
 def _is_first(result: Result) -> bool:
-    """Whether no earlier request had the result's id. Once that request leaves the log, the id is free."""
+    """Whether this is the first result of its id: not a repeat, and not a failure for a reused id."""
     return result.repeat_of is None and not (isinstance(result, Failed) and result.code == "id_conflict")
 
 

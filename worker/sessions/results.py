@@ -41,7 +41,7 @@ def failed(pending: Pending, position: int, code: ErrorCode, message: str) -> Fa
 
 
 def opened(request: Open, pending: Pending, after: History) -> Opened:
-    """Build the result of an `open`, which left the session as `after`."""
+    """Build the result of an `open`; `after` is the session's history after it."""
     return Opened(
         id=request.id,
         seq=pending.seq,
@@ -54,7 +54,7 @@ def opened(request: Open, pending: Pending, after: History) -> Opened:
 
 
 def turned(before: History, extended: Input, *, holds_answer: bool = False) -> dict[str, Any]:
-    """Build a result's fields about the input's tokens and the model; `before` is the session before it."""
+    """Return a result's fields about input tokens and model; `before` is the history without the input."""
     model = extended.history.model
     previous = before.model if before.position and before.model != model else None
     return {
@@ -92,7 +92,7 @@ def withdrawn(pending: Pending, history: History, position: int) -> Result:
 def appended(
     pending: Pending, turn: TurnResult | None, before: History, extended: Input, live_bytes: int
 ) -> Appended:
-    """Build the result of an append; without a `turn`, the session's resident KV is still `live_bytes`."""
+    """Build the result of an append; without a `turn`, the session still has `live_bytes` on the device."""
     cached, prefilled = (turn.num_cached, turn.num_prefilled) if turn else (0, 0)
     return Appended(
         id=pending.id or "",
@@ -112,7 +112,7 @@ def appended(
 def begun_elsewhere(
     pending: Pending, chunk: Chunk, calls: tuple[Called, ...], before: History, extended: Input
 ) -> Generated:
-    """Build the result of an answer that a model with another tokenizer has published as `chunk`."""
+    """Build the result of an answer begun with another tokenizer; `chunk` has its published part."""
     now_s = monotonic() - pending.received_s
     return Generated(
         id=pending.id or "",
@@ -145,9 +145,9 @@ def generated(
     after: History,
     live_bytes: int,
 ) -> Generated:
-    """Build the result of a generate, whose prompt is `extended`."""
+    """Build the result of a generate; `extended` has the prompt, `after` also the answer."""
     now_s, begun_s = monotonic(), pending.received_s
-    # The beginning of an interrupted answer is in the context, but not in the prompt.
+    # The tokens of an interrupted answer are part of the context, but not of the prompt.
     num_prompt = extended.history.position if turn else 0
     num_cached = min(turn.num_cached, num_prompt) if turn else 0
     return Generated(

@@ -64,9 +64,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Chunks that were read ahead are valid for this time, which is less than any `ack_wait_s`.
+#: Chunks that were read ahead may be used for this time, which is shorter than any `ack_wait_s`.
 _FRESH_S: Final = 0.25
-#: Memory of a session, and of each of its tokens: its id, and its text in the conversation.
+#: Approximate bytes of a session, and of each token (its id, and its text in the conversation).
 _SIZE_BYTES: Final = 12_000
 _TOKEN_BYTES: Final = 8
 #: Most characters of the reason why an answer was given up.
@@ -89,7 +89,8 @@ class Session:
     ) -> None:
         """`wake(session)` starts `run` in a task unless it runs already.
 
-        `parent` returns the history of a fork's parent, `num_shared` how many tokens others share.
+        `parent` returns the history of a fork's parent; `num_shared` counts the first tokens that another
+        session has too.
         """
         self.key = key
         self._parent = parent
@@ -97,7 +98,7 @@ class Session:
         self._services = services
         self._wake = wake
         self._doubt = Doubt(key, services.attempts)
-        self._doubted_seq = 0  # the request that would be refused here, but is begun by another worker
+        self._doubted_seq = 0  # a request that this worker would refuse, but another has begun
         self.log = SessionLog(key, services, self._doubt)
         self.active: Pending | None = None
         self.num_users = 0  # users besides its task
@@ -139,7 +140,8 @@ class Session:
     def needed(self) -> Tokens | None:
         """The tokens whose KV this session still needs; None if it is closed, closing, or not read.
 
-        If closing sessions needed theirs, two forgotten at the same time would both keep their common tokens.
+        If closing sessions needed tokens, two sessions that are forgotten at the same time would both keep
+        the KV that they share.
         """
         history = self.history
         is_closing = self.active is not None and isinstance(self.active.request, Close)
@@ -163,14 +165,14 @@ class Session:
         return None
 
     def ring(self, delivery: Delivery) -> None:
-        """Record that the log has a request at the delivery's sequence, and wake the session's task."""
+        """Note that the log has a request at the delivery's sequence, and start the session's task."""
         self.log.ring(delivery)
         self._doubt.ring(delivery)
         self._end_before(delivery)
         self._wake(self)
 
     def _end_before(self, delivery: Delivery) -> None:
-        """Cancel the waiting and running requests if the delivery is a close that cancels them."""
+        """If the delivery is a close with `cancel`, cancel the waiting and running requests before it."""
         if not self.log.record.pending:
             return
         request = None
@@ -209,7 +211,7 @@ class Session:
                         asides.cancel_scope.cancel()
                     if not self.has_work:
                         await self._doubt.clear()
-                        self.log.check_fresh()  # no ack if the server has lost the result: none would follow
+                        self.log.check_fresh()  # no ack if the server lost the result: it would not redeliver
                         if not self.has_work:  # a delivery that came meanwhile still needs the anchor
                             await self._services.ack(self.key)
                         if not self.has_work:  # else a delivery came meanwhile
@@ -223,9 +225,8 @@ class Session:
     def _read_ahead(self, asides: TaskGroup) -> Callable[[Pending], None]:
         """Start to read the published chunks of a delivered generate, while the log is being read.
 
-        Returns a function that gives the chunks to a pending request. The function does nothing if the chunks
-        belong to another request, or were read so long ago that another worker may have continued the answer
-        since.
+        Returns a function that attaches the chunks to a pending request. It does nothing if the chunks belong
+        to another request, or were read so long ago that another worker may have continued the answer since.
         """
         delivery, self.log.delivered = self.log.delivered, None
         request = None
@@ -270,7 +271,7 @@ class Session:
             self._stop_active()  # its result can no longer be committed
             raise
         record = self.log.record
-        known = await self.log.find_answered(request_id)  # then a pending request of this id is a repeat
+        known = await self.log.find_answered(request_id)  # if so, a pending request with this id is a repeat
         if known and asked is not None and asked.done.is_set():
             return await self._ended(known, "waiting")  # the session's task has committed it
         pending = None if known else await self.log.find_waiting(request_id)
@@ -312,7 +313,7 @@ class Session:
         return _no_cancel(known.request.id, is_answered=True)
 
     def forget(self) -> None:
-        """Drop the session's state in memory, and its KV; the next `run` reads the log again."""
+        """Drop the session's state in memory and its KV on the device; the next `run` reads the log again."""
         self._services.disown(self.key)
         if self.log.server == self._services.journal.server:  # after a restart the log is mostly the same
             self._services.engine.forget(self.key)
@@ -321,8 +322,8 @@ class Session:
     async def _begun(self, pending: Pending) -> bool:
         """Return whether the request was started, here or by a worker that died.
 
-        If so, its published tokens stay. Only the next request can have been started: chunks that were
-        published for another request do not come from a worker.
+        If it was, its published tokens stay. Only the first pending request can have been started: chunks of
+        any other request do not come from a worker.
         """
         if pending is self.active:
             return True
@@ -331,9 +332,9 @@ class Session:
         return is_next and (await self._is_streamed(pending) or pending is self.active)
 
     async def _is_streamed(self, pending: Pending) -> bool:
-        """Return whether clients may have seen tokens of a request; if not, seal it, so that none can follow.
+        """Return whether clients may have seen tokens of a request; if not, seal its token stream.
 
-        Raises `FencedError` if another worker publishes some meanwhile.
+        After the seal no worker can publish any. Raises `FencedError` if another worker does so meanwhile.
         """
         published, request = await self._published(pending), pending.request
         if isinstance(request, Generate) and not published.chunks:
@@ -395,7 +396,7 @@ class Session:
             self.used_s = monotonic()
 
     async def _expire(self, pending: Pending, deadline_s: float) -> None:
-        """End a request at its deadline, keeping its tokens so far."""
+        """Wait for a request's deadline, then end its turn; the tokens sampled until then stay."""
         await sleep(deadline_s - time())
         if pending is self.active:
             pending.expired = True
@@ -455,7 +456,7 @@ class Session:
         return failed(pending, self.log.record.position, "internal", message), self.history
 
     async def _failure(self, pending: Pending, code: ErrorCode, why: str) -> tuple[Result, History]:
-        """Return a request's failure; or, if clients have seen a part of its answer, that part as its result.
+        """Return a failure; or, if clients have seen a part of the answer, that part as the result.
 
         Raises `StoppingError`, `FencedError` and `CutOffError`.
         """
@@ -473,7 +474,7 @@ class Session:
         return failed(pending, self.log.record.position, code, why), history
 
     async def fail(self, error: Exception) -> None:
-        """Count a failure for an unknown reason, and forget the session, so that its log is read again.
+        """Count a failure for an unknown reason, and drop the session's state, so that its log is read again.
 
         After `max_attempts` failures the next request is given up. If reading the log itself fails as often,
         requests are answered with `history_diverged`.
@@ -539,9 +540,9 @@ class Session:
         return await self._services.execution.carry_out(self.key, request, pending, history)
 
     async def _count_shared(self, history: History) -> int:
-        """Count the first tokens that another open session has too.
+        """Count the first tokens of `history` that another open session has too.
 
-        If this session may have crashed a worker, its parent is not read, since that may be the cause.
+        If this session may have crashed a worker, its parent is not read: that may have caused the crash.
         """
         parent = None if self._doubt.is_raised else history.parent
         return await self._num_shared(self.key, history.tokens, parent)
@@ -603,8 +604,8 @@ class Session:
     async def _end_tokens(self, pending: Pending, request_id: str, held: Chunk | None) -> None:
         """Close an answer's token stream.
 
-        First publishes `held`, the text held back until a cancel. If it were published before the commit, the
-        answer could continue differently after a crash.
+        First publishes `held`: text that was held back when the answer was ended early. This must follow the
+        commit: until then, after a crash, another worker could continue the answer with other text.
         """
         says = held is not None and (held.text or held.reasoning or held.tool_calls)
         rest = msgspec.structs.replace(held, seq=pending.seq) if held and says else None

@@ -54,7 +54,7 @@ class AnsweredRequest(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """The result that was stored, which is a failure if the given one was too large; and its sequence."""
+    """A stored result and its sequence. If the given result was too large, a failure was stored instead."""
 
     result: Result
     out_seq: int
@@ -67,7 +67,7 @@ class SessionLog:
     """
 
     def __init__(self, key: SessionKey, services: Services, doubt: Doubt) -> None:
-        """`doubt` says whether the session may have crashed a worker; reading the log can raise it."""
+        """`doubt` says whether the session may have crashed a worker; reading the log may set that."""
         self.key = key
         self.record = Record(services.fold)
         self.server = services.journal.server  # the server process that the record was read from
@@ -88,7 +88,7 @@ class SessionLog:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the log may differ: by another worker's result, or by a restart of the server."""
+        """Whether `record` may be out of date: another worker stored a result, or the server restarted."""
         return self.record.overtaken or self.server != self._services.journal.server
 
     def check_fresh(self) -> None:
@@ -157,7 +157,7 @@ class SessionLog:
             record.add_results(found.results)
             first_seq = found.checkpoint.in_seq
         more_results, read_seq = 1, -1
-        # Results may be of requests that came while the log was read.
+        # The last results may belong to requests that came while the log was read.
         while not record.pending and read_seq < record.in_seq:
             read_seq, record.has_more = record.in_seq, True
             while record.has_more and not record.pending:
@@ -188,7 +188,7 @@ class SessionLog:
     async def _read_on(self, record: Record) -> None:
         """Read the next requests, unless some are pending.
 
-        Raises `FencedError` in the same case as `catch_up`.
+        Raises `FencedError` if another worker has continued the session.
         """
         journal, rung_seq = self._services.journal, self._rung_seq
         results, _ = await journal.page(self.key, "out", record.out_seq)
@@ -203,7 +203,7 @@ class SessionLog:
             record.in_seq = max(record.in_seq, rung_seq)
 
     async def _parts(self, record: Record, requests: list[Entry]) -> dict[int, History | str | None]:
-        """Read the long values beside the results of these requests, by the sequence of the request."""
+        """Read the long values of the results of these requests; return them by the request's sequence."""
         found: dict[int, History | str | None] = {}
         for entry in requests:
             if (link := record.parts_of(entry.seq)) is not None:
@@ -272,7 +272,7 @@ class SessionLog:
     async def find_waiting(self, request_id: str) -> Pending | None:
         """Find a request without a result: first among the pending ones, then in the rest of the log.
 
-        Of requests with the same id only the first counts: if it has a result, the others repeat that.
+        Of requests with the same id only the first counts: if it has a result, the others will repeat it.
         """
         for pending in self.record.pending:
             if pending.id == request_id:
@@ -291,8 +291,8 @@ class SessionLog:
     async def check_unchanged(self) -> None:
         """Raise `FencedError` if another worker has stored a result since the log was read.
 
-        The other worker may even have closed and removed the session. To be called before the first chunk, as
-        published chunks cannot be taken back. Entries that are no results are skipped.
+        The other worker may even have closed and removed the session. Call this before the first chunk is
+        published, as chunks cannot be withdrawn. Skips entries that are not results.
         """
         record, journal = self.record, self._services.journal
         async with self._lock:
@@ -321,9 +321,9 @@ class SessionLog:
     ) -> Committed | None:
         """Store a result and the history after it; `closes` says that the result closes the session.
 
-        Without `history`, the result does not change the history: so a request that was cancelled while it
-        waited can be committed out of order. Returns None if the request already has a result, or the log
-        was read again meanwhile. Raises `FencedError` if the log has a result that this worker did not know.
+        If `history` is None, the result does not change it; then a request that was cancelled while it waited
+        can be answered out of order. Returns None if the request already has a result, or the log was read
+        again meanwhile. Raises `FencedError` if the log has a result that this worker did not know.
         """
         record = self.record
         if closes:

@@ -1,7 +1,7 @@
 """Keeps the sessions in this worker's memory: starts their tasks, and evicts idle sessions.
 
-An evicted session is read from its log again when its next request arrives. Sessions ask here about other
-sessions: the history of a fork's parent, and how many first tokens another session shares.
+An evicted session is read from its log again when its next request arrives. A session asks here for
+the history of a fork's parent, and for the length of the longest prefix that another session shares with it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = structlog.get_logger()
 
 _RETRY_S = 1.0
 _MAX_RETRY_S = 60.0
-#: Pause until a session is read again that another worker has continued.
+#: Pause before reading a session again that another worker has continued.
 _OVERTAKEN_S: Final = 0.05
 #: Minimum pause between two sweeps, as the idle timeout may be 0.
 _LEAST_SWEEP_S = 0.1
@@ -51,12 +51,12 @@ class Sessions:
     """Keeps the sessions in memory, by name. Event loop only."""
 
     def __init__(self, services: Services, tasks: TaskGroup, *, idle_timeout_s: float) -> None:
-        """`tasks` runs the tasks of the sessions at work, which end by themselves after `stop`."""
+        """`tasks` runs one task per session at work; these tasks end by themselves after `stop`."""
         self._services = services
         self._tasks = tasks
         self._idle_timeout_s = idle_timeout_s
         self._sessions: dict[SessionKey, Session] = {}
-        self._size_bytes = 0  # of all sessions, as last counted
+        self._size_bytes = 0  # the sum of all `counted_bytes`
         self._at_work: set[SessionKey] = set()
         self._stopping = Event()
 
@@ -69,7 +69,7 @@ class Sessions:
         return dict(Counter(one.policy.name for one in histories if one.exists and not one.closed))
 
     def ring(self, delivery: Delivery) -> None:
-        """Pass a delivery to its session, which refuses names that break the rule for ids.
+        """Pass a delivery to its session. The session refuses requests if its name breaks the rule for ids.
 
         A redelivery to a session that is at work here does not mean that a worker has crashed.
         """
@@ -100,7 +100,7 @@ class Sessions:
             return erased.settled
 
     def let_go(self, is_meant: Callable[[SessionKey], bool]) -> bool:
-        """Drop the device KV of the sessions that match `is_meant`; return false if one is at work."""
+        """Drop matching idle sessions from memory and device; return false if a matching one is at work."""
         meant = set(filter(is_meant, self._sessions))
         for key in meant - self._at_work:
             self._sessions[key].forget()
@@ -142,7 +142,7 @@ class Sessions:
                 try:
                     await parent.refresh()  # the client may have received its last result already
                     break
-                except FencedError:  # its task does not know yet that it was overtaken
+                except FencedError:  # its task has not noticed yet that another worker continued it
                     await sleep(_OVERTAKEN_S)
             if parent.diverged is not None:
                 raise RefusedError("history_diverged", f"{of.session} cannot be forked: {parent.diverged}")
@@ -162,7 +162,7 @@ class Sessions:
     async def _num_shared(self, key: SessionKey, tokens: Tokens, parent: Parent | None) -> int:
         """Count the first tokens of a session that another open session has too; valid until the next await.
 
-        The other sessions are those in memory, and the parent, which is read for this.
+        Compares with the sessions in memory, and with the parent, which is read from its log for this.
         """
         use = self.in_use(SessionKey(key.tenant, parent.session)) if parent else contextlib.nullcontext()
         with use as first:
@@ -179,7 +179,7 @@ class Sessions:
     def _most_shared(self, key: SessionKey, tokens: Tokens) -> tuple[int, Session | None]:
         """Find the session that shares the longest prefix of these tokens; return its length and the session.
 
-        Only other open sessions of the tenant in memory count, and none that is about to be closed.
+        Compares with the tenant's other open sessions in memory, without those that are being closed.
         """
         most, found = 0, None
         for other in self._sessions.values():
@@ -256,7 +256,7 @@ class Sessions:
 
 
 async def _read(other: Session) -> None:
-    """Read another session's log to its end; if that fails, its `needed` is None."""
+    """Read another session's log to its end. If that fails, log it; the session's `needed` is then None."""
     try:
         await other.refresh()
     except FencedError:

@@ -2,8 +2,8 @@
 
 The limit is high enough to keep the device busy, and lower while other tenants have work. Sessions above the
 limit wait here before their logs are read. Each working session makes the device's steps and the event loop
-slower for all others, and many more sessions than the device has batch rows bring no gain. Short answers wait
-only for older long ones, and a few places above the limit are reserved for them.
+slower for all others, and many more sessions than the device has batch rows bring no gain. Sessions with
+short answers may exceed the limit by about a quarter, so that they seldom wait for long answers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PRESENT_S: Final = 10.0
 
 @dataclass(slots=True, order=True)
 class _Entry:
-    """A waiting or admitted session. Lower places come first."""
+    """A waiting or admitted session. Sessions with a lower `order.place` are admitted first."""
 
     place_s: float
     number: int
@@ -59,7 +59,7 @@ class _Tenant:
         return sum(map(len, self.waiting.values()))
 
     def pop(self, share: int) -> _Entry | None:
-        """Remove and return the next session to admit; None if none fits into `share`, the tenant's limit."""
+        """Remove and return the next session to admit; None if the tenant's limit, `share`, allows none."""
         heaps = [
             heap
             for is_short, heap in self.waiting.items()
@@ -149,7 +149,7 @@ class Shares:
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
-        """Admit waiting sessions of tenants whose share has room."""
+        """Compute each tenant's limit anew, and admit waiting sessions that it allows."""
         horizon_s = self._clock() - _PRESENT_S
         while (first := next(iter(self._present.items())))[1].seen_s < horizon_s:
             if first[1].at_work.total() or first[1].num_waiting:

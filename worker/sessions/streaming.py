@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .record import Pending
 
-#: Chunks are published again after this share of the time for which the token stream keeps them.
+#: Chunks are published again after this fraction of the time for which the token stream keeps them.
 _COPY_AT: Final = 0.5
 #: Chunks that are published again are joined up to this size; a single chunk is rarely larger.
 _COPY_BYTES: Final = 2**16
@@ -34,7 +34,7 @@ class AnswerStream:
     def __init__(
         self, chunks: AnswerChunks, key: SessionKey, pending: Pending, published: Published, *, ttl_s: float
     ) -> None:
-        """`published` are the chunks that the stream has already; it keeps each for `ttl_s`."""
+        """`published` has the chunks that are in the token stream already, which keeps chunks for `ttl_s`."""
         self._chunks = chunks
         self._key = key
         self._pending = pending

@@ -1,4 +1,4 @@
-"""One growing answer: its tokens, its text, and when it ends. Pure.
+"""Collects an answer while it is generated: its tokens and its text, and decides when it ends. Pure.
 
 The state after k tokens depends only on these tokens. So after a crash, pushing the published tokens again
 restores the answer's state.
@@ -34,14 +34,14 @@ class TextSink(Protocol):
         """Add a token; return the text that no later token can change."""
 
     def spell(self, token: int) -> bytes:
-        """Return the bytes of a token, which need not belong to the answer."""
+        """Return the bytes of any token of the vocabulary, in the answer or not."""
 
     def finish(self) -> str:
-        """End the text; return the part that was held back."""
+        """End the text; return the part of it that earlier calls held back."""
 
 
 class Answer:
-    """Tokens and text of one generate, up to its end."""
+    """The tokens and the text that answer one generate request."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class Answer:
         end_tokens: frozenset[int],
         splitter: Splitter | None = None,
     ) -> None:
-        """`max_bytes` limits the size of tokens and text as JSON, not counting text held back.
+        """Begin an answer; without a `splitter` all of it is text, with no reasoning or calls.
 
-        Without a `splitter` the whole answer is text.
+        `max_bytes` limits the size of tokens and text as JSON, not counting text that is held back.
         """
         self._stream = stream
         self._splitter = splitter
@@ -121,7 +121,7 @@ class Answer:
         )
 
     def of_prompt(self, token: int, logprob: float | None, top: Iterable[tuple[int, float]]) -> PromptToken:
-        """Return a prompt token with its log probability and the likeliest tokens in its place."""
+        """Return a prompt token with its log probability and the likeliest tokens (`top`) at its position."""
         (said,) = self._said(token, logprob or 0.0, top)
         told = None if logprob is None else said.logprob
         return PromptToken(said.id, said.token, told, said.bytes, said.top)
@@ -130,7 +130,7 @@ class Answer:
         return self._splitter.push(text) if self._splitter else Piece(text)
 
     def _finish(self) -> Piece:
-        """End the text and return its rest; update `finish_reason` if the answer has tool calls."""
+        """End the text and return what was held back; update `finish_reason` if there are tool calls."""
         piece = self._split(self._stream.finish())
         if self._splitter is not None:
             piece += self._splitter.finish(is_cut=self.finish_reason != "stop" or self.stop is not None)
@@ -160,7 +160,7 @@ class Answer:
         return text, logprob, None if text.encode() == spelled else tuple(spelled)
 
     def cancel(self, reason: FinishReason = "cancelled") -> Chunk:
-        """End the answer here; return a chunk without tokens that has the text held back."""
+        """End the answer; return a chunk without tokens, with the text that was held back."""
         self.finish_reason = reason
         piece = self._finish()
         self._add(piece)

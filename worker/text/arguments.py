@@ -1,4 +1,4 @@
-"""Decides whether a model's output is a valid call of an offered tool, and converts its arguments. Pure.
+"""Decides whether a call that a model wrote is valid for an offered tool, and converts its arguments. Pure.
 
 Accepted calls are executed, so a call is accepted only if its tool was offered and its arguments fit the
 tool's schema. Arguments are converted only where the schema leaves no doubt: text becomes a number only where
@@ -56,19 +56,19 @@ _SIZES: Final = (
 
 
 class NoCallError(ValueError):
-    """Text that looks like a call is not a valid one; the message says why."""
+    """Text that looks like a tool call is not a valid call; the message says why."""
 
 
 class Offered:
     """The tools that an answer may call."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """`tools` are in OpenAI's shape."""
+        """`tools` are as in OpenAI's chat completions: objects with a `function`."""
         functions = [tool["function"] for tool in tools]
         self._schemas = {one["name"]: one.get("parameters") or {} for one in functions}
 
     def __bool__(self) -> bool:
-        """Say whether any tool is offered."""
+        """Return whether any tool is offered."""
         return bool(self._schemas)
 
     @property
@@ -77,7 +77,7 @@ class Offered:
         return self._schemas.keys()
 
     def believed(self, written: Written) -> ParsedCall:
-        """Check a call and convert its arguments; raises `NoCallError`, or what `json` raises."""
+        """Return a valid call with converted arguments; raises `NoCallError`, or what `json` raises."""
         schema = self._schemas.get(written.name)
         if schema is None:
             raise NoCallError(f"{written.name} was not offered")
@@ -113,7 +113,7 @@ class _Fit:
         self._is_sure = True
 
     def read(self, text: str, schema: Any) -> Any:
-        """Return the value of an argument written as untyped `text`, by the types that its schema allows."""
+        """Return the value that untyped `text` stands for, by the types that the argument's schema allows."""
         kinds = self._kinds(schema)
         plain = text.strip()
         try:
@@ -133,7 +133,7 @@ class _Fit:
         return text
 
     def of_property(self, name: str) -> Any:
-        """Return the schema of the argument `name`; an empty one if there is none."""
+        """Return the schema of the argument `name`; an empty schema if the tool defines none."""
         pending, seen = [self._root], 0
         while pending and seen < _MOST_DEPTH:
             one, seen = pending.pop(0), seen + 1
@@ -149,9 +149,9 @@ class _Fit:
         return more if isinstance(more, dict) else {}
 
     def converted(self, value: Any, schema: Any, depth: int = 0, *, converts: bool = True) -> Any:
-        """Return `value`, or a conversion of it that the schema allows, if that fits the schema.
+        """Return `value` if it fits the schema, or else, if `converts`, a conversion that fits.
 
-        Raises `NoCallError` if neither fits.
+        Raises `NoCallError` if none fits.
         """
         self._left_steps -= 1
         if self._left_steps < 0 or depth > _MOST_DEPTH:
@@ -208,7 +208,7 @@ class _Fit:
         return value
 
     def _fits(self, value: Any, schema: Any, depth: int) -> bool | None:
-        """Say whether a value fits a schema unconverted; None if that depends on unchecked keywords."""
+        """Return whether a value fits a schema unconverted; None if that depends on unchecked keywords."""
         before, self._is_sure = self._is_sure, True
         try:
             self.converted(value, schema, depth + 1, converts=False)
@@ -229,7 +229,7 @@ class _Fit:
                 raise NoCallError(f"{text!r} has not the {word} {asked}")
 
     def _any(self, value: Any, choices: Sequence[Any], depth: int, *, converts: bool) -> Any:
-        """Return the value for the first alternative it fits unconverted, else the first that converts it."""
+        """Return `value` if it fits one of `choices`, else its conversion for the first possible choice."""
         for tries_to_convert in (False, True)[: 1 + converts]:
             for one in choices:
                 if tries_to_convert and isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Writes grammars for tool calls: answers must call a tool, or may call tools only in a valid form. Pure.
+"""Writes grammars that make an answer call a tool, or let it call tools only in a valid form. Pure.
 
 The grammars are in llguidance's variant of Lark. Arguments in JSON follow the tool's schema; in other formats
 the grammar constrains only the beginning of a call, not its arguments.
@@ -32,9 +32,9 @@ def calls_grammar(
 ) -> str:
     """Return a grammar for answers that call `tools`.
 
-    `token_of` returns the id of a marker that is a control token, since grammars match these by id only; else
-    None. `answer` is the rule of an answer without calls; `text` allows any text around calls; with None the
-    answer must call a tool. With `several`, an answer may have more than one call.
+    `token_of` returns a marker's id if it is a control token, which grammars match by id only; else None.
+    `answer` is the grammar rule of an answer without calls, or the word `text`, which allows any text around
+    calls; with None the answer must call a tool. With `several`, an answer may have more than one call.
     """
     opens, closes = markup.calls
     before, after = markup.form
@@ -77,7 +77,7 @@ def _text(text: str, token_of: Callable[[str], int | None]) -> str:
 
 
 def _messages(opens: str, answer: str | None, token_of: Callable[[str], int | None]) -> list[str]:
-    """Write the rules of a harmony answer after its reasoning: one call, which ends it, or text."""
+    """Write the rules of a harmony answer after its reasoning: either one call, or text."""
     start = f"start: ({_text('<|start|>assistant', token_of)})? ({_text(opens, token_of)} call"
     if answer is None:
         return [f"{start})"]

@@ -36,9 +36,10 @@ _KEPT: Final = 24
 class Said(Struct, frozen=True, array_like=True, omit_defaults=True, dict=True):
     """One message of a conversation, as in a request or a result.
 
-    If `trusted`, special tokens that are spelled out in its text are parsed. An answer has its packed token
-    ids in `ids`; its message is for other tokenizers, and empty for a part of an answer. `thoughts` says
-    whether an answer's reasoning is kept, is dropped at the next user message (`leaving`), or is gone.
+    If `trusted`, text that spells a special token becomes that token. An answer has its packed token ids in
+    `ids`; its `message`, used with another tokenizer only, is empty if unknown (for a part of an answer).
+    `thoughts`: an answer's reasoning is `kept`, will be dropped at the next user message (`leaving`), or was
+    dropped (`gone`).
     """
 
     message: Message
@@ -113,7 +114,7 @@ class Segments:
 
     @property
     def has_messages(self) -> bool:
-        """Whether the next messages continue a conversation, so that they are rendered with earlier ones."""
+        """Whether the next messages continue a conversation, and are rendered together with its messages."""
         return self._first < len(self._segments)
 
     @property
@@ -123,7 +124,7 @@ class Segments:
 
     @property
     def last_message(self) -> Message | None:
-        """The current conversation's last message (of an answer only the role); None without messages."""
+        """The current conversation's last message (only the role of an answer); None without messages."""
         if not self.has_messages:
             return None
         last = self._segments[-1]
@@ -154,7 +155,7 @@ class Segments:
     def given(self, said: Sequence[Said], keep: int, end: int, *, opens_answer: bool) -> Self:
         """Add messages, and an assistant header if `opens_answer`, as a prompt that ends at `end`.
 
-        The prompt replaces the tokens from `keep` on, and takes over messages and answers among them.
+        The prompt replaces the tokens from position `keep` on, and takes over their messages and answers.
         """
         num_kept = len(self._segments)
         while num_kept > self._first and self._segments[num_kept - 1].end > keep:
@@ -174,9 +175,9 @@ class Segments:
         return replace(self, _segments=(*kept, added))
 
     def opens_answer(self, *, raw: bool = False) -> bool:
-        """Whether a generate must add an assistant header.
+        """Return whether a generate must add an assistant header.
 
-        It must not with `raw`, in a session without messages, after raw content, after a header, or after an
+        It adds none with `raw`, in a session without messages, after raw content, after a header, or after an
         answer without its end-of-turn token, which the generate continues.
         """
         if raw or not self.has_messages:
@@ -194,7 +195,7 @@ class Segments:
     ) -> Self:
         """Add an answer's tokens and its message; the last token may be an end-of-turn token.
 
-        Without `keeps_reasoning` the answer's reasoning leaves the session with the next user message. After
+        Without `keeps_reasoning` the next user message drops the answer's reasoning from the session. After
         an assistant header or an unfinished answer the tokens belong to the assistant; otherwise they are raw
         content.
         """
@@ -216,7 +217,7 @@ class Segments:
     def with_raw(self, keep: int, end: int, text: str | None) -> Self:
         """Add raw content, with its text if known; later messages start a new conversation.
 
-        Its tokens replace those from `keep` on, up to `end`.
+        It replaces the session's tokens from position `keep` on, and ends at `end`.
         """
         if keep == end:
             return self
@@ -229,9 +230,9 @@ class Segments:
         return replace(self, _segments=segments, _first=len(segments), _head=())
 
     def tokenised_anew(self, num_raw: int) -> Self:
-        """Return the conversation for another tokenizer, before the request's input: see `parts`.
+        """Return the conversation for another tokenizer, without the old tokens.
 
-        In the new session the first `num_raw` tokens are raw content.
+        `num_raw` is how many new tokens its raw content has. Its messages get tokens at the next `given`.
         """
         said = [Said(one.message, one.trusted) for one in said_in(self._segments[self._first :])]
         raw = [one.text or "" for one in self._segments[: self._first]]
@@ -244,7 +245,7 @@ class Segments:
     def parts(self) -> Iterator[str | list[Said] | None]:
         """Yield the content without tokens: raw texts, lists of messages; None where only tokens are known.
 
-        Raises `CutOffError`.
+        Raises `CutOffError` if `shortened` dropped a part.
         """
         if self._base:
             raise CutOffError("what was said at the beginning was left out")
@@ -261,8 +262,8 @@ class Segments:
     def rewind(self, history: Sequence[int], position: int) -> Self:
         """Drop everything from `position` on.
 
-        If the cut is inside an answer, its first part becomes an unfinished answer; inside a prompt, raw
-        content. Raises `CutOffError`.
+        If `position` is inside an answer, the part before it becomes an unfinished answer; if inside a
+        prompt, raw content. Raises `CutOffError` if `shortened` dropped a part that this needs.
         """
         if not position:
             return self.emptied()
@@ -287,7 +288,7 @@ class Segments:
 
     @property
     def begins(self) -> int:
-        """The first token position that changes can read; 0 if `shortened` dropped no tokens.
+        """The first token position that is not dropped; 0 if `shortened` dropped no tokens.
 
         A change that needs earlier tokens raises `CutOffError`.
         """
@@ -295,14 +296,14 @@ class Segments:
 
     @property
     def looks_back(self) -> bool:
-        """Whether a later message may change the text of any earlier one."""
+        """Whether a later message may change the text that the template gives to any earlier one."""
         return num_first(self.tokenizer.template) is None
 
     def shortened(self) -> Self:
         """Return the conversation without segments that only a rewind needs, to save memory.
 
-        No effect if the template looks at all messages. Later changes give the same result as on the whole
-        conversation, or raise `CutOffError`.
+        It changes nothing if `looks_back`. Later changes give the same result as on the whole conversation,
+        or raise `CutOffError`.
         """
         num_head, segments = num_first(self.tokenizer.template), self._segments
         if num_head is None or not segments:
@@ -358,7 +359,7 @@ class Segments:
 def said_in(segments: Sequence[Segment], *, drops: bool = False) -> list[Said]:
     """List the messages of segments; a header without an answer counts as an empty message.
 
-    With `drops`, remove the reasoning that is not to be kept.
+    With `drops`, mark the reasoning of answers that is `leaving` as `gone`.
     """
     said: list[Said] = []
     for segment in segments:
@@ -387,12 +388,12 @@ def _joined(one: Message, other: Message) -> Message:
 
 
 def _first(segments: Sequence[Segment]) -> int:
-    """Find the first segment after the last raw content: where the current conversation starts."""
+    """Return the index of the first segment after the last raw content, where the conversation starts."""
     return next((index for index in range(len(segments), 0, -1) if segments[index - 1].kind == "raw"), 0)
 
 
 def has_question(said: Sequence[Said]) -> bool:
-    """Whether any of the messages has the role user."""
+    """Return whether any of the messages has the role user."""
     return any(one.message.get("role") == "user" for one in said)
 
 

@@ -100,7 +100,7 @@ class Grammars:
         return found
 
     def _compile(self, asked: ResponseFormat) -> Grammar:
-        """Compile a grammar on this thread; llguidance lets other threads run meanwhile."""
+        """Compile a grammar on the calling thread; llguidance lets other threads run meanwhile."""
         try:
             import llguidance
         except ImportError:
@@ -115,7 +115,7 @@ class Grammars:
             raise GrammarError(str(error)) from None
         if self._vocabulary is None:
             self._vocabulary = _vocabulary(self._tokenizer)
-            # The same few keys again and again; a GPU's step would notice 0.2 ms for each row.
+            # The same few texts recur. Without a cache each row would add 0.2 ms to a step on a GPU.
             self._tokenize = lru_cache(1024)(self._vocabulary.tokenize_bytes)
         limits = llguidance.LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
         first = llguidance.LLMatcher(self._vocabulary, source, limits=limits, log_level=0)
@@ -138,7 +138,7 @@ class Grammar:
         tokenize: Callable[[bytes], list[int]],
         warnings: Sequence[str] = (),
     ) -> None:
-        """`first` is llguidance's matcher at the beginning of an answer."""
+        """`first` is llguidance's matcher before an answer's first token; `follow` copies it."""
         self._first = first
         self.warnings = tuple(warnings)
         self._end_tokens = end_tokens
@@ -177,7 +177,7 @@ class Matcher:
                 self._is_lost = self._inner.try_consume_tokens([token]) == 0
 
     def masks(self, draft: Sequence[int]) -> list[Mask]:
-        """Return a bit mask by id of the tokens allowed next, and one after each token of `draft`.
+        """Return a mask of the tokens allowed next (a bit per id), and one after each token of `draft`.
 
         After a token that the grammar refuses, only end tokens are allowed, so the draft is rejected there.
         If no other token is allowed, or a limit was reached, the mask has the end tokens.
@@ -193,11 +193,12 @@ class Matcher:
         return found
 
     def forced(self) -> list[int]:
-        """Return the tokens that the tokenizer makes of the text that must come next.
+        """Return the text that must come next, as tokens for a draft; empty if there is a choice.
 
-        Masks allow its other spellings too. A special token, which is written behind 0xFF, is not drafted.
+        Masks allow other tokenisations of this text too. The text ends before a special token, which
+        llguidance writes after a byte 0xFF.
         """
-        # A copy: before a special token, asking for the text ends the matcher that is asked.
+        # On a copy: before a special token, `compute_ff_bytes` ends its matcher.
         found = b"" if self._is_lost else self._inner.deep_copy().compute_ff_bytes()
         text, _, _ = found.partition(b"\xff")
         return self._tokenize(text) if text else []
@@ -216,8 +217,8 @@ class Matcher:
 def _fault(first: Any, end_tokens: frozenset[int]) -> str | None:
     """Return why a grammar cannot be used; None if it can.
 
-    Most of the work falls on the first tokens, where it would delay all rows. This call does it on the
-    compiling thread: for the first token, and after one possible first token.
+    Also computes the masks of the first two tokens, which take most of the work, on the compiling thread:
+    in a batch this would delay all rows.
     """
     tried = first.deep_copy()
     if not tried.is_error():
@@ -266,7 +267,7 @@ def guided(schema: Mapping[str, Any], *, lenient: bool) -> dict[str, Any]:
 def _enforceable(schema: Any, depth: int = 0) -> Any:
     """Replace the patterns and references of a schema that llguidance refuses even in lenient mode.
 
-    They become unknown formats, for which llguidance warns. It ignores other keywords by itself.
+    Unknown formats replace them, for which llguidance warns. It ignores other unsupported keywords itself.
     """
     if isinstance(schema, list):
         return [_enforceable(one, depth + 1) for one in schema]
@@ -290,7 +291,7 @@ def _enforceable(schema: Any, depth: int = 0) -> Any:
 
 @lru_cache(1024)
 def _is_regular(pattern: str) -> bool:
-    """Whether llguidance can compile a pattern: it has no look-ahead, back-reference or the like."""
+    """Return whether llguidance can compile a pattern; it refuses look-ahead, back-references and such."""
     try:
         import llguidance
     except ImportError:

@@ -28,10 +28,10 @@ _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class HarmonySplitter:
-    """Splits one answer, which begins with a header or, after an unfinished answer, with text."""
+    """Splits one answer. It begins with a header, or with text if it continues an unfinished answer."""
 
     def __init__(self, calls: Calls) -> None:
-        """Without tools in `calls`, messages to functions stay text."""
+        """`calls` collects the tool calls; if it offers no tools, messages to functions stay text."""
         self._calls = calls
         self.malformed = False
         self.in_reasoning = False
@@ -48,7 +48,7 @@ class HarmonySplitter:
 
     @property
     def is_full(self) -> bool:
-        """Whether the answer is over because it has as many calls as it may have."""
+        """Whether the answer has all the tool calls that it may have, and so must end."""
         return self._calls.is_full
 
     def push(self, text: str) -> Piece:
@@ -70,8 +70,8 @@ class HarmonySplitter:
             held = "" if marker is None else held[at + len(marker) :]
         return piece
 
-    def finish(self, *, is_cut: bool = False) -> Piece:  # noqa: ARG002  # JSON shows that it is complete
-        """End the answer; return the rest. A header without a message is text."""
+    def finish(self, *, is_cut: bool = False) -> Piece:  # noqa: ARG002  # a call's JSON shows whether it is complete
+        """End the answer; return the text held back, without an unfinished header unless it is a call's."""
         held, self._held = self._held, ""
         if self.is_full:
             return Piece()

@@ -33,7 +33,7 @@ class _LooksBackError(Exception):
 
 @lru_cache(maxsize=16)
 def num_first(template: str | None) -> int | None:
-    """Return how many first messages the text of any message may depend on; None if not local.
+    """Return how many of the first messages may influence all later texts; None if not local.
 
     In a local template a message's text depends on these messages, on its neighbours, and on whether its
     index is odd. Text before all messages depends on the first messages, text after them on the last one.
@@ -48,7 +48,7 @@ def num_first(template: str | None) -> int | None:
 
 
 class _Proof:
-    """Proves by walking a template's syntax tree that it is local; raises `_LooksBackError` if not."""
+    """Proves from a template's syntax tree that it is local, or raises `_LooksBackError`."""
 
     def __init__(self, tree: nodes.Template) -> None:
         self._lists = {"messages"}
@@ -61,7 +61,7 @@ class _Proof:
             raise _LooksBackError
 
     def _find_lists(self, tree: nodes.Template) -> None:
-        """Find the variables that hold the messages, and how many first messages their slices skip in all."""
+        """Find the variables that hold messages, and count the first messages that slices `[1:]` skip."""
         assigned = [
             (node.target.name, node.node)
             for node in tree.find_all(nodes.Assign)
@@ -75,7 +75,7 @@ class _Proof:
         return (isinstance(node, nodes.Name) and node.name in self._lists) or self._is_rest(node)
 
     def _is_rest(self, node: nodes.Node | None) -> bool:
-        """Say whether `node` is `messages[1:]`."""
+        """Return whether `node` is `messages[1:]`."""
         if not isinstance(node, nodes.Getitem) or not isinstance(node.arg, nodes.Slice):
             return False
         cut = node.arg
@@ -133,7 +133,7 @@ class _Proof:
             raise _LooksBackError
 
     def _is_harmless(self, node: nodes.Node) -> bool:
-        """Say whether a whole expression keeps its value when earlier messages are left out."""
+        """Return whether it is known that `node` keeps its value when earlier messages are left out."""
         match node:
             case nodes.Assign(target=nodes.Name(), node=value) if self._is_list(value):
                 return self._place != "inside"
@@ -164,7 +164,7 @@ class _Proof:
         return isinstance(node, nodes.Getattr) and node.attr in _INDICES and self._is_loop(node)
 
     def _is_loop(self, node: nodes.Getattr) -> bool:
-        """Say whether `node` refers to the loop over the messages, not to a loop inside that loop's body."""
+        """Return whether `node` refers to the loop over the messages, not to a loop inside its body."""
         ours = self._place == "inside" and not self._nested
         return ours and isinstance(node.node, nodes.Name) and node.node.name == "loop"
 

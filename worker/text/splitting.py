@@ -36,7 +36,7 @@ _FENCE: Final = re.compile(r"```(?:json|python)?(?=[\s{\[]|$)")
 
 
 class Piece(NamedTuple):
-    """The text, reasoning and calls that an answer gained from one more push."""
+    """The new text, reasoning and calls of an answer after a push."""
 
     text: str = ""
     reasoning: str = ""
@@ -65,17 +65,17 @@ class Splitter(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether the answer is over because it has as many calls as it may have."""
+        """Whether the answer has all the tool calls that it may have, and so must end."""
 
     def push(self, text: str) -> Piece:
         """Add text; return the new parts that later text cannot change."""
 
     def finish(self, *, is_cut: bool = False) -> Piece:
-        """End the answer and return its rest; `is_cut` if it did not end by itself."""
+        """End the answer and return what was held back; `is_cut`: the model did not end it itself."""
 
 
 class Calls:
-    """The tool calls of one answer: decides which calls are valid, and when the answer has enough."""
+    """Collects the valid tool calls of one answer, and decides when the answer has enough."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Calls:
         self._ends_at_repeat = ends_at_repeat
 
     def believed(self, parse: Parser, text: str) -> list[ParsedCall] | None:
-        """Parse a text as calls; None if it cannot be parsed, empty if one of the calls is invalid."""
+        """Parse and check a text as calls; None if it cannot be parsed, empty if one call is invalid."""
         found: list[ParsedCall] | None = None
         with suppress(Exception):  # checking a model's text against any schema may raise anything
             written, found = parse(text), []
@@ -121,7 +121,7 @@ class Calls:
 
 
 def call_id(request: str, index: int) -> str:
-    """Return the id of a request's call number `index`; it is the same when resumed after a crash."""
+    """Derive the id of call number `index` from its request's id, so that it is the same after a crash."""
     number = int.from_bytes(blake2b(f"{request}:{index}".encode(), digest_size=8).digest(), "big")
     letters = []
     for _ in range(9):
@@ -131,10 +131,10 @@ def call_id(request: str, index: int) -> str:
 
 
 class MarkedSplitter:
-    """Splits an answer at the markers that a model writes."""
+    """Splits an answer at the markers that the model writes (see `AnswerMarkup`)."""
 
     def __init__(self, markup: AnswerMarkup, calls: Calls, *, in_reasoning: bool) -> None:
-        """`in_reasoning` says that the prompt already opened the reasoning."""
+        """With `in_reasoning` the prompt already ends with the marker that begins the reasoning."""
         self._markup = markup
         self._calls = calls
         self._forms = markup.forms if calls.offered else ()
@@ -160,7 +160,7 @@ class MarkedSplitter:
 
     @property
     def is_full(self) -> bool:
-        """Whether the answer is over because it has as many calls as it may have."""
+        """Whether the answer has all the tool calls that it may have, and so must end."""
         return self._calls.is_full
 
     def push(self, text: str) -> Piece:
@@ -169,7 +169,7 @@ class MarkedSplitter:
         return self._split(is_over=False, is_cut=False)
 
     def finish(self, *, is_cut: bool = False) -> Piece:
-        """End the answer and return its rest; `is_cut` if it did not end by itself."""
+        """End the answer and return what was held back; `is_cut`: the model did not end it itself."""
         piece = self._split(is_over=True, is_cut=is_cut)
         space, self._space = self._space, ""
         return piece if self.is_full else piece + Piece(space)
@@ -214,7 +214,7 @@ class MarkedSplitter:
         return piece
 
     def _if_bare(self, parse: Parser, *, is_over: bool) -> Piece | None:
-        """Hold back an answer that may consist of calls without a marker; None if it does not."""
+        """Hold back an answer that may consist of calls without markers; None once it cannot."""
         if self._may_be_bare():
             if not is_over:
                 return Piece()
@@ -237,7 +237,7 @@ class MarkedSplitter:
         return any(head.startswith(one) or one.startswith(head) for one in begins)
 
     def _said(self, text: str) -> Piece:
-        """Return text to publish; hold back white space at its end, which is dropped before a call."""
+        """Return text to publish; hold back white space at its end, to drop it if a call follows."""
         text = self._space + text
         if not self._has_text and (self._has_reasoning or self.calls):
             text = text.lstrip(_SPACE)
@@ -248,7 +248,7 @@ class MarkedSplitter:
         return Piece(text)
 
     def _mentioned(self, marker: str) -> Piece:
-        """Return a marker, or text that begins with one, as text; the rest may have other markers."""
+        """Return `marker`, or text that begins with one, as text; the text after it may have markers."""
         self._form, self._held = None, self._held[len(marker) :]
         return self._said(marker)
 
@@ -290,9 +290,9 @@ class MarkedSplitter:
     def _behind_call(
         self, form: Form, text: str, found: Sequence[ParsedCall], behind: int, *, is_over: bool
     ) -> Piece:
-        """Add a parsed call, once its last argument cannot continue after the call's apparent end.
+        """Add a parsed call once it is sure that its end marker was not text in its last argument.
 
-        It continues if its closing tag comes before another call or reasoning; hold the call back until then.
+        It was, if an argument's end tag follows before another call or reasoning. Until then hold the call.
         """
         if found and form.is_tagged:
             markers = (form.opens, form.quotes[1], *(self._markup.reasoning or ())[:1])
@@ -308,7 +308,7 @@ class MarkedSplitter:
         return self._calls.add(found)
 
     def _no_call(self, form: Form, num_chars: int) -> Piece:
-        """Return a marker and the `num_chars` characters after it as text."""
+        """Return an invalid call as text: its marker and the `num_chars` characters after it."""
         self.malformed = True
         return self._mentioned(self._held[: len(form.opens) + num_chars])
 
@@ -319,7 +319,7 @@ class MarkedSplitter:
         return found
 
     def _ends(self, form: Form, text: str) -> Iterator[tuple[int, int]]:
-        """Yield each possible end of a call, at its marker or before the next call, and the rest's start."""
+        """Yield possible ends of a call, before an end marker or another call, with the rest's start."""
         if form.value is not None:
             if self._scan is None and (value := form.value.match(text)):
                 self._scan = _Scan(value.end())
@@ -358,7 +358,7 @@ class _Scan:
 
 
 def _begins(text: str, reasoning: tuple[str, str] | None) -> bool:
-    """Say whether a text begins, or may begin, with the marker that opens reasoning."""
+    """Return whether a text begins, or may begin when it grows, with the marker that opens reasoning."""
     text, marker = text.lstrip(), reasoning[0] if reasoning else ""
     return bool(text and marker) and (text.startswith(marker) or marker.startswith(text))
 
@@ -371,7 +371,7 @@ def _without_beginning_of(marker: str, text: str) -> str:
 
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
-    """Find the first marker; without one, return the index where one may begin (else the end), and None."""
+    """Return the first marker's index and text; without one, where one may begin (or the end), and None."""
     found = [(text.index(marker), marker) for marker in markers if marker in text]
     if found:
         return min(found, key=lambda one: (one[0], -len(one[1])))

@@ -1,12 +1,12 @@
 """Renders a session with the model's chat template, and finds the tokens that each turn adds.
 
-Earlier tokens stay: a turn adds the text that a render of all messages has after a render of the earlier
-ones. If the template now renders earlier messages differently (trims an answer, drops its reasoning), the
-`Addition` says from which position on the session's tokens are replaced. Both renders use the current
-template, so sessions continue after a template was corrected.
+A turn adds the text by which the render of all messages is longer than the render of the earlier ones; the
+session's tokens stay. If the template now renders earlier messages differently (trims an answer, drops its
+reasoning), the `Addition` says from which position on the session's tokens are replaced. Both renders use the
+current template, so sessions continue after a template was corrected.
 
 Answers keep their sampled tokens, as the tokenizer might choose others for the same text. Prompts between two
-answers are tokenised as one text: a token may span two turns.
+answers are tokenised as one text, since a token may span two of them.
 
 With a local template (`locality`) only the last messages are rendered, so the cost of a turn depends on its
 size only. Pure: no device, no broker, no clock.
@@ -40,7 +40,7 @@ _LEAD: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """`history[:keep] + tokens` is the new history; `keep < len(history)` replaces a part."""
+    """A change of a session's tokens to `history[:keep] + tokens`."""
 
     keep: int
     tokens: list[int]
@@ -50,7 +50,7 @@ class Addition:
 class _Target:
     """The text that the conversation must have from the segment at index `start` on.
 
-    It begins with the text of the session's tokens if `is_own`, else with the template's text.
+    If `is_own`, it begins with the text of the session's own tokens, not with what the template renders.
     """
 
     start: int
@@ -72,12 +72,12 @@ class Conversation(Segments):
     ) -> tuple[Conversation, Addition]:
         """Add messages, after closing an answer that ended without its end-of-turn token.
 
-        Raises `TemplateError` if the template refuses them, and `CutOffError`.
+        Raises `TemplateError` if the template refuses them, and `CutOffError` if it needs dropped messages.
         """
         return self.add_said(history, [Said(one, trusted) for one in messages])
 
     def add_said(self, history: Sequence[int], said: Sequence[Said]) -> tuple[Conversation, Addition]:
-        """Add messages as `add_messages` does, each with its own trust."""
+        """Add messages as `add_messages` does, each with its own `trusted`."""
         if not said:
             return self, Addition(len(history), [])
         return self._extend(history, said, opens_answer=False)
@@ -85,7 +85,7 @@ class Conversation(Segments):
     def set_extras(
         self, history: Sequence[int], tools: Sequence[Message] | None, variables: Mapping[str, Any] | None
     ) -> tuple[Conversation, Addition]:
-        """Replace tools or variables and render earlier messages again, as tools may stand before them.
+        """Replace tools or variables, and render all messages again, since tools may be rendered first.
 
         Raises `TemplateError` and `CutOffError`.
         """
@@ -193,7 +193,7 @@ class Conversation(Segments):
     def _whole_target(
         self, history: Sequence[int], said: Sequence[Said], *, header: bool, anew: bool
     ) -> _Target | Addition:
-        """Return the text of the whole conversation, or an addition if the tokens have another text."""
+        """Render the whole conversation; return a target, or an addition if only its end must change."""
         segments = self._segments[self._first :]
         every = [*said_in(segments, drops=has_question(said)), *said]
         wanted = self._render(every, header=header)
@@ -210,7 +210,10 @@ class Conversation(Segments):
     def _retokenised(
         self, history: Sequence[int], segments: Sequence[Segment], wanted: str
     ) -> Addition | None:
-        """Tokenise the text after the last answer again; None if that changes more than the last token."""
+        """Return the addition from tokenising all text after the last answer again.
+
+        None if that would change more than the last token of the session.
+        """
         at = next((i for i in range(len(segments), 0, -1) if segments[i - 1].kind == "answer"), 0)
         start = segments[at - 1].end if at else segments[0].start
         before = ""
@@ -234,7 +237,7 @@ class Conversation(Segments):
         return "".join(self._text(history, one) for one in segments)
 
     def _more(self, said: Sequence[Said], wanted: str, *, opened: bool) -> str | None:
-        """Return what follows the render of earlier messages in `wanted`; None if it does not start so."""
+        """Return the part of `wanted` after the render of earlier messages; None if it starts otherwise."""
         try:
             known = self._render(said[:-1] if opened else said, header=opened)
         except TemplateError:
@@ -242,7 +245,7 @@ class Conversation(Segments):
         return wanted[len(known) :] if wanted.startswith(known) else None
 
     def _near_target(self, history: Sequence[int], said: Sequence[Said], *, header: bool) -> _Target | None:
-        """Return the target from the last prompts on, by rendering only the conversation's last messages.
+        """Return the target from the last prompts on, found by rendering only the last messages.
 
         None if the conversation is short, or the template looks back.
         """
@@ -298,7 +301,7 @@ class Conversation(Segments):
         return lead, start, end
 
     def _reach(self, target: _Target, history: Sequence[int]) -> Addition | None:
-        """Return the addition after which the tokens from the target's start on have the target's text.
+        """Return the addition that makes the tokens from the target's start on spell the target's text.
 
         Returns None if earlier segments could change too.
         """
@@ -348,14 +351,14 @@ class Conversation(Segments):
         return segments[agreeing - 1].end if agreeing else base, ends[agreeing]
 
     def _last_border(self, segments: Sequence[Segment], history: Sequence[int]) -> int | None:
-        """Find the last added token in a final prompt; later text cannot change the tokens before it."""
+        """Return the position of the last added token in a final prompt: earlier tokens cannot change."""
         if not segments or segments[-1].kind != "prompt":
             return None
         backwards = range(segments[-1].end - 1, segments[-1].start, -1)
         return next((i for i in backwards if history[i] in self.tokenizer.added_ids), None)
 
     def _common(self, tokens: Sequence[int], text: str) -> tuple[int, int]:
-        """Count the first tokens that spell the start of `text`, and their characters; end at a whole one."""
+        """Count the first tokens, and their whole characters, that spell the start of `text`."""
         target = text.encode()
         num_bytes = best_tokens = best_bytes = 0
         for count, token in enumerate(tokens, 1):
@@ -368,7 +371,7 @@ class Conversation(Segments):
         return best_tokens, len(target[:best_bytes].decode())
 
     def _encode(self, text: str, position: int, history: Sequence[int]) -> list[int]:
-        """Tokenise `text`, which starts at `position`."""
+        """Return the tokens of `text`, the first of which is at `position` in the session."""
         if position and history[position - 1] in self.tokenizer.eos_ids:
             # Tokenise it with the end-of-turn token, which may absorb the white space after it.
             end = history[position - 1]

@@ -42,7 +42,7 @@ class TextStream:
         return self._release(self._decoder.decode(self._tokenizer.token_bytes(token)))
 
     def spell(self, token: int) -> bytes:
-        """Return the bytes of a token, which need not belong to the answer."""
+        """Return the bytes of any token of the vocabulary, in the answer or not."""
         return self._tokenizer.token_bytes(token)
 
     def finish(self) -> str:

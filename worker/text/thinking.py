@@ -26,10 +26,10 @@ _SPACE: Final = b" \t\r\n"
 class Thinking:
     """The constraints of an answer with reasoning. Immutable, so thread-safe.
 
-    `opens` and `closes` are the markers of the reasoning, as bytes; `closing` are the tokens that end it
-    after `budget` tokens, and `opening` those that begin it. `spaces` are white-space tokens, one of which
-    may precede the text that follows the `grammar`; `inside` is the mask of tokens allowed in the reasoning
-    (None: all). If `is_begun`, the prompt has opened the reasoning.
+    `opens` and `closes` are the markers of the reasoning, as bytes; `opening` and `closing` are the same as
+    tokens. After `budget` tokens the reasoning must end. One of the white-space tokens `spaces` may precede
+    the text that follows the `grammar`; `inside` is the mask of tokens allowed in the reasoning (None: all).
+    If `is_begun`, the prompt has opened the reasoning.
     """
 
     spell: Callable[[int], bytes]
@@ -88,7 +88,7 @@ class _Follower:
         return found
 
     def forced(self) -> Sequence[int]:
-        """Return the tokens of the text that must come next."""
+        """Return the tokens that must come next; empty if there is a choice."""
         if self.place == "inside":
             return self._of.closing[self.num_closing :] if self._is_over else ()
         return self.inner.forced() if self.inner is not None else ()
@@ -140,11 +140,11 @@ class _Follower:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the reasoning has used its budget."""
+        """Whether the reasoning has as many tokens as its budget."""
         return self._of.budget is not None and self.num_inside >= self._of.budget
 
     def mask(self) -> Mask | None:
-        """Return the mask of the next token."""
+        """Return the mask of the tokens allowed next; None allows all."""
         if self.place == "inside":
             return _only(self._of.closing[self.num_closing]) if self._is_over else self._of.inside
         if self._of.grammar is None:
@@ -159,7 +159,7 @@ class _Follower:
         return _with(mask, more)
 
     def _mask_within_opening(self, grammar: Grammar) -> Mask | None:
-        """Return the mask after tokens that begin the opening marker, and may begin the grammar's text."""
+        """Return the mask after tokens that may begin the marker of reasoning or the grammar's text."""
         begun = [token for token in self.begun if token not in self._of.spaces]
         *masks, mask = grammar.follow(()).masks(begun)
         size = len(begun)
@@ -171,7 +171,7 @@ class _Follower:
 
 
 def mask_without(tokens: Iterable[int], num_tokens: int) -> Mask:
-    """Return a mask that allows all of a vocabulary's `num_tokens` tokens except these."""
+    """Return a mask that allows all of a vocabulary's `num_tokens` tokens except `tokens`."""
     allowed = np.ones(num_tokens, np.uint8)
     allowed[[token for token in tokens if token < num_tokens]] = 0
     return np.packbits(allowed, bitorder="little")
@@ -186,7 +186,7 @@ def _allows(mask: Mask, token: int) -> bool:
 
 
 def _with(mask: Mask, tokens: Sequence[int]) -> Mask:
-    """Return a mask that allows these tokens too."""
+    """Return a copy of a mask that also allows `tokens`."""
     found = np.zeros(max(len(mask), max(tokens, default=0) // 8 + 1), np.uint8)
     found[: len(mask)] = mask
     for token in tokens:

@@ -1,8 +1,8 @@
 """Stands in for the worker of a prefix while none runs: notices requests, and holds those that want a reply.
 
 Requests on `in` are in the log, where the worker will find them. Requests on `ctl` and `ask` are held, and
-published again once the worker listens, so that the worker replies to the client itself. `metrics` requests
-are answered here, as looking at the metrics must not load the model.
+published again once the worker has subscribed, so that the worker replies to the client itself. Requests for
+`metrics` are answered here, since looking at the metrics must not load the model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = structlog.get_logger()
 
 
 class Activator:
-    """Stands in for one worker; calls `wake` at every request that only the worker can answer."""
+    """Stands in for one worker; calls `wake` for each request that only the worker can answer."""
 
     def __init__(
         self, nc: Client, subjects: Subjects, metrics: Callable[[], Metrics], wake: Callable[[], None]
@@ -60,13 +60,13 @@ class Activator:
         self.used_s = current_time()
 
     async def open(self, settings: Settings) -> None:
-        """Create the prefix's streams, subscribe to its requests, and `begin`. Raises `BrokerError`."""
+        """Create the prefix's streams, subscribe to its requests, and call `begin`. Raises `BrokerError`."""
         await ensure(self._js, self._subjects, settings)
         await self._nc.subscribe(self._subjects.every("in"), cb=self._notice)
         await self.begin()
 
     async def begin(self) -> None:
-        """Subscribe to `ctl` and `ask` in the worker's place; while both listen, each request reaches one."""
+        """Subscribe to `ctl` and `ask` in the workers' queue group: each request reaches only one member."""
         if self._subscriptions:
             return
         for subject in (self._subjects.every("ctl"), self._subjects.every("ask")):
@@ -75,7 +75,7 @@ class Activator:
             await confirm_subscriptions(self._nc)
 
     async def end(self) -> None:
-        """Unsubscribe, and publish the held requests again, for the worker, which listens by now."""
+        """Unsubscribe, then publish the held requests again; the worker must have subscribed before."""
         while self._subscriptions:
             with contextlib.suppress(nats.errors.Error):
                 await self._subscriptions.pop().drain()  # type: ignore[no-untyped-call]
@@ -88,7 +88,7 @@ class Activator:
         await self._outbox.metrics(self._metrics())
 
     async def has_work(self) -> bool:
-        """Return whether requests wait or are being worked on; true if the server does not say."""
+        """Return whether requests wait or are being worked on; true if the server does not answer."""
         if self._held:
             return True
         try:

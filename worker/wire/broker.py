@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 HOST: Final = "127.0.0.1"
 _CONFIG: Final = "nats-server.conf"
 
-#: No limit: the streams have their own. With its default, 75% of the disk that is free at its start,
-#: the server refuses the streams' reservations once the disk has filled up a little.
+#: No limit: each stream has its own. The server's default is 75% of the disk that is free at its start; it
+#: would refuse the space that the streams reserve once the disk has filled up a little.
 _MAX_STORE_BYTES: Final = 2**60
 _POLL_S: Final = 0.2
 _HEALTH_S: Final = 5.0
@@ -110,7 +110,7 @@ def check_port(port: int, mend: str | None = None) -> None:
 
 
 def wait_for_port(port: int, mend: str) -> None:
-    """Check a port as `check_port` does, but give a just-killed worker's gateway 2 s to leave it."""
+    """Try `check_port` for up to 2 s: the gateway of a worker that was just killed may have the port."""
     until_s = time.monotonic() + _PORT_FREED_S
     while time.monotonic() < until_s:
         with contextlib.suppress(BrokerError):
@@ -157,8 +157,8 @@ async def greet(port: int) -> dict[str, Any] | None:
 class EmbeddedServer:
     """A nats-server process of the worker's own, with JetStream in the worker's data directory.
 
-    The process has its own session, so neither Ctrl-C nor `kill -9` on the worker ends the server: it stores
-    what clients publish while no worker runs, and the next worker on the data directory adopts it.
+    The process is detached (`setsid`), so neither Ctrl-C nor `kill -9` on the worker ends the server. It
+    stores what clients publish while no worker runs; the next worker on the data directory adopts it.
     `supervise` restarts it when it dies. Event loop only; the data directory's lock excludes other workers.
     """
 
@@ -213,7 +213,7 @@ class EmbeddedServer:
             await self._launch()
 
     async def stop(self) -> None:
-        """End the server, if there is one. Cancel `supervise` before."""
+        """End the server if it runs. Cancel `supervise` first."""
         await self._end()
 
     def _render(self, directory: DataDir, settings: Settings) -> str:
@@ -378,9 +378,9 @@ class EmbeddedServer:
         return False
 
     def _health_problem(self) -> str | None:
-        """Return the problem that the server's health check reports; None without one or without an answer.
+        """Return the problem that the server's health check reports; None if there is none, or no answer.
 
-        Blocks.
+        Blocks the thread.
         """
         try:
             ports = json.loads((self._root / f"nats-server_{self.pid}.ports").read_bytes())
@@ -395,7 +395,7 @@ class EmbeddedServer:
     async def _restart(self) -> None:
         """Try to start the server until it runs.
 
-        The waits between tries grow exponentially; after a stable run they are short again.
+        The pauses between tries grow exponentially; once the server has run for 30 s they are short again.
         """
         if current_time() - self._started_at > _STABLE_S:
             self._backoff_s = _BACKOFF_S[0]
@@ -411,7 +411,7 @@ class EmbeddedServer:
                 return
 
     async def _end(self) -> None:
-        """End the process, by SIGTERM first, then by SIGKILL, and forget it."""
+        """End the process, by SIGTERM first, then by SIGKILL, and delete the state file."""
         for signal_it, patience_s in ((psutil.Process.terminate, _STOP_S), (psutil.Process.kill, _STOP_S)):
             deadline = current_time() + patience_s
             if self._process and self._alive():

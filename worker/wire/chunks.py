@@ -39,8 +39,8 @@ class Published(NamedTuple):
     """The chunks of an answer that clients may have seen, and the sequence of its subject's last message.
 
     `has_ended` says that a worker has closed the token stream, so the answer has a result; `is_sealed` that a
-    worker is about to end the answer as cancelled or expired, or died doing so. The first chunk names the
-    `model`, and the digest of the session before the answer (`base`).
+    worker is about to end the answer as cancelled or expired, or died doing so. The headers of the first
+    chunk have `model`, and `base`: the digest of the session before the answer.
     """
 
     chunks: list[Chunk]
@@ -69,17 +69,17 @@ class AnswerChunks:
         is_alone: Callable[[], bool],
         model: str,
     ) -> None:
-        """`is_alone` and `model` mean the same as for `Journal`."""
+        """`is_alone()` is true if no other worker can have served the prefix; `model` goes into headers."""
         self._nc = nc
         self._js = js
         self._subjects = subjects
         self._reads = reads
         self._is_alone = is_alone
         self._model = model
-        self._name = uuid4().hex  # written into seals: a worker ignores its own
+        self._name = uuid4().hex  # written into seals: a worker ignores its own seals
 
     async def read(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> Published:
-        """Read the chunks of the request at `seq` from index 0, which may have been republished, up to a gap.
+        """Read the chunks of the request at `seq`, from index 0 to the first gap; republished chunks count.
 
         Ignores chunks that do not name the request's sequence or are older than the request (`stored`): a
         client may have published them to forge the beginning of the answer.
@@ -104,7 +104,7 @@ class AnswerChunks:
                 # Chunks of an earlier request that this one repeats do not count.
                 num_foreign += chunk is None or chunk.seq is None or chunk.seq >= seq
                 continue
-            if chunk.tokens:  # else it is the rest of a text that ends there
+            if chunk.tokens:  # a chunk without tokens only has the last text
                 is_sealed = False  # the worker that sealed the answer has seen that it continues
             if has_gap and chunk.i == 0:  # the first ones have expired, and were published again
                 chunks, num_tokens, has_gap = [], 0, False
@@ -121,14 +121,14 @@ class AnswerChunks:
     async def publish(
         self, key: SessionKey, request_id: str, chunk: Chunk, after: int, *, server: str, base: str = ""
     ) -> int:
-        """Publish the next chunk of an answer; return when it is stored, which is when clients receive it.
+        """Publish the next chunk of an answer; return once it is stored, when the server sends it to clients.
 
-        `after` is the sequence of the last message of the answer's subject. Returns the chunk's sequence, or
-        0 if the token stream refuses the chunk. Then publish no later chunks of the answer: the stored chunks
-        must have no gap, so that a worker that resumes the answer finds all that clients saw. Raises
-        `FencedError` if another worker has published a chunk of the answer since, if all chunks are gone, or
-        if the session was read from another `server` process than the current one. `base` is the digest of
-        the session before.
+        `after` is the sequence of the last message of the answer's subject; `base` is the digest of the
+        session before the answer. Returns the chunk's sequence, or 0 if the token stream refuses the chunk.
+        Then publish no later chunks of the answer: the stored chunks must have no gap, so that a worker that
+        resumes the answer finds all that clients saw. Raises `FencedError` if another worker has published a
+        chunk of the answer after `after`, if all chunks are gone, or if the NATS server process is not
+        `server` any more.
         """
         return await self._publish(
             key, request_id, encode(chunk), after, chunk.seq or 0, server, base=base, is_first=chunk.i == 0
@@ -137,8 +137,9 @@ class AnswerChunks:
     async def seal(self, key: SessionKey, request_id: str, seq: int, after: int, *, server: str) -> None:
         """Prevent all workers from publishing a chunk of the request at `seq` after the message at `after`.
 
-        Needed before a result that ends the answer early: a worker that does not know it might continue.
-        Stores an empty message. Raises `FencedError` if there is a later chunk, or as `publish` for `server`.
+        Call this before storing a result that ends the answer early: a worker that has not read the result
+        might continue the answer. Stores an empty message. Raises `FencedError` if there is a later chunk,
+        or if the NATS server process is not `server` any more.
         """
         await self._publish(key, request_id, b"", after, seq, server)
 
@@ -189,7 +190,7 @@ class AnswerChunks:
             return stored
 
     async def _check_not_forgotten(self, chunk_seq: int, seq: int) -> None:
-        """Delete an answer's first message, and raise `FencedError`, if its session was forgotten.
+        """If the session was forgotten, delete the answer's first message and raise `FencedError`.
 
         Another worker may forget a session while this one begins to answer it. That worker removes requests
         before chunks: so it will remove every chunk that is stored while the request is still in the log.
@@ -203,16 +204,16 @@ class AnswerChunks:
     async def _last_chunk(
         self, key: SessionKey, request_id: str, body: bytes, after: int, seq: int
     ) -> tuple[int, bool]:
-        """Return the sequence of the stored `body` and True; else of the last message (0: none) and False.
+        """Find `body` after `after`: return its sequence and True; else the last sequence (or 0) and False.
 
-        Checks each message after `after`: a chunk may be followed by ends of requests that repeat its own.
-        Raises `FencedError` if one is another chunk, the end or the seal of the request at `seq`, or if the
-        message at `after` is gone and there is no other.
+        Checks every message after `after`: the end messages of requests with the same id may follow a chunk.
+        Raises `FencedError` if one of them is another chunk, the end or the seal of the request at `seq`, or
+        if the subject has no messages any more, although it had the one at `after`.
         """
         subject, is_own = self._subjects.tokens(key, request_id), 0
         last = await self._token(subject)
         if last is None:
-            if after:  # all have expired, or were removed: what ended the answer may be gone with them
+            if after:  # all have expired or were removed, maybe also the message that ended the answer
                 raise FencedError(subject)
             return 0, False
         if (last.seq or 0) <= after:
@@ -223,11 +224,11 @@ class AnswerChunks:
             if data == body and data and not is_own:
                 is_own = after
             elif self._stops(data, found.headers or {}, seq):
-                raise FencedError(subject)  # else it is a client's, or of another request with this id
+                raise FencedError(subject)  # else a client wrote it, or it is of another request with this id
         return is_own or after, is_own > 0
 
     async def _token(self, subject: str, after: int | None = None) -> RawStreamMsg | None:
-        """Read an answer's first message after `after`, without it the last one; None if there is none."""
+        """Read an answer's first message after `after`, or its last one if that is None; None if none."""
         stream, seq = self._subjects.token_stream, None if after is None else after + 1
         while True:
             try:
@@ -263,6 +264,6 @@ class AnswerChunks:
 
 
 def _sealed(headers: Mapping[str, str]) -> tuple[str, str]:
-    """Return the sequence of the request that a message seals, and the sealing worker; empty if no seal."""
+    """Return which request a message seals (its sequence) and which worker did; empty if it is no seal."""
     seq, _, name = headers.get(SEALED_HEADER, "").partition(" ")
     return seq, name

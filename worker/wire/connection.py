@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
-#: The longest wait for servers that elect a leader, and the pause between two requests to them.
+#: How long to wait until the servers have elected a leader, and the pause between two requests to them.
 _ELECTION_S: Final = 20.0
 _RETRY_S: Final = 0.2
 
-#: The first versions of the NATS server that sync what a compaction writes (nats-server #8475), by release.
+#: The first version of each release series of the NATS server that syncs compacted files (its issue 8475).
 _SYNCS_COMPACTIONS: Final = ((2, 12, 16), (2, 14, 6), (2, 15, 0))
 
 
@@ -148,10 +148,10 @@ class _Watch:
 
 
 async def confirm_subscriptions(client: Client) -> None:
-    """Wait until the server has all subscriptions so far; until then it may answer "no responders".
+    """Wait until the server has all of the client's subscriptions; before, it may answer "no responders".
 
     nats-py's `flush` sends its ping at once, ahead of buffered commands: only a second ping comes after them.
-    If the connection is lost meanwhile, waits for the next one. Raises `BrokerError` if none will follow.
+    If the connection is lost, waits for the next one. Raises `BrokerError` if it is closed for good.
     """
     num_confirmed = 0
     while num_confirmed < 2:
@@ -165,7 +165,7 @@ async def confirm_subscriptions(client: Client) -> None:
 
 
 async def elected(ask: Callable[[], Awaitable[T]], *, of_several: bool) -> T:
-    """Call `ask`; if JetStream runs on several servers, retry until they have elected a leader.
+    """Call `ask`; if JetStream runs on several servers, retry up to 20 s while they elect a leader.
 
     Raises nats-py's errors.
     """

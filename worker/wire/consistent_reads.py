@@ -1,7 +1,7 @@
-"""Reads streams consistently: returns all messages stored, and none removed, before the read was requested.
+"""Reads streams consistently: a read finds all messages stored, and none removed, before it began.
 
-Single messages come from the stream's leader. Pages come by direct gets, which any replica answers: if there
-are several replicas, the leader shows whether the one that answered lags behind.
+Single messages come from the stream's leader. Pages come by direct gets, which any replica may answer. If
+there are several replicas, a request to the leader shows whether the one that answered lags behind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BATCH: Final = 256
 _BATCH_BYTES: Final = 2 * 2**20
 TIMEOUT_S: Final = 5.0
 MAX_BACKOFF_S: Final = 5.0
-#: How long to rely on the last look whether a stream has replicas.
+#: How long a look-up of whether a stream has replicas stays valid.
 _KNOWN_S: Final = 5.0
 #: Pause after a write that was refused while another one to the same subject was in progress.
 RACE_S: Final = 0.01
@@ -65,7 +65,7 @@ class ConsistentReads:
             last_seq = await self.last_seq(stream, subject) if await self._is_replicated(stream) else None
             entries, num_more = await self._direct_batch(stream, subject, after)
             is_behind = last_seq is not None and not num_more and last_seq > max(after, _end(entries))
-            # A replica may also show what was removed: removals begin with the first entries.
+            # A replica may also return removed entries: removals begin with the first entries.
             is_removed = last_seq is not None and entries and not await self.get(stream, entries[0].seq)
             if not (is_behind or is_removed):
                 return entries, num_more
@@ -73,7 +73,7 @@ class ConsistentReads:
             pause_s = min(pause_s * 2, MAX_BACKOFF_S)
 
     async def _is_replicated(self, stream: str) -> bool:
-        """Whether replicas may answer direct gets. An operator can add some at any time."""
+        """Whether a stream has replicas; asks the server every 5 s, since an operator can add some."""
         until_s, is_replicated = self._replicated.get(stream, (0.0, True))
         while monotonic() >= until_s:
             try:
@@ -132,7 +132,7 @@ class ConsistentReads:
 
 
 async def pause_after(doing: str, error: BaseException, pause_s: float) -> None:
-    """Warn in the worker's log that the stream is out of reach, and wait."""
+    """Warn in the worker's own log that the stream cannot be reached, and wait for `pause_s`."""
     log.warning(
         "the log is out of reach, trying again", doing=doing, error=str(error) or type(error).__name__
     )

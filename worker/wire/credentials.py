@@ -1,6 +1,6 @@
 """Converts the settings for NATS users and TLS to nats-py's options.
 
-Files are read once, at the start. No message repeats the content of a file or of a secret setting.
+Files are read once, at the start. No error message contains the content of a file or of a secret setting.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NATS's service discovery (ADR-32 of NATS): answers `$SRV.PING`, `INFO` and `STATS` about this worker.
 
-nats-py's implementation (`nats.micro`) is not used: its endpoints subscribe themselves and answer one request
-at a time, while `Endpoints` answers many, and its clock is deprecated since Python 3.12.
+nats-py's implementation (`nats.micro`) is not used: its endpoints make their own subscriptions and
+answer one request at a time, while `Endpoints` answers many, and it uses a clock that Python 3.12 deprecates.
 """
 
 from __future__ import annotations

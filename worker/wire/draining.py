@@ -29,7 +29,7 @@ _TIMEOUT_S: Final = 5.0
 
 
 class Workers:
-    """The workers of a prefix, read from the records that they renew."""
+    """Reads which workers serve a prefix from the records that they renew, and asks them to drain."""
 
     def __init__(self, nc: Client, subjects: Subjects) -> None:
         self._nc, self._subjects = nc, subjects
@@ -38,7 +38,7 @@ class Workers:
     @classmethod
     @asynccontextmanager
     async def at(cls, url: str, subjects: Subjects, **options: Any) -> AsyncIterator[Workers]:
-        """Connect, with `options` of nats-py. All faults of the server are raised as `BrokerError`."""
+        """Connect, with `options` of nats-py. Every NATS error in the block is raised as `BrokerError`."""
         nc = await connect(url, name="turnkeep drain", **options)
         try:
             yield cls(nc, subjects)
@@ -55,7 +55,10 @@ class Workers:
         return {one.worker: one for one in await recorded(self._gets, self._subjects)}
 
     async def drain(self, member: Member, *, on: bool) -> list[str]:
-        """Ask a worker to start or stop draining; return who takes its sessions (if nobody, it refuses)."""
+        """Ask a worker to start or stop draining; return the workers that take its sessions.
+
+        A worker refuses to start if no other one can take its sessions: then the list is empty.
+        """
         subject = address(self._subjects, member, "drain")
         reply = await self._nc.request(subject, msgspec.json.encode(on), timeout=_TIMEOUT_S)
         return msgspec.json.decode(reply.data, type=list[str])

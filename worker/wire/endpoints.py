@@ -65,7 +65,7 @@ class Endpoints:
         *,
         ask_timeout_s: float,
     ) -> None:
-        """`control` answers the body of a request on a subject of `ctl`. `tasks` gets a task per request.
+        """`control(subject, body)` answers a request on `ctl`. Each request runs as a task in `tasks`.
 
         An ask waits `ask_timeout_s` for its result on `out`.
         """
@@ -146,7 +146,7 @@ class Endpoints:
         return await self._control(message.subject, message.data)
 
     async def control(self, subject: str, body: bytes) -> bytes:
-        """Answer a control request that another worker has passed on."""
+        """Answer a control request that another worker has passed on; return the encoded reply."""
         return encode(await self._control(subject, body))
 
     async def _ask(self, message: Msg) -> Result:

@@ -1,4 +1,4 @@
-"""Lets workers that were away when a session was forgotten erase their copies of its KV.
+"""Erases a forgotten session's KV also at workers that did not run when the session was forgotten.
 
 The worker that forgets a session stores a note in the log: digests (marks) of the session's tokens, and which
 data directories have none of its KV any more. Each worker reads the notes that it has not carried out, also
@@ -41,7 +41,7 @@ _OFTEN_S: Final = 3600.0
 
 
 class Note(msgspec.Struct, frozen=True):
-    """A session's KV to erase, except in the data directories in `done`; `session` digests its name."""
+    """A session's KV to erase, except in the data directories `done`; `session` is a digest of its name."""
 
     session: bytes
     marks: Marks
@@ -58,21 +58,21 @@ class Copies(Protocol):
         """Erase all copies of KV."""
 
     def erased_up_to(self, log: str) -> Erased | None:
-        """Return what `note_erased` stored last for a log; None if nothing."""
+        """Return what `note_erased` stored last for the log with this name; None if nothing."""
 
     def note_erased(self, erased: Erased) -> None:
-        """Store up to which entry of a log all erasures are done."""
+        """Store the sequence up to which all notes of a log are carried out."""
 
 
 class Erasures:
-    """Stores notes of forgotten sessions, and carries out the notes of other workers. Event loop only."""
+    """Stores notes about forgotten sessions, and carries out other workers' notes. Event loop only."""
 
     def __init__(self, journal: Journal, directory: str, copies: Copies | None) -> None:
-        """`directory` identifies the worker's data directory; without `copies` it has nothing to erase."""
+        """`directory` identifies the worker's data directory; `copies` is None if it has no snapshots."""
         self._journal = journal
         self._directory = directory
         self._copies = copies
-        self._carried_out: set[int] = set()  # only notes after one that is not carried out yet
+        self._carried_out: set[int] = set()  # only notes behind one that must wait
         self._log = ""
         self._cleaned_s = -_OFTEN_S
 
@@ -86,9 +86,9 @@ class Erasures:
             await self._journal.note_erasure(key.tenant, msgspec.json.encode(note))
 
     async def run(self, let_go: LetGo, is_first: Callable[[], bool]) -> None:
-        """Carry out notes until cancelled; of several workers only the one that `is_first` removes old ones.
+        """Carry out notes until cancelled. A worker removes old notes only while its `is_first()` is true.
 
-        `let_go` drops the device KV of the sessions that match its argument; it is false if one is at work.
+        `let_go(match)` drops matching sessions from memory and device; returns false if one is at work.
         """
         while True:
             try:
@@ -145,7 +145,7 @@ class Erasures:
         return await copies.erase_marked(tenant, note.marks)
 
     async def _clean(self) -> None:
-        """Remove the notes that are too old. The last one stays, since it shows that there were some."""
+        """Remove notes older than a week. The last note stays, since it shows that there were some."""
         notes, _ = await self._journal.erasures(0)
         while len(notes) > 1:
             for entry in notes[:-1]:

@@ -13,18 +13,18 @@ from .consistent_reads import RACE_S
 if TYPE_CHECKING:
     from nats.aio.client import Client
 
-#: The server's code for an expected sequence that is not the last one.
+#: JetStream's error code if the expected last sequence of a subject is not the last one.
 WRONG_LAST_SEQUENCE: Final = 10071
 
 
 class FencedError(Exception):
-    """Another worker stored a result for this session first: the state in memory is stale."""
+    """Another worker has continued the session, or the server restarted: the state in memory is stale."""
 
 
 async def check_server(nc: Client, server: str) -> None:
     """Wait until connected; raise `FencedError` if the server process is no longer `server`.
 
-    Without the wait, nats-py would buffer a message, and send it to any server that comes next.
+    Without the wait, nats-py would buffer a message and send it to whichever server it connects to next.
     """
     while not nc.is_connected:  # noqa: ASYNC110  # no event
         await sleep(RACE_S)

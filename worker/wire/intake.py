@@ -6,8 +6,9 @@ the server redelivers the anchor, and the worker that gets the anchor answers al
 without a result. Older deliveries are acknowledged when newer ones come; the anchor is acknowledged when all
 requests are answered. So memory grows with the number of sessions, not of requests.
 
-Tenants share the places for sessions: deliveries above a tenant's share are returned and come again later.
-Deliveries of sessions that belong to another worker are passed on to it (see `owners`).
+The number of sessions is limited, also per tenant. A delivery above the limit is returned to the server
+(nak), which delivers it again later. A delivery whose session belongs to another worker is passed on (see
+`owners`).
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ _FETCH: Final = 64
 _FETCH_BYTES: Final = 8 * 2**20
 _EXPIRES_S: Final = 5.0
 _RETRY_S: Final = 0.5
-#: Returned deliveries come again after `_RETURN_S` at least, and at most `_RETURNS_PER_S` of them per second.
+#: The server redelivers returned deliveries after `_RETURN_S` or later, `_RETURNS_PER_S` a second at most.
 _RETURN_S: Final = 1.0
 _RETURNS_PER_S: Final = 200
-#: A returned delivery that is late by this much has left the log, for example by a close.
+#: If a returned delivery is late by this much, its request has left the log, for example by a close.
 _GONE_S: Final = 30.0
-#: Most refused requests to recognise when they are delivered again: many times those of one pull.
+#: How many refused requests are remembered, to recognise redeliveries: many more than one pull has.
 _MAX_REFUSED: Final = 4096
 
 #: Two timestamps of one entry differ by less than this, as they are rounded in different ways.
@@ -93,7 +94,7 @@ class Delivery:
     """A request as the server delivered it.
 
     `again` says that an earlier delivery of the request may have crashed a worker. All requests with a
-    sequence below `first_seq` were delivered before too, even if they are not redelivered.
+    sequence below `first_seq` were delivered to a worker before, even if they are not redelivered.
     """
 
     key: SessionKey
@@ -108,7 +109,7 @@ class Delivery:
 class _Returned:
     """A delivery that was returned to the server, which delivers it again at `due_s`.
 
-    `again` says that another worker had it before.
+    `again` says that another worker got the request before this one.
     """
 
     key: SessionKey
@@ -139,8 +140,8 @@ class Intake:
         """`holds` says whether a session is this worker's; else `route` passes a delivery on, or accepts it.
 
         The server redelivers a message to another worker `ack_wait_s` after the last `keep_alive` for it.
-        At most `max_sessions` have an anchor, and `max_sessions_per_tenant` of one tenant. When all places
-        are occupied, a tenant with less than an equal share still gets one.
+        `max_sessions` limits the sessions with an anchor, `max_sessions_per_tenant` those of one tenant. At
+        the first limit, only tenants with less than an equal share of it may have more sessions.
         """
         self._nc = nc
         self._names = names
@@ -154,7 +155,7 @@ class Intake:
         self._fetch_bytes = max(_FETCH_BYTES, 2 * max_message_bytes)  # at least the largest message
         self._anchors: dict[SessionKey, Msg] = {}
         self._tenants: Counter[str] = Counter()
-        self._returned: dict[int, _Returned] = {}  # by their sequences
+        self._returned: dict[int, _Returned] = {}  # by the sequence of the request
         self._refused: dict[int, None] = {}  # sequences refused last, the oldest first
         self._first_seq = 0  # the first request that no other worker got
         self._server = journal.server  # the server process that has delivered the anchors
@@ -238,7 +239,7 @@ class Intake:
         return arrived
 
     async def deliver(self, message: Msg, ring: Ring) -> None:
-        """Accept a delivery, its own or one passed on by another worker; without room, return it."""
+        """Accept a delivery from the server or another worker; if its tenant has no room, return it (nak)."""
         if self._server != self._journal.server:
             await self._drop_lost()
         metadata = message.metadata
@@ -260,7 +261,7 @@ class Intake:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await message.nak(delay=delay_s)
             return
-        again = again and anchor is None  # else the session is at work here
+        again = again and anchor is None  # with an anchor, the session is at work here
         ring(Delivery(key, seq, metadata.timestamp, message.data, again, self._first_seq))
         message.data = b""  # frees memory: the anchor may stay for long
         if anchor is None:
@@ -307,33 +308,33 @@ class Intake:
         return max(most - self._tenants[tenant], 0)
 
     def _returns_again(self, key: SessionKey, message: Msg) -> bool:
-        """Whether to return a request as before, without asking whose it is."""
+        """Whether to return a request again, for lack of room, without looking up its session's owner."""
         return message.metadata.sequence.stream in self._returned and not self.room(key.tenant)
 
     def note_returned(self, key: SessionKey, seqs: Iterable[int]) -> None:
-        """Note that another worker has only returned requests, which are delivered here now."""
+        """Note that these requests were only returned by another worker, before they were delivered here."""
         self._returned |= {seq: _Returned(key, again=False, due_s=current_time()) for seq in seqs}
 
     def first_returned(self) -> dict[SessionKey, int]:
-        """Return, by session, the first request returned to the server, if only this worker had it."""
+        """Return, by session, the first request returned to the server, if no other worker got it."""
         firsts: dict[SessionKey, int] = {}
         for seq in sorted(self._returned):
             firsts.setdefault(self._returned[seq].key, seq)
         return {key: seq for key, seq in firsts.items() if not self._returned[seq].again}
 
     def pass_returned(self, seqs: Iterable[int]) -> list[int]:
-        """Return which requests only this worker had, to return them: another one has them now."""
+        """Drop returned requests that another worker has now; list those that only this worker ever had."""
         known = {seq: self._returned.pop(seq) for seq in seqs if seq in self._returned}
         return [seq for seq, one in known.items() if not one.again]
 
     async def pull_again(self) -> None:
-        """Start a new pull request: the server forgot the current one when the connection was lost."""
+        """Start a new pull request, since the server dropped the current one with the lost connection."""
         self._pull_over.set()
 
     async def keep_alive(self) -> None:
         """Tell the server periodically that the anchors are still being worked on, until cancelled.
 
-        Must run longer than `pull`: while the worker drains, its anchors must not be redelivered.
+        Must run longer than `pull`: while the worker ends its turns, the server must not redeliver anchors.
         """
         while True:
             await sleep(self._ack_wait_s / 3)
@@ -364,7 +365,7 @@ class Intake:
         return message
 
     async def _drop_lost(self) -> None:
-        """Drop the anchors that a restarted server has lost: their acks could count for other requests."""
+        """Drop the anchors that a restarted server has lost: other requests may have their sequences now."""
         self._server = self._journal.server
         self._refused.clear()
         for key, message in list(self._anchors.items()):
@@ -373,11 +374,11 @@ class Intake:
                 self._drop(key)
 
     def expects(self, key: SessionKey, seq: int = 0) -> bool:
-        """Whether a session has an anchor, or its request at `seq` was returned and comes again."""
+        """Whether a session has an anchor, or the server will redeliver its returned request at `seq`."""
         return key in self._anchors or seq in self._returned
 
     async def return_anchors(self) -> None:
-        """Return all anchors, so that the next worker gets them at once."""
+        """Return all anchors to the server (nak), which delivers them to the next worker at once."""
         for message in list(self._anchors.values()):
             with contextlib.suppress(nats.errors.Error, OSError):
                 await message.nak()

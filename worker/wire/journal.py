@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: The message is larger than the stream permits.
+#: JetStream's error code if a message is larger than the stream permits.
 MESSAGE_TOO_LARGE: Final = 10054
-#: A delete found no message; a read without a message raises `NotFoundError`, with another code.
+#: JetStream's error code if a delete finds no message; a read raises `NotFoundError`, with another code.
 _NO_MESSAGE: Final = 10057
 
 
@@ -72,7 +72,7 @@ class Journal:
         is_alone: Callable[[], bool] = lambda: False,
         model: str = "",
     ) -> None:
-        """`is_alone` says whether no other worker can have served the prefix since this one began.
+        """`is_alone` says whether no other worker can have served the prefix since this one started.
 
         `model` identifies the model in the answers that this worker publishes.
         """
@@ -95,13 +95,13 @@ class Journal:
     async def page(self, key: SessionKey, kind: Literal["in", "out"], after: int) -> tuple[list[Entry], int]:
         """Read a session's next requests, or results, after the stream sequence `after`, in order.
 
-        Returns some hundred entries or some MiB, and the number of those that remain.
+        Returns a page of up to 256 entries or 2 MiB, and the number of entries that remain after it.
         """
         return await self._reads.page(self._subjects.log_stream, self._subjects.of(key, kind), after)
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other worker can have served the prefix since this one began."""
+        """Whether no other worker can have served the prefix since this one started."""
         return self._is_alone()
 
     async def get(self, seq: int) -> bytes | None:
@@ -167,11 +167,11 @@ class Journal:
             pause_s = min(pause_s * 2, MAX_BACKOFF_S)
 
     async def append(self, key: SessionKey, kind: Literal["attempt", "dead", "closed"], body: bytes) -> None:
-        """Store an entry of another kind for a session: a note of attempts, a dead letter, or a close."""
+        """Store another entry for a session: a note of attempts, a dead letter, or a note of a close."""
         await self._append(self._subjects.of(key, kind), body)
 
     async def note_erasure(self, tenant: str, body: bytes) -> None:
-        """Store in the log a note of erased tokens, for workers that were away."""
+        """Store in the log a note of erased tokens, for workers that do not run now."""
         await self._append(self._subjects.erased(tenant), body)
 
     async def _append(self, subject: str, body: bytes) -> None:
@@ -222,16 +222,16 @@ class Journal:
     async def closed(self, after: int) -> tuple[list[Entry], int]:
         """Read the next notes of closes, of all sessions, after the stream sequence `after`.
 
-        Also returns the number of those that remain.
+        Also returns the number of notes that remain.
         """
         return await self._reads.page(self._subjects.log_stream, self._subjects.every("closed"), after)
 
     async def erasures(self, after: int) -> tuple[list[Entry], int]:
-        """Read the next notes of erasures, of all tenants; takes and returns the same as `closed`."""
+        """Read the next notes of erasures, of all tenants, after the sequence `after`; see `closed`."""
         return await self._reads.page(self._subjects.log_stream, self._subjects.erased("*"), after)
 
     async def log_name(self) -> str:
-        """Return a name of this log that no log made later has. Raises nats-py's errors."""
+        """Return a name of this log that no later log has. Raises nats-py's errors."""
         info = await self._js.stream_info(self._subjects.log_stream)
         return f"{self._subjects.log_stream} {info.created}"
 
@@ -258,9 +258,9 @@ class Journal:
                 raise
 
     async def refuse(self, subject: str, seq: int, message: str) -> None:
-        """Refuse a request whose names cannot be used in subjects, on its tenant's subject `_refused`.
+        """Refuse a request whose names cannot be used in subjects: store a failure in session `_refused`.
 
-        Does not retry. There is no answer if the tenant's name is invalid too, and maybe two after a crash.
+        Does not retry. Stores nothing if the tenant's name is invalid too, and maybe two after a crash.
         """
         tenant = subject.rsplit(".", 3)[1]
         with contextlib.suppress(InvalidMessageError):
@@ -275,8 +275,8 @@ class Journal:
     async def _own_commit(self, subject: str, body: bytes, after: int) -> int:
         """Return the sequence of this commit if only its ack was lost; otherwise raise `FencedError`.
 
-        The stored message names the fence that it passed. An equal result that was stored behind another one
-        is not this commit: this worker does not know that other one.
+        A header of the stored message has the sequence that it was stored after. If that is not `after`, an
+        equal message is not this commit: it follows a result that this worker has not read.
         """
         last = await self._reads.last(self._subjects.log_stream, subject)
         fence = (last.headers or {}).get(EXPECT_HEADER) if last else None

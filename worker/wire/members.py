@@ -1,8 +1,9 @@
 """Keeps the workers' records. Each worker of a prefix renews its own, so that the others know that it runs.
 
 The records are messages in an in-memory stream, in the layout of a KV bucket; the server removes a record
-that is not renewed in time. Results do not depend on them, since only one of two workers can commit a result
-(see `journal`). They decide which worker may keep a session's KV (see `owners`), and whether one is alone.
+that is not renewed in time. Correct results do not depend on records, since only one of two workers can
+commit a result (see `journal`). Records decide which worker keeps a session's KV (see `owners`), and whether
+a worker is alone.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _LOOK_S: Final = 0.1
 #: A record that did not change for this time belongs to a dead worker, even if the server still has it.
 _STALE_S: Final = 2.0 * TTL_S
 _TIMEOUT_S: Final = 5.0
-#: Pause between two checks of the other workers, and how many in a row one must miss to count as ended.
+#: Pause between two checks of the other workers; one that misses `_MISSES` in a row counts as ended.
 _WATCH_S: Final = 0.25
 _MISSES: Final = 2
 #: Pause between two checks if a worker is missing. A lost connection is back after some milliseconds.
@@ -65,12 +66,12 @@ log = structlog.get_logger()
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A worker of the prefix. `directory` identifies its data directory, `boot` this run of the worker.
+    """A worker of the prefix. `directory` identifies its data directory, `boot` its process.
 
     `since` is the time of its start, in seconds since 1970. `model` is a digest of its model, once loaded.
-    `load` is the number of sessions with requests that wait or run there, when the record was renewed. Until
-    it `serves`, it loads its model, and owns no sessions. A worker that `drains` takes no sessions, and gives
-    its own away. `protocol` is the version of the messages that it writes.
+    `load` is the number of sessions with requests that wait or run there, at the last renewal. A worker that
+    does not serve yet (`serves`) loads its model, and owns no sessions. A worker that `drains` takes no
+    sessions, and gives its own away. `protocol` is the version of the messages that it writes.
     """
 
     worker: str
@@ -90,7 +91,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Members:
-    """Keeps this worker's record, and looks for the other workers. Event loop only.
+    """Keeps this worker's record, and watches the other workers. Event loop only.
 
     Run `keep` between `join` and `leave`.
     """
@@ -107,7 +108,7 @@ class Members:
     ) -> None:
         """Make the record of `worker`; the stream of records has `replicas` copies, or as many as the log.
 
-        `lost(why)` is called once if another worker takes this one's name after its record has expired.
+        `lost(why)` is called once if another worker takes this one's name after this one's record expired.
         """
         self.me = Member(worker, socket.gethostname(), os.getpid(), directory, uuid4().hex, time())
         #: The other workers that run now, by name.
@@ -141,7 +142,7 @@ class Members:
         return f"$KV.{self._subjects.workers_bucket}.live.{worker}"
 
     def address(self, member: Member, verb: str) -> str:
-        """Return the subject on which a worker gets requests of kind `verb`; no stream stores these."""
+        """Return the subject on which a worker receives `verb` requests; no stream stores this subject."""
         return address(self._subjects, member, verb)
 
     @property
@@ -156,14 +157,14 @@ class Members:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker started first: it does the jobs that only one of several workers must do."""
+        """Whether this worker started first; the first one does the jobs that must run once per prefix."""
         return all((self.me.since, self.me.boot) < (one.since, one.boot) for one in self.others.values())
 
     async def join(self) -> None:
         """Make this worker's record; return once each other worker knows of it, or has ended.
 
         Raises `BrokerError` if a running worker has its name. Waits until the record of a killed worker has
-        expired; one of the same data directory is replaced at once: the lock proves that its worker ended.
+        expired. A record with this data directory is replaced at once: its worker no longer holds the lock.
         """
         is_new = await self._make_stream()
         await self._nc.subscribe(self.address(self.me, "ping"), cb=self._pong)
@@ -223,7 +224,7 @@ class Members:
                 )
 
     async def _unknown(self, deadline_s: float) -> list[Member]:
-        """Find the workers that do not know of this one yet; retry until `deadline_s` on errors."""
+        """Find the workers that have not confirmed this one yet; retry until `deadline_s` on errors."""
         while True:
             try:
                 return [one for one in await self._look() if one.worker not in self.others]
@@ -236,7 +237,10 @@ class Members:
         return await self._put(await self._free())
 
     async def _free(self) -> int:
-        """Wait until the name is free; return the sequence of the record to replace, 0 if there is none."""
+        """Wait until this worker's name is free; return the sequence of the record to replace (0: none).
+
+        Raises `BrokerError` if a running worker has the name.
+        """
         deadline_s = current_time() + _STALE_S
         seen = 0
         while True:
@@ -252,7 +256,7 @@ class Members:
             await sleep(_LOOK_S)
 
     async def _greet(self, member: Member) -> None:
-        """Send this worker's record to another; if that is silent, a later look shows whether it runs."""
+        """Send this worker's record to another worker; add that worker to `others` if it answers."""
         try:
             greeting = msgspec.json.encode(self.me)
             await self._nc.request(self.address(member, "hello"), greeting, timeout=_RENEW_S)
@@ -354,7 +358,7 @@ class Members:
                     self._remove(member, "another worker has ended")
 
     def look_now(self) -> None:
-        """Check the other workers soon: one of them does not answer."""
+        """Make `watch` check the other workers soon, because one of them did not answer."""
         self._look_soon.set()
 
     async def _next_look(self) -> None:
@@ -365,14 +369,14 @@ class Members:
         self._look_soon = Event()
 
     async def runs(self, boot: str) -> bool:
-        """Whether `boot` is a run of another worker that answers a ping, even if it is not known here yet."""
+        """Whether the other worker process `boot` answers a ping, even if it is not known here yet."""
         is_other = boot.isalnum() and boot != self.me.boot
         return is_other and await self._answers(structs.replace(self.me, boot=boot), is_recorded=False)
 
     async def _answers(self, member: Member, *, is_recorded: bool) -> bool:
         """Whether a worker answers a ping; a slow worker counts as answering if it `is_recorded`.
 
-        A process that is ending does not answer, and the server says so only once its connection is closed.
+        An ending process does not answer, and the server reports that only once its connection is closed.
         """
         try:
             timeout_s = _CONFIRM_S if is_recorded else _PING_S
@@ -401,7 +405,7 @@ class Members:
         return None
 
     async def _put(self, after: int) -> bool:
-        """Write the record if the last one has the sequence `after`; return whether it was written."""
+        """Write this worker's record if the last one is at sequence `after`; return false if it is not."""
         asked_s = current_time()
         try:
             ack = await self._js.publish(
@@ -464,7 +468,7 @@ class Members:
 
 
 def address(subjects: Subjects, member: Member, verb: str) -> str:
-    """Return the subject on which a worker gets requests of kind `verb` from workers and commands."""
+    """Return the subject on which a worker receives `verb` requests from other workers and commands."""
     return f"$KV.{subjects.workers_bucket}.peer.{member.boot}.{verb}"
 
 

@@ -32,9 +32,9 @@ class Outbox:
         self._subjects = subjects
 
     async def end(self, key: SessionKey, request_id: str, seq: int, rest: Chunk | None) -> None:
-        """Publish an answer's last chunk and the empty body that ends it.
+        """Publish an answer's last chunk `rest`, if any, and the empty message that ends its token stream.
 
-        The result of its request, at the sequence `seq`, is already committed.
+        The result of the request at sequence `seq` must be committed already.
         """
         subject = self._subjects.tokens(key, request_id, "chunk")
         if rest is not None:

@@ -1,10 +1,12 @@
-"""Decides which worker of a prefix serves a session: the one with its KV. Only the fence ensures correctness.
+"""Decides which worker of a prefix serves a session: the one that has its KV.
 
-A session belongs to the worker that stored its last result, as long as that worker runs. Another worker that
-gets its delivery or its control request passes it on. A session without an owner belongs to the first worker
-that claims it, by a record in the members' stream, which is removed once the log names the worker. A fork
-goes to its parent's worker, any other new session to a worker with far less work than its receiver, if any.
-An owner gives a session away between two requests: if it drains, or if another worker has far less work.
+This only saves prefills; correctness depends on the fence alone (see `journal`). A session belongs to the
+worker that stored its last result, as long as that worker runs. Any other worker that gets one of its
+deliveries or control requests passes it on. A session without an owner belongs to the first worker that
+claims it. A claim is a record in the members' stream; it is removed once the log names the worker. A fork
+goes to its parent's worker. Any other new session goes to a worker with far less work than the one that
+received it, if there is one. Between two requests a worker gives a session away if it drains, or if another
+worker has far less work.
 
 A worker that is alone claims nothing, and asks nobody.
 """
@@ -53,7 +55,7 @@ _RETRY_S: Final = 0.1
 _CONTROL_S: Final = 120.0
 #: How long another worker may take to erase a session's KV.
 _ERASE_S: Final = 3.0
-#: Answers to a delivery that is passed on: it is taken; the owner gives the session away; neither yet.
+#: Answers to a delivery that is passed on: accepted; the sender may claim the session; neither, try again.
 _TAKEN: Final = b"+"
 _GIVEN: Final = b"~"
 _NOT_YET: Final = b"-"
@@ -64,17 +66,17 @@ _SUBJECT: Final = "Turnkeep-Subject"
 _Routed = tuple[Msg, "Callable[[], Awaitable[None]]"]
 
 
-#: A new session goes to a worker with this many fewer sessions at work, if these are two thirds at most.
+#: A new session goes to a worker that has this many fewer sessions at work, and at most two thirds as many.
 _GAP: Final = 8
 _RATIO: Final = 1.5
-#: The same gap for an idle session of this worker's own, whose KV then has to move.
+#: The same gap for giving away an idle session of this worker, whose KV the other worker must restore.
 _GAP_TO_GIVE: Final = 64
 
 
 class _Passed(msgspec.Struct, frozen=True):
     """A delivery that is passed on: the request's subject and sequence, and the subject of its ack, if any.
 
-    `giver` is the run of a worker that gives the session away, or that drains and keeps no new one.
+    `giver` is the `Member.boot` of a worker that gives the session away, or keeps no new one as it drains.
     """
 
     subject: str
@@ -86,7 +88,7 @@ class _Passed(msgspec.Struct, frozen=True):
 class _Owner(NamedTuple):
     """The other worker that a session belongs to, if any; the sequence of its claim, 0 without one.
 
-    `is_known` says that the session has belonged to a worker.
+    `is_known` says that the session belongs, or has belonged, to any worker.
     """
 
     member: Member | None
@@ -115,16 +117,19 @@ class Owners:
         self._journal = journal
         self._tasks = tasks
         self._erase = erase
-        self._held: OrderedDict[SessionKey, int] = OrderedDict()  # with the sequences of claims, or 0
-        self._takers: OrderedDict[SessionKey, str] = OrderedDict()  # the worker run that took it last
-        self._routed: dict[SessionKey, dict[int, _Routed]] = {}  # deliveries that are under way, by sequence
+        self._held: OrderedDict[SessionKey, int] = OrderedDict()  # with the sequences of their claims, or 0
+        self._takers: OrderedDict[SessionKey, str] = OrderedDict()  # `boot` of the worker that took it last
+        self._routed: dict[SessionKey, dict[int, _Routed]] = {}  # deliveries being passed on, by sequence
         self._is_leaving = False
         self.intake: Intake  # set before the first request is heard
         self._ring: Ring
         self._answer: Callable[[str, bytes], Awaitable[bytes]]
 
     async def open(self, ring: Ring, answer: Callable[[str, bytes], Awaitable[bytes]]) -> None:
-        """Subscribe to other workers' requests; take ownerless sessions. `answer` does control requests."""
+        """Subscribe to other workers' requests, and claim sessions without an owner that have requests.
+
+        `ring` wakes a session for a delivery; `answer` answers a control request.
+        """
         self._ring, self._answer = ring, answer
         heard = {
             "deliver": self._delivered,
@@ -172,7 +177,7 @@ class Owners:
         return key in self._held and self._heir() is None
 
     def disown(self, key: SessionKey) -> None:
-        """Note that another worker has stored a result of a session: now the log names its owner."""
+        """Give up this worker's ownership of a session, and remove its claim."""
         if claim_seq := self._held.pop(key, 0):
             self._tasks.start_soon(self._remove_claim, claim_seq)
 
@@ -189,7 +194,7 @@ class Owners:
     def route(self, key: SessionKey, message: Msg, accept: Callable[[], Awaitable[None]]) -> None:
         """Pass a delivery on to the worker that its session belongs to, or claim the session and `accept`.
 
-        Of several deliveries of one request, which come while that worker does not answer, the last counts.
+        If the server redelivers a request while that worker does not answer, only the last delivery counts.
         """
         is_first = key not in self._routed
         self._routed.setdefault(key, {})[message.metadata.sequence.stream] = message, accept
@@ -199,7 +204,7 @@ class Owners:
     async def _route(self, key: SessionKey) -> None:
         waiting = self._routed[key]
         while waiting and not self._is_leaving:
-            taker = self._takers.pop(key, "")  # tried first, without a look-up
+            taker = self._takers.pop(key, "")  # that worker is tried first, without a look-up
             member = next((one for one in self._members.others.values() if one.boot == taker), None)
             if member is not None and await self._pass_on(member, waiting) == _TAKEN:
                 self._note_taker(key, member)
@@ -225,9 +230,9 @@ class Owners:
         del self._routed[key]
 
     async def _accept(self, key: SessionKey, claim_seq: int, waiting: dict[int, _Routed]) -> bool:
-        """Claim a session and accept its deliveries; return whether no other worker was faster.
+        """Claim a session and accept its deliveries; return false if another worker was faster.
 
-        If there is no room for it, they are returned, and any worker that has some may claim the session.
+        If this worker has no room, it returns the deliveries to the server, and does not claim the session.
         """
         await self._note_returned(key, [seq for seq, (one, _) in waiting.items() if _came_before(one)])
         if self.intake.room(key.tenant) and not await self._claim(key, claim_seq):
@@ -243,7 +248,7 @@ class Owners:
             self.disown(key)
 
     async def _note_returned(self, key: SessionKey, seqs: Sequence[int]) -> None:
-        """Note which requests came before only to another worker that had no room for them."""
+        """Note which of these requests the other workers have only returned, for lack of room."""
         if seqs := [seq for seq in seqs if not self.intake.expects(key, seq)]:
             for other in list(self._members.others.values()):
                 answer = await self._ask(other, "returned", msgspec.json.encode(seqs), _PASS_S)
@@ -259,7 +264,7 @@ class Owners:
             self._takers.popitem(last=False)
 
     async def _give(self, key: SessionKey, heir: Member, waiting: dict[int, _Routed]) -> bytes:
-        """Give a session away with its new requests, unless some are at work here; return the answer."""
+        """Give a session with its new requests to `heir`, unless it is at work here; return the answer."""
         if key not in self.intake.at_work:
             answer = await self._pass_on(heir, waiting, gives=True)
             if answer == _TAKEN:
@@ -272,7 +277,7 @@ class Owners:
         return _NOT_YET
 
     async def _pass_on(self, owner: Member, waiting: dict[int, _Routed], *, gives: bool = False) -> bytes:
-        """Pass deliveries on to a worker, with their session if this one `gives` it; return the answer."""
+        """Pass deliveries on to `owner`, and their session too if `gives`; return the last answer."""
         giver = self._members.me.boot if gives else ""
         for seq, (message, _) in list(waiting.items()):
             passed = msgspec.json.encode(_Passed(message.subject, seq, message.reply, giver))
@@ -284,7 +289,7 @@ class Owners:
         return _TAKEN
 
     async def wake(self, delivery: Delivery) -> None:
-        """Wake the session of a request that was delivered to no worker, at the worker that owns it."""
+        """Wake the session of an undelivered request: at its owner, or here if it has none."""
         owner = None if self.holds(delivery.key) else await self._owner(delivery.key)
         if owner is not None and owner.member is not None:
             passed = _Passed(self._subjects.of(delivery.key, "in"), delivery.seq)
@@ -293,14 +298,14 @@ class Owners:
             self._ring(delivery)
 
     async def control(self, key: SessionKey, subject: str, body: bytes) -> bytes | None:
-        """Return the owner's answer to a control request; None if this worker is the owner, or none came."""
+        """Return the owner's answer to a control request; None if this worker owns it, or on failure."""
         owner = None if self.holds(key) else await self._owner(key)
         if owner is None or owner.member is None:
             return None
         return await self._ask(owner.member, "control", body, _CONTROL_S, {_SUBJECT: subject})
 
     async def erase(self, key: SessionKey) -> dict[str, bool]:
-        """Have all other workers drop a session's KV; return for each directory whether none is left."""
+        """Have all other workers drop a session's KV; return, by data directory, whether none is left."""
         names = msgspec.json.encode([key.tenant, key.session])
         others = list(self._members.others.values())
         return {one.directory: await self._ask(one, "erase", names, _ERASE_S) == _TAKEN for one in others}
@@ -347,7 +352,7 @@ class Owners:
         return f"$KV.{self._subjects.workers_bucket}.own.{key.tenant}.{key.session}"
 
     async def _claim(self, key: SessionKey, after: int) -> bool:
-        """Claim a session whose claim is at `after`; return whether no other worker was faster."""
+        """Claim a session in place of the claim at `after` (0: none); return false if another was faster."""
         if key in self._held:
             return True
         try:
@@ -399,9 +404,9 @@ class Owners:
             is_free = owner.member is None or owner.member.boot == passed.giver
             is_other = bool(passed.reply) and not passed.giver and key not in self._held
             if is_free and is_other and not (self.intake.expects(key) or self.intake.room(key.tenant)):
-                return _GIVEN  # that one may have room
+                return _GIVEN  # the sender may have room
             if not is_free or not await self._claim(key, owner.claim_seq):
-                return _NOT_YET  # it belongs to a third one by now
+                return _NOT_YET  # it belongs to a third worker by now
         if passed.reply:
             delivery = Msg(self._nc, passed.subject, passed.reply, entry.body, dict(entry.headers))
             if self._members.me.drains and not _came_before(delivery):
@@ -432,7 +437,7 @@ class Owners:
         return _TAKEN if await self._erase(SessionKey(tenant, session)) else _NOT_YET
 
     def _claim_all(self, _: Member) -> None:
-        """Claim the sessions at work here when another worker joins: alone, this worker claimed none."""
+        """Claim the sessions at work here when another worker joins: while alone, this one claimed none."""
         for key in self.intake.at_work:
             if key not in self._held:
                 self._held[key] = 0

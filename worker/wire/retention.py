@@ -7,9 +7,9 @@ always stay.
 Between a close and its result, the log may contain requests for the next session of the same name, and
 results of requests before the close.
 
-A session's last result stays while a worker may still know only an older one: without it the older one would
-be the last again, and a late commit behind that one would pass the fence (see `journal`). So of a session
-that was closed recently, the close and its result stay.
+A session's last result must stay while any worker may have read only an older one. Without the last result,
+the older one would be the last again, and that worker's late commit would pass the fence (see `journal`).
+Therefore the close of a recently closed session, and its result, stay.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Retention:
         self._locks: WeakValueDictionary[SessionKey, Lock] = WeakValueDictionary()
 
     def lock(self, key: SessionKey) -> Lock:
-        """Return the lock that prevents removal while a session's log is read page by page, or closed."""
+        """Return a session's lock, held while its log is read page by page, closed, or removed."""
         return self._locks.setdefault(key, Lock(fast_acquire=True))
 
     async def note_close(self, key: SessionKey, *, forget: bool) -> int | None:
@@ -237,9 +237,9 @@ class Retention:
                     await self._journal.delete(after)
 
     async def _find_close(self, key: SessionKey, note_seq: int) -> _Closing | None:
-        """Find the close of a note; None if it has no result, or if no worker wrote the note.
+        """Find the close of a note; None if the close has no result, or if no worker wrote the note.
 
-        Results of later requests, cancelled meanwhile, may precede its result.
+        Results of later requests, which were cancelled meanwhile, may precede the result of the close.
         """
         after, more = note_seq, 1
         while more:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKind, Subjects
     from worker.process.settings import Settings
 
-#: Returned messages count too: with this many sessions waiting for a place, the server delivers nothing.
+#: Returned messages count too: once this many wait to be delivered again, the server delivers nothing.
 MAX_ACK_PENDING: Final = 1_000_000
 
 #: Window for duplicates: the server's minimum (0 means two minutes). The server compares message ids across
@@ -54,11 +54,11 @@ _OWNED: Final = frozenset(
     | {"filter_subject", "deliver_policy", "ack_policy", "ack_wait", "max_deliver", "max_ack_pending"}
 )
 
-#: An `ack_wait` with which the server redelivers all messages, and a pause for that: it takes 0.1 s.
+#: An `ack_wait` that makes the server redeliver all messages, and the pause for that, which takes 0.1 s.
 _AT_ONCE_S: Final = 0.001
 _TAKE_BACK_S: Final = 0.2
 
-#: The longest wait for copies of a stream, and the pause between two looks.
+#: The longest wait for replicas of a stream, and the pause between two checks.
 _COPY_S: Final = 60.0
 _LOOK_S: Final = 0.1
 
@@ -80,8 +80,9 @@ class Streams:
 async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -> Streams:
     """Create the log stream, the token stream and the consumer, or update them to these settings.
 
-    Several workers may do this at the same time. An operator's other changes (placement, replicas without a
-    setting) are kept. Raises `BrokerError`, also if an existing stream cannot be updated to these settings.
+    Several workers may do this at the same time. Keeps what else an operator has changed (placement; the
+    number of replicas if the settings have none). Raises `BrokerError`, also if an existing stream cannot be
+    updated to these settings.
     """
     is_copied = await ensure_stream(js, _log_stream(subjects, settings))
     await ensure_stream(js, _token_stream(subjects, settings))
@@ -95,7 +96,7 @@ async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -
 async def keep(js: JetStreamContext, subjects: Subjects, settings: Settings) -> None:
     """Create the token stream and the consumer again if they vanish, until cancelled.
 
-    Raises `BrokerError` once the log is gone: this worker's memory is of entries that no longer exist.
+    Raises `BrokerError` once the log is gone: the sessions in memory come from entries that no longer exist.
     """
     num_missed = 0
     while num_missed < 2:  # a cluster that starts may not know it at once
@@ -245,7 +246,7 @@ async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> bool:
 
 
 async def _copied(look: Callable[[], Awaitable[Any]], num_replicas: int | None) -> None:
-    """Wait until all copies are current, for `_COPY_S` at most: until then the leader may answer nothing."""
+    """Wait, 60 s at most, until all replicas are current: before, the leader may not answer."""
     with move_on_after(_COPY_S):
         while True:
             cluster = (await look()).cluster
@@ -320,7 +321,7 @@ async def take_back(js: JetStreamContext, subjects: Subjects) -> None:
 
 
 def _differences(wanted: Any, found: Any) -> dict[str, Any]:
-    """Return the fields that Turnkeep sets and that differ in `found`; None in `wanted` does not count."""
+    """Return the fields of `wanted` to change in `found`: those that Turnkeep owns, unless they are None."""
     asked = {field.name: getattr(wanted, field.name) for field in dataclasses.fields(wanted)}
     changes = {
         name: value

@@ -1,7 +1,8 @@
 """Finds requests without a result that the server does not deliver any more.
 
-An ack follows its result. But a server that loses its last entries, by a power cut or because its files come
-from a backup, may keep the ack without the result: then no delivery wakes the session.
+A worker acknowledges a request once its result is stored. But a server that loses its last entries, by a
+power cut or because its files come from a backup, may keep the ack without the result: then no delivery wakes
+the session.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Undelivered:
     async def _look(self, server: str) -> str:
         """Wait for all deliveries, then wake the sessions that still lack a result and a delivery.
 
-        Returns `server`; or an empty string if this worker has returned deliveries that are still to come.
+        Returns `server`; or an empty string, if a returned delivery is still to come and the check must be
+        repeated.
         """
         earlier = {key: entry.seq async for key, entry in self._found()}
         await sleep(self._wait_s)
