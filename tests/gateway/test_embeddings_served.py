@@ -52,9 +52,10 @@ async def test_token_ids_are_embedded_without_adding_tokens(served: Any) -> None
 async def test_texts_that_exceed_one_request_to_the_worker_are_all_embedded_in_order(served: Any) -> None:
     texts = [f"text {number}" for number in range(70)]
     found = await served.openai.embeddings.create(model="m", input=texts)
-    last = await served.openai.embeddings.create(model="m", input=texts[-1:])
-    assert len(found.data) == 70
-    assert np.dot(found.data[-1].embedding, last.data[0].embedding) == pytest.approx(1.0, abs=1e-5)
+    backwards = await served.openai.embeddings.create(model="m", input=texts[::-1])
+    assert len(found.data) == len({tuple(np.round(one.embedding, 4)) for one in found.data}) == 70
+    for one, other in zip(found.data, reversed(backwards.data), strict=True):
+        assert np.dot(one.embedding, other.embedding) == pytest.approx(1.0, abs=1e-5)
 
 
 async def test_ollamas_embed_endpoint_returns_unit_vectors_and_a_token_count(served: Any) -> None:

@@ -87,7 +87,11 @@ async def test_many_documents_are_ranked_and_a_long_one_is_truncated_only_if_req
 ) -> None:
     long = {"query": QUERY, "documents": ["words " * 2000, *DOCUMENTS * 10], "max_tokens_per_doc": 20}
     answer = await http.post("/v2/rerank", json=long)
-    assert sorted(one["index"] for one in answer.json()["results"]) == list(range(41))
+    ranked = answer.json()["results"]
+    assert sorted(one["index"] for one in ranked) == list(range(41))
+    scores = [one["relevance_score"] for one in ranked]
+    assert scores == sorted(scores, reverse=True)
+    assert len({round(score, 6) for score in scores}) > 1
     refused = await http.post("/v2/rerank", json=long | {"max_tokens_per_doc": None})
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith("documents[0] has 12")

@@ -76,4 +76,3 @@ def test_a_failed_download_reports_its_error_and_can_be_started_again(
         while not (why := shelf.listed()["pulls"]["org/none"].get("error")):
             time.sleep(0.02)
         assert "org/none" in why
-    server.stalled = None

@@ -381,6 +381,7 @@ class Process:
         command = [*(sys.executable, "-m", "commands", "serve", "--data-dir", str(folder), "--nats", url)]
         command += ["--prefix", prefix, "--model", str(model), "--worker", self.name, "--log-format", "json"]
         command += ["--log-max-bytes", "64MiB", "--min-free-disk", "0", "--block-tokens", "32"]
+        command += ["--ack-wait-s", "60"]  # the server redelivers later than any of these tests waits
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -448,6 +449,25 @@ async def test_a_worker_that_ends_starts_no_task_for_another_workers_request() -
     group.cancel_scope.cancel_called = True
     await hear(nobody)
     assert len(started) == 1
+
+
+@pytest.mark.parametrize("num_before", [1, 2])
+def test_a_redelivery_during_a_look_up_counts_no_attempt_unless_another_worker_had_the_request(
+    num_before: int,
+) -> None:
+    def delivered(times: int) -> Any:
+        return SimpleNamespace(
+            metadata=SimpleNamespace(num_delivered=times, sequence=SimpleNamespace(stream=7))
+        )
+
+    noted = []
+    nobody: Any = SimpleNamespace(jetstream=lambda: None, start_soon=lambda *_: None)
+    router = owners.Owners(nobody, Subjects(), nobody, nobody, nobody, erase=nobody)
+    router.intake = SimpleNamespace(note_unbegun=lambda _, seqs: noted.extend(seqs))  # type: ignore[assignment]
+    router.route(SessionKey("t", "s"), delivered(num_before), nobody)
+    assert noted == []
+    router.route(SessionKey("t", "s"), delivered(num_before + 1), nobody)
+    assert noted == ([7] if num_before == 1 else [])
 
 
 @pytest.mark.process

@@ -311,8 +311,8 @@ class Intake:
         """Whether to return a request again, for lack of room, without looking up its session's owner."""
         return message.metadata.sequence.stream in self._returned and not self.room(key.tenant)
 
-    def note_returned(self, key: SessionKey, seqs: Iterable[int]) -> None:
-        """Note that these requests were only returned by another worker, before they were delivered here."""
+    def note_unbegun(self, key: SessionKey, seqs: Iterable[int]) -> None:
+        """Note that no worker has begun these requests, although they were delivered before."""
         self._returned |= {seq: _Returned(key, again=False, due_s=current_time()) for seq in seqs}
 
     def first_returned(self) -> dict[SessionKey, int]:

@@ -196,8 +196,11 @@ class Owners:
 
         If the server redelivers a request while that worker does not answer, only the last delivery counts.
         """
-        is_first = key not in self._routed
-        self._routed.setdefault(key, {})[message.metadata.sequence.stream] = message, accept
+        is_first, seq = key not in self._routed, message.metadata.sequence.stream
+        waiting = self._routed.setdefault(key, {})
+        if seq in waiting and not _came_before(waiting[seq][0]):
+            self.intake.note_unbegun(key, [seq])
+        waiting[seq] = message, accept
         if is_first:
             self._tasks.start_soon(self._route, key)
 
@@ -252,7 +255,7 @@ class Owners:
         if seqs := [seq for seq in seqs if not self.intake.expects(key, seq)]:
             for other in list(self._members.others.values()):
                 answer = await self._ask(other, "returned", msgspec.json.encode(seqs), _PASS_S)
-                self.intake.note_returned(key, msgspec.json.decode(answer or b"[]", type=list[int]))
+                self.intake.note_unbegun(key, msgspec.json.decode(answer or b"[]", type=list[int]))
 
     async def _returned(self, message: Msg) -> bytes:
         asked = msgspec.json.decode(message.data, type=list[int])
