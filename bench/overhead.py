@@ -169,7 +169,10 @@ def _agreeing(turns: Sequence[Turn]) -> dict[str, list[float]]:
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield each side's samples over all its sessions: speeds, and the mean delay by saving a block."""
+    """Yield, for each measured program, its tokens a second over all sessions, and the mean cost of a save.
+
+    The cost is the time by which a step that saves a block is longer than the others.
+    """
     pairs = [((turn.case, *turn.place), turn) for turn in turns if turn.error is None]
     at_once = stats.grouped(((place, turn.facts["turn"]), turn) for place, turn in pairs)
     for (place, _), some in at_once.items():

@@ -642,7 +642,7 @@ class Store:
         return self._chain(tenant).root
 
     def _within(self, tenant: str, packed: bytes) -> Iterator[Node]:
-        """Yield the nodes of all identities whose tokens are all in `packed`, children before parents."""
+        """Yield a tenant's snapshots, of all models, that hold only tokens of `packed`; last ones first."""
         for identity in self._identities:
             yield from reversed(self._index.within(blocks.root(identity, tenant), packed))
 

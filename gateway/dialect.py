@@ -38,7 +38,7 @@ class Events(Protocol):
 
 
 def _never(_body: bytes) -> None:
-    """Return None: every request to this API needs a worker."""
+    """Answer no request without a worker: the default of `Dialect` for APIs that always need one."""
 
 
 class Dialect(NamedTuple):

@@ -53,7 +53,10 @@ class _End(NamedTuple):
 
 
 async def recover(client: Client, index: Index) -> None:
-    """Fill an index from the log. Raises `NoWorkerError` if the log cannot be read."""
+    """Fill an index of conversations with the answers in the log.
+
+    Raises `NoWorkerError` if the log cannot be read.
+    """
     try:
         every = await client.stored.subjects(client.tenant)
     except (NotPermittedError, StreamError) as error:

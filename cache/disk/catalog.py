@@ -58,7 +58,10 @@ _PUT: Final = "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class Catalog:
-    """The SQLite file. Callers log errors and continue: an error can lose times of use, but no snapshots."""
+    """Stores the rows of snapshots and pins in an SQLite file.
+
+    Callers log errors and continue: an error can lose times of last use, but no snapshots.
+    """
 
     def __init__(self, folder: Folder) -> None:
         self._path = folder.catalog

@@ -210,9 +210,10 @@ def _there(
 def shortened(
     path: Path, row: Row, layout: ModelLayout, identity: Identity, access: Access = PLAIN
 ) -> EncodedSnapshot | None:
-    """Verify a file; return its snapshot without the KV of layers with windows. None if it has no such KV.
+    """Verify a file; return its snapshot without the KV of layers with windows.
 
-    `layout` is the model's, without states. Raises `DoubtfulSnapshotError`, `OSError`.
+    None if the file has no KV of such layers. `layout` is the model's, without the layers that have states.
+    Raises `DoubtfulSnapshotError`, `OSError`.
     """
     blank = [
         Tensor(*one, memoryview(b""), reach) for one, reach in zip(layout.kv, layout.reaches, strict=True)

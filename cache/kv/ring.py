@@ -98,7 +98,7 @@ class RingCache:
         return ring
 
     def shrink(self) -> None:
-        """Free the unused places after the last token, unevaluated. A wrapped ring has none."""
+        """Drop the unused places after the last token; the arrays are lazy. A wrapped ring has none."""
         self.keys, self.values = (
             tuple(mx.contiguous(array[..., : self.offset, :]) for array in side or ())
             for side in (self.keys, self.values)

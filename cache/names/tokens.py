@@ -161,9 +161,9 @@ class Tokens(Sequence[int]):
         return pack(self.ids(start, end))
 
     def num_common(self, other: Tokens) -> int:
-        """Count the leading tokens that both have in common.
+        """Count the leading tokens that these two sequences share.
 
-        The count is too small if the first difference is among ids that are not in memory.
+        If they first differ in a part whose ids are not in memory, only the parts before it count.
         """
         num = min(len(self._parts), len(other._parts))
         while num and self._parts[num - 1].digest != other._parts[num - 1].digest:

@@ -161,7 +161,9 @@ def _metadata(given: dict[str, str]) -> dict[str, str]:
 
 
 def _tools(asked: _Request) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
-    """Return the generate options for tools, and how calls of tools differ from plain function calls.
+    """Return the generate options for tools, and by name the fields in which a tool's calls are special.
+
+    These are `type`, `name` and `namespace` of custom tools and of tools in namespaces.
 
     Tools that OpenAI's own servers would run are left out.
     """

@@ -346,7 +346,7 @@ async def test_erasing_by_hash_marks_removes_a_token_sequence_but_keeps_longer_a
     assert await num_restored(store, tokens, "b") == length
 
 
-async def test_erasing_by_hash_marks_removes_a_short_token_sequence_and_no_other(open_store) -> None:
+async def test_erasing_by_the_hashes_of_a_sequence_of_tokens_removes_no_other_sequence(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     save_all(store, "a", list(range(50, 250)))

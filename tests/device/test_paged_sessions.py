@@ -326,7 +326,7 @@ async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_pa
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
-async def test_a_restart_reads_key_sketches_from_few_blocks_and_prefills_if_one_is_damaged(
+async def test_a_restart_reads_a_paged_sessions_sketches_from_few_files_and_prefills_if_a_file_is_damaged(
     model, tmp_path, is_damaged: bool
 ) -> None:
     """Of 40 blocks, the 16th and the 32nd have the sketches (2-bit copies of keys) of all before them."""

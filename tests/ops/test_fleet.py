@@ -59,7 +59,7 @@ def test_a_forged_metrics_message_changes_nothing_that_is_shown(
     assert samples(page(fleet))[key("resident_kv_bytes")] == 1024
 
 
-def test_a_bounded_number_of_a_workers_messages_is_kept_whatever_their_uptimes() -> None:
+def test_a_bounded_number_of_a_workers_metrics_messages_is_kept_whatever_uptimes_they_state() -> None:
     for step_s in (0.0, 0.001, 0.1, 5.0):
         fleet = Fleet(60, window_s=60)
         for number in range(1000):

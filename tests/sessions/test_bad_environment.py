@@ -335,7 +335,7 @@ async def test_chat_reads_lines_from_a_pipe_and_continues_its_session_the_next_t
     assert (await worker.client.session("chat").info()).requests == 4
 
 
-async def test_the_commands_ask_info_and_cancel_work_with_a_running_worker(
+async def test_with_a_running_worker_the_commands_ask_info_and_cancel_succeed(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()

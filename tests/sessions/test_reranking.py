@@ -51,7 +51,9 @@ async def test_a_rerank_score_is_the_models_probability_of_yes_against_no(
     assert told.scores[0] != pytest.approx(found.scores[0], abs=1e-5)
 
 
-async def test_a_document_is_truncated_to_document_tokens(local_worker: Start, reranker: Path) -> None:
+async def test_a_document_is_truncated_to_as_many_tokens_as_the_request_allows(
+    local_worker: Start, reranker: Path
+) -> None:
     worker = await local_worker(model=str(reranker))
     whole = await worker.client.rerank(QUERY, [DOCUMENTS[0][:20]])
     cut = await worker.client.rerank(QUERY, DOCUMENTS[:1], document_tokens=20)

@@ -173,7 +173,7 @@ async def test_a_tenants_waiting_session_with_a_higher_priority_becomes_active_f
         assert one.came_in[-1] == "important"
 
 
-async def test_a_session_that_no_longer_needs_the_device_becomes_active_at_once() -> None:
+async def test_a_session_that_waits_for_the_device_stops_waiting_once_it_no_longer_needs_it() -> None:
     async with crowd() as one:
         await one.flood("loud")
         one.shares.admit(SessionKey("loud", f"s{MOST + 9}"))

@@ -41,7 +41,7 @@ class Room:
     """The KV of idle sessions, and the restores that wait for memory or have been promised memory."""
 
     def __init__(self, estimator: Estimator, block: int, report_short: Callable[[Short], None]) -> None:
-        """`report_short` sends a `Short` to the event loop."""
+        """`report_short` tells the event loop, by a `Short`, which session lacks how much memory."""
         #: Whether the event loop was asked to drop sessions, and has not answered with `made_room`.
         self.awaits_drops = False
         self.estimator = estimator

@@ -204,9 +204,10 @@ class AnswerChunks:
     async def _last_chunk(
         self, key: SessionKey, request_id: str, body: bytes, after: int, seq: int
     ) -> tuple[int, bool]:
-        """Find `body` after `after`: return its sequence and True; else the last sequence (or 0) and False.
+        """Find the chunk `body` among the messages behind `after` on the answer's subject.
 
-        Checks every message after `after`: the end messages of requests with the same id may follow a chunk.
+        Returns the chunk's sequence and True; else the sequence of the subject's last message, or 0 if it
+        has none, and False. Reads on behind the chunk, as ends of other requests with this id may follow.
         Raises `FencedError` if one of them is another chunk, the end or the seal of the request at `seq`, or
         if the subject has no messages any more, although it had the one at `after`.
         """
