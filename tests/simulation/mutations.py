@@ -253,9 +253,8 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
     | {
         "kinds": ("stall",),
         "num_faults": 8,
-        "num_workers": 3,
         "lag_s": 0.0,
-        "busy": 0.2,
+        "busy": 0.5,
         "late_ack": 0.1,
         "num_visitors": 0,
         "num_clients": 3,
