@@ -261,3 +261,13 @@ def test_a_model_in_use_is_listed_as_in_use_and_cannot_be_removed(
     assert freed >= sum(map(len, server.repositories[ID].values()))
     assert names(tmp_path) == []
     assert not [*cache.glob("models--org--tiny")]
+
+
+def test_a_repository_without_a_main_branch_is_loaded_from_its_newest_snapshot(tmp_path: Path) -> None:
+    for name, fetched_s in (("a" * 40, 1), ("c" * 40, 3), ("b" * 40, 2)):
+        (tmp_path / "snapshots" / name).mkdir(parents=True)
+        os.utime(tmp_path / "snapshots" / name, (fetched_s, fetched_s))
+    assert hub.snapshot_folder(tmp_path) == tmp_path / "snapshots" / ("c" * 40)
+    (tmp_path / "refs").mkdir()
+    (tmp_path / "refs" / "main").write_text("b" * 40)
+    assert hub.snapshot_folder(tmp_path) == tmp_path / "snapshots" / ("b" * 40)

@@ -108,11 +108,12 @@ def repository_of(path: Path) -> Path | None:
 
 
 def snapshot_folder(repository: Path) -> Path | None:
-    """Return a repository's last fetched snapshot of the main branch, or else any snapshot, or None."""
+    """Return a repository's last fetched snapshot of the main branch, else the newest snapshot, or None."""
     main = repository / "refs" / "main"
     if main.exists() and (folder := repository / "snapshots" / main.read_text().strip()).is_dir():
         return folder
-    return next(iter(sorted(repository.glob("snapshots/*"))), None)
+    snapshots = repository.glob("snapshots/*")
+    return max(snapshots, key=lambda folder: folder.stat().st_mtime, default=None)
 
 
 def downloaded(spec: str) -> Path | None:
