@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _END_OF_BATCH: Final = "204"
 _NOTHING: Final = "404"
 _TOO_MANY: Final = "413"
+#: In each message of a batch, and at its end: the sequence of the message before it; 0 in the first one.
+_BEFORE: Final = "Nats-Last-Sequence"
 
 
 class TooManyError(nats.errors.Error):
@@ -47,7 +49,7 @@ class DirectGets:
         """Return one batch of the messages that match `request`, and how many more match after the batch.
 
         `request` is the body of a `$JS.API.DIRECT.GET` request, including the field `batch`. Raises nats-py's
-        TimeoutError if the next message does not come in time, for instance after a reconnection.
+        TimeoutError if a message does not come, for instance because of a reconnection.
         """
         async with self._opening:
             if self._subscription is None:
@@ -66,6 +68,7 @@ class DirectGets:
             kind = TooManyError if status == _TOO_MANY else nats.errors.Error
             why = batch.end.get("Description", "").split("\n")[0]  # nats-py leaves the next headers in it
             raise kind(f"direct get: {status} {why}".strip())
+        batch.check_whole()
         return batch.messages, int(batch.end.get("Nats-Num-Pending", "0"))
 
     async def _arrived(self, message: Msg) -> None:
@@ -90,6 +93,14 @@ class _Batch:
         else:
             self.end = headers
             self._ended.set()
+
+    def check_whole(self) -> None:
+        """Raise nats-py's TimeoutError if a message is missing, as after a short loss of the connection."""
+        last = "0"
+        for headers in (*(message.headers or {} for message in self.messages), self.end):
+            if headers.get(_BEFORE, last) != last:
+                raise nats.errors.TimeoutError
+            last = headers.get("Nats-Sequence", last)
 
     async def wait(self, timeout_s: float) -> None:
         """Wait for the batch's last message; `timeout_s` restarts whenever messages have arrived.

@@ -676,6 +676,11 @@ async def _rot(history: History, _: Random) -> None:
         one.data = other.data
 
 
+async def _tear(history: History, _: Random) -> None:
+    """Let the next reader of several messages lose its connection in the middle."""
+    history.server.faults.num_torn += 1
+
+
 def _for_a_while(name: str, *most_s: float) -> Fault:
     async def begin(history: History, random: Random) -> None:
         setattr(history.server.faults, name, history.loop.time() + random.choice(most_s))
@@ -700,4 +705,5 @@ FAULTS: Final[dict[str, Fault]] = {
     "newer worker": _newer,
     "rot": _rot,
     "full log": _for_a_while("full_until_s", 0.2, 2.0),
+    "torn read": _tear,
 }

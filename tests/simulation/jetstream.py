@@ -616,17 +616,20 @@ class JetStream:
             one = stream.all[request["seq"] - 1] if request["seq"] <= len(stream.all) else None
             found = [one] if one is not None and _is_there(one, at_s) else []
         batch: list[tuple[bytes, Headers]] = []
-        left_bytes = request.get("max_bytes") or 2**60
+        left_bytes, last = request.get("max_bytes") or 2**60, "0"
         for message in found[: request.get("batch", 1)]:
             if batch and message.size_bytes > left_bytes:
                 break
             left_bytes -= message.size_bytes
             own = {"Nats-Stream": name, "Nats-Subject": message.subject, "Nats-Sequence": str(message.seq)}
             own["Nats-Time-Stamp"] = message.stored
+            if is_batch:
+                own["Nats-Last-Sequence"] = last
+                last = str(message.seq)
             batch.append((message.data, {**message.headers, **own}))
         if not batch:
             batch.append((b"", {"Status": "404", "Description": "Message Not Found"}))
         elif is_batch:
-            num_left = len(found) - len(batch)
-            batch.append((b"", {"Status": "204", "Description": "EOB", "Nats-Num-Pending": str(num_left)}))
+            end = {"Nats-Num-Pending": str(len(found) - len(batch)), "Nats-Last-Sequence": last}
+            batch.append((b"", {"Status": "204", "Description": "EOB"} | end))
         self._server.batch_to_inbox(inbox, batch)

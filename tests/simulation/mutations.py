@@ -11,7 +11,7 @@ from anyio import sleep_forever
 
 from gateway import conversations, following, lookups
 from gateway.responses import answers
-from turnkeep_client import calls, messages
+from turnkeep_client import calls, direct, messages
 from worker.sessions import attachments, attempts, record, session, session_log
 from worker.wire import chunks, consistent_reads, erasures, intake, journal, retention, undelivered
 
@@ -165,6 +165,7 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     ),
     "an anchor given up too early": ((session.Session, "_answer", _give_up_anchor), _NO_LOOK),
     "chunks of what was forgotten": ((chunks.AnswerChunks, "_check_not_forgotten", lambda _: _nothing),),
+    "a page with a hole": ((direct._Batch, "check_whole", lambda _: lambda _: None),),
     "chunks without a fence": ((chunks.AnswerChunks, "_publish", lambda _: _publish_anyhow),),
     "a lagging replica believed": (
         (consistent_reads.ConsistentReads, "_is_replicated", lambda _: _never_replicated),
@@ -263,6 +264,7 @@ FAVOURED: Final[dict[str, dict[str, Any]]] = {
         "meddling": 0.3,
         "weights": (10, 45, 0, 20, 5, 0),
     },
+    "a page with a hole": {"kinds": ("torn read", "crash"), "num_faults": 5, "num_requests": 9},
     "chunks without a fence": {"kinds": ("stall", "cut", "crash at"), "num_faults": 5},
     "a client that never reads the log": {"kinds": ("cut", "crash server"), "num_faults": 5},
 }

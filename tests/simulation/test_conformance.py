@@ -205,6 +205,11 @@ async def direct_gets_read_a_subject_in_order(place: Place) -> None:
     assert await read(seq=1, batch=2, next_by_subj=own) == ([(seqs[0], b"A"), (seqs[2], b"C")], 1)
     assert await read(seq=seqs[2] + 1, batch=2, next_by_subj=own) == ([(seqs[4], b"E")], 0)
     assert await read(seq=seqs[5], batch=2, next_by_subj=own) == ([], 0)
+    await place.put("in", b"G", session="a", **{"Nats-Last-Sequence": "77"})
+    batch, _ = await gets.read(place.names.log, {"seq": seqs[2], "batch": 9, "next_by_subj": own})
+    named = [(one.headers or {})["Nats-Last-Sequence"] for one in batch]
+    assert named == ["0", str(seqs[2]), str(seqs[4])], "each message names the one before it in the batch"
+    await place.js.delete_msg(place.names.log, seqs[5] + 1)
     every = place.subjects.every("in")
     assert [seq for seq, _ in (await read(seq=1, batch=9, next_by_subj=every))[0]] == seqs
     lasts = {"multi_last": [own, place.of("in", "b"), place.of("in", "none")], "batch": 3}

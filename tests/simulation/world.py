@@ -97,6 +97,7 @@ class Faults:
     refusing_until_s: float = 0.0  # requests to JetStream get "no responders"
     stalled_until_s: float = 0.0  # published messages are stored after this time
     full_until_s: float = 0.0
+    num_torn: int = 0  # the connections of so many readers are lost in the middle of their next batch
 
 
 class Server:
@@ -288,11 +289,23 @@ class Server:
             return
         link, sid = found
         messages = [(inbox, "", data, headers) for data, headers in batch]
-        if self.loop.random.random() < _IN_PIECES:
+        if self.faults.num_torn and len(messages) > 1:
+            self.faults.num_torn -= 1
+            self._tear(link, sid, messages)
+        elif self.loop.random.random() < _IN_PIECES:
             for one in messages:
                 link.deliver(sid, one)
         else:
             link.deliver(sid, *messages)
+
+    def _tear(self, link: Link, sid: int, messages: list[Delivered]) -> None:
+        """Cut a connection in the middle of a batch; what is left may come once the client is back."""
+        at = self.loop.random.randrange(len(messages) - 1)
+        for one in messages[:at]:
+            link.deliver(sid, one)
+        self.later(self.loop.random.random() * 0.01, self.cut, link)
+        for subject, reply, data, headers in messages[at + 1 :]:
+            self.later(0.05, self.to_inbox, subject, subject, data, headers, reply)
 
     def has_interest(self, inbox: str) -> bool:
         return self._listener(inbox) is not None

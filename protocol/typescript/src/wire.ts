@@ -264,6 +264,13 @@ export class Wire {
       if (!(await progress.wait(READ_MS))) batches.stop(new Error(`no answer within ${READ_MS / 1000} s`));
     }
     if (end.error && !hasCode(end.error, 404)) throw end.error;
+    let before = 0; // each message of a batch names the one before it; a lost connection may have lost some
+    for (const one of found) {
+      if (Number(one.headers.get("Nats-Last-Sequence") || before) !== before) {
+        throw new Error("the connection was lost while the log was read");
+      }
+      before = one.seq;
+    }
     return found;
   }
 
