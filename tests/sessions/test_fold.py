@@ -52,6 +52,7 @@ from worker.sessions.fold import Fold
 from worker.sessions.history import History
 from worker.sessions.limits import Limits
 from worker.sessions.port import Asked, TurnResult
+from worker.sessions.results import withdrawn
 from worker.sessions.services import Services
 from worker.sessions.session import Session
 from worker.sessions.shares import Shares
@@ -536,6 +537,42 @@ async def test_an_append_behind_a_close_is_refused_though_the_log_is_read_anew_d
     assert [type(result) for result in world.results] == [Closed, Failed]
     assert world.result(last).code == "unknown_session"
     await world.assert_fold_is_life()
+
+
+async def test_a_result_for_a_waiting_request_is_not_stored_once_the_request_is_the_next_one(world) -> None:
+    """Another worker may have begun to answer it since it was found to wait."""
+    world.publish(Append(id="first", text="one"))
+    world.publish(Generate(id="second", max_tokens=3))
+    log = world.session.log
+    await log.catch_up(beyond_bell=True)
+    first, second = log.record.pending
+    result = withdrawn(second, world.session.history, 0)
+    log.record.pending.remove(first)
+    assert await log.commit(second, result, None, closes=False, waits=True) is None
+    log.record.pending.insert(0, first)
+    assert await log.commit(second, result, None, closes=False, waits=True) is not None
+
+
+async def test_a_fenced_result_is_not_stored_after_another_task_has_emptied_the_record(
+    world, monkeypatch
+) -> None:
+    """The log that the session is read from by then may be another server's."""
+    world.publish(Append(id="first", text="one"))
+    log = world.session.log
+    await log.catch_up(beyond_bell=True)
+    (first,) = log.record.pending
+    commits = []
+
+    async def commit(*_: Any, **__: Any) -> int:
+        commits.append(1)
+        world.log.add("out", NO_RESULT)
+        log.reset()
+        raise FencedError("the server has restarted")
+
+    monkeypatch.setattr(world.log, "commit", commit)
+    with pytest.raises(FencedError):
+        await log.commit(first, withdrawn(first, world.session.history, 0), None, closes=False)
+    assert len(commits) == 1
 
 
 async def test_a_repeated_request_cannot_be_cancelled_and_gets_the_recorded_result(world) -> None:

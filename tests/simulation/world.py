@@ -226,9 +226,10 @@ class Server:
         return len(self._queue)
 
     def _unstall(self) -> None:
-        queue, self._queue = self._queue, []
+        queue, self._queue, life = self._queue, [], self.life
         for one in queue:
-            self._stored(*one)
+            if life == self.life:  # else the server died over an earlier one
+                self._stored(*one)
 
     def _stored(self, name: str, subject: str, reply: str, data: bytes, headers: Headers) -> None:
         stream = self.jetstream.streams.get(name)

@@ -257,6 +257,10 @@ class Record:
             self._lost_results.append((before, int(fence)))
         self._is_begun = self._is_begun or (result is not None and not _changes_nothing(result))
 
+    def is_next(self, pending: Pending) -> bool:
+        """Whether no earlier request waits for a result; the request itself may not be read yet."""
+        return all(pending.seq <= one.seq for one in self.pending)
+
     def lacks_result(self, pending: Pending) -> bool:
         """Whether a request still has no result, as far as the log was read."""
         return pending in self.pending or (pending.seq > self.in_seq and not self.has_result(pending.seq))

@@ -279,14 +279,14 @@ class Session:
             return await self.cancel(request_id, asked)
         if pending is None:
             return _no_cancel(request_id, is_answered=known is not None)
-        pending.cancelled = True
+        pending.cancelled, waits = True, not record.is_next(pending)
         try:
             is_begun = await self._begun(pending)
         except FencedError:  # a worker, perhaps this one, has begun it meanwhile
             return await self.cancel(request_id, asked=pending)
         if not is_begun:
             result = withdrawn(pending, self.history, self.log.record.position)
-            if await self._commit(pending, result, None):
+            if await self._commit(pending, result, None, waits=waits):
                 return Cancelled(id=request_id, was="waiting")
             if not pending.done.is_set() or (known := await self.log.find_answered(request_id)) is None:
                 return await self.cancel(request_id)  # the log was read anew meanwhile
@@ -327,8 +327,7 @@ class Session:
         """
         if pending is self.active:
             return True
-        # The next request may not be in the record yet.
-        is_next = all(pending.seq <= one.seq for one in self.log.record.pending)
+        is_next = self.log.record.is_next(pending)
         return is_next and (await self._is_streamed(pending) or pending is self.active)
 
     async def _is_streamed(self, pending: Pending) -> bool:
@@ -568,13 +567,15 @@ class Session:
         pending.first = body
         return msgspec.structs.replace(decode_result(body), seq=pending.seq, repeat_of=known.at.in_seq)
 
-    async def _commit(self, pending: Pending, result: Result, history: History | None) -> bool:
+    async def _commit(
+        self, pending: Pending, result: Result, history: History | None, *, waits: bool = False
+    ) -> bool:
         """Store a result and the history after it, then wake all tasks that wait for the result.
 
         Raises what `SessionLog.commit` raises. Returns False if that has stored nothing.
         """
         closes = isinstance(result, Closed) and result.repeat_of is None
-        committed = await self.log.commit(pending, result, history, closes=closes)
+        committed = await self.log.commit(pending, result, history, closes=closes, waits=waits)
         if committed is None:
             return False
         self._count(pending, committed.result)

@@ -317,13 +317,20 @@ class SessionLog:
         return None
 
     async def commit(
-        self, pending: Pending, result: Result, history: History | None, *, closes: bool
+        self,
+        pending: Pending,
+        result: Result,
+        history: History | None,
+        *,
+        closes: bool,
+        waits: bool = False,
     ) -> Committed | None:
         """Store a result and the history after it; `closes` says that the result closes the session.
 
         If `history` is None, the result does not change it; then a request that was cancelled while it waited
-        can be answered out of order. Returns None if the request already has a result, or the log was read
-        again meanwhile. Raises `FencedError` if the log has a result that this worker did not know.
+        can be answered out of order; with `waits` only if it still waits behind another one, since the next
+        request may have been begun. Returns None if not, if the request already has a result, or the log was
+        read again meanwhile. Raises `FencedError` if the log has a result that this worker did not know.
         """
         record = self.record
         if closes:
@@ -335,6 +342,8 @@ class SessionLog:
             if record is not self.record or not record.lacks_result(pending):
                 return None
             if in_turn and pending not in record.pending:
+                return None
+            if waits and record.is_next(pending):
                 return None
             self.check_fresh()
             history = history or self.record.history
@@ -358,7 +367,7 @@ class SessionLog:
         If the commit is refused only because of newer messages on `out` that are not valid results of this
         session, it skips them and tries again; otherwise it raises `FencedError`.
         """
-        journal, record = self._services.journal, self.record
+        journal, record, server = self._services.journal, self.record, self.server
         if result.repeat_of is None or not pending.first:
             body = encode(result)
         else:
@@ -377,9 +386,10 @@ class SessionLog:
                 body = encode(replace(result, change=replace(result.change, input="")))
         while True:
             try:
-                return await journal.commit(self.key, body, record.out_seq, headers, server=self.server)
+                return await journal.commit(self.key, body, record.out_seq, headers, server=server)
             except FencedError:
                 entries, _ = await journal.page(self.key, "out", record.out_seq)
-                if not entries or record.add_results(entries) or self.is_stale:
+                is_reset = record is not self.record  # by another task, perhaps for another server process
+                if not entries or record.add_results(entries) or self.is_stale or is_reset:
                     raise
                 self._services.telemetry.ignored["result"] += len(entries)
