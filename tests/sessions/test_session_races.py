@@ -117,11 +117,11 @@ async def test_a_cancel_is_not_confirmed_if_the_request_is_answered_at_the_same_
     await there.wait()
     commit = world.session._commit
 
-    async def late(pending: Any, *args: Any) -> Any:
+    async def late(pending: Any, *args: Any, **more: Any) -> Any:
         if pending.cancelled:
             go_on.set()
             await running
-        return await commit(pending, *args)
+        return await commit(pending, *args, **more)
 
     monkeypatch.setattr(world.session, "_commit", late)
     answer = await world.session.cancel(f"r{PAGE}")
