@@ -400,6 +400,55 @@ async def test_a_cancel_searches_the_log_again_if_the_server_lost_entries_during
     assert result.seq == 1
 
 
+@pytest.mark.parametrize("late", ["page", "read"])
+async def test_a_cancel_ends_the_request_if_the_session_begins_it_while_the_cancel_looks_for_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """The log's reply with the request, or with its chunks, comes after the session's task has begun it."""
+    there, go_on = held_up(world, monkeypatch)
+    world.publish(Append(id="r1", text="a"))
+    running = asyncio.create_task(world.session.run())
+    await there.wait()
+    seq = world.publish(Generate(id="r2", text="b", max_tokens=4))
+
+    def end(_: Any) -> None:
+        world.engine.cancel_after = 1
+        go_on.set()
+
+    monkeypatch.setattr(world.engine, "cancel", end, raising=False)
+
+    page, read = world.log.page, world.log.chunks.read
+
+    async def until_begun() -> None:
+        await there.wait()
+        streamed(world, monkeypatch, seq)
+
+    async def slow_page(key: Any, kind: str, after: int) -> Any:
+        if kind == "in" and asyncio.current_task() is cancelling and world.session.active.id == "r1":
+            there.clear()
+            go_on.set()
+            go_on.clear()  # for the next request
+            if late == "page":
+                await until_begun()
+            while world.session.pending and late == "read":  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        return await page(key, kind, after)
+
+    async def slow_read(*args: Any) -> Any:
+        if asyncio.current_task() is cancelling and not there.is_set():
+            await until_begun()
+        return await read(*args)
+
+    monkeypatch.setattr(world.log, "page", slow_page)
+    monkeypatch.setattr(world.log.chunks, "read", slow_read)
+    cancelling = asyncio.create_task(world.session.cancel("r2"))
+    async with asyncio.timeout(5):
+        cancelled = await cancelling
+        await running
+    assert (cancelled.id, cancelled.was) == ("r2", "running")
+    assert world.result(seq).finish_reason == "cancelled"
+
+
 async def test_an_answer_ends_with_the_tokens_streamed_before_the_device_failed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

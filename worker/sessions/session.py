@@ -275,8 +275,8 @@ class Session:
         if known and asked is not None and asked.done.is_set():
             return await self._ended(known, "waiting")  # the session's task has committed it
         pending = None if known else await self.log.find_waiting(request_id)
-        if record is not self.log.record:  # the log was read anew meanwhile
-            return await self.cancel(request_id, asked)
+        if record is not self.log.record or (pending and not record.lacks_result(pending)):
+            return await self.cancel(request_id, asked)  # the log was read anew, or further, meanwhile
         if pending is None:
             return _no_cancel(request_id, is_answered=known is not None)
         pending.cancelled = True
@@ -295,7 +295,8 @@ class Session:
             self._stop_active()
         self._wake(self)
         self._services.shares.admit(self.key)
-        await pending.done.wait()
+        if pending in record.pending:  # else the session's task has read or answered it meanwhile
+            await pending.done.wait()
         if (known := await self.log.find_answered(request_id)) is None:  # the log was read anew meanwhile
             return await self.cancel(request_id)
         return await self._ended(known, "running")
