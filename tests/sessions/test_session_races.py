@@ -85,6 +85,38 @@ async def test_a_request_that_arrives_before_the_acknowledgement_is_answered_bef
     assert released == [2]
 
 
+async def test_a_request_whose_result_a_restarted_server_lost_is_not_acknowledged_before_it_has_another(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The restart comes before the acknowledgement, while an info waits for its turn to read the log anew."""
+    released: list[int] = []
+    infos: list[asyncio.Task[None]] = []
+
+    async def purge(*_: Any) -> None:
+        if infos:
+            return
+        monkeypatch.setattr(world.log, "server", "two")
+        world.log.entries.pop()
+        reading = world.session._services.reading
+        for _ in range(2):
+            reading.acquire_nowait()
+            asyncio.get_running_loop().call_later(0.05, reading.release)
+        infos.append(asyncio.create_task(world.session.refresh()))
+        await asyncio.sleep(0.01)
+
+    async def release(_: Any) -> None:
+        released.append(len(world.results))
+
+    monkeypatch.setattr(world.log, "purge", purge)
+    monkeypatch.setattr(world, "_release", release)
+    world.crash()
+    seq = world.log.add("in", encode(Append(id="a", text="one")))
+    world.ring(seq, again=True)
+    await world.session.run()
+    await infos[0]
+    assert released == [1]
+
+
 @pytest.mark.parametrize("look", ["info", "cancel"])
 async def test_after_info_or_cancel_has_read_another_workers_result_the_session_stores_no_second_one(
     world: World, monkeypatch: pytest.MonkeyPatch, look: str

@@ -202,6 +202,7 @@ class Session:
                     async with task_group() as asides:
                         give = self._read_ahead(asides)
                         await self.log.catch_up()
+                        record = self.log.record
                         await self._end_last_answer()
                         if self.log.record.pending:
                             give(self.log.record.pending[0])
@@ -212,6 +213,8 @@ class Session:
                     if not self.has_work:
                         await self._doubt.clear()
                         self.log.check_fresh()  # no ack if the server lost the result: it would not redeliver
+                        if record is not self.log.record:  # another task reads it anew, and may find more
+                            continue
                         if not self.has_work:  # a delivery that came meanwhile still needs the anchor
                             await self._services.ack(self.key)
                         if not self.has_work:  # else a delivery came meanwhile
