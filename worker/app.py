@@ -421,7 +421,7 @@ class App:
             metrics=lambda: self._metrics(intake),
         )
         endpoints = Endpoints(
-            *(nc, js, subjects, control.answer, owners, outbox, self._telemetry, asides),
+            *(nc, js, journal, subjects, control.answer, owners, outbox, self._telemetry, asides),
             ask_timeout_s=settings.token_ttl_s,
         )
         return endpoints, intake, self._sessions

@@ -351,6 +351,21 @@ async def test_a_session_can_start_a_turn_while_the_device_still_runs_its_cancel
         engine.forget(key("s"))
 
 
+async def test_letting_sessions_go_drops_their_kv_except_of_those_with_a_running_turn(make_engine) -> None:
+    engine = await make_engine(20_000)
+    context = as_tokens(prompt(900))
+    for name in ("idle", "busy", "other"):
+        await engine.run(Asked(key(name), context), lambda: False)
+    running = asyncio.create_task(engine.run(Asked(key("busy"), context + context), lambda: False))
+    while not engine._submitted:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert engine.let_go(lambda one: one != key("other")) == {key("busy")}
+    assert (await running).num_cached > 0
+    assert engine._residency.keys() == {key("busy"), key("other")}
+    assert engine.let_go(lambda one: one != key("other")) == set()
+    assert engine._residency.keys() == {key("other")}
+
+
 async def test_turns_with_a_higher_priority_get_memory_first(make_engine) -> None:
     engine = await make_engine(300)
     order: list[str] = []

@@ -13,6 +13,7 @@ import structlog
 from raw_wire import LONG, Start, Wire, append, generate
 
 from tests.parts import BLOCK, TINY_KV_BYTES
+from tests.simulation.world import Server
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Appended, Generated, Metrics
@@ -520,6 +521,21 @@ async def test_an_ask_request_runs_a_generate_and_gets_its_result_as_reply(
     assert await w.position("s") == answer["position"]
     asked = next(body for seq, _, body in await w.entries() if seq == answer["seq"])
     assert json.loads(asked)["id"] == answer["id"]
+
+
+async def test_an_ask_is_answered_though_the_worker_lost_its_connection_as_the_log_stored_the_result(
+    wire: Start, server: Server
+) -> None:
+    """A subscription receives nothing of what was published before it reconnected."""
+    w = await wire()
+
+    def cut(subject: str) -> None:
+        if subject == w.subject("s", "commit"):
+            server.cut(w.worker.app._nc.link)
+
+    server.on_stored = cut
+    reply = await w.nc.request(w.subject("s", "ask"), b'{"text": "hi", "max_tokens": 5}', timeout=60)
+    assert json.loads(reply.data) == await w.result(1)
 
 
 async def test_concurrent_ask_requests_to_one_session_run_one_after_the_other(client: Client) -> None:

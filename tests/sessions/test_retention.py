@@ -11,12 +11,14 @@ import pytest
 from nats.js.errors import NotFoundError
 from raw_wire import LONG, Start, Wire, append, generate
 
+from cache.names.marks import Erased
+from tests.simulation import device
 from tests.simulation.world import Server
 from turnkeep_client.messages import Append, Close, Closed, encode, failure
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
 from worker.sessions.session import Session
-from worker.wire import retention
+from worker.wire import erasures, retention
 from worker.wire.consistent_reads import Entry
 from worker.wire.fence import FencedError
 from worker.wire.journal import Journal
@@ -619,3 +621,49 @@ async def test_closed_sessions_are_removed_from_a_nearly_full_log_until_it_is_be
     monkeypatch.setattr(Retention, "_follow", follow)
     await Retention(Log(), closed_ttl_s=None, max_bytes=100).sweep()  # type: ignore[arg-type]
     assert at_once == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize(("idle_timeout_s", "has_store"), [(0.2, True), (300.0, False)])
+async def test_a_worker_that_missed_a_forget_drops_the_sessions_kv_from_the_device(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, idle_timeout_s: float, has_store: bool
+) -> None:
+    """Also if it has evicted the session from its own memory, and if it stores no snapshots."""
+    if not has_store:
+        monkeypatch.setattr(device.Worker, "_copies", None)
+    w = await quiet_wire(idle_timeout_s=idle_timeout_s)
+    await w.send("s", append("a"))
+    app, key = w.worker.app, SessionKey("default", "s")
+    await asyncio.sleep(1)
+    assert (key in app._sessions._sessions) == (idle_timeout_s > 1)
+    tokens = app.device_of_hashes.resident[key]
+    await app._erasures.note(key, tokens, 0, ())  # as the worker does that forgets the session
+    await asyncio.sleep(erasures._PERIOD_S + 1)
+    assert key not in app.device_of_hashes.resident
+
+
+async def test_a_worker_away_for_longer_than_notes_are_kept_drops_all_kv_once_its_turns_have_ended(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It erases its copies last, and again if this failed, since a running turn may add some."""
+    monkeypatch.setattr(erasures, "_PERIOD_S", 0.5)
+    w = await quiet_wire()
+    await w.send("idle", append("a"))
+    app = w.worker.app
+    disk, kv, running = app._disk, app.device_of_hashes, list[set[SessionKey]]()
+
+    async def clear() -> bool:
+        running.append({*kv.runs})
+        return len(running) > 1
+
+    monkeypatch.setattr(disk, "clear", clear)
+    disk.note_erased(Erased(app._erasures._log, 0, erasures.time() - 8 * 86400.0))
+    asked = await w.publish("busy", generate("g", **LONG))
+    await app._erasures.note(SessionKey("default", "another"), disk[SessionKey("default", "idle")], 0, ("d",))
+    await asyncio.sleep(1)
+    assert (asked in w.results, *kv.resident) == (False,), "only the running turn has KV"
+    assert disk.erased_up_to(app._erasures._log).seq == 0
+    await w.result(asked)
+    await asyncio.sleep(2)
+    assert running == [set(), set()]
+    assert not kv.resident
+    assert disk.erased_up_to(app._erasures._log).seq > asked

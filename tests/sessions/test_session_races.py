@@ -85,6 +85,38 @@ async def test_a_request_that_arrives_before_the_acknowledgement_is_answered_bef
     assert released == [2]
 
 
+async def test_a_request_whose_result_a_restarted_server_lost_is_not_acknowledged_before_it_has_another(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The restart comes before the acknowledgement, while an info waits for its turn to read the log anew."""
+    released: list[int] = []
+    infos: list[asyncio.Task[None]] = []
+
+    async def purge(*_: Any) -> None:
+        if infos:
+            return
+        monkeypatch.setattr(world.log, "server", "two")
+        world.log.entries.pop()
+        reading = world.session._services.reading
+        for _ in range(2):
+            reading.acquire_nowait()
+            asyncio.get_running_loop().call_later(0.05, reading.release)
+        infos.append(asyncio.create_task(world.session.refresh()))
+        await asyncio.sleep(0.01)
+
+    async def release(_: Any) -> None:
+        released.append(len(world.results))
+
+    monkeypatch.setattr(world.log, "purge", purge)
+    monkeypatch.setattr(world, "_release", release)
+    world.crash()
+    seq = world.log.add("in", encode(Append(id="a", text="one")))
+    world.ring(seq, again=True)
+    await world.session.run()
+    await infos[0]
+    assert released == [1]
+
+
 @pytest.mark.parametrize("look", ["info", "cancel"])
 async def test_after_info_or_cancel_has_read_another_workers_result_the_session_stores_no_second_one(
     world: World, monkeypatch: pytest.MonkeyPatch, look: str
@@ -398,6 +430,55 @@ async def test_a_cancel_searches_the_log_again_if_the_server_lost_entries_during
     assert (cancelled.id, cancelled.was) == ("g", "waiting")
     (result,) = [decode_result(entry.body) for entry in world.log.entries if entry.kind == "out"]
     assert result.seq == 1
+
+
+@pytest.mark.parametrize("late", ["page", "read"])
+async def test_a_cancel_ends_the_request_if_the_session_begins_it_while_the_cancel_looks_for_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """The log's reply with the request, or with its chunks, comes after the session's task has begun it."""
+    there, go_on = held_up(world, monkeypatch)
+    world.publish(Append(id="r1", text="a"))
+    running = asyncio.create_task(world.session.run())
+    await there.wait()
+    seq = world.publish(Generate(id="r2", text="b", max_tokens=4))
+
+    def end(_: Any) -> None:
+        world.engine.cancel_after = 1
+        go_on.set()
+
+    monkeypatch.setattr(world.engine, "cancel", end, raising=False)
+
+    page, read = world.log.page, world.log.chunks.read
+
+    async def until_begun() -> None:
+        await there.wait()
+        streamed(world, monkeypatch, seq)
+
+    async def slow_page(key: Any, kind: str, after: int) -> Any:
+        if kind == "in" and asyncio.current_task() is cancelling and world.session.active.id == "r1":
+            there.clear()
+            go_on.set()
+            go_on.clear()  # for the next request
+            if late == "page":
+                await until_begun()
+            while world.session.pending and late == "read":  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        return await page(key, kind, after)
+
+    async def slow_read(*args: Any) -> Any:
+        if asyncio.current_task() is cancelling and not there.is_set():
+            await until_begun()
+        return await read(*args)
+
+    monkeypatch.setattr(world.log, "page", slow_page)
+    monkeypatch.setattr(world.log.chunks, "read", slow_read)
+    cancelling = asyncio.create_task(world.session.cancel("r2"))
+    async with asyncio.timeout(5):
+        cancelled = await cancelling
+        await running
+    assert (cancelled.id, cancelled.was) == ("r2", "running")
+    assert world.result(seq).finish_reason == "cancelled"
 
 
 async def test_an_answer_ends_with_the_tokens_streamed_before_the_device_failed(

@@ -114,6 +114,10 @@ class Disk(dict["SessionKey", "Tokens"]):
                 del self[key]
         return True
 
+    async def clear(self) -> bool:
+        super().clear()
+        return True
+
     def erased_up_to(self, log: str) -> Erased | None:
         return self._erased.get(log)
 
@@ -164,6 +168,11 @@ class Device(EnginePort):
 
     def forget(self, key: SessionKey) -> None:
         self.resident.pop(key, None)
+
+    def let_go(self, is_meant: Callable[[SessionKey], bool]) -> set[SessionKey]:
+        for key in list(filter(is_meant, self.resident)):
+            self.forget(key)
+        return set(filter(is_meant, self.runs))
 
     async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
         self.forget(key)

@@ -268,7 +268,7 @@ async def _read_anew(history: History) -> None:
         await reader.process.start(read(key))
     for number, one in enumerate(history.supervisors):  # as the next worker of each directory would
         erasures = Erasures(worker._erasures._journal, f"d{number}", one.disk)
-        await reader.process.start(erasures._look(lambda _: True))
+        await reader.process.start(erasures._look(lambda _: set()))
     worker.stop()
     await running
 

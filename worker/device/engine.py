@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from .admission import Ledger
     from .device import Device
 
-
 log = structlog.get_logger()
 
 #: A placeholder as last token: an append does not compute the KV of its context's last token.
@@ -275,6 +274,13 @@ class Engine(EnginePort):
             self._device.drop(key)
         self._grants.decide()
 
+    def let_go(self, is_meant: Callable[[SessionKey], bool]) -> set[SessionKey]:
+        """Drop matching sessions' KV from the device; return those whose turn is under way, which keep it."""
+        busy = {run.key for run in self._runs.values() if not run.mends}
+        for key in filter(is_meant, self._residency.keys() - busy):
+            self.forget(key)
+        return set(filter(is_meant, busy))
+
     async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
         """Drop a session's KV from the device and its snapshots from SSD, within 2 s.
 
@@ -287,9 +293,7 @@ class Engine(EnginePort):
         until_s = monotonic() + _ERASE_S
         was_at_work = self._is_at_work(key)
         forgotten = await self._store.erase(key.tenant, tokens, _ERASE_S, shared=shared)
-        if (
-            self._mending is not None and was_at_work and not forgotten.settled
-        ):  # a turn that made missing snapshots may have kept some in use
+        if self._mending is not None and was_at_work and not forgotten.settled:  # a mending turn used some
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(until_s - monotonic()):
                     await self._mending.ended(key)
@@ -373,9 +377,8 @@ class Engine(EnginePort):
         self._submitted.pop(turn, None)
         run.turn = None
         if resumes and not run.is_abandoned:
-            self._grants.ask(
-                run, len(turn.context) if turn.answer is None else turn.num_prompt + len(turn.answer.tokens)
-            )
+            num = len(turn.context) if turn.answer is None else turn.num_prompt + len(turn.answer.tokens)
+            self._grants.ask(run, num)
             return
         self._grants.release(run)
         if run.is_abandoned:
@@ -397,10 +400,8 @@ class Engine(EnginePort):
             self._telemetry.tenants.count_tokens("restored", turn.tenant, num_restored)
             if self._stopping and not run.mends:
                 raise StoppingError
-            if run.mends:
-                turn.spans = (
-                    self._mending.fitting(turn, self._device.kv(turn.policy)) if self._mending else []
-                )
+            if run.mends and self._mending is not None:
+                turn.spans = self._mending.fitting(turn, self._device.kv(turn.policy))
                 run.is_cancelled |= turn.num_kept < len(turn.context) - 1  # its KV has been dropped
             if run.waits_no_more():
                 self._end_turn(run, turn, resumes=not run.is_stopped)

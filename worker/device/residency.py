@@ -51,6 +51,10 @@ class Residency:
         """Number of sessions whose KV no turn uses."""
         return len(self._idle)
 
+    def keys(self) -> set[SessionKey]:
+        """Return all sessions with KV, idle or in use."""
+        return {*self._idle, *self._used}
+
     def tokens(self, key: SessionKey) -> Tokens:
         """Return the tokens that a session's KV covers; empty if the session has no KV."""
         kv = self._get(key)

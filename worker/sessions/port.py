@@ -144,6 +144,9 @@ class EnginePort(Protocol):
     def forget(self, key: SessionKey) -> None:
         """Drop a session's KV from the device. Its snapshots stay on SSD."""
 
+    def let_go(self, is_meant: Callable[[SessionKey], bool]) -> set[SessionKey]:
+        """Drop matching sessions' KV from the device; return those whose turn is under way, which keep it."""
+
     async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
         """Drop a session's KV from the device and its snapshots from SSD. Takes 2 s at most.
 

@@ -202,6 +202,7 @@ class Session:
                     async with task_group() as asides:
                         give = self._read_ahead(asides)
                         await self.log.catch_up()
+                        record = self.log.record
                         await self._end_last_answer()
                         if self.log.record.pending:
                             give(self.log.record.pending[0])
@@ -212,6 +213,8 @@ class Session:
                     if not self.has_work:
                         await self._doubt.clear()
                         self.log.check_fresh()  # no ack if the server lost the result: it would not redeliver
+                        if record is not self.log.record:  # another task reads it anew, and may find more
+                            continue
                         if not self.has_work:  # a delivery that came meanwhile still needs the anchor
                             await self._services.ack(self.key)
                         if not self.has_work:  # else a delivery came meanwhile
@@ -275,8 +278,8 @@ class Session:
         if known and asked is not None and asked.done.is_set():
             return await self._ended(known, "waiting")  # the session's task has committed it
         pending = None if known else await self.log.find_waiting(request_id)
-        if record is not self.log.record:  # the log was read anew meanwhile
-            return await self.cancel(request_id, asked)
+        if record is not self.log.record or (pending and not record.lacks_result(pending)):
+            return await self.cancel(request_id, asked)  # the log was read anew, or further, meanwhile
         if pending is None:
             return _no_cancel(request_id, is_answered=known is not None)
         pending.cancelled, waits = True, not record.is_next(pending)
@@ -295,7 +298,8 @@ class Session:
             self._stop_active()
         self._wake(self)
         self._services.shares.admit(self.key)
-        await pending.done.wait()
+        if pending in record.pending:  # else the session's task has read or answered it meanwhile
+            await pending.done.wait()
         if (known := await self.log.find_answered(request_id)) is None:  # the log was read anew meanwhile
             return await self.cancel(request_id)
         return await self._ended(known, "running")

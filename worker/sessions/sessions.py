@@ -99,12 +99,15 @@ class Sessions:
             session.forget()
             return erased.settled
 
-    def let_go(self, is_meant: Callable[[SessionKey], bool]) -> bool:
-        """Drop matching idle sessions from memory and device; return false if a matching one is at work."""
-        meant = set(filter(is_meant, self._sessions))
-        for key in meant - self._at_work:
+    def let_go(self, is_meant: Callable[[SessionKey], bool]) -> set[SessionKey]:
+        """Drop matching idle sessions from memory and device; return the matching ones that are at work.
+
+        The device may also have KV of sessions that are no longer in memory.
+        """
+        busy = self._services.engine.let_go(is_meant) | set(filter(is_meant, self._at_work))
+        for key in set(filter(is_meant, self._sessions)) - busy:
             self._sessions[key].forget()
-        return not meant & self._at_work
+        return busy
 
     async def sweep(self) -> None:
         """Until cancelled, evict the sessions that have been idle for the idle timeout.

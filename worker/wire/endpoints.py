@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import nats.errors
 import structlog
-from anyio import current_time, fail_after
+from anyio import current_time, fail_after, move_on_after
 from msgspec import Raw
 from nats.js.errors import APIError
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey, Subjects
     from worker.observe.counters import Calls, Telemetry
 
+    from .journal import Journal
     from .outbox import Outbox
     from .owners import Owners
 
@@ -43,6 +44,8 @@ log = structlog.get_logger()
 #: The queue group of asks and control requests: each reaches one worker.
 QUEUE: Final = "worker"
 _PUBLISH_TIMEOUT_S = 5.0
+#: How often an ask looks for its result in the log: while its connection was lost, it received nothing.
+_LOOK_S = 10.0
 #: Limit of open requests; above it, a tenant with at least an equal share of them gets `overloaded`.
 _MAX_OPEN = 4096
 _TOO_MANY = f"the worker has {_MAX_OPEN} questions to answer already; ask again later"
@@ -56,6 +59,7 @@ class Endpoints:
         self,
         nc: Client,
         js: JetStreamContext,
+        journal: Journal,
         subjects: Subjects,
         control: Callable[[str, bytes], Awaitable[ControlReply]],
         owners: Owners,
@@ -71,6 +75,7 @@ class Endpoints:
         """
         self._nc = nc
         self._js = js
+        self._journal = journal
         self._subjects = subjects
         self._control = control
         self._owners = owners
@@ -161,7 +166,7 @@ class Endpoints:
             if isinstance(seq, Failed):
                 return seq
             with fail_after(self._ask_timeout_s):
-                return await _result(results, request.id, seq)
+                return await self._result(results, key, request.id, seq)
         except TimeoutError:
             text = f"no result within {self._ask_timeout_s:g} s; it comes on the session's out"
             return failure(request.id, "overloaded", text)
@@ -185,10 +190,26 @@ class Endpoints:
             return failure(request.id, "overloaded", f"the log did not confirm the request: {reason}")
         return ack.seq
 
+    async def _result(self, results: Subscription, key: SessionKey, request_id: str, seq: int) -> Result:
+        """Wait for the result of the request at `seq` on `out`; now and then look for it in the log too."""
+        while True:
+            with move_on_after(_LOOK_S):
+                while True:
+                    body = (await results.next_msg(timeout=None)).data
+                    if (result := _as_result(body, request_id, seq)) is not None:
+                        return result
+            after, more = seq, 1
+            while more:
+                entries, more = await self._journal.page(key, "out", after)
+                for entry in entries:
+                    after = entry.seq
+                    if (result := _as_result(entry.body, request_id, seq)) is not None:
+                        return result
 
-async def _result(results: Subscription, request_id: str, seq: int) -> Result:
-    while True:
-        body = (await results.next_msg(timeout=None)).data
-        with contextlib.suppress(InvalidMessageError):  # not from a worker
-            if (result := decode_result(body)).seq == seq and result.id == request_id:
-                return result
+
+def _as_result(body: bytes, request_id: str, seq: int) -> Result | None:
+    """Decode a message on `out`; None if it is not the result of this request."""
+    with contextlib.suppress(InvalidMessageError):  # not from a worker
+        if (result := decode_result(body)).seq == seq and result.id == request_id:
+            return result
+    return None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .consistent_reads import Entry
     from .journal import Journal
 
-    LetGo = Callable[[Callable[[SessionKey], bool]], bool]
+    LetGo = Callable[[Callable[[SessionKey], bool]], set[SessionKey]]
 
 log = structlog.get_logger()
 
@@ -55,7 +55,7 @@ class Copies(Protocol):
         """Erase the copies of a forgotten token sequence; return false if a turn still uses some of them."""
 
     async def clear(self) -> bool:
-        """Erase all copies of KV."""
+        """Erase all copies of KV; return false if this has to be tried again."""
 
     def erased_up_to(self, log: str) -> Erased | None:
         """Return what `note_erased` stored last for the log with this name; None if nothing."""
@@ -68,12 +68,14 @@ class Erasures:
     """Stores notes about forgotten sessions, and carries out other workers' notes. Event loop only."""
 
     def __init__(self, journal: Journal, directory: str, copies: Copies | None) -> None:
-        """`directory` identifies the worker's data directory; `copies` is None if it has no snapshots."""
+        """`directory` identifies the worker's data directory; `copies` is None if it stores no snapshots."""
         self._journal = journal
         self._directory = directory
         self._copies = copies
         self._carried_out: set[int] = set()  # only notes behind one that must wait
         self._log = ""
+        self._noted: Erased | None = None  # the only record of it if there are no `copies`
+        self._late: set[SessionKey] | None = None  # were at work as this worker began to drop all its KV
         self._cleaned_s = -_OFTEN_S
 
     async def note(self, key: SessionKey, tokens: Tokens, shared: int, done: Iterable[str]) -> None:
@@ -88,7 +90,7 @@ class Erasures:
     async def run(self, let_go: LetGo, is_first: Callable[[], bool]) -> None:
         """Carry out notes until cancelled. A worker removes old notes only while its `is_first()` is true.
 
-        `let_go(match)` drops matching sessions from memory and device; returns false if one is at work.
+        `let_go(match)` drops matching sessions from memory and device; returns those at work, which stay.
         """
         while True:
             try:
@@ -101,29 +103,47 @@ class Erasures:
             await sleep(_PERIOD_S)
 
     async def _look(self, let_go: LetGo) -> None:
-        if self._copies is None:
-            return
         self._log = self._log or await self._journal.log_name()
-        known = self._copies.erased_up_to(self._log) or Erased(self._log, 0, time())
-        done = await self._carry_out(let_go, self._copies, known)
-        if done > known.seq or not 0 < time() - known.time_s < _OFTEN_S:
-            self._copies.note_erased(Erased(self._log, done, time()))
+        noted = self._copies.erased_up_to(self._log) if self._copies is not None else self._noted
+        known = noted or Erased(self._log, 0, time())
+        if time() - known.time_s > _KEPT_S and not await self._drop_all(let_go, known.seq):
+            return
+        done = await self._carry_out(let_go, known.seq)
+        if noted is None or done > known.seq or not 0 < time() - known.time_s < _OFTEN_S:
+            self._noted = Erased(self._log, done, time())
+            if self._copies is not None:
+                self._copies.note_erased(self._noted)
 
-    async def _carry_out(self, let_go: LetGo, copies: Copies, known: Erased) -> int:
-        """Carry out the notes after `known`; return the sequence up to which all are carried out."""
-        after, more, left = known.seq, 1, 0
+    async def _drop_all(self, let_go: LetGo, after: int) -> bool:
+        """Drop all KV if there are notes after `after`; return false if this has to be continued later.
+
+        Sessions that are at work now are let go of when their turns have ended, and only then the copies are
+        erased, as these turns may add some.
+        """
+        notes, _ = await self._journal.erasures(after)
+        if not notes:
+            return True
+        late = self._late
+        if late is None:
+            log.warning(
+                "this worker was away for longer than it is noted what to forget: it drops all its KV",
+                days=_KEPT_DAYS,
+            )
+        self._late = let_go(lambda key: late is None or key in late)
+        if self._late or not (self._copies is None or await self._copies.clear()):
+            return False
+        self._late = None
+        return True
+
+    async def _carry_out(self, let_go: LetGo, after: int) -> int:
+        """Carry out the notes after `after`; return the sequence up to which all are carried out."""
+        more, left = 1, 0
         while more:
             notes, more = await self._journal.erasures(after)
-            if notes and time() - known.time_s > _KEPT_S:
-                log.warning(
-                    "this worker was away for longer than it is noted what to forget: it drops all its KV",
-                    days=_KEPT_DAYS,
-                )
-                await copies.clear()
             for entry in notes:
                 after = entry.seq
                 if after not in self._carried_out:
-                    if await self._erase(let_go, copies, entry):
+                    if await self._erase(let_go, entry):
                         self._carried_out.add(after)
                     else:
                         left = left or after
@@ -131,7 +151,7 @@ class Erasures:
         self._carried_out = {seq for seq in self._carried_out if seq > done}
         return done
 
-    async def _erase(self, let_go: LetGo, copies: Copies, entry: Entry) -> bool:
+    async def _erase(self, let_go: LetGo, entry: Entry) -> bool:
         """Carry out a note; return false if it has to wait because a turn uses the KV."""
         tenant = entry.headers["Nats-Subject"].rpartition(".")[2]
         try:
@@ -140,9 +160,9 @@ class Erasures:
             return True  # not written by a worker
         if self._directory in note.done:
             return True
-        if not let_go(lambda key: key.tenant == tenant and _digest(key) == note.session):
+        if let_go(lambda key: key.tenant == tenant and _digest(key) == note.session):
             return False
-        return await copies.erase_marked(tenant, note.marks)
+        return self._copies is None or await self._copies.erase_marked(tenant, note.marks)
 
     async def _clean(self) -> None:
         """Remove notes older than a week. The last note stays, since it shows that there were some."""
