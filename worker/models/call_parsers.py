@@ -122,6 +122,15 @@ def read_json(text: str) -> Any:
     return _DECODER.decode(text)
 
 
+def is_utf8(text: str) -> bool:
+    """Return whether a text can be encoded; text from JSON's escapes may have half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _call(value: Any, id_: str | None = None) -> Written:
     """Read a call from a JSON object; raises `ValueError` for missing, wrong or additional fields."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):  # as in OpenAI's API
@@ -139,7 +148,7 @@ def _call(value: Any, id_: str | None = None) -> Written:
     arguments = {} if arguments is None else arguments
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("a call has a name, and an object as its arguments")  # noqa: TRY004
-    return Written(name, arguments, id_ if isinstance(id_, str) and id_ else None)
+    return Written(name, arguments, id_ if isinstance(id_, str) and id_ and is_utf8(id_) else None)
 
 
 def parse_json(text: str) -> list[Written]:
