@@ -98,6 +98,19 @@ def test_a_context_that_differs_from_the_resident_kv_reuses_their_common_prefix(
     assert rig.tokens(turn) == alone(model, context, 8)[0]
 
 
+def test_a_turn_reuses_no_kv_of_other_tokens_that_an_abandoned_turn_of_its_session_has_left(
+    make_rig, model
+) -> None:
+    """The event loop may submit the turn before it knows of the abandoned turn's end."""
+    rig = make_rig(model)
+    before, abandoned = prompt(40), prompt(20) + prompt(40, salt=20)
+    rig.run(append(before), append(abandoned, num_kept=20))
+    turn = generate([*before, 7], 8, num_kept=39)
+    rig.run(turn)
+    assert turn.num_reused == 20
+    assert rig.tokens(turn) == alone(model, [*before, 7], 8)[0]
+
+
 def test_a_resumed_answer_keeps_its_published_tokens_and_draws_the_same_remaining_tokens(
     make_rig, model
 ) -> None:

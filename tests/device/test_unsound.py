@@ -7,12 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from tiny_models import GREEDY, alone, generate, prompt
+from tiny_models import GREEDY, alone, append, generate, prompt
 
 from worker.batch.row_sampler import Draw, Sampling
-from worker.batch.rows import UnsoundError
+from worker.batch.rows import Embedding, Scores, UnsoundError
 from worker.batch.sampling import draw_all
-from worker.device.turn import Faulted, Finished
+from worker.device.turn import Faulted, Finished, Sampled
 from worker.models.model_files import ModelError
 
 SAMPLINGS = {
@@ -64,6 +64,33 @@ def test_a_prompt_whose_first_logits_are_nan_fails_without_a_token(make_rig, mod
     rig.run(turn)
     assert isinstance(rig.end(turn), Faulted)
     assert turn.answer.tokens == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("what", ["scores", "embedding"])
+def test_a_prompt_whose_scores_or_vector_are_nan_fails_alone(make_rig, build_model, kind, what) -> None:
+    """An answer that runs and a prompt of the same step complete."""
+    model = build_model(kind, tie_word_embeddings=False)
+    rig = make_rig(model)
+    said, _ = alone(model, prompt(9, salt=5), 40)
+    first, _ = alone(model, prompt(6, salt=9), 4)
+    spoiled = min({*range(1, 96)} - {*prompt(9, salt=5), *prompt(6, salt=9), *said, *first})
+    spoil(model, spoiled)
+    running = generate(prompt(9, salt=5), 40, name="running")
+    rig.device.submit(running)
+    rig.wait(lambda events: any(isinstance(one, Sampled) for one in events))
+    asked: Any = {"scores": Scores(1, 2)} if what == "scores" else {"embedding": Embedding()}
+    turn = append([spoiled] * 6, name="bad", **asked)
+    sound: Any = {"scores": Scores(1)} if what == "scores" else {"embedding": Embedding()}
+    same = append(prompt(6, salt=9), name="same", **sound)
+    beside = generate(prompt(6, salt=9), 4, name="beside")
+    rig.run(turn, same, beside)
+    rig.finish(running)
+    end = rig.end(turn)
+    assert isinstance(end, Faulted)
+    assert isinstance(end.error, UnsoundError)
+    assert all(isinstance(rig.end(one), Finished) for one in (same, beside, running))
+    assert (running.answer.tokens, beside.answer.tokens) == (said, first)
 
 
 def test_a_model_with_nan_logits_at_its_start_is_refused(make_rig, model) -> None:

@@ -764,6 +764,12 @@ def test_an_argument_with_a_lone_surrogate_is_encoded_as_valid_json() -> None:
     assert json.loads(found.arguments) == {"command": "\ud800"}
 
 
+def test_a_call_whose_id_has_a_lone_surrogate_gets_an_id_that_can_be_sent() -> None:
+    call = r'{"name": "clock", "arguments": {}, "id": "a\ud800"}'
+    (found,) = outcome(splitter("generic", tools=TOOLS), [f"<tool_call>{call}</tool_call>"])[2]
+    assert found == (call_id("r", 0), "clock", "{}")
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "a", "b", "2", "true"]),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),

@@ -231,6 +231,15 @@ async def test_a_grammar_lets_an_answer_begin_with_reasoning_or_without_it(
     assert next_of(tokenizer, thought, "ye") == ["\nny", "e", "s"]
 
 
+@pytest.mark.parametrize("answered", ["", "\n", "<", "\n<", "<t", "<think>", "<think>x</think>", "yes", "y"])
+async def test_an_answer_that_has_not_begun_to_reason_is_complete_where_its_grammar_says_so(
+    grammars: Grammars, tokenizer: Tokenizer, answered: str
+) -> None:
+    grammar = await grammars.compiled(LarkFormat('start: ("yes" | "<")?'))
+    follower = thinking(tokenizer, grammar, is_begun=False).follow(tokenizer.encode(answered, at_start=False))
+    assert follower.is_complete == (answered not in {"<t", "<think>", "y"})
+
+
 async def test_masks_allow_the_next_token_of_the_reasoning_marker_and_of_the_grammars_text(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:

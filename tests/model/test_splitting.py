@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import hypothesis.strategies as st
@@ -195,6 +196,10 @@ ENDED = [
     "lfm2",
 ]
 ARGUMENTS: dict[str, Any] = {"city": "Zürich 😀", "days": 3}
+#: Beginnings of calls, and texts whose repetitions a regular expression may divide in many ways.
+BEGUN = ("", "f", "f<arg_key>", "f<longcat_arg_key>", "```python\n", "f[CALL_ID]", '{"name": "')
+BEGUN += ('<atem:invoke name="f"><atem:parameter name="',)
+REPEATED = (" ", "\t\n", '\\"', "\n```", 'name="', 'name="a" ', "<arg_key>")
 
 
 def markup(family: str) -> AnswerMarkup:
@@ -428,3 +433,13 @@ def test_a_call_id_is_derived_from_request_and_index_and_has_nine_characters() -
     assert call_id("a:1", 0) == call_id("a:1", 0) != call_id("a:1", 1)
     assert call_id("a:1", 0).isalnum()
     assert len(call_id("a:1", 0)) == 9
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_long_broken_call_takes_no_more_processor_time_than_its_length_needs(family: str) -> None:
+    """The thread that splits answers holds the interpreter meanwhile, and other sessions wait."""
+    opens, closes = markup(family).calls
+    for num, begun, repeated in product((400, 3_000, 20_000), BEGUN, REPEATED):
+        began_s = time.thread_time()
+        split(splitter(family), [f"{opens}{begun}{repeated * num}!{closes}"])
+        assert time.thread_time() - began_s < 0.5, (num, begun, repeated)

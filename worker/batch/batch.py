@@ -22,7 +22,6 @@ from cache.kv import layers
 
 from .parts import OwnPart
 from .row_sampler import Draw, Sampling
-from .rows import UnsoundError
 from .sampling import Choice, Logprobs, draw_all, waits_for_logits
 from .speculation import NOTHING, Speculation
 
@@ -165,8 +164,7 @@ class Batch:
             said = Logprobs(logits, mx.array(part.following), [draw] * len(part.following))
             mx.eval(said.arrays, part.states)
             drawn = said.drawn(part.following)
-            if any(one.logprob != one.logprob for one in drawn):  # NaN
-                raise UnsoundError
+            piece.scores.is_sound &= all(one.logprob == one.logprob for one in drawn)  # none is NaN
             piece.scores.drawn += drawn
 
     def embed(self, pieces: Sequence[PrefillPiece]) -> None:
@@ -186,9 +184,9 @@ class Batch:
             vectors = vectors / mx.linalg.norm(vectors, axis=-1, keepdims=True)
         mx.eval(vectors, [piece.states for piece in pieces])
         for piece, vector in zip(pieces, np.array(vectors), strict=True):
-            if piece.embedding is None or not np.isfinite(vector).all():
-                raise UnsoundError
-            piece.embedding.vector = vector.astype("<f4").tobytes()
+            if piece.embedding is not None:
+                piece.embedding.is_sound = bool(np.isfinite(vector).all())
+                piece.embedding.vector = vector.astype("<f4").tobytes()
 
     def remove(self, row: Row) -> list[Any]:
         """Remove a row from the batch, and return its KV as separate caches."""

@@ -64,12 +64,14 @@ class Row:
 class Scores:
     """The log probabilities of a prompt's tokens from position `start` on, which is at least 1.
 
-    `drawn` has the tokens scored so far, each with the `num_top` likeliest tokens at its position.
+    `drawn` has the tokens scored so far, each with the `num_top` likeliest tokens at its position. They are
+    valid only if `is_sound`, that is, if no log probability is NaN.
     """
 
     start: int
     num_top: int = 0
     drawn: list[Drawn] = field(default_factory=list)
+    is_sound: bool = True
 
     @property
     def end(self) -> int:
@@ -82,11 +84,13 @@ class Embedding:
     """The vector of a prompt: its last token's hidden state after the final norm, normalised to length 1.
 
     With `tokens`, the vector has instead the logits of these tokens after the prompt. Numbers are 32-bit
-    floats, little-endian. The vector is empty until the prompt has run.
+    floats, little-endian. The vector is empty until the prompt has run, and valid only if `is_sound`, that
+    is, if its numbers are finite.
     """
 
     tokens: tuple[int, ...] = ()
     vector: bytes = b""
+    is_sound: bool = True
 
 
 @dataclass(frozen=True, slots=True)

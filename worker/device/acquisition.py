@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from cache.kv import layers
+from cache.names.tokens import as_tokens
 
 from .sharing import Sharing
 from .turn import ResidentKv
@@ -61,6 +62,9 @@ class Acquisition:
         turn.target = max(len(turn.context) - (turn.answer is None), 0)
         turn.asks = bool(turn.draws and turn.policy.recall and turn.policy.visible_from(turn.target))
         turn.resident = self._room.pop(turn.key)
+        # An abandoned turn of this session may have left KV of other tokens since the event loop looked.
+        held = turn.resident.tokens if turn.resident is not None else as_tokens()
+        turn.num_kept = min(turn.num_kept, held.num_common(turn.context))
         if not self._trimmable:
             turn.source = None
         return not self._sharing.add(turn)

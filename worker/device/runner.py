@@ -383,7 +383,12 @@ class Runner:
         return replace(piece, following=following, scores=turn.scores)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
-        """Count a piece of a prompt as done; after the last piece, begin the answer or end the turn."""
+        """Count a piece of a prompt as done; after the last piece, begin the answer or end the turn.
+
+        Raises `UnsoundError` if the piece's scores or its vector are not finite.
+        """
+        if not all(asked is None or asked.is_sound for asked in (turn.scores, turn.embedding)):
+            raise UnsoundError
         start, turn.num_cached = turn.num_cached, turn.num_cached + num_tokens
         turn.num_prefilled += max(min(turn.num_cached, turn.num_prompt) - start, 0)
         turn.prefill_s += step_s

@@ -107,8 +107,8 @@ def _json_form(opens: str, closes: str) -> Form:
 def _keys_form(prefix: str) -> Form:
     """Return the syntax of GLM's calls; for LongCat's, each tag's name begins with `prefix`."""
     parse = tagged(
-        r"\s*(?P<name>[^<>{}]+?)\s*(?=<|\Z)",
-        rf"<{prefix}arg_key>\s*(?P<key>[^<>]+?)\s*</{prefix}arg_key>\s*<{prefix}arg_value>",
+        r"(?P<name>[^<>{}]++)(?=<|\Z)",
+        rf"<{prefix}arg_key>(?P<key>[^<>]+)</{prefix}arg_key>\s*<{prefix}arg_value>",
         f"</{prefix}arg_value>",
         r"\Z",
     )
@@ -152,7 +152,7 @@ _MISTRAL: Final = Form(
     "",
     either(
         parse_json,
-        framed(r"\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[\]{}]*)\s*)?\[ARGS\]\s*", r"\s*"),
+        framed(r"\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*+(?P<id>[^\s\[\]{}]*)\s*)?\[ARGS\]\s*", r"\s*"),
     ),
     re.compile(r"\s*[\[\w]"),
     value=re.compile(r"\s*(?:[^\s\[\]{}]+\s*(?:\[CALL_ID\][^\[\]{}]*)?\[ARGS\]\s*)?(?=[\[{])"),
@@ -245,7 +245,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
                 "</atem:function_calls>",
                 tagged(
                     r'\s*<atem:invoke\b[^<>]*?\bname="(?P<name>[^"]+)">\s*',
-                    r'<atem:parameter\b[^<>]*?\bname="(?P<key>[^"]+)"[^<>]*?>',
+                    r'<atem:parameter\b(?>[^<>]*?\bname="(?P<key>[^"]+)")[^<>]*>',
                     "</atem:parameter>",
                     r"</atem:invoke>\s*",
                 ),

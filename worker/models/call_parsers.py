@@ -69,8 +69,7 @@ class Form:
         """Return whether a call's text ends within a string, so that a marker there does not end the call."""
         begin, end = self.quotes
         if begin == '"':
-            is_open = '"' in _STRING.sub("", text)
-            return is_open or (
+            return not _CLOSED.fullmatch(text) or (
                 self._holds_another(text) and text.count(self.opens) > text.count(self.closes or "")
             )
         if begin == end:
@@ -80,7 +79,7 @@ class Form:
     def _holds_another(self, text: str) -> bool:
         """Return whether the next `opens` in `text` is inside a string that is still open there."""
         head, opens, _ = text.partition(self.opens)
-        return bool(opens) and (self.closes or "") not in head and '"' in _STRING.sub("", head)
+        return bool(opens) and (self.closes or "") not in head and not _CLOSED.fullmatch(head)
 
     def num_own(self, text: str) -> int:
         """Return how many characters of `text`, after an invalid call's marker, precede the next call."""
@@ -96,7 +95,10 @@ class Form:
         return len(text)
 
 
-_STRING: Final = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+# A model can write any text, and a search holds the interpreter. So in the regular expressions of calls two
+# repetitions that match the same text never meet: their time would grow with the text's square or cube.
+#: Text in which all strings have ended.
+_CLOSED: Final = re.compile(r'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*', re.DOTALL)
 _SPACE: Final = re.compile(r"\s*")
 
 
@@ -120,6 +122,15 @@ def read_json(text: str) -> Any:
     return _DECODER.decode(text)
 
 
+def is_utf8(text: str) -> bool:
+    """Return whether a text can be encoded; text from JSON's escapes may have half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _call(value: Any, id_: str | None = None) -> Written:
     """Read a call from a JSON object; raises `ValueError` for missing, wrong or additional fields."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):  # as in OpenAI's API
@@ -137,7 +148,7 @@ def _call(value: Any, id_: str | None = None) -> Written:
     arguments = {} if arguments is None else arguments
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("a call has a name, and an object as its arguments")  # noqa: TRY004
-    return Written(name, arguments, id_ if isinstance(id_, str) and id_ else None)
+    return Written(name, arguments, id_ if isinstance(id_, str) and id_ and is_utf8(id_) else None)
 
 
 def parse_json(text: str) -> list[Written]:
@@ -231,9 +242,10 @@ def tagged(head: str, key: str, close: str, tail: str, *, trims: bool = False) -
     """Return a parser of calls whose arguments are text between tags.
 
     Three parameters are regexes: `head` with the group `name`; `key`, a value's start tag, with the group
-    `key`, and `type` if the format marks JSON values; and `tail`, the end of a call. A value ends at the
-    first end tag `close` that is followed by a `key` or `tail`, once all values nested in it have ended. With
-    `trims`, one line break at each end is not part of the value.
+    `key`, and `type` if the format marks JSON values; and `tail`, the end of a call. White space around names
+    and keys is not part of them. A value ends at the first end tag `close` that is followed by a `key` or
+    `tail`, once all values nested in it have ended. With `trims`, one line break at each end is not part of
+    the value.
     """
     begins, opens, ends = re.compile(head), re.compile(key), re.compile(tail)
 
@@ -253,14 +265,15 @@ def tagged(head: str, key: str, close: str, tail: str, *, trims: bool = False) -
         while (opened := opens.match(text, at)) is not None:
             end, at = end_of_value(text, opened.end(), begun)
             value = text[opened.end() : end]
-            if opened["key"] in arguments:
+            name = opened["key"].strip()
+            if name in arguments:
                 raise ValueError("an argument is there twice")
             if trims:
                 value = value.removeprefix("\n").removesuffix("\n")
             kind = opened.groupdict().get("type")
             is_text = kind is None
             is_string = is_text or kind in ("string", "true")
-            arguments[opened["key"]] = value if is_string else read_json(value)
+            arguments[name] = value if is_string else read_json(value)
         ended = ends.match(text, at)
         if ended is None:
             raise ValueError("the call does not end behind its arguments")
@@ -285,11 +298,12 @@ _CDATA: Final = re.compile(r"\A\s*<!\[CDATA\[(.*)\]\]>\s*\Z", re.DOTALL)
 
 def parse_python(text: str) -> list[Written]:
     """Parse calls in Python's syntax: a list of calls, or one call per line, perhaps in a code block."""
-    fenced = _PYTHON.fullmatch(text)
+    if fence := _PYTHON.match(text):
+        text = text[fence.end() :].rstrip().removesuffix("```")
     nodes: list[ast.expr] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are about unknown escapes
-        parsed = ast.parse((fenced[1] if fenced else text).strip())
+        parsed = ast.parse(text.strip())
     for statement in parsed.body:
         if not isinstance(statement, ast.Expr):
             raise ValueError("it is no call")  # noqa: TRY004
@@ -304,7 +318,7 @@ def parse_bare_python(text: str) -> list[Written]:
     return parse_python(text)
 
 
-_PYTHON: Final = re.compile(r"\s*```(?:python)?\s*\n(.*)\n\s*```\s*", re.DOTALL)
+_PYTHON: Final = re.compile(r"\s*```(?:python)?[^\S\n]*\n")
 
 
 def _of_python(node: ast.expr) -> Written:

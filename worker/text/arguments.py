@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from worker.models.call_parsers import ParsedCall, read_json
+from worker.models.call_parsers import ParsedCall, is_utf8, read_json
 
 from .grammar import text_matcher
 
@@ -92,15 +92,7 @@ class Offered:
 def _as_json(arguments: Mapping[str, Any]) -> str:
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     # A lone surrogate is valid in JSON with escapes, but not in UTF-8.
-    return text if text.isascii() or _is_utf8(text) else json.dumps(arguments, allow_nan=False)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text if text.isascii() or is_utf8(text) else json.dumps(arguments, allow_nan=False)
 
 
 class _Fit:

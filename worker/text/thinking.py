@@ -67,7 +67,14 @@ class _Follower:
         """Whether the answer may end here."""
         if self._of.grammar is None:
             return True
+        if self.place == "before":  # whatever the answer has would be the grammar's text
+            return self._of.grammar.follow(self._begun_text).is_complete
         return self.place == "behind" and self.inner is not None and self.inner.is_complete
+
+    @property
+    def _begun_text(self) -> list[int]:
+        """The tokens of `begun` without the white space that may precede the answer's text."""
+        return [token for token in self.begun if token not in self._of.spaces]
 
     def push(self, tokens: Iterable[int]) -> None:
         """Add tokens to the answer."""
@@ -160,7 +167,7 @@ class _Follower:
 
     def _mask_within_opening(self, grammar: Grammar) -> Mask | None:
         """Return the mask after tokens that may begin the marker of reasoning or the grammar's text."""
-        begun = [token for token in self.begun if token not in self._of.spaces]
+        begun = self._begun_text
         *masks, mask = grammar.follow(()).masks(begun)
         size = len(begun)
         if mask is None or size == len(self._of.opening) or tuple(begun) != self._of.opening[:size]:
