@@ -54,7 +54,7 @@ class Mending:
     def save(self, cut: SnapshotCut, run: Run | None) -> None:
         """Queue the snapshot `cut` in the store; `run` is the run of its turn, None if the turn has ended."""
         mends = run is not None and run.mends
-        if run is not None and run.mends and run.is_stopped:
+        if run is not None and (run.is_forgotten or (run.mends and run.is_stopped)):
             return  # the session may have been erased
         if cut.tensors is None or cut.state_lost:
             self._store.skip(1)
