@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from .admission import Ledger
     from .device import Device
 
-
 log = structlog.get_logger()
 
 #: A placeholder as last token: an append does not compute the KV of its context's last token.
@@ -194,6 +193,8 @@ class Engine(EnginePort):
 
     async def store_missing(self, within_s: float) -> None:
         """Make dropped snapshots after `stop`; log how many sessions still lack some after `within_s`."""
+        if not self._device.is_alive:
+            within_s = 0
         left = await self._mending.finish(within_s) if self._mending is not None else 0
         if left:
             log.warning("some sessions will be prefilled again: their KV is not on disk", sessions=left)
