@@ -93,3 +93,21 @@ async def test_a_turn_that_follows_a_forgotten_abandoned_turn_keeps_its_kv_on_th
         await following
         turn, _, _ = await process.generate(tokens, 2)
         assert turn.num_prefilled <= 1
+
+
+async def test_a_turn_cancelled_while_its_restore_waits_for_memory_leaves_its_snapshots_erasable(
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path
+) -> None:
+    tokens, asked = [1 + i % 90 for i in range(12 * BLOCK + 3)], asyncio.Event()
+    async with open_process(make_model("llama"), tmp_path / "kv", trials=trials) as process:
+        engine = process.engine
+        await process.append(tokens)
+        engine.forget(key("s"))
+        engine.ledger.max_bytes = engine.size_bytes(len(tokens)) + 5000
+        engine._device.reserve_room = lambda *_: asked.set()  # type: ignore[method-assign]  # a long step
+        turn = asyncio.create_task(process.append([*tokens, 5]))
+        await asyncio.wait_for(asked.wait(), 20)
+        turn.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await turn
+        assert (await process.store.erase(key("s").tenant, tokens)).settled
