@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -479,3 +480,16 @@ async def test_an_erase_that_the_tier_did_not_answer_is_repeated_when_the_note_i
     assert in_tier(tmp_path)
     assert await one.erase_marked("a", marks)
     assert in_tier(tmp_path) == []
+
+
+async def test_uploads_go_on_after_a_wait_for_them_has_timed_out(
+    open_two: Any, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = await open_two()
+    go_on, upload = threading.Event(), tier.put
+    monkeypatch.setattr(tier, "put", lambda *args: (go_on.wait(10), upload(*args)))
+    save_all(one, "a", TOKENS)
+    await one.barrier(5)
+    assert not await one.barrier_remote(0.1)
+    go_on.set()
+    assert await one.barrier_remote(5)
