@@ -152,6 +152,9 @@ class Store:
         #: Identities of all models and policies that have snapshots here.
         self._identities = opened.identities
         self._erased = {one.log: one for one in opened.erased}
+        #: Erasures that are not certain yet (tenant, packed tokens, `shared`): `erase_marked` repeats them,
+        #: since the index no longer has their tokens.
+        self._unsettled: set[tuple[str, bytes, int]] = set()
         self._model = model
         writer = self._writer = opened.writer(self._write_ended, queue_bytes=queue_bytes, monotonic=monotonic)
         self._monotonic = monotonic
@@ -457,18 +460,22 @@ class Store:
         a turn still uses one of the snapshots, if a removal failed, or if there are files of another format
         version, whose tokens are unknown.
         """
-        return await self._erase(tenant, pack(tokens), timeout_s, shared)
+        return await self._erase(tenant, pack(tokens), shared, timeout_s)
 
     async def erase_marked(self, tenant: str, marks: Marks, timeout_s: float = 2.0) -> bool:
-        """Erase, like `erase`, the snapshots of tokens that another worker has forgotten, given their marks.
+        """Erase, like `erase`, the snapshots of a forgotten session, given the marks of its tokens.
 
-        Returns false if a turn still uses one of the snapshots. Snapshots that differ from the tokens only
-        after the last mark are erased too.
+        Repeats earlier erasures of these tokens, also those by `erase`, that could not be settled. Returns
+        false if one still cannot: call again later. Snapshots that differ from the tokens only after the last
+        mark are erased too.
         """
-        found = self._marked(tenant, marks)
-        for packed in found:
-            await self._erase(tenant, packed, timeout_s, marks.shared)
-        return not any(node.doomed for packed in found for node in self._within(tenant, packed))
+        chains = {(tenant, packed, marks.shared) for packed in self._marked(tenant, marks)}
+        for one in self._unsettled:
+            if one[0] == tenant and marks.begin(tenant).then(one[1]) is not None:
+                chains.add(one)
+        for one in chains:
+            await self._erase(*one, timeout_s)
+        return self._unsettled.isdisjoint(chains)
 
     def _marked(self, tenant: str, marks: Marks) -> set[bytes]:
         """Return the packed tokens of each longest chain, stored or queued, that agrees with the marks."""
@@ -494,10 +501,12 @@ class Store:
         self._erased[erased.log] = erased
         self._writer.note_erased(erased)
 
-    async def _erase(self, tenant: str, packed: bytes, timeout_s: float, shared: int) -> Forgotten:
+    async def _erase(self, tenant: str, packed: bytes, shared: int, timeout_s: float) -> Forgotten:
+        self._unsettled.add((tenant, packed, shared))
         num_snapshots = self._forget(tenant, packed, shared)
         erasing = None if self._remote is None else self._remote.erase(tenant, packed, shared)
         is_remote_clean = True
+        erasure = None
         try:
             async with asyncio.timeout(timeout_s):
                 await self._drained()
@@ -507,10 +516,16 @@ class Store:
                     is_remote_clean = await asyncio.shield(erasing)
         except TimeoutError:
             return Forgotten(num_snapshots, settled=False)
+        finally:
+            if erasure is None:
+                self._writer.erase(packed)  # although nobody waits for its end
         is_held = any(node.doomed for node in self._within(tenant, packed))
+        is_clean = erasure.clean and is_remote_clean and not is_held
+        if is_clean:
+            self._unsettled.discard((tenant, packed, shared))
+        # These files are not tried again: only another version of the program can read them.
         is_unknown = bool(self._index.children(NO_NAME.parent))
-        is_clean = erasure.clean and is_remote_clean
-        return Forgotten(num_snapshots, is_clean and not is_held and not is_unknown)
+        return Forgotten(num_snapshots, is_clean and not is_unknown)
 
     async def clear(self, timeout_s: float = 5.0) -> bool:
         """Remove everything from this directory: the snapshots of all tenants and models, pins, quarantine.

@@ -247,7 +247,7 @@ class Remote:
         """Wait until all uploads and removals that were queued before this call are done."""
         done: Future[None] = Future()
         self._jobs.put(partial(done.set_result, None))
-        await asyncio.wrap_future(done)
+        await asyncio.shield(asyncio.wrap_future(done))  # a cancelled future takes no result
 
     async def close(self, timeout_s: float) -> bool:
         """Finish the queued uploads and removals, and end the threads; False after `timeout_s`."""
@@ -283,8 +283,11 @@ class Remote:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            with suppress(OSError):  # from this worker's directory; the tier's errors are counted
-                job()
+            try:
+                with suppress(OSError):  # from this worker's directory; the tier's errors are counted
+                    job()
+            except Exception:  # noqa: BLE001  # the thread must go on: erasures need it
+                _log.exception("remote_tier_job_failed")
 
     def _trying(self, work: Callable[[], None]) -> None:
         try:

@@ -80,6 +80,47 @@ async def test_an_erase_is_not_confirmed_until_a_file_that_could_not_be_removed_
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
+async def test_a_file_that_an_erase_could_not_remove_is_removed_when_the_note_is_carried_out(
+    open_store, tmp_path, monkeypatch
+) -> None:
+    """At the next start the file would be found again, with its tokens."""
+    store = await stored(open_store, TOKENS)
+    marks = Marks.of("a", pack(TOKENS))
+    monkeypatch.setattr(Folder, "remove", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
+    assert not (await store.erase("a", TOKENS, 10)).settled
+    assert not await store.erase_marked("a", marks)
+    monkeypatch.undo()
+    assert await store.erase_marked("a", marks)
+    assert traces(tmp_path / "cache", TOKENS) == []
+
+
+async def test_a_note_of_forgotten_tokens_is_not_carried_out_while_a_file_cannot_be_removed(
+    open_store, tmp_path, monkeypatch
+) -> None:
+    store = await stored(open_store, TOKENS)
+    monkeypatch.setattr(Folder, "remove", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
+    assert not await store.erase_marked("a", Marks.of("a", pack(TOKENS)))
+    monkeypatch.undo()
+    assert await store.erase_marked("a", Marks.of("a", pack(TOKENS)))
+    assert traces(tmp_path / "cache", TOKENS) == []
+
+
+async def test_an_erase_whose_time_runs_out_behind_other_writes_still_removes_quarantined_copies(
+    open_store, tmp_path, gate
+) -> None:
+    gate.set()
+    store = await stored(open_store, TOKENS)
+    for path in (tmp_path / "cache" / "snapshots").iterdir():
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert await store.load(store.match("a", TOKENS)) is None
+    gate.clear()
+    save_all(store, "a", OTHER)
+    assert not (await store.erase("a", TOKENS, 0.01)).settled
+    gate.set()
+    assert await store.barrier(10)
+    assert traces(tmp_path / "cache", TOKENS) == []
+
+
 async def test_an_erase_is_not_confirmed_while_a_file_that_eviction_failed_to_remove_remains(
     open_store, tmp_path, monkeypatch
 ) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +22,9 @@ from cache.disk.objects import ObjectStore
 from cache.disk.tier import Key, SharedDirectory, Tier
 from cache.index import remote
 from cache.names.errors import SealedError
+from cache.names.marks import Marks
 from cache.names.policy import Policy
-from cache.names.tokens import as_tokens
+from cache.names.tokens import as_tokens, pack
 from cache.store import Store
 
 TOKENS = list(range(10))
@@ -457,3 +460,36 @@ async def test_an_erase_that_times_out_is_still_completed_in_the_tier(open_two: 
     assert not (await one.erase("a", TOKENS, timeout_s=0.0)).settled
     await one.barrier_remote(5)
     assert in_tier(tmp_path) == []
+
+
+async def test_an_erase_that_the_tier_did_not_answer_is_repeated_when_the_note_is_carried_out(
+    open_two: Any, tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise every worker could still fetch the files."""
+    one, _ = await open_two()
+    await put(one, TOKENS)
+
+    def fails(*_: Any) -> Any:
+        raise OSError(errno.EIO, "the tier does not answer")
+
+    monkeypatch.setattr(tier, "contains", fails)
+    marks = Marks.of("a", pack(TOKENS))
+    assert not (await one.erase("a", TOKENS)).settled
+    assert not await one.erase_marked("a", marks)
+    monkeypatch.undo()
+    assert in_tier(tmp_path)
+    assert await one.erase_marked("a", marks)
+    assert in_tier(tmp_path) == []
+
+
+async def test_uploads_go_on_after_a_wait_for_them_has_timed_out(
+    open_two: Any, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = await open_two()
+    go_on, upload = threading.Event(), tier.put
+    monkeypatch.setattr(tier, "put", lambda *args: (go_on.wait(10), upload(*args)))
+    save_all(one, "a", TOKENS)
+    await one.barrier(5)
+    assert not await one.barrier_remote(0.1)
+    go_on.set()
+    assert await one.barrier_remote(5)

@@ -196,6 +196,17 @@ def test_a_restore_larger_than_the_device_is_refused(make_rig, model) -> None:
     assert answers.get(timeout=20) is False
 
 
+def test_a_session_whose_restore_is_tried_again_does_not_wait_for_its_own_memory(make_rig, model) -> None:
+    """A damaged file ends the first try; the second one asks for memory although the first one has some."""
+    rig = make_rig(model, limit_bytes=limit_of(8))
+    estimator, answers = rig.device.estimator, queue.SimpleQueue[bool]()
+    left = estimator.limit_bytes - mx.get_active_memory()
+    num_tokens = next(num for num in range(100_000) if estimator.restore_bytes(num, BLOCK) > left // 2 + 1)
+    for _ in range(2):
+        rig.device.reserve_room(key("restored"), num_tokens, answers.put)
+        assert answers.get(timeout=5)
+
+
 def test_a_restore_without_enough_memory_waits_until_running_answers_end(make_rig, model) -> None:
     rig = make_rig(model, limit_bytes=limit_of(8))
     running = generate(prompt(250), 1000, name="running")

@@ -83,6 +83,22 @@ async def test_a_stopping_worker_stores_the_snapshots_that_a_full_queue_dropped(
         assert found.num_prefilled <= 2
 
 
+@pytest.mark.parametrize("fault", ["hangs", "died"])
+async def test_a_worker_whose_device_hangs_or_died_stops_without_the_missing_snapshots(
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path, fault: str
+) -> None:
+    async with small_queue(make_model("llama"), tmp_path, 2, trials) as process:
+        await process.generate(PROMPT, 4)
+        process.engine.stop()
+        device = process.engine._device
+        if fault == "hangs":
+            device.submit = lambda turn: None  # type: ignore[method-assign]
+        else:
+            device._commands.put(lambda runner: 1 / 0)
+            await asyncio.to_thread(device._thread.join, 5)
+        await asyncio.wait_for(process.engine.store_missing(0.2 if fault == "hangs" else 30), 5)
+
+
 @pytest.mark.parametrize("num_passes", [0, 1, 2, 4, 8, 16, 32])
 async def test_a_session_erased_while_its_dropped_snapshots_are_stored_again_leaves_no_snapshot(
     make_model: Callable[..., Any], tmp_path: Path, trials: Path, num_passes: int

@@ -100,6 +100,11 @@ class Device:
         return self._runner.served.refusal(policy, has_disk=has_disk)
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs. After a fault of the program it does not, and no turn ends any more."""
+        return self._thread.is_alive()
+
+    @property
     def busy_s(self) -> float:
         """Seconds that the thread has spent on its current step or command; 0 while it is idle."""
         since = self._busy_since

@@ -193,6 +193,8 @@ class Engine(EnginePort):
 
     async def store_missing(self, within_s: float) -> None:
         """Make dropped snapshots after `stop`; log how many sessions still lack some after `within_s`."""
+        if not self._device.is_alive:
+            within_s = 0
         left = await self._mending.finish(within_s) if self._mending is not None else 0
         if left:
             log.warning("some sessions will be prefilled again: their KV is not on disk", sessions=left)
@@ -241,19 +243,15 @@ class Engine(EnginePort):
         )
         with contextlib.suppress(DeviceFaultError, NoMemoryError, CutOffError, StoppingError):
             await self._run_to_end(run)
-        if run.is_forgotten:
-            self.forget(key)  # when the turn ended, the device kept its KV
-            return False
         after = len(self._store.wanted(chain, tokens, 0, len(tokens)))
-        return run.is_stopped or 0 < after < before
+        return not run.is_forgotten and (run.is_stopped or 0 < after < before)
 
-    def _cancel_mending(self, key: SessionKey, *, forgotten: bool = False) -> None:
-        """End the turn that makes a session's missing snapshots; with `forgotten`, then drop its KV."""
+    def _cancel_mending(self, key: SessionKey) -> None:
+        """End the turn that makes a session's missing snapshots."""
         if self._mending is not None:
             self._mending.discard(key)
         for run in self._runs.values():
             if run.mends and run.key == key:
-                run.is_forgotten |= forgotten
                 self._cancel(run)
 
     def cancel(self, key: SessionKey) -> None:
@@ -268,8 +266,10 @@ class Engine(EnginePort):
         resolve(run.admitted, granted=False)
 
     def forget(self, key: SessionKey) -> None:
-        """Drop a session's KV from the device. Its snapshots stay on SSD."""
-        self._cancel_mending(key, forgotten=True)
+        """Drop a session's KV from the device. Its snapshots stay on SSD; a turn under way makes no more."""
+        for run in self._runs.values():  # also runs whose turns nobody waits for
+            run.is_forgotten |= run.key == key
+        self._cancel_mending(key)
         if self._residency.pop(key):
             self._device.drop(key)
         self._grants.decide()
@@ -353,7 +353,10 @@ class Engine(EnginePort):
                     self._grants.grow(run, turn.num_prompt + chunk.i + 1)
             case Finished(_, num_cached, _, earliest):
                 self._residency.pop(turn.key)
-                if num_cached:
+                if run is not None and run.is_forgotten:
+                    if sum(one.key == turn.key for one in self._submitted) == 1:
+                        self._device.drop(turn.key)  # else the session's next turn has taken its KV
+                elif num_cached:
                     tokens, size_bytes = turn.tokens(num_cached), self.size_bytes(num_cached, turn.policy)
                     self._residency.put(turn.key, tokens, size_bytes, earliest, turn.policy)
             case Faulted():

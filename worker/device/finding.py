@@ -102,12 +102,16 @@ class Finder:
             # Includes memory for the turn's first tokens, so that the caches need not be copied to grow.
             room_tokens = min(len(turn.context) + 1, match.num_tokens + GROWTH_TOKENS)
             size_bytes = self._device.kv(turn.policy).held(match.num_tokens)
-            if (
-                match.num_tokens <= _least(num_found)
-                or not self.rates.should_restore(size_bytes, match.num_tokens - num_found)
-                or not await self._has_room(run, turn.policy, room_tokens)
-            ):
-                store.release(match)
+            is_better = match.num_tokens > _least(num_found) and self.rates.should_restore(
+                size_bytes, match.num_tokens - num_found
+            )
+            has_room = False
+            try:
+                has_room = is_better and await self._has_room(run, turn.policy, room_tokens)
+            finally:  # the wait may be cancelled
+                if not has_room:
+                    store.release(match)
+            if not has_room:
                 return
             restored = await store.load(match, room_tokens=room_tokens)
             if restored is not None:

@@ -8,7 +8,7 @@ sessions lack snapshots; the engine runs the turns. Event loop only.
 from __future__ import annotations
 
 import asyncio
-from time import monotonic
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -54,7 +54,7 @@ class Mending:
     def save(self, cut: SnapshotCut, run: Run | None) -> None:
         """Queue the snapshot `cut` in the store; `run` is the run of its turn, None if the turn has ended."""
         mends = run is not None and run.mends
-        if run is not None and run.mends and run.is_stopped:
+        if run is not None and (run.is_forgotten or (run.mends and run.is_stopped)):
             return  # the session may have been erased
         if cut.tensors is None or cut.state_lost:
             self._store.skip(1)
@@ -110,10 +110,11 @@ class Mending:
 
     async def finish(self, within_s: float) -> int:
         """Make missing snapshots for at most `within_s`; return how many sessions still lack some."""
-        until_s = monotonic() + within_s
-        while self._lacking and monotonic() < until_s:
-            if not await self._next():
-                await asyncio.sleep(_POLL_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self._lacking:
+                    if not await self._next():
+                        await asyncio.sleep(_POLL_S)
         return len(self._lacking)
 
     async def _next(self) -> bool:

@@ -73,7 +73,8 @@ class Room:
         self._resident.clear()
 
     def request(self, request: RoomRequest) -> None:
-        """Queue a restore's request for memory."""
+        """Queue a restore's request for memory. It replaces what an earlier try of the session has."""
+        self.end_promise(request.key)
         self._requests.append(request)
 
     def end_promise(self, key: SessionKey) -> None:

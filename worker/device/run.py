@@ -67,7 +67,7 @@ class Run(Claim):
     num_generated: int = 0
     is_halted: bool = False  # must end, or pause
     is_cancelled: bool = False
-    is_forgotten: bool = False  # the KV that it leaves on the device must be dropped
+    is_forgotten: bool = False  # it makes no more snapshots, and the KV that it leaves must be dropped
     is_abandoned: bool = False  # no task waits for the turn's end
     is_complete: bool = False  # the whole context has its KV
     has_lost: bool = False  # needed KV was missing on disk once
