@@ -302,7 +302,7 @@ class Conversations:
         except RequestFailedError as error:
             self._note_failed(plan)
             raise self._learnt(plan, error) from None
-        except TurnkeepError as error:
+        except Exception as error:
             self._note_failed(plan)
             if not isinstance(error, MessageTooLargeError):  # such a request was never sent
                 self.index.drop(held)  # whether it was answered is unknown
@@ -314,7 +314,9 @@ class Conversations:
             self._leave(asked, answering)
             if plan.how != "repeated":
                 held.num_running -= 1
-                if turn.messages is None:
+                if asked.state == "running":  # the gateway stops: the next one finds the running answer
+                    pass
+                elif turn.messages is None:
                     self.beside(self._remove(held, forget=False))
                 elif not held.marks and held.name in self.index.sessions and not answering.stays:
                     self.beside(self._remove(held))

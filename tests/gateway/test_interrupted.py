@@ -17,7 +17,7 @@ import httpx2
 import pytest
 from parts import free_port
 
-from turnkeep_client.messages import Generated, decode_result
+from turnkeep_client.messages import Close, Generated, decode_request, decode_result
 
 pytestmark = pytest.mark.process
 
@@ -187,6 +187,37 @@ async def test_a_request_sent_again_to_a_restarted_gateway_gets_the_same_answer_
     assert again.text != whole.text
     gateway.send_signal(signal.SIGTERM)
     assert gateway.wait(30) == 143
+
+
+@pytest.mark.parametrize("is_fork", [False, True])
+async def test_a_stopped_gateway_leaves_running_answers_to_clients_that_send_them_again(
+    local_worker: Start, door: Start, endless_model: Path, is_fork: bool
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    stopped = await door(worker.settings.nats, worker.settings.prefix)
+    asked = question("Begin.", 4)
+    if is_fork:
+        async with httpx2.AsyncClient(base_url=stopped.url, timeout=60) as http:
+            said = (await http.post(CHAT, json=asked)).json()["choices"][0]["message"]
+            for text in ("On.", "Or."):
+                more = [*asked["messages"], said, {"role": "user", "content": text}]
+                assert (await http.post(CHAT, json=asked | {"messages": more})).status_code == 200
+        asked["messages"] = [*more[:-1], {"role": "user", "content": "Else."}]
+    asked["max_tokens"] = 1000
+    cut, again = Followed(), Followed()
+    task = asyncio.create_task(cut.follow(stopped.url, asked))
+    await until(lambda: len(cut.text) > 20)
+    await stopped.stop()
+    task.cancel()
+    name, how = cut.session.split()
+    assert how == ("forked" if is_fork else "begun")
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    await again.follow(served.url, asked)
+    assert again.session == f"{name} repeated"
+    result = (await recorded(worker.client, name))[0]
+    assert again.text == result.text
+    requests = [decode_request(one.body) for one in await worker.client.log(name) if one.kind == "in"]
+    assert not any(isinstance(one, Close) for one in requests)
 
 
 async def cancelled(client: Any, session: str) -> Generated:
