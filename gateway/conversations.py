@@ -28,6 +28,7 @@ from turnkeep_client.messages import (
     Appended,
     Chunk,
     Close,
+    Closed,
     Failed,
     ForkPoint,
     Generated,
@@ -154,15 +155,11 @@ class Conversations:
         """Delete a session and its content. Raises `TurnkeepError`."""
         if (held := self.index.sessions.get(session)) is not None:
             self.index.drop(held)
-        named = self.client.session(session)
+        key, most_s = session_key(self.client.tenant, session), LAST_PAUSE_S
+        await self.client.submit(key, build(Open), timeout_s=most_s)  # only an open session can be forgotten
+        closing = await self.client.submit(key, build(Close, forget=True), timeout_s=most_s)
         with contextlib.suppress(ResultTimeoutError):  # the request is in the log: the worker will execute it
-            try:
-                await named.close(forget=True, timeout_s=LAST_PAUSE_S)
-            except RequestFailedError as error:
-                if error.code != "unknown_session":
-                    raise
-                await named.open(timeout_s=LAST_PAUSE_S)  # only an open session can be forgotten
-                await named.close(forget=True, timeout_s=LAST_PAUSE_S)
+            expect(Closed, await closing)
 
     def beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine as a background task, until it ends or the gateway closes."""

@@ -279,6 +279,27 @@ async def test_the_session_of_a_queued_request_is_closed_when_the_client_disconn
     running.cancel()
 
 
+async def test_a_completion_deleted_while_no_worker_runs_is_removed_by_the_next_worker(
+    local_worker: Start, door: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the session was closed, without forget, after the answer."""
+    monkeypatch.setattr("gateway.conversations.LAST_PAUSE_S", 0.3)
+    worker = await local_worker()
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        answer = (await http.post("/v1/completions", json={"prompt": "my secret", "max_tokens": 4})).json()
+        name = "gw-" + answer["id"][-48:-16]
+        async with asyncio.timeout(20):
+            while not any(b'"closed"' in one.body for one in await worker.client.log(name)):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await worker.stop()
+        assert (await http.delete(f"/v1/completions/{answer['id']}")).json()["deleted"]
+    worker = await local_worker()
+    async with asyncio.timeout(20):
+        while any(b"secret" in one.body for one in await worker.client.log(name)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
 async def test_a_queued_chat_stream_sends_heartbeats_until_its_answer_starts(
     local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
