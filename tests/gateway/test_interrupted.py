@@ -220,6 +220,57 @@ async def test_a_stopped_gateway_leaves_running_answers_to_clients_that_send_the
     assert not any(isinstance(one, Close) for one in requests)
 
 
+async def test_an_answer_that_a_restarted_gateway_finds_running_and_no_client_takes_is_removed_when_idle(
+    local_worker: Start, door: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    stopped = await door(worker.settings.nats, worker.settings.prefix)
+    one = Followed()
+    task = asyncio.create_task(one.follow(stopped.url, question("My secret.", 1000)))
+    await until(lambda: len(one.text) > 20)
+    await stopped.stop()
+    task.cancel()
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=0.8)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        await http.post(CHAT, json=question("Other.", 4))
+    name = one.session.split()[0]
+    assert served.index.sessions[name].position is None
+    async with asyncio.timeout(30):
+        while any(b"secret" in entry.body for entry in await worker.client.log(name)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await until(lambda: not served.index.sessions)
+
+
+async def test_a_repeated_request_that_the_worker_refuses_is_not_cancelled_for_ever(
+    local_worker: Start, door: Start, endless_model: Path
+) -> None:
+    """After a restart, and with other ids of its calls; its client has disconnected."""
+    worker = await local_worker(model=str(endless_model))
+    stopped = await door(worker.settings.nats, worker.settings.prefix)
+    first, again = Followed(), Followed()
+    task = asyncio.create_task(first.follow(stopped.url, called("one")))
+    await until(lambda: len(first.text) > 20)
+    await stopped.stop()
+    task.cancel()
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    task = asyncio.create_task(again.follow(served.url, called("other")))
+    await until(lambda: again.session)
+    task.cancel()
+    assert again.session == f"{first.session.split()[0]} repeated"
+    await until(lambda: {one.state for one in served.index.asked.values()} == {"failed"}, 10)
+
+
+def called(call_id: str) -> dict[str, Any]:
+    """Return a request whose conversation has a tool call with this id."""
+    call = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    asked = question("Begin.", 3000)
+    asked["messages"] += [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": "There."},
+    ]
+    return asked
+
+
 async def cancelled(client: Any, session: str) -> Generated:
     async with asyncio.timeout(20):
         while not (results := await recorded(client, session)):  # noqa: ASYNC110
