@@ -241,6 +241,24 @@ async def test_an_answer_that_a_restarted_gateway_finds_running_and_no_client_ta
     await until(lambda: not served.index.sessions)
 
 
+async def test_an_idle_conversation_is_removed_once_the_log_has_room_for_its_close(
+    local_worker: Start, door: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=0.4)
+    js = worker.app._nc.jetstream()
+    log = (await js.stream_info(worker.client.subjects.log_stream)).config
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        assert (await http.post(CHAT, json=question("My secret.", 4))).status_code == 200
+        await js.update_stream(log.evolve(max_bytes=1))
+    (name,) = served.index.sessions
+    await asyncio.sleep(1)
+    await js.update_stream(log)
+    async with asyncio.timeout(20):
+        while any(b"secret" in entry.body for entry in await worker.client.log(name)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
 async def test_a_repeated_request_that_the_worker_refuses_is_not_cancelled_for_ever(
     local_worker: Start, door: Start, endless_model: Path
 ) -> None:
