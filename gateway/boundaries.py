@@ -27,15 +27,16 @@ _ENCODER: Final = msgspec.json.Encoder(order="deterministic")
 
 def chain(messages: Sequence[Message], options: Mapping[str, Any]) -> list[bytes]:
     """Return a digest of the options that change the prompt, then one chained digest for each message."""
-    found, calls = [_digest(b"chat", _rendered(options))], list[str]()
+    found, calls = [_digest(b"chat", _rendered(options))], dict[str | None, int]()
     for message in messages:
         text, given = message.content or "", message.tool_calls or ()
         role = "system" if message.role == "developer" else message.role  # two names, one meaning
         item: list[Any] = [role, text, message.name, _calls(given)]
         if message.role == "tool":
-            item.append(_place(message.tool_call_id, calls))
+            # Which call the result answers: clients may change its id, but not its place.
+            item.append(calls.get(message.tool_call_id, message.tool_call_id))
         elif given:
-            calls = [call.id for call in given]
+            calls = {given[at].id: at for at in reversed(range(len(given)))}
         found.append(_digest(found[-1], item))
     return found
 
@@ -74,14 +75,6 @@ def _arguments(text: str) -> list[Any]:
         return ["json", msgspec.json.decode(text)]
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return ["text", text]
-
-
-def _place(call_id: str | None, calls: Sequence[str]) -> int | str | None:
-    """Return the index in `calls` (ids) of the call that a tool result answers; if it is not there, its id.
-
-    The index is better than the id, which clients may change.
-    """
-    return calls.index(call_id) if call_id in calls else call_id
 
 
 def _digest(before: bytes, item: Any) -> bytes:

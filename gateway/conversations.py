@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import sys
-import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from msgspec import structs
@@ -28,6 +27,7 @@ from turnkeep_client.messages import (
     Appended,
     Chunk,
     Close,
+    Closed,
     Failed,
     ForkPoint,
     Generated,
@@ -46,6 +46,7 @@ from .planning import plan as make_plan
 from .presence import Presence
 from .recorded import Recorded
 from .recovery import recover
+from .removal import remove, sweep
 from .seen import Seen
 
 if TYPE_CHECKING:
@@ -65,7 +66,6 @@ log = logging.getLogger(__name__)
 _CATCH_UP_S: Final = 1.0
 #: Attempts to send a turn, the last one to a new session.
 _ATTEMPTS: Final = 4
-_SWEEP_S: Final = 60.0
 
 
 class _Sent(NamedTuple):
@@ -106,7 +106,7 @@ class Conversations:
             if not self._is_loaded:
                 await recover(self.client, self.index)
                 self._is_loaded = True
-                self.beside(self._sweep())
+                self.beside(sweep(self.client, self.index, self.presence, self._idle_s))
 
     async def count(self, turn: Turn) -> int:
         """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`."""
@@ -154,15 +154,11 @@ class Conversations:
         """Delete a session and its content. Raises `TurnkeepError`."""
         if (held := self.index.sessions.get(session)) is not None:
             self.index.drop(held)
-        named = self.client.session(session)
+        key, most_s = session_key(self.client.tenant, session), LAST_PAUSE_S
+        await self.client.submit(key, build(Open), timeout_s=most_s)  # only an open session can be forgotten
+        closing = await self.client.submit(key, build(Close, forget=True), timeout_s=most_s)
         with contextlib.suppress(ResultTimeoutError):  # the request is in the log: the worker will execute it
-            try:
-                await named.close(forget=True, timeout_s=LAST_PAUSE_S)
-            except RequestFailedError as error:
-                if error.code != "unknown_session":
-                    raise
-                await named.open(timeout_s=LAST_PAUSE_S)  # only an open session can be forgotten
-                await named.close(forget=True, timeout_s=LAST_PAUSE_S)
+            expect(Closed, await closing)
 
     def beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine as a background task, until it ends or the gateway closes."""
@@ -302,7 +298,7 @@ class Conversations:
         except RequestFailedError as error:
             self._note_failed(plan)
             raise self._learnt(plan, error) from None
-        except TurnkeepError as error:
+        except Exception as error:
             self._note_failed(plan)
             if not isinstance(error, MessageTooLargeError):  # such a request was never sent
                 self.index.drop(held)  # whether it was answered is unknown
@@ -314,10 +310,12 @@ class Conversations:
             self._leave(asked, answering)
             if plan.how != "repeated":
                 held.num_running -= 1
-                if turn.messages is None:
-                    self.beside(self._remove(held, forget=False))
+                if asked.state == "running":  # the gateway stops: the next one finds the running answer
+                    pass
+                elif turn.messages is None:
+                    self.beside(remove(self.client, self.index, held, forget=False))
                 elif not held.marks and held.name in self.index.sessions and not answering.stays:
-                    self.beside(self._remove(held))
+                    self.beside(remove(self.client, self.index, held))
 
     async def _append(self, plan: Plan, pieces: list[Sequence[Message]]) -> _Sent:
         """Append the messages that do not fit in the generate request. Raises `TurnkeepError`."""
@@ -420,7 +418,7 @@ class Conversations:
     def _note_failed(self, plan: Plan) -> None:
         """Mark a request, so that no turn reuses its answer; if a repeat failed, the first may still run."""
         plan.asked.is_certain, plan.asked.claim_until_s = False, 0.0
-        if plan.how != "repeated":
+        if plan.how != "repeated" or not plan.asked.held.num_running:
             plan.asked.state = "failed"
 
     def _learnt(self, plan: Plan, error: RequestFailedError) -> RequestFailedError:
@@ -452,24 +450,6 @@ class Conversations:
             pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LAST_PAUSE_S)
             with contextlib.suppress(TurnkeepError):  # there is no worker now, or it has not read the request
                 await self.client.session(asked.held.name).cancel(asked.appending or str(asked.name))
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(min(_SWEEP_S, self._idle_s / 4))
-            for held in self.index.old(time.time() - self._idle_s):
-                if await self.presence.is_loaded():  # else the close would load the model
-                    await self._remove(held)
-
-    async def _remove(self, held: Held, *, forget: bool = True) -> None:
-        """Drop a session from the index; close the session unless another gateway has used it since."""
-        self.index.drop(held)
-        if held.position is None:
-            return
-        key = session_key(self.client.tenant, held.name)
-        with contextlib.suppress(TurnkeepError):
-            if not held.position:  # its first request was refused: only an open session can be forgotten
-                await self.client.submit(key, build(Open))
-            await self.client.submit(key, build(Close, forget=forget or None, expect_position=held.position))
 
 
 def _ignore(_how: How, _result: Generated) -> None:

@@ -84,7 +84,8 @@ class Note(Struct, frozen=True, omit_defaults=True):
 class _Exchange(NamedTuple):
     """A session's request and its result; `prompt` is the conversation before an answer or after an append.
 
-    A `Close` with `forget` voids all earlier exchanges, even if the worker has not removed them yet.
+    A `Close` with `forget` voids all earlier exchanges unless it was refused, even if the worker has not
+    removed them yet.
     """
 
     seq: int
@@ -187,7 +188,7 @@ async def find(client: Client, wanted: set[str], *, conversation: bool = True) -
 async def _exchanges(
     client: Client, key: SessionKey, *, conversation: bool = True
 ) -> AsyncIterator[_Exchange]:
-    """Yield a session's appends, generates, and closes with `forget`, in log order; repeated ones too."""
+    """Yield a session's appends, generates and unrefused closes with `forget`, in log order; repeats too."""
     results = await _results(client, key)
     said: _Conversation = ()  # up to the last answer
     prompts: dict[str, _Conversation] = {}
@@ -196,6 +197,8 @@ async def _exchanges(
             request = decode_request(one.body)
         except InvalidMessageError:
             continue
+        if isinstance(request, Open | Close) and isinstance(results.get(request.id), Failed):
+            continue  # it changed nothing
         if isinstance(request, Open) and request.from_ is not None:
             said = await _said_at(client, request.from_) if conversation else None
         if isinstance(request, Append) and isinstance(appended := results.pop(request.id, None), Appended):

@@ -1,4 +1,4 @@
-"""Rebuilds the index of conversations and sessions from the log, after a restart of the gateway."""
+"""Rebuilds the index of conversations and sessions, or one session's position, from the log."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from turnkeep_client.messages import (
     decode_result,
 )
 from turnkeep_client.stream import StreamError
+from turnkeep_client.subjects import session_key
 
 from . import boundaries
 from .index import MOST_SESSIONS, PREFIX, Asked, Held, Index, RequestName, appended_to, base_of
@@ -91,6 +92,24 @@ async def recover(client: Client, index: Index) -> None:
         wanted.append((Held(key.session, None, _time(requests[key])), key))
         index.add(wanted[-1][0])
     await asyncio.gather(*(read(held, key) for held, key in wanted[-_MOST_READ:]))
+
+
+async def settle(client: Client, index: Index, held: Held) -> bool:
+    """Read from the log a session's position, and its last use, if nobody here has taken its last result.
+
+    The position stays None if the session is closed. Returns False if a request has no result yet. Raises
+    `TurnkeepError`.
+    """
+    key = session_key(client.tenant, held.name)
+    asked = [one async for _, one in client.stored.last([key], "in")]
+    ended = [one async for _, one in client.stored.last([key], "out")]
+    last = _decoded(ended[0]) if ended else None
+    if asked and (last is None or last.seq != asked[0].seq):
+        return False
+    if last is not None and not isinstance(last, Closed | UnknownResult):
+        held.position = last.position
+        index.use(held, _time(ended[0]))
+    return True
 
 
 def _fold(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -167,7 +168,7 @@ def _options(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
 def _messages(given: Sequence[_Said], warnings: list[Warned]) -> list[Message]:
     """Convert messages. Tool results have no ids in Ollama: each gets the id of a call without a result."""
     found: list[Message] = []
-    waiting: list[ToolCall] = []
+    queues, waiting = _queues(()), set[str]()
     for number, one in enumerate(given):
         where = f"messages[{number}]"
         if one.role not in _ROLES:
@@ -175,17 +176,33 @@ def _messages(given: Sequence[_Said], warnings: list[Warned]) -> list[Message]:
         text = one.content or ""
         for at, _ in enumerate(one.images or ()):
             text += other_text({}, "image", f"{where}.images[{at}]", warnings)
-        call_id = None
-        if one.role == "tool" and waiting:
-            named = (at for at, call in enumerate(waiting) if call.function.name == one.tool_name)
-            call_id = waiting.pop(next(named, 0)).id
+        call_id = _taken(one.tool_name, queues, waiting) if one.role == "tool" else None
         calls = tuple(_call(call, f"call_{number}_{at}") for at, call in enumerate(one.tool_calls or ()))
-        waiting = [*calls] if calls else waiting
+        if calls:
+            queues, waiting = _queues(calls), {call.id for call in calls}
         try:
             found.append(Message(one.role, text, None, calls, call_id))  # type: ignore[arg-type]
         except ValueError as error:
             raise refused(str(error), where) from None
     return found
+
+
+def _queues(calls: Sequence[ToolCall]) -> dict[str | None, deque[str]]:
+    """Return the calls' ids in order, by the function's name; under None, all of them."""
+    found: dict[str | None, deque[str]] = {None: deque(call.id for call in calls)}
+    for call in calls:
+        found.setdefault(call.function.name, deque()).append(call.id)
+    return found
+
+
+def _taken(name: str | None, queues: Mapping[str | None, deque[str]], waiting: set[str]) -> str | None:
+    """Take the first waiting call with this name, else the first of all, and return its id."""
+    for queue in (queues.get(name), queues[None]):
+        while queue:
+            if (call_id := queue.popleft()) in waiting:
+                waiting.remove(call_id)
+                return call_id
+    return None
 
 
 def _call(given: _Call, call_id: str) -> ToolCall:

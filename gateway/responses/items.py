@@ -52,7 +52,7 @@ def messages(
     Text and calls of the assistant that follow each other become one message. Each content that is not text
     adds a warning to `warnings`. Raises `Fault`.
     """
-    found: list[Message] = []
+    found: list[list[Message]] = []  # the messages of each turn
     for number, given in enumerate(items):
         where, item = f"input[{number}]", given
         if item.type == "item_reference" and (named := known.get(item.id or "")):
@@ -63,10 +63,12 @@ def messages(
             one = _message(item, where, warnings)
         except (ValueError, InvalidMessageError) as error:
             raise refused(str(error), where) from None
-        if found and one.role == found[-1].role == "assistant" and (one.tool_calls or found[-1].tool_calls):
-            one = _joined(found.pop(), one)
-        found.append(one)
-    return found
+        last = found[-1] if found and one.role == found[-1][0].role == "assistant" else []
+        if len(last) > 1 or (last and (one.tool_calls or last[0].tool_calls)):
+            last.append(one)
+        else:
+            found.append([one])
+    return [_joined(said) for said in found]
 
 
 def called_name(namespace: str | None, name: str) -> str:
@@ -74,9 +76,12 @@ def called_name(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
 
 
-def _joined(one: Message, other: Message) -> Message:
-    text = f"{one.content or ''}{other.content or ''}"
-    return Message("assistant", text or None, None, (*(one.tool_calls or ()), *(other.tool_calls or ())))
+def _joined(said: Sequence[Message]) -> Message:
+    if len(said) == 1:
+        return said[0]
+    text = "".join(f"{one.content or ''}" for one in said)
+    calls = tuple(call for one in said for call in one.tool_calls or ())
+    return Message("assistant", text or None, None, calls)
 
 
 def _message(item: Item, where: str, warnings: list[Warned]) -> Message:

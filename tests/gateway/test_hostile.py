@@ -13,7 +13,11 @@ from typing import Any
 import httpx2
 import pytest
 
+from gateway import boundaries
 from gateway.keys import Keys
+from gateway.ollama import requests as ollama
+from gateway.openai import chat
+from gateway.responses import requests as responses
 
 Start = Any
 CHAT = "/v1/chat/completions"
@@ -210,6 +214,31 @@ async def test_bodies_with_invalid_utf_8_or_deep_nesting_are_refused(served: Any
         async with connected(served) as wire:
             await wire.send(POST + b"content-length: %d\r\n\r\n" % len(body) + body)
             assert status(await wire.rest()) == 400
+
+
+NAMES = [f"{number:07}" for number in range(40_000)]
+SAID = {"role": "user", "content": "x"}
+CALLS = {"role": "assistant", "tool_calls": [{"id": one, "function": {"name": one}} for one in NAMES]}
+NAMELESS = [{"role": "tool", "tool_name": "other", "content": ""} for _ in NAMES]
+RESULTS = [{"role": "tool", "tool_call_id": one, "content": ""} for one in NAMES]
+ITEMS = [{"type": "function_call", "name": one} for one in NAMES] * 2
+
+
+@pytest.mark.parametrize(
+    ("read", "body"),
+    [
+        (chat.read, {"messages": [SAID, CALLS, *RESULTS]}),
+        (ollama.chat, {"model": "m", "messages": [SAID, CALLS, *NAMELESS]}),
+        (responses.read, {"input": [SAID, *ITEMS]}),
+    ],
+    ids=["chat", "ollama", "responses"],
+)
+def test_reading_very_many_tool_calls_takes_only_seconds_of_processor_time(read: Any, body: Any) -> None:
+    """The event loop does nothing else meanwhile: no call may be compared or copied once for each other."""
+    begun_s = time.thread_time()
+    turn = read(json.dumps(body).encode())
+    boundaries.chain(turn.messages, turn.options)
+    assert time.thread_time() - begun_s < 6
 
 
 async def test_200_idle_connections_block_no_other_client_and_are_closed(

@@ -17,7 +17,7 @@ import httpx2
 import pytest
 from parts import free_port
 
-from turnkeep_client.messages import Generated, decode_result
+from turnkeep_client.messages import Close, Generated, decode_request, decode_result
 
 pytestmark = pytest.mark.process
 
@@ -189,6 +189,106 @@ async def test_a_request_sent_again_to_a_restarted_gateway_gets_the_same_answer_
     assert gateway.wait(30) == 143
 
 
+@pytest.mark.parametrize("is_fork", [False, True])
+async def test_a_stopped_gateway_leaves_running_answers_to_clients_that_send_them_again(
+    local_worker: Start, door: Start, endless_model: Path, is_fork: bool
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    stopped = await door(worker.settings.nats, worker.settings.prefix)
+    asked = question("Begin.", 4)
+    if is_fork:
+        async with httpx2.AsyncClient(base_url=stopped.url, timeout=60) as http:
+            said = (await http.post(CHAT, json=asked)).json()["choices"][0]["message"]
+            for text in ("On.", "Or."):
+                more = [*asked["messages"], said, {"role": "user", "content": text}]
+                assert (await http.post(CHAT, json=asked | {"messages": more})).status_code == 200
+        asked["messages"] = [*more[:-1], {"role": "user", "content": "Else."}]
+    asked["max_tokens"] = 1000
+    cut, again = Followed(), Followed()
+    task = asyncio.create_task(cut.follow(stopped.url, asked))
+    await until(lambda: len(cut.text) > 20)
+    await stopped.stop()
+    task.cancel()
+    name, how = cut.session.split()
+    assert how == ("forked" if is_fork else "begun")
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    await again.follow(served.url, asked)
+    assert again.session == f"{name} repeated"
+    result = (await recorded(worker.client, name))[0]
+    assert again.text == result.text
+    requests = [decode_request(one.body) for one in await worker.client.log(name) if one.kind == "in"]
+    assert not any(isinstance(one, Close) for one in requests)
+
+
+async def test_an_answer_that_a_restarted_gateway_finds_running_and_no_client_takes_is_removed_when_idle(
+    local_worker: Start, door: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    stopped = await door(worker.settings.nats, worker.settings.prefix)
+    one = Followed()
+    task = asyncio.create_task(one.follow(stopped.url, question("My secret.", 1000)))
+    await until(lambda: len(one.text) > 20)
+    await stopped.stop()
+    task.cancel()
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=0.8)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        await http.post(CHAT, json=question("Other.", 4))
+    name = one.session.split()[0]
+    assert served.index.sessions[name].position is None
+    async with asyncio.timeout(30):
+        while any(b"secret" in entry.body for entry in await worker.client.log(name)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await until(lambda: not served.index.sessions)
+
+
+async def test_an_idle_conversation_is_removed_once_the_log_has_room_for_its_close(
+    local_worker: Start, door: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=0.4)
+    js = worker.app._nc.jetstream()
+    log = (await js.stream_info(worker.client.subjects.log_stream)).config
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        assert (await http.post(CHAT, json=question("My secret.", 4))).status_code == 200
+        await js.update_stream(log.evolve(max_bytes=1))
+    (name,) = served.index.sessions
+    await asyncio.sleep(1)
+    await js.update_stream(log)
+    async with asyncio.timeout(20):
+        while any(b"secret" in entry.body for entry in await worker.client.log(name)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_a_repeated_request_that_the_worker_refuses_is_not_cancelled_for_ever(
+    local_worker: Start, door: Start, endless_model: Path
+) -> None:
+    """After a restart, and with other ids of its calls; its client has disconnected."""
+    worker = await local_worker(model=str(endless_model))
+    stopped = await door(worker.settings.nats, worker.settings.prefix)
+    first, again = Followed(), Followed()
+    task = asyncio.create_task(first.follow(stopped.url, called("one")))
+    await until(lambda: len(first.text) > 20)
+    await stopped.stop()
+    task.cancel()
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    task = asyncio.create_task(again.follow(served.url, called("other")))
+    await until(lambda: again.session)
+    task.cancel()
+    assert again.session == f"{first.session.split()[0]} repeated"
+    await until(lambda: {one.state for one in served.index.asked.values()} == {"failed"}, 10)
+
+
+def called(call_id: str) -> dict[str, Any]:
+    """Return a request whose conversation has a tool call with this id."""
+    call = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    asked = question("Begin.", 3000)
+    asked["messages"] += [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": "There."},
+    ]
+    return asked
+
+
 async def cancelled(client: Any, session: str) -> Generated:
     async with asyncio.timeout(20):
         while not (results := await recorded(client, session)):  # noqa: ASYNC110
@@ -246,6 +346,27 @@ async def test_the_session_of_a_queued_request_is_closed_when_the_client_disconn
             await asyncio.sleep(0.02)
     assert not running.done()
     running.cancel()
+
+
+async def test_a_completion_deleted_while_no_worker_runs_is_removed_by_the_next_worker(
+    local_worker: Start, door: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the session was closed, without forget, after the answer."""
+    monkeypatch.setattr("gateway.conversations.LAST_PAUSE_S", 0.3)
+    worker = await local_worker()
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        answer = (await http.post("/v1/completions", json={"prompt": "my secret", "max_tokens": 4})).json()
+        name = "gw-" + answer["id"][-48:-16]
+        async with asyncio.timeout(20):
+            while not any(b'"closed"' in one.body for one in await worker.client.log(name)):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await worker.stop()
+        assert (await http.delete(f"/v1/completions/{answer['id']}")).json()["deleted"]
+    worker = await local_worker()
+    async with asyncio.timeout(20):
+        while any(b"secret" in one.body for one in await worker.client.log(name)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 async def test_a_queued_chat_stream_sends_heartbeats_until_its_answer_starts(

@@ -122,6 +122,8 @@ async def test_bodies_may_be_compressed_and_the_size_limit_applies_to_the_decomp
         ("gzip", gzip.compress(body + b" " * (MOST - len(body))), 200),
         ("gzip", gzip.compress(body + b" " * (MOST - len(body) + 1)), 413),
         ("gzip", gzip.compress(b" " * 100_000_000), 413),
+        ("gzip", gzip.compress(b"") * 63 + gzip.compress(body), 200),
+        ("gzip", gzip.compress(b"") * 64 + gzip.compress(body), 400),
     ]:
         answer = await http.post(CHAT, content=sent, headers={"content-encoding": coding})
         assert answer.status_code == status, (coding, sent[:20], answer.text)

@@ -16,7 +16,7 @@ from test_interrupted import started as started  # noqa: PLC0414  # a fixture
 
 from gateway.keys import Keys
 from turnkeep_client import connect
-from turnkeep_client.messages import Close
+from turnkeep_client.messages import Close, Failed
 from turnkeep_client.subjects import session_key
 
 Start = Any
@@ -248,6 +248,28 @@ async def test_a_response_whose_session_is_to_be_forgotten_can_no_longer_be_retr
         await client.submit(session, Close(id="c", forget=True))
     with pytest.raises(openai.NotFoundError):
         await served.openai.responses.retrieve(first.id)
+
+
+async def test_a_refused_close_with_forget_leaves_the_session_and_its_responses(
+    worker: Any, served: Any
+) -> None:
+    """As of a gateway that does not know that another has used the session since."""
+    first, _ = await ask(served, "One?")
+    session = session_key("default", f"gw-{first.id.removeprefix('resp_')[:32]}")
+    refused = await (await worker.client.submit(session, Close(id="c", forget=True, expect_position=1)))
+    assert isinstance(refused, Failed)
+    assert await served.openai.responses.retrieve(first.id) == first
+    _, how = await ask(served, "Two?", previous_response_id=first.id)
+    assert how == "continued"
+
+
+async def test_a_response_whose_fork_was_refused_has_its_conversation_once(worker: Any, served: Any) -> None:
+    first, _ = await ask(served, "One?")
+    await worker.client.session(f"gw-{first.id.removeprefix('resp_')[:32]}").close()
+    said = [user("One?"), {"role": "assistant", "content": first.output_text}, user("Two?")]
+    second, how = await ask(served, said, extra_headers={"Idempotency-Key": "key"})
+    assert how == "begun"
+    assert len((await served.openai.responses.input_items.list(second.id)).data) == 3
 
 
 async def test_input_items_may_be_given_by_their_ids(served: Any) -> None:
