@@ -52,7 +52,7 @@ class Copies(Protocol):
     """A worker's own copies of KV; implemented by `cache.store.Store`."""
 
     async def erase_marked(self, tenant: str, marks: Marks) -> bool:
-        """Erase the copies of a forgotten token sequence; return false if a turn still uses some of them."""
+        """Erase the copies of a forgotten token sequence; return false if this has to be tried again."""
 
     async def clear(self) -> bool:
         """Erase all copies of KV; return false if this has to be tried again."""
@@ -152,7 +152,7 @@ class Erasures:
         return done
 
     async def _erase(self, let_go: LetGo, entry: Entry) -> bool:
-        """Carry out a note; return false if it has to wait because a turn uses the KV."""
+        """Carry out a note; return false if this has to be tried again, for instance after a turn."""
         tenant = entry.headers["Nats-Subject"].rpartition(".")[2]
         try:
             note = msgspec.json.decode(entry.body, type=Note)
