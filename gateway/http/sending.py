@@ -173,7 +173,7 @@ class Answer(Response):
             if failure is not None:
                 raise failure
             while not self._is_over:
-                await self._write_next(answering, events, send)
+                events = await self._write_next(answering, events, send)
             last = events.end(self._in_order())
         except TurnkeepError as error:
             last = events.error(self._fault(error))
@@ -192,24 +192,40 @@ class Answer(Response):
             except TimeoutError:
                 await send(_part(_COMMENT))
 
-    async def _write_next(self, answering: Answering, events: Events, send: Send) -> None:
-        """Send the next events, or a heartbeat. Raises `TurnkeepError`."""
-        written = b""
+    async def _write_next(self, answering: Answering, events: Events, send: Send) -> Events:
+        """Send the next events, or a heartbeat; return what encodes those after. Raises `TurnkeepError`."""
+        written, failure = b"", None
         try:
             async with asyncio.timeout(_HEARTBEAT_S):
-                written += self._take_events(events, *await answering.events.get())
+                taken = await answering.events.get()
         except TimeoutError:
-            written = events.heartbeat
-        failure = None
+            await send(_part(events.heartbeat))
+            return events
         try:
+            events, written = self._moved_or_next(events, *taken)
             while not answering.events.empty():  # what came while a slow client was reading
-                written += self._take_events(events, *answering.events.get_nowait())
+                events, more = self._moved_or_next(events, *answering.events.get_nowait())
+                written += more
         except TurnkeepError as error:
             failure = error
         if written:
             await send(_part(written))
         if failure is not None:
             raise failure
+        return events
+
+    def _moved_or_next(self, events: Events, index: int, event: Any) -> tuple[Events, bytes]:
+        """Encode an event; if the answer moves to another session, which changes its id, encode it anew.
+
+        Only then can a `Found` name another session, and nothing of the answer has been sent yet. Only the
+        Responses API needs the new id in the stream's first events: its clients continue from it.
+        """
+        has_moved = isinstance(event, Found) and self._turn.n == 1 and event.session != self._found[0].session
+        written = self._take_events(events, index, event)
+        if has_moved:
+            events, start = self._new_events()
+            written = start if self._dialect.begun else b""
+        return events, written
 
     def _new_events(self) -> tuple[Events, bytes]:
         """Return the dialect's `Events`, and the encoded events that open the answers."""

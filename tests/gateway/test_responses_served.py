@@ -354,6 +354,34 @@ async def test_a_queued_stream_of_the_responses_api_repeats_in_progress_until_it
     assert len(events[-1].response.output_text) == 8
 
 
+async def test_a_stream_that_moves_to_another_session_after_its_start_begins_anew_with_the_new_id(
+    local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another gateway has continued the conversation's session, and that answer runs for long."""
+    monkeypatch.setattr("gateway.http.sending._PATIENCE_S", 0.1)
+    worker = await local_worker(model=str(endless_model), max_batch=1)
+    one, other = [await door(worker.settings.nats, worker.settings.prefix) for _ in range(2)]
+    more = {"extra_body": {"logit_bias": {"70": 100}}}
+    first, _ = await ask(one, "One?", **more)
+    await ask(other, "Else?", **more)  # it knows the session from the log now
+    asked = options(previous_response_id=first.id, stream=True, **more)
+    running = await one.openai.responses.create(input="Two?", **asked | {"max_output_tokens": 30_000})
+    await anext(aiter(running))
+    waiting = await other.openai.responses.create(input="Or?", **asked)
+    events = []
+    async with asyncio.timeout(30):
+        async for event in waiting:
+            events.append(event)
+            if len(events) == 2:
+                await running.close()
+    begun = [number for number, event in enumerate(events) if event.type == "response.created"]
+    assert begun == [0, 2]
+    assert [event.sequence_number for event in events[2:]] == list(range(len(events) - 2))
+    ended = events[-1].response
+    assert events[2].response.id == ended.id != events[0].response.id
+    assert await other.openai.responses.retrieve(ended.id) == ended
+
+
 @pytest.mark.process
 async def test_a_worker_killed_in_mid_answer_only_pauses_a_stream_of_the_responses_api(
     started: Any, door: Start
