@@ -189,6 +189,16 @@ async def test_a_request_sent_again_to_a_restarted_gateway_gets_the_same_answer_
     assert gateway.wait(30) == 143
 
 
+async def stopped_in_mid_answer(gateway: Any, asked: dict[str, Any]) -> Followed:
+    """Stop a gateway while it streams an answer; return what the client has received by then."""
+    one = Followed()
+    task = asyncio.create_task(one.follow(gateway.url, asked))
+    await until(lambda: len(one.text) > 20)
+    await gateway.stop()
+    task.cancel()
+    return one
+
+
 @pytest.mark.parametrize("is_fork", [False, True])
 async def test_a_stopped_gateway_leaves_running_answers_to_clients_that_send_them_again(
     local_worker: Start, door: Start, endless_model: Path, is_fork: bool
@@ -204,11 +214,7 @@ async def test_a_stopped_gateway_leaves_running_answers_to_clients_that_send_the
                 assert (await http.post(CHAT, json=asked | {"messages": more})).status_code == 200
         asked["messages"] = [*more[:-1], {"role": "user", "content": "Else."}]
     asked["max_tokens"] = 1000
-    cut, again = Followed(), Followed()
-    task = asyncio.create_task(cut.follow(stopped.url, asked))
-    await until(lambda: len(cut.text) > 20)
-    await stopped.stop()
-    task.cancel()
+    cut, again = await stopped_in_mid_answer(stopped, asked), Followed()
     name, how = cut.session.split()
     assert how == ("forked" if is_fork else "begun")
     served = await door(worker.settings.nats, worker.settings.prefix)
@@ -225,11 +231,7 @@ async def test_an_answer_that_a_restarted_gateway_finds_running_and_no_client_ta
 ) -> None:
     worker = await local_worker(model=str(endless_model))
     stopped = await door(worker.settings.nats, worker.settings.prefix)
-    one = Followed()
-    task = asyncio.create_task(one.follow(stopped.url, question("My secret.", 1000)))
-    await until(lambda: len(one.text) > 20)
-    await stopped.stop()
-    task.cancel()
+    one = await stopped_in_mid_answer(stopped, question("My secret.", 1000))
     served = await door(worker.settings.nats, worker.settings.prefix, idle_s=0.8)
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
         await http.post(CHAT, json=question("Other.", 4))
@@ -265,11 +267,7 @@ async def test_a_repeated_request_that_the_worker_refuses_is_not_cancelled_for_e
     """After a restart, and with other ids of its calls; its client has disconnected."""
     worker = await local_worker(model=str(endless_model))
     stopped = await door(worker.settings.nats, worker.settings.prefix)
-    first, again = Followed(), Followed()
-    task = asyncio.create_task(first.follow(stopped.url, called("one")))
-    await until(lambda: len(first.text) > 20)
-    await stopped.stop()
-    task.cancel()
+    first, again = await stopped_in_mid_answer(stopped, called("one")), Followed()
     served = await door(worker.settings.nats, worker.settings.prefix)
     task = asyncio.create_task(again.follow(served.url, called("other")))
     await until(lambda: again.session)
