@@ -49,7 +49,7 @@ class Flood:
         self.prefix = prefix
 
     async def begin(self, num_tokens: int) -> None:
-        await self.nc.subscribe(f"{self.prefix}.*.*.out", cb=self._answered)
+        self._answers = await self.nc.subscribe(f"{self.prefix}.*.*.out", cb=self._answered)
         await self.nc.subscribe(f"{self.prefix}.*.*.attempt", cb=self._noted)
         asked = json.dumps({"type": "generate", "text": "eee", "max_tokens": num_tokens})
         for name in SESSIONS:
@@ -67,6 +67,12 @@ class Flood:
         async with asyncio.timeout(PATIENCE_S):
             while len(self.results) < len(SESSIONS):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+
+    async def stored(self) -> None:
+        """Wait for all results stored until now: a worker may hear of them before this connection does."""
+        await self.nc.flush()
+        while self._answers.pending_msgs:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
     @property
     def makers(self) -> Counter[str]:
@@ -158,6 +164,7 @@ async def test_a_drained_worker_answers_no_requests_although_the_other_worker_is
     async with asyncio.timeout(PATIENCE_S):
         while second.app._intake.num_sessions:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+    await loud.stored()
     num_before = loud.makers["second"]
     assert len(loud.results) < len(SESSIONS) - 2 * PLACES, "the flood goes on"
     await loud.end()
