@@ -561,6 +561,8 @@ async def test_an_abandoned_turn_keeps_its_memory_and_sends_the_next_turn_none_o
         await task
     assert engine.ledger.used_bytes >= engine.size_bytes(256), "the device still has it"
     again, following = answered(engine, "s", 20, 5, Sampling(1.0))
+    await until(lambda: again.tokens)
+    assert engine.ledger.residency.num_idle == 0, "the next turn uses what the abandoned one has left"
     outcome = await following
     assert outcome is not None
     assert len(again.tokens) == 5

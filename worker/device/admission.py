@@ -103,11 +103,17 @@ class Ledger:
     def release(self, claim: Claim) -> None:
         """End a turn's reservation, if it has one.
 
-        The turn's session then counts as idle, with the bytes of its resident KV.
+        The turn's session then counts as idle, with the bytes of its resident KV; but not if its next turn
+        has reserved memory, while the device ran a turn that nobody waited for.
         """
         if claim in self._reserved:
             self._reserved_bytes -= self._reserved.pop(claim)
-            self.residency.unuse(claim.key)
+            if not self.is_reserved(claim.key):
+                self.residency.unuse(claim.key)
+
+    def is_reserved(self, key: SessionKey) -> bool:
+        """Say whether a turn of this session has reserved memory."""
+        return any(claim.key == key for claim in self._reserved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -359,6 +359,8 @@ class Engine(EnginePort):
                 elif num_cached:
                     tokens, size_bytes = turn.tokens(num_cached), self.size_bytes(num_cached, turn.policy)
                     self._residency.put(turn.key, tokens, size_bytes, earliest, turn.policy)
+                    if self.ledger.is_reserved(turn.key):  # by this turn, or the session's next one
+                        self._residency.use(turn.key)
             case Faulted():
                 self._residency.pop(turn.key)
         if run is None:
