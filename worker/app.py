@@ -325,15 +325,7 @@ class App:
                     self._start_parts(parts, nc, js, intake, sessions)
                     async with self._background("intake", partial(intake.pull, sessions.ring)):
                         await discovery.open()
-                        url = nc.connected_url
-                        log.info(
-                            "ready",
-                            worker=self._settings.worker,
-                            nats=shown(url.geturl()) if url else None,
-                            kv_layers=self._model.device.kv_layers,
-                            protocol=PROTOCOL,
-                            features=" ".join(FEATURES),
-                        )
+                        self._log_ready(nc)
                         self.ready.set()
                         await self._stop.wait()
                         log.info("stopping")
@@ -351,6 +343,17 @@ class App:
             parts.cancel_scope.cancel()  # last: until here the keep-alive prevents redelivery
         if self._fatal:
             raise WorkerError(self._fatal)
+
+    def _log_ready(self, nc: Client) -> None:
+        url = nc.connected_url
+        log.info(
+            "ready",
+            worker=self._settings.worker,
+            nats=shown(url.geturl()) if url else None,
+            kv_layers=self._model.device.kv_layers,
+            protocol=PROTOCOL,
+            features=" ".join(FEATURES),
+        )
 
     def _make_discovery(self, nc: Client) -> Discovery:
         names = {

@@ -229,11 +229,7 @@ class Execution:
         if is_begun_by_other and published.model.split()[-1:] != [self._fold.model.tokenizer]:
             return await self._end_foreign(key, request, pending, history, published)
         prompt = extended.history.tokens
-        if not prompt:
-            raise RefusedError(
-                "invalid_request",
-                "the session is empty: append something first, or send messages, text or tokens",
-            )
+        _check_not_empty(prompt)
         self._limits.check_size(len(prompt), policy, room=min(request.max_tokens, 1))
         scores, echo_bytes = echo_of(request, extended, self._max_answer_bytes)
         answer, grammar, warnings = await self._answer(key, request, pending, extended, published, echo_bytes)
@@ -300,7 +296,7 @@ class Execution:
         Sets `cancelled` or `given_up` of `pending` if the answer cannot continue. Raises `FencedError`.
         """
         async with task_group() as tasks:
-            reading = pending.published or tasks.start_soon(
+            reading = tasks.start_soon(
                 self._journal.chunks.read, key, request.id, pending.seq, pending.stored
             )
             extended = await self._extend(history, request)
@@ -405,6 +401,14 @@ class Execution:
         if turn is not None and len(answer.tokens) > num_known:
             self._telemetry.time_to_first_token.observe(turn.first_token_s - pending.received_s)
         return turn
+
+
+def _check_not_empty(prompt: Sequence[int]) -> None:
+    if not prompt:
+        raise RefusedError(
+            "invalid_request",
+            "the session is empty: append something first, or send messages, text or tokens",
+        )
 
 
 async def _settle(

@@ -39,11 +39,8 @@ from .history import DivergedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from anyio import TaskHandle
-
     from turnkeep_client.messages import Chunk, Request, Result
     from worker.observe.traces import Phase
-    from worker.wire.chunks import Published
     from worker.wire.consistent_reads import Entry
 
     from .fold import Fold
@@ -59,12 +56,12 @@ class Pending:
 
     `request` is None if the body is invalid; then `error` says why, and `named` is the body's id, if any. If
     the request repeats an answered id, `first` is the body of that id's first result. `stored` is the time at
-    which the log stored the request. `held` is the unpublished end of an answer that was ended early;
-    `published` is the task, if any, that reads the answer's chunks from the token stream. When the request
-    was begun, `after` was the sequence of the session's last known result, `base` the digest of its history,
-    and `server` the NATS server process that it was read from. `given_up` says why the answer ends with its
-    published part, if it does. Three fields are for spans: `parent` names the publisher's span, `phases` are
-    the parts of the turn's time, and the first `num_resumed` tokens of the answer come from another worker.
+    which the log stored the request. `held` is the unpublished end of an answer that was ended early.
+    When the request was begun, `after` was the sequence of the session's last known result, `base` the digest
+    of its history, and `server` the NATS server process that it was read from. `given_up` says why the answer
+    ends with its published part, if it does. Three fields are for spans: `parent` names the publisher's span,
+    `phases` are the parts of the turn's time, and the first `num_resumed` tokens of the answer come from
+    another worker.
     """
 
     seq: int
@@ -75,7 +72,6 @@ class Pending:
     cancelled: bool = False
     expired: bool = False
     held: Chunk | None = None
-    published: TaskHandle[Published] | None = None
     named: str | None = None
     first: bytes = b""
     parent: Mapping[str, str] = field(default_factory=dict)
@@ -353,8 +349,20 @@ class Record:
             self.last = (out.seq, pending, result)
         if request is not None and _is_first(result):
             self.answered_ids.add(request.id, AnsweredAt(entry.seq, out.seq))
-        if self.diverged is not None or not changes:
-            return
+        if self.diverged is None and changes:
+            self._replay(entry, request, recorded, parts, proves=proves)
+
+    def _replay(
+        self,
+        entry: Entry,
+        request: Request | None,
+        recorded: _EarlyResult,
+        parts: History | str | None,
+        *,
+        proves: bool,
+    ) -> None:
+        """Extend the history by an answered request; if `proves`, compare it with the result's digest."""
+        result, out = recorded.result, recorded.entry
         if request is None or isinstance(result, UnknownResult):
             self._diverge_by_version(entry, result, out)
             return

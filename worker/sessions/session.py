@@ -64,8 +64,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Chunks that were read ahead may be used for this time, which is shorter than any `ack_wait_s`.
-_FRESH_S: Final = 0.25
 #: Approximate bytes of a session, and of each token (its id, and its text in the conversation).
 _SIZE_BYTES: Final = 12_000
 _TOKEN_BYTES: Final = 8
@@ -200,12 +198,11 @@ class Session:
                 )
                 async with share:
                     async with task_group() as asides:
-                        give = self._read_ahead(asides)
+                        self.log.delivered = None
                         await self.log.catch_up()
                         record = self.log.record
                         await self._end_last_answer()
                         if self.log.record.pending:
-                            give(self.log.record.pending[0])
                             await self._answer(self.log.record.pending[0], asides)
                             await self._doubt.clear()
                             self._doubt.num_failures = 0
@@ -224,29 +221,6 @@ class Session:
                 self.forget()
             except CutOffError:
                 self.log.reset(whole=True)  # a request needs an early part of the session
-
-    def _read_ahead(self, asides: TaskGroup) -> Callable[[Pending], None]:
-        """Start to read the published chunks of a delivered generate, while the log is being read.
-
-        Returns a function that attaches the chunks to a pending request. It does nothing if the chunks belong
-        to another request, or were read so long ago that another worker may have continued the answer since.
-        """
-        delivery, self.log.delivered = self.log.delivered, None
-        request = None
-        with suppress(InvalidMessageError):
-            request = decode_request(delivery.body) if delivery and not self.log.record.pending else None
-        if delivery is None or not isinstance(request, Generate) or self._bad_name is not None:
-            return lambda _: None
-        begun_s = monotonic()
-        reading = asides.start_soon(
-            self._services.journal.chunks.read, self.key, request.id, delivery.seq, delivery.stored
-        )
-
-        def give(pending: Pending) -> None:
-            if pending.seq == delivery.seq and monotonic() - begun_s < _FRESH_S:
-                pending.published = reading
-
-        return give
 
     async def refresh(self) -> None:
         """Read the log to its end.
@@ -467,7 +441,7 @@ class Session:
         if isinstance(request, Generate) and self.log.record.diverged is None:
             try:
                 if await self._is_streamed(pending):
-                    pending.given_up, pending.published = why[:_MAX_WHY], None
+                    pending.given_up = why[:_MAX_WHY]
                     self._services.fold.check(history, request)
                     return await self._services.execution.carry_out(self.key, request, pending, history)
             except (StoppingError, FencedError, CutOffError):
