@@ -64,7 +64,7 @@ def carried(span: Span, block: int) -> Span | None:
 
 
 def section(name: str, reach: Policy) -> tuple[Policy, str]:
-    """Return which section of a file a tensor is in: by its reach, and by layer if layers are read singly."""
+    """Return the key of a tensor's section in a file: its reach, and its layer if layers are read singly."""
     return reach, layer_path(name) if reach.recall else ""
 
 
@@ -95,7 +95,7 @@ def seen(reach: Policy, num_tokens: int) -> tuple[Span, ...]:
 
 
 class Only(NamedTuple):
-    """A part of a session's KV: the tokens in `spans`, of all layers with this reach, or of one `layer`."""
+    """A part of a session's KV: the tokens in `spans`, of one `layer`, or of all that see what `reach` says."""
 
     reach: Policy
     spans: tuple[Span, ...]
