@@ -282,7 +282,7 @@ class _Found:
             raise DoubtfulSnapshotError("holds other tokens than asked for")
 
     def tensors(self, section: int, blank: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Read the tensors of a section. `blank` gives their types, and (heads, head_dim) as their shape."""
+        """Read the tensors of a section. `blank` has them without data, in the shape (heads, head_dim)."""
         token_bytes = [math.prod(one.shape) * ITEM_BYTES[one.dtype] for one in blank]
         num_tokens = self.header.sections[section].size_bytes // sum(token_bytes)
         read = [memoryview(bytearray(num_tokens * size)) for size in token_bytes]

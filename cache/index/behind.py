@@ -103,7 +103,7 @@ class Behind:
         return False
 
     def _settled(self, node: Node) -> None:
-        """Queue nodes that may be behind (see `Behind`), since a node was stored, released or lost a child."""
+        """Queue nodes that may be behind (see `Behind`) after a node was stored, released or lost a child."""
         followed = self._followed.get(node.first.parent) if self._followed else None
         if followed is None:
             return

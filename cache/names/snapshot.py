@@ -95,7 +95,7 @@ def seen(reach: Policy, num_tokens: int) -> tuple[Span, ...]:
 
 
 class Only(NamedTuple):
-    """A part of a session's KV: the tokens in `spans`, of one `layer`, or of all that see what `reach` says."""
+    """A part of a session's KV: the tokens in `spans`, of all layers that see `reach`, or of one `layer`."""
 
     reach: Policy
     spans: tuple[Span, ...]

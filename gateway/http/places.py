@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
 @runtime_checkable
 class Numbered(Protocol):
-    """Encodes events that have sequence numbers, from 0; `num_events` is the next one."""
+    """Encodes events that have sequence numbers, from 0; `num_events` is the next event's number."""
 
     num_events: int
 
