@@ -210,7 +210,7 @@ class App:
     def _join(
         self, directory: DataDir, stack: contextlib.AsyncExitStack
     ) -> tuple[Callable[[], Awaitable[Client]], bool]:
-        """Return a function that connects to NATS (and starts the server if needed), and whether it runs."""
+        """Return a function that connects to NATS (first starting an own server), and whether one runs."""
         settings, options = self._settings, worker_options(self._settings)
         if settings.nats is not None:
             url = over_tls(settings, settings.nats)

@@ -340,7 +340,7 @@ def _deviation(found: mx.array, expected: mx.array) -> float:
 
 
 def _prefilled(model: Any, *lengths: int) -> list[Any]:
-    """Return new caches into which pieces with these numbers of tokens have been prefilled."""
+    """Return new caches after a prefill in pieces, of which `lengths` are the numbers of tokens."""
     caches: list[Any] = make_prompt_cache(model)
     for length in lengths:
         model(mx.array([_ids(length)]), cache=caches)

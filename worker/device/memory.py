@@ -63,7 +63,7 @@ class Shape:
     value_dim: int = 0
 
     def fuses(self, head_dims: Collection[int]) -> bool:
-        """Say whether attention stores no scores: it needs a fused kernel, which exists for `head_dims`."""
+        """Say whether attention stores no scores, thanks to a fused kernel; one exists for `head_dims`."""
         return not self.value_dim and self.head_dim in head_dims
 
 

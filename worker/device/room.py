@@ -73,7 +73,7 @@ class Room:
         self._resident.clear()
 
     def request(self, request: RoomRequest) -> None:
-        """Queue a restore's request for memory. It replaces what an earlier try of the session has."""
+        """Queue a restore's request for memory; it replaces the session's earlier request or promise."""
         self.end_promise(request.key)
         self._requests.append(request)
 

@@ -42,8 +42,8 @@ class Scheduler:
     At most `max_rows` turns decode, at most `max_tenant_rows` of one tenant. For short answers, both limits,
     if above 1, are higher by an eighth.
 
-    A prompt's piece never crosses a multiple of its full size, one `block`, so that a prefill resumed at a
-    multiple gives the same bits. With a large budget the size is several blocks (`Turn.most_blocks`).
+    A piece of a prompt has up to one `block`, or several if the budget is large (`Turn.most_blocks`). It
+    never crosses a multiple of that size, so that a prefill resumed at a multiple gives the same bits.
     """
 
     def __init__(self, max_rows: int, block: int, max_tenant_rows: int | None = None) -> None:

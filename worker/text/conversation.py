@@ -217,7 +217,7 @@ class Segments:
     def with_raw(self, keep: int, end: int, text: str | None) -> Self:
         """Add raw content, with its text if known; later messages start a new conversation.
 
-        It replaces the session's tokens from position `keep` on, and ends at `end`.
+        The content replaces the session's tokens from position `keep` on, and ends at `end`.
         """
         if keep == end:
             return self
