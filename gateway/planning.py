@@ -26,9 +26,8 @@ class Plan(NamedTuple):
 
     The session has those messages already. `known` has the digests of the conversation up to each message. A
     fork has a `parent` and, if known, the parent's position at the time of planning; `parent` is None if the
-    log has the fork already.
-    If the plan `is_apart`, other gateways may send the same request to this session; if it `reopens` the
-    session, the session was closed.
+    log has the fork already. If the plan `is_apart`, other gateways may send the same request to this
+    session; if it `reopens` the session, the session was closed.
     """
 
     asked: Asked

@@ -95,7 +95,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     prompts: tuple[str | tuple[int, ...], ...] = ()
 
     def alone(self, number: int) -> tuple[Turn, int]:
-        """Reduce a turn to the prompt of answer `number`; also return its number among that prompt's answers."""
+        """Return a turn with just the prompt of answer `number`, and its number for that prompt, from 0."""
         if not self.prompts:
             return self, number
         which, own = divmod(number, self.n // len(self.prompts))

@@ -34,7 +34,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Alert:
-    """An alert rule: fires once `figure` fulfils `compare` for the time `for_` (`absent`: has no value)."""
+    """An alert rule: fires once the PromQL expression `figure` has met `compare` for the time `for_`.
+
+    `compare` is a comparison such as `> 0`, or `absent`, which is met while the figure has no value.
+    """
 
     name: str
     figure: str

@@ -28,9 +28,9 @@ class _Stream:
         self._what = what
 
     def new(self, chunk: Chunk, part: Any) -> Any:
-        """Return the end of a chunk's `part` that is not in `known`.
+        """Return the end of `part`, a chunk's value of the field, that earlier chunks did not have.
 
-        Raises `StreamBrokenError` if the beginning of `part` differs from `known`.
+        Raises `StreamBrokenError` if the beginning of `part` differs from that of earlier chunks.
         """
         start = self.length_at[chunk.i]
         overlap = part[: len(self.known) - start]
