@@ -337,7 +337,10 @@ class Owners:
         return self._less_busy(_GAP)
 
     def _less_busy(self, gap: int) -> Member | None:
-        """Return the least busy other worker if this one drains or has `gap` sessions more; else None."""
+        """Return the least busy other worker if this one drains or has far more sessions; else None.
+
+        Far more means `gap` more, and at least `_RATIO` times as many.
+        """
         others = [one for one in self._members.others.values() if one.serves and not one.drains]
         mine, idlest = self.intake.num_sessions, min(others, key=_load, default=None)
         if idlest is None or self._members.me.drains:
