@@ -180,10 +180,10 @@ PANELS: Final = (
 
 
 def _new(name: str, minutes: int, labels: str = "") -> str:
-    """Return a PromQL expression for a counter's increase in the last `minutes`, with a series' first value.
+    """Return a PromQL expression for a counter's increase in the last `minutes`, from 0 for a new series.
 
-    PromQL's `increase` ignores that value. It is an increase if, in the first half of the time, there are
-    samples of the worker but not of the series, or if the worker has started in the second half.
+    PromQL's `increase` ignores a series' first value. A series is new if, in the first half of the time,
+    there are samples of the worker but not of the series, or if the worker has started in the second half.
     """
     series, half = f"turnkeep_{name}{labels}", minutes // 2
     before = f"[{half}m] offset {half}m"

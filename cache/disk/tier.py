@@ -49,7 +49,7 @@ IDENTITIES: Final = "identities"
 
 
 class Key(NamedTuple):
-    """The name of a file in the tier: the snapshot that it continues, and its own file name."""
+    """The name of a file in the tier: that of the snapshot that it continues, and its own."""
 
     parent: str
     file: str

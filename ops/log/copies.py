@@ -53,7 +53,7 @@ _Time = Annotated[datetime, Meta(tz=True)]
 
 
 class CopyError(TurnkeepError):
-    """A session cannot be exported or imported; nothing was changed."""
+    """A session cannot be exported or imported; the message says if a part of it was left in the log."""
 
 
 class Manifest(Struct, frozen=True, kw_only=True):

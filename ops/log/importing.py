@@ -47,7 +47,7 @@ class Import:
             )
 
     async def run(self, lines: Sequence[Line], progress: Callable[[int, int, str], None]) -> None:
-        """Store all exchanges, or none. Raises `CopyError`."""
+        """Store all exchanges, or none. Raises `CopyError`, which says if a stored part cannot be removed."""
         await self.check()
         await self._stream.allow_batches()
         done = 0
