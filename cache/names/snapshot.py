@@ -174,8 +174,8 @@ class ModelLayout:
     def seen(self, num_tokens: int, num_carried: int = 0) -> tuple[Span, ...]:
         """List the spans that any layer sees in a session of `num_tokens` tokens; the spans may overlap.
 
-        If every token has a sketch, the first `num_carried` tokens are left out, since carriers have these
-        sketches.
+        If every token has a sketch, the first `num_carried` tokens are left out: their sketches are read from
+        carriers, files that also contain the sketches of earlier blocks.
         """
         found = {span: None for reach in self._distinct if reach != FULL for span in seen(reach, num_tokens)}
         if FULL in self._distinct and num_carried < num_tokens:
