@@ -136,7 +136,10 @@ def _shares(model: Any, forward: Forward, trials: Trials) -> bool:
 
 
 def _has_rings(model: Any, forward: Forward, trials: Trials, *, shares: bool) -> bool:
-    """Say, by a trial, whether sessions of a model can have a `RingCache` (a window); log it if not."""
+    """Say, by a trial, whether sessions of a model can have a `RingCache` (a window).
+
+    Logs a message if they cannot.
+    """
     rotates = partial(_deviation_rotated, model, forward, shares=shares)
     has_rings = (
         forward.rotations is not None

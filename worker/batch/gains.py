@@ -74,7 +74,7 @@ class _Typical:
     def or_before(self, before: float) -> float:
         """Return the median; with too few measurements, the smallest of them and `before`.
 
-        The smallest, since single measurements may be too high because of a delay.
+        The smallest is used because a delay can make single measurements too high.
         """
         return self._median if len(self._some) >= _ENOUGH else min((*self._some, before))
 

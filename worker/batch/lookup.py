@@ -47,7 +47,7 @@ class Lookup(Drafter):
 def looked_up(tokens: array[int], most: int) -> list[int]:
     """Return the `most` tokens that followed the latest earlier occurrence of the last `NGRAM` tokens.
 
-    Returns none if there is no earlier occurrence.
+    The list is empty if there is no earlier occurrence.
     """
     place = _place(tokens, NGRAM)
     if place is None:

@@ -197,7 +197,10 @@ class Estimator:
         return self.kv.held(num_tokens + block, ahead=block) + self.kv.held(num_tokens) // self.num_layers
 
     def kv_limit(self, max_rows: int, chunk: int, num_context: int, policy: Policy = FULL) -> int:
-        """Return the limit of all KV in bytes, if sessions under a policy have up to `num_context` tokens."""
+        """Return the limit of all KV in bytes, if sessions under a policy have up to `num_context` tokens.
+
+        Leaves memory for attention over `_PLANNED_CONTEXT` tokens at most.
+        """
         return self.room_for_kv(max_rows, chunk, min(num_context, _PLANNED_CONTEXT), policy)
 
     def room_for_kv(self, max_rows: int, chunk: int, num_context: int, policy: Policy = FULL) -> int:

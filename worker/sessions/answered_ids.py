@@ -1,4 +1,4 @@
-"""Maps the answered request ids of a session to places in the log; takes 24 bytes of memory per id.
+"""Maps the answered request ids of a session to stream sequences; takes 24 bytes of memory per id.
 
 Only a hash of each id is stored. The caller of `find` must therefore read the request from the log, and
 compare its id.

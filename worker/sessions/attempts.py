@@ -86,7 +86,10 @@ class Attempts:
         return note
 
     async def uncount(self, key: SessionKey, seq: int, num_tokens: int, last: AttemptNote) -> None:
-        """Subtract the last attempt from the count: it ended without a crash. `num_tokens` are published."""
+        """Subtract the last attempt from the count, since the attempt ended without a crash.
+
+        `num_tokens` tokens of the answer are published.
+        """
         attempts = last.attempts if last.seq == seq else 1
         await self.store(key, AttemptNote(seq, attempts - 1, num_tokens))
 

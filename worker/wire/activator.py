@@ -75,7 +75,7 @@ class Activator:
             await confirm_subscriptions(self._nc)
 
     async def end(self) -> None:
-        """Unsubscribe, then publish the held requests again; the worker must have subscribed before."""
+        """Unsubscribe, then publish the held requests again; the worker must already have subscribed."""
         while self._subscriptions:
             with contextlib.suppress(nats.errors.Error):
                 await self._subscriptions.pop().drain()  # type: ignore[no-untyped-call]
