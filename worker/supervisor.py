@@ -126,7 +126,10 @@ class _Model:
 
     @property
     def unused_s(self) -> float:
-        """The seconds since the model's last request, or since it was loaded, if that is later."""
+        """The seconds since the model was loaded, or since the activator noticed a request, if that is later.
+
+        While the worker runs, the activator does not notice requests on `ctl`.
+        """
         return current_time() - max(self.activator.used_s, self.loaded_s)
 
     def metrics(self) -> Metrics:

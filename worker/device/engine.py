@@ -200,7 +200,7 @@ class Engine(EnginePort):
             log.warning("some sessions will be prefilled again: their KV is not on disk", sessions=left)
 
     async def _run_to_end(self, run: Run, publish: Publish | None = None) -> None:
-        """Run a request's turns, one after another, until one need not be continued; then release memory."""
+        """Run a request's turns, one after another, until it needs no more; then release its memory."""
         self._runs[run] = run
         try:
             await self._run_turns(run, publish)

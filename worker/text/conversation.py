@@ -335,7 +335,7 @@ class Segments:
 
     @classmethod
     def unpack(cls, tokenizer: Tokenizer, packed: bytes) -> Self:
-        """Decode what `pack` returned. Raises `MsgspecError`."""
+        """Decode a conversation that `pack` encoded. Raises `MsgspecError`."""
         return cls(tokenizer, *structs.astuple(msgspec.msgpack.decode(packed, type=_Packed)))
 
     def _answer(

@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 
 class Splitter(Protocol):
-    """Splits one answer. `calls` are the complete calls so far."""
+    """Splits one answer into text, reasoning and tool calls. `calls` are the complete calls so far."""
 
     #: Whether some text looked like a call but was not a valid one.
     malformed: bool

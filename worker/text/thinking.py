@@ -101,7 +101,7 @@ class _Follower:
         return self.inner.forced() if self.inner is not None else ()
 
     def add(self, token: int) -> None:
-        """Add one token."""
+        """Add one token to the answer."""
         match self.place:
             case "before":
                 self._push_before(token)
@@ -166,7 +166,7 @@ class _Follower:
         return _with(mask, more)
 
     def _mask_within_opening(self, grammar: Grammar) -> Mask | None:
-        """Return the mask after tokens that may begin the marker of reasoning or the grammar's text."""
+        """Return the mask while the tokens may still begin either the reasoning or the grammar's text."""
         begun = self._begun_text
         *masks, mask = grammar.follow(()).masks(begun)
         size = len(begun)

@@ -56,7 +56,7 @@ class Activator:
         self._outbox = Outbox(nc, subjects)
         self._subscriptions: list[Subscription] = []
         self._held: list[Msg] = []
-        #: When the last request came, by the event loop's clock.
+        #: When the last noticed request came, by the event loop's clock.
         self.used_s = current_time()
 
     async def open(self, settings: Settings) -> None:
