@@ -101,7 +101,7 @@ class Plan:
 
 
 def _user(of: Callable[[Turn], Any]) -> Callable[[Turn], Any]:
-    """Make a measure None for turns outside the load: session openings, and answers beside a long prompt."""
+    """Wrap `of` to return None for turns outside the load: openings, and answers beside a long prompt."""
     return lambda turn: None if turn.case in {OPENING, ANSWER} else of(turn)
 
 

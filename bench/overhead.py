@@ -169,9 +169,9 @@ def _agreeing(turns: Sequence[Turn]) -> dict[str, list[float]]:
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield, for each measured program, its tokens a second over all sessions, and the mean cost of a save.
+    """Yield samples of each side and round: tokens/s in all, of prompts and of decoding; cost of a save.
 
-    The cost is the time by which a step that saves a block is longer than the others.
+    The cost is the mean time by which the steps after a completed block are longer than the others.
     """
     pairs = [((turn.case, *turn.place), turn) for turn in turns if turn.error is None]
     at_once = stats.grouped(((place, turn.facts["turn"]), turn) for place, turn in pairs)
@@ -300,7 +300,7 @@ def _through(run: Run[Plan], case: str, worker: LocalWorker) -> Side:
     timeout_s, max_tokens = run.plan.turn_timeout, run.plan.max_tokens
 
     async def counters(idle: Session) -> SnapshotCounters:
-        """Return the snapshot counters, except on the slow disk only when all snapshots are written."""
+        """Return the snapshot counters once all snapshots are written; on the slow disk at once."""
         metrics = (await idle.info()).worker if case == SLOW else await run.wait_for_snapshots(idle)
         return metrics.snapshots
 

@@ -223,9 +223,9 @@ async def measure(run: Run[Plan]) -> None:
 
 
 def _shuffled(run: Run[Plan]) -> Iterator[str]:
-    """Yield the corpus's messages in random order, each with a number before it that grows by the round.
+    """Yield the corpus's messages in random order, again and again, each after the number of the round.
 
-    So no text has the beginning of another, which a server may have cached.
+    So a repeated message begins differently, and no server has its beginning in a cache.
     """
     texts = [said for one in run.corpus.conversations for said in one]
     order = random.Random(run.plan.seed)  # noqa: S311  # an order, no secret

@@ -116,8 +116,9 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
 def _waits(found: Findings[Plan], case: str) -> list[float]:
     """Return, for each round, how long a case's cached tokens took, as a share of a cold turn's prefill.
 
-    That is the wait beyond that of a session in memory, as a share of the same for a cold turn, minus the
-    share of tokens that the case prefilled. Computed at the longest length, where the effect is largest.
+    First the wait for a session in memory is subtracted, from the case's wait and from the cold turn's. Their
+    ratio, minus the share of tokens that the case prefilled, is the result. Computed at the longest length,
+    where the effect is largest.
     """
     length = max(found.plan.tokens)
     warm, mine, cold = (found.blocks(FIRST, one, length) for one in (WARM, case, COLD))

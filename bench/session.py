@@ -109,9 +109,10 @@ PLOTS = (
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield samples: KV by its formula, first chunks after a restart, and bytes written per generated token.
+    """Yield samples: KV size by `kv_formula`, time to first chunk after a restart, SSD bytes per token.
 
-    Written bytes are counted by block, since a turn's snapshots are written after the turn.
+    The bytes written per generated token are counted by block, since a turn's snapshots are written after
+    the turn.
     """
     answered = [turn for turn in turns if turn.error is None]
     formula = kv_formula(answered)
@@ -240,7 +241,7 @@ class _Conversation:
         return ended or (plan.limit is not None and len(self._run.turns) >= plan.limit)
 
     async def go_on(self, client: Client, most: int | None = None) -> None:
-        """Run the remaining turns, at most `most`. The first turn of a further call follows a restart."""
+        """Run the remaining turns, at most `most`. The worker was restarted before any call but the first."""
         run, plan = self._run, self._run.plan
         session = client.session(self.name, cache=self._cache)
         first = len(run.turns)

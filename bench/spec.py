@@ -26,7 +26,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """A comparison to report: a measure in each other case against the case `base`, block by block."""
+    """A comparison to report: every other case with the case `base`, in one measure, block by block."""
 
     measure: Measure
     base: str

@@ -80,7 +80,9 @@ class Sample(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A measured quantity. `of` returns a turn's values: one, several or None; without it use samples.
+    """A measured quantity. `of` returns a turn's values: one, several or None.
+
+    Without `of` the values are the run's samples of this name.
 
     `log`: values are above 0, and the typical value is a geometric mean; not for shares, or values that may
     be 0. `levels` names what `x` counts, if that differs from the bench's `levels`.

@@ -365,7 +365,7 @@ class Store:
         return self._loading.past(form, match, end)
 
     def end_past(self, past: StoredPast) -> None:
-        """Add the bytes that `past` has read to the counts.
+        """Add the bytes that a `StoredPast` has read to the store's counts.
 
         If a file failed verification, remove its snapshot and all snapshots that continue it.
         """
@@ -425,7 +425,7 @@ class Store:
         return not self._writer.counts.in_flight_bytes and not self._writer.paused
 
     def skip(self, num_snapshots: int) -> None:
-        """Count snapshots as dropped that the caller did not copy, because `room` was too small."""
+        """Count snapshots as dropped: the caller did not copy their KV, because `room` was too small."""
         self._writer.drop("disk_error" if self._writer.paused else "queue_full", num_snapshots)
 
     def free_memory(self) -> None:
@@ -493,11 +493,11 @@ class Store:
         return found
 
     def erased_up_to(self, log: str) -> Erased | None:
-        """Return up to which entry a log's erasures are done, as `note_erased` stored it; None if never."""
+        """Return how far this cache has carried out a log's erasures, by `note_erased`; None if unknown."""
         return self._erased.get(log)
 
     def note_erased(self, erased: Erased) -> None:
-        """Store up to which entry a log's erasures are done. Written to disk after the queued erasures."""
+        """Store how far this cache has carried out a log's erasures; on disk only after the queued ones."""
         self._erased[erased.log] = erased
         self._writer.note_erased(erased)
 
@@ -642,7 +642,7 @@ class Store:
         await self._writer.barrier()
 
     def _form(self, policy: Policy) -> Form:
-        """Return the `Form` of the model's snapshots under a policy, made at the policy's first use."""
+        """Return the identity and layout of the model's snapshots under a policy; cached by policy."""
         form = self._forms.get(policy)
         if form is None:
             full = self._forms[FULL]
@@ -682,7 +682,7 @@ class Store:
         self._writer.use(node.used, node.digest)
 
     def _adopt(self, name: Name, path: Path, size_bytes: int) -> Node | None:
-        """Add a fetched file to the index and queue its move into the directory; None if it is refused."""
+        """Add a fetched file to the index and queue its move into the directory; None if it does not fit."""
         if self._closing or self._writer.paused or (name.start and self._index.get(name.parent) is None):
             return None
         node = self._index.add(name, size_bytes)
@@ -693,7 +693,7 @@ class Store:
         return node
 
     def _pass_over(self, names: Iterable[Name]) -> None:
-        """Add snapshots of the remote tier as gaps, without files: fetched snapshots continue them."""
+        """Add gaps (nodes without files) for snapshots in the remote tier that fetched ones continue."""
         nodes = []
         for name in names:
             if self._index.get(name.digest) is None:

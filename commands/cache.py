@@ -92,7 +92,7 @@ class _Where:
         return place, settings
 
     def located(self) -> tuple[Path, Settings, bool]:
-        """Find the cache; the returned bool says whether its data directory has no cache yet.
+        """Return the cache's path, the settings, and whether the data directory has no cache yet.
 
         An empty data directory is normal; a wrong `--dir` is the user's error.
         """

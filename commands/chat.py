@@ -139,7 +139,7 @@ class _Chat:
                 _say(f"turnkeep: {error}")
 
     async def _enter(self) -> list[Exchange]:
-        """Start or continue the session, and print where it stands; return the session's last exchanges."""
+        """Start or continue the session, and print its position or a greeting; return its last exchanges."""
         info = await self._begin()
         if not self._defaults:
             self._sampling = self._defaults = preferred(info.worker.sampling, self._given)

@@ -253,7 +253,7 @@ def _begin_again(manner: Manner) -> None:
 
 
 def again(words: Sequence[str], wish: str) -> list[str]:
-    """Return the command line `words`, changed for the console's request `wish` and for no earlier one."""
+    """Return the command line `words` changed for the request `wish`, without earlier requests' changes."""
     verb, _, name = wish.partition(" ")
     changed = [*words]
     if changed[-2:-1] == ["--unloaded"]:

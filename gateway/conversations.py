@@ -69,7 +69,7 @@ _ATTEMPTS: Final = 4
 
 
 class _Sent(NamedTuple):
-    """The messages appended before a generate request, and the session's `position` after them."""
+    """The number of messages appended before a generate request, and the `position` after them."""
 
     num_messages: int
     position: int
@@ -227,7 +227,7 @@ class Conversations:
         return stands.answer or plan_apart(self.index, turn, stands)
 
     def _begin(self, answering: Answering) -> None:
-        """Let waiting requests with the same key go on: the log has this request now, or never will."""
+        """Wake requests that wait for this one with the same key: the log has it now, or never will."""
         answering.begun.set()
         if self._beginning.get(answering.key_id) is answering:
             del self._beginning[answering.key_id]
@@ -243,7 +243,7 @@ class Conversations:
             tell(error)
 
     def _missing(self, turn: Turn, plan: Plan) -> str | None:
-        """If a conversation's last answer was not found, log and return where it differs from known ones."""
+        """If no session has a conversation's last answer, log and return where the conversation differs."""
         told, differs = turn.messages or (), None
         num_seen = self._seen.add(plan.known) - 1
         num_old = max((at for at, one in enumerate(told, 1) if one.role == "assistant"), default=0)
@@ -395,7 +395,10 @@ class Conversations:
         self._note_opened(asked)
 
     async def _catch_up(self, held: Held, position: int | None) -> None:
-        """Wait up to a second for the result of another request that has changed a session's position."""
+        """Wait up to a second for the result of another request, which moves a session's position.
+
+        Without a result, record that the position is unknown.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CATCH_UP_S):
                 while held.num_running and held.position == position:  # noqa: ASYNC110  # its task signals nobody
@@ -416,7 +419,7 @@ class Conversations:
             asked.opening = None
 
     def _note_failed(self, plan: Plan) -> None:
-        """Mark a request, so that no turn reuses its answer; if a repeat failed, the first may still run."""
+        """Exclude a request's answer from reuse. If only a repeat failed, the first request may still run."""
         plan.asked.is_certain, plan.asked.claim_until_s = False, 0.0
         if plan.how != "repeated" or not plan.asked.held.num_running:
             plan.asked.state = "failed"

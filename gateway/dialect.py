@@ -38,7 +38,7 @@ class Events(Protocol):
 
 
 def _never(_body: bytes) -> None:
-    """Answer no request without a worker: the default of `Dialect` for APIs that always need one."""
+    """Return None: the default for `at_once` in a `Dialect` whose requests all need a worker."""
 
 
 class Dialect(NamedTuple):

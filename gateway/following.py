@@ -92,7 +92,7 @@ def key_reused() -> RequestFailedError:
 
 
 async def first_copy(client: Client, answer_id: str) -> Recorded | None:
-    """Read the first stored copy of a request's last attempt. Retries while the log cannot be read."""
+    """Read a request's last attempt, as the log first stored it. Retries while the log cannot be read."""
     while True:
         try:
             return (await recorded.find(client, {answer_id}, conversation=False)).get(answer_id)
@@ -116,7 +116,7 @@ async def follow(client: Client, found: Recorded, tell: Callable[[Chunk], None])
 
 
 async def cancel(client: Client, answer_id: str) -> Recorded | None:
-    """Cancel a running answer. Return what the log has of it then, or None. Raises `TurnkeepError`."""
+    """Cancel a running answer; return its entry in the log, None if it has none. Raises `TurnkeepError`."""
     pause_s = FIRST_PAUSE_S
     while True:
         found = (await recorded.find(client, {answer_id})).get(answer_id)

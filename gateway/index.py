@@ -106,7 +106,7 @@ class Asked:
 
 
 def append_id(boundary: bytes, position: int, attempt: int = 0) -> str:
-    """Return the id of an append that begins at `position` and ends at this boundary."""
+    """Return the id of an append from `position` to this boundary (digest of the conversation up to it)."""
     return f"{boundary.hex()}-at-{position}" + (f"-{attempt}" if attempt else "")
 
 
@@ -120,7 +120,7 @@ def appended_to(request_id: str) -> bytes | None:
 
 
 def tags(base: bytes) -> list[str]:
-    """Return the tags of a fork that begins after the boundary `base`."""
+    """Return the tags of a fork; `base` is the digest of the conversation up to the fork point."""
     return [TAG, _BEGINS + base.hex()]
 
 
@@ -163,7 +163,7 @@ class Index:
         held.asked.clear()
 
     def find(self, boundary: bytes) -> tuple[Held, Mark] | None:
-        """Return the session that has this boundary, and its `Mark` there; None if no session has it."""
+        """Return the session with the conversation of this digest, and its `Mark` there; None without one."""
         held = self._held.get(boundary)
         return None if held is None else (held, held.marks[boundary])
 

@@ -24,10 +24,10 @@ How = Literal["continued", "forked", "begun", "repeated"]
 class Plan(NamedTuple):
     """How to send a `Turn`: to session `asked.held` at `position`, without its first `num_known` messages.
 
-    The session has those messages already. `known` has all boundaries of the turn. A fork has a `parent` and,
-    if known, the parent's position at the time of planning; `parent` is None if the log has the fork already.
-    If the plan `is_apart`, other gateways may send the same request to this session; if it `reopens` the
-    session, the session was closed.
+    The session has those messages already. `known` has the digests of the conversation up to each message. A
+    fork has a `parent` and, if known, the parent's position at the time of planning; `parent` is None if the
+    log has the fork already. If the plan `is_apart`, other gateways may send the same request to this
+    session; if it `reopens` the session, the session was closed.
     """
 
     asked: Asked
@@ -105,7 +105,7 @@ def plan_apart(index: Index, turn: Turn, stands: Standing) -> Plan:
 
 
 def _named(turn: Turn, number: int) -> tuple[dict[str, Any], list[bytes], tuple[bytes, bytes]]:
-    """Return a turn's options, its boundaries, and the two digests that equal requests have in common."""
+    """Return a turn's options, the digests up to each message, and two digests that equal requests share."""
     options = dict(turn.options)
     if options.get("seed") is not None:
         options["seed"] += number
@@ -125,7 +125,10 @@ def _noted(index: Index, asked: Asked, made: Plan) -> Plan:
 
 
 def _place(index: Index, known: list[bytes]) -> tuple[int, Held, int] | None:
-    """Find the session with most of a conversation; return the number of messages, session and position."""
+    """Find the session with most of a conversation; None if no session has any.
+
+    Returns how many messages the session has, the session, and the position after them.
+    """
     for num_known in range(len(known) - 1, 0, -1):
         if (found := index.find(known[num_known])) is None:
             continue

@@ -95,10 +95,10 @@ async def recover(client: Client, index: Index) -> None:
 
 
 async def settle(client: Client, index: Index, held: Held) -> bool:
-    """Read from the log a session's position, and its last use, if nobody here has taken its last result.
+    """Set a session's position and last use in the index from the last result in the log.
 
-    The position stays None if the session is closed. Returns False if a request has no result yet. Raises
-    `TurnkeepError`.
+    The position stays None if the session is closed. Returns False if the last request has no result yet.
+    Raises `TurnkeepError`.
     """
     key = session_key(client.tenant, held.name)
     asked = [one async for _, one in client.stored.last([key], "in")]

@@ -12,7 +12,10 @@ _MOST: Final = 10_000
 
 
 class Seen:
-    """The boundaries of recent conversations, in two generations; the older one is dropped as a whole."""
+    """The boundaries of recent conversations: digests of a conversation up to each of its messages.
+
+    They are kept in two generations; the older one is dropped as a whole.
+    """
 
     def __init__(self) -> None:
         self._young: set[bytes] = set()

@@ -95,7 +95,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     prompts: tuple[str | tuple[int, ...], ...] = ()
 
     def alone(self, number: int) -> tuple[Turn, int]:
-        """Return a turn with only the prompt of answer `number`, and the answer's number for this prompt."""
+        """Return a turn with just the prompt of answer `number`, and its number for that prompt, from 0."""
         if not self.prompts:
             return self, number
         which, own = divmod(number, self.n // len(self.prompts))
@@ -241,7 +241,7 @@ def check(turn: Turn, names: Mapping[str, str]) -> Turn:
 
 
 def renamed(fault: Fault, names: Mapping[str, str]) -> Fault:
-    """Rename a fault's field to the dialect's name; a fault without a field gets that of the messages."""
+    """Rename a fault's field to the dialect's name; a fault without a field is about the messages."""
     if fault.status == 400 and fault.kind == "invalid_request_error":
         name = fault.param or "messages"
         field = re.split(r"[.\[]", name, maxsplit=1)[0]

@@ -62,7 +62,7 @@ class Fleet:
         self._heard: dict[str, tuple[float, list[Metrics]]] = {}
 
     def hear(self, metrics: Metrics) -> bool:
-        """Store a worker's message; return whether the worker is new."""
+        """Store a worker's message, unless no worker can have sent it; return whether the worker is new."""
         now_s = self._clock()
         gone = [name for name, (heard_s, _) in self._heard.items() if now_s - heard_s > self._forget_s]
         for name in gone:

@@ -34,7 +34,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Alert:
-    """An alert rule: fires once `figure` fulfils `compare` for the time `for_` (`absent`: has no value)."""
+    """An alert rule: fires once the PromQL expression `figure` has met `compare` for the time `for_`.
+
+    `compare` is a comparison such as `> 0`, or `absent`, which is met while the figure has no value.
+    """
 
     name: str
     figure: str
@@ -177,10 +180,10 @@ PANELS: Final = (
 
 
 def _new(name: str, minutes: int, labels: str = "") -> str:
-    """Return a PromQL expression for a counter's increase in the last `minutes`, with a series' first value.
+    """Return a PromQL expression for a counter's increase in the last `minutes`, from 0 for a new series.
 
-    PromQL's `increase` ignores that value. It is an increase if, in the first half of the time, there are
-    samples of the worker but not of the series, or if the worker has started in the second half.
+    PromQL's `increase` ignores a series' first value. A series is new if, in the first half of the time,
+    there are samples of the worker but not of the series, or if the worker has started in the second half.
     """
     series, half = f"turnkeep_{name}{labels}", minutes // 2
     before = f"[{half}m] offset {half}m"

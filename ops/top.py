@@ -61,7 +61,7 @@ async def run(client: Client, title: str) -> None:
 
 
 class _Top:
-    """Redraws the screen when a key or a message comes; owns the state of both. Event loop only."""
+    """Redraws the screen after a key or a metrics message; owns the screen's state. Event loop only."""
 
     def __init__(self, client: Client, title: str) -> None:
         self._client = client

@@ -210,7 +210,10 @@ class App:
     def _join(
         self, directory: DataDir, stack: contextlib.AsyncExitStack
     ) -> tuple[Callable[[], Awaitable[Client]], bool]:
-        """Return a function that connects to NATS (and starts the server if needed), and whether it runs."""
+        """Return a function that connects to NATS, and whether the NATS server runs already.
+
+        If the worker has a server of its own, the function first starts or adopts it.
+        """
         settings, options = self._settings, worker_options(self._settings)
         if settings.nats is not None:
             url = over_tls(settings, settings.nats)

@@ -171,7 +171,7 @@ def plan(
     max_memory: int | None,
     max_disk: int,
 ) -> Plan:
-    """Compute the needs of `load`; `max_memory` and `max_disk` are bytes, and 0 disk is no snapshots."""
+    """Compute the needs of `load`; `max_memory` and `max_disk` are bytes. `max_disk` 0 means no snapshots."""
     estimated = sized.estimator
     room = estimated.kv_limit(max_batch, block, max_context, sized.policy)
     room = min(max_memory or room, room)

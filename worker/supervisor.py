@@ -126,7 +126,10 @@ class _Model:
 
     @property
     def unused_s(self) -> float:
-        """The seconds since the model's last request, or since it was loaded, if that is later."""
+        """The seconds since the model was loaded, or since the activator noticed a request, if that is later.
+
+        While the worker runs, the activator does not notice requests on `ctl`.
+        """
         return current_time() - max(self.activator.used_s, self.loaded_s)
 
     def metrics(self) -> Metrics:
@@ -146,7 +149,10 @@ class Supervisor:
     """Serves several models. `run` serves until `stop` is called."""
 
     def __init__(self, models: Mapping[str, Settings], options: Sequence[str]) -> None:
-        """Take each model's settings, and the `options` with which `turnkeep serve` loads the same."""
+        """Take each model's settings, and the command-line `options` of its worker.
+
+        With these options, `turnkeep serve` in the worker's process loads the same settings.
+        """
         self._models = [_Model(name, settings) for name, settings in models.items()]
         #: The first model's settings; only those that all models share are read here.
         self._settings = self._models[0].settings
@@ -297,7 +303,7 @@ class Supervisor:
         return self._memory_bytes - sum(one.size_bytes for one in self._running)
 
     async def _make_room(self, lacking_bytes: int, since_s: float) -> None:
-        """Unload models to free `lacking_bytes`: idle ones, or those in use for `_TURN_S` since `since_s`."""
+        """Free `lacking_bytes`: unload models that are idle, or were loaded for `_TURN_S` since `since_s`."""
         idle: list[InMemory] = []
         for one in [*self._running]:
             had_turn = current_time() - max(since_s, one.loaded_s) > _TURN_S

@@ -62,7 +62,7 @@ class Writer:
         self._file = file
 
     def write(self, buffers: list[memoryview]) -> None:
-        """Write all buffers in order. One system call may write only a part, as on a nearly full disk."""
+        """Write all buffers in order, in further system calls if one writes only a part (on a full disk)."""
         while buffers:
             buffers = skip_bytes(buffers, os.writev(self._file, buffers))
 
@@ -123,7 +123,7 @@ class Access:
         return stored
 
     def check(self, directory: Path) -> None:
-        """Raise `SealedError` if the key does not fit the directory (see there for the three cases)."""
+        """Raise `SealedError` if the key does not fit the directory; that class lists the three cases."""
         try:
             found = (directory / SEAL).read_text()
         except FileNotFoundError:

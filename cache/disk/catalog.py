@@ -170,17 +170,17 @@ class Catalog:
         return [row[0] for row in self._db.execute("SELECT identity FROM model")]
 
     def note_identities(self, identities: Iterable[bytes], name: str = "") -> None:
-        """Add model identities that have snapshots, with a model name. Entries that exist do not change."""
+        """Add identities of models that have snapshots, all with the same `name`; keep existing entries."""
         with self._transaction() as db:
             rows = [(identity, name) for identity in identities]
             db.executemany("INSERT OR IGNORE INTO model VALUES (?, ?)", rows)
 
     def erased(self) -> list[Erased]:
-        """Read, for each log of requests, up to which entry its erasures are done (see `Erased`)."""
+        """Read how far this cache has carried out the erasures in each log of requests; see `Erased`."""
         return [Erased(*row) for row in self._db.execute("SELECT * FROM erased")]
 
     def note_erased(self, erased: Iterable[Erased]) -> None:
-        """Store, for each of these logs of requests, up to which entry its erasures are done."""
+        """Store how far this cache has carried out the erasures in each of these logs of requests."""
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO erased VALUES (?, ?, ?)", erased)
 
@@ -215,7 +215,7 @@ class Catalog:
                 db.execute("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", (row.used, parent))
 
     def use(self, uses: Iterable[tuple[int, bytes]]) -> None:
-        """Store times of last use, (used, digest). A use of a snapshot counts for its whole chain."""
+        """Store times of last use, in pairs (time, digest). Using a snapshot counts for its whole chain."""
         with self._transaction() as db:
             hidden = ((used, self._access.hidden(digest)) for used, digest in uses)
             db.executemany("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", hidden)

@@ -106,7 +106,7 @@ class Folder:
         os.close(self._lock)
 
     def claim(self) -> None:
-        """Record in an encrypted directory which key it is encrypted with, unless that is recorded.
+        """Record in an encrypted directory which key it is encrypted with, unless it has this record.
 
         Raises `SealedError` if the directory's contents do not fit the key.
         """

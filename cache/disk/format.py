@@ -168,7 +168,7 @@ def _together(
     places: Sequence[Place],
     carried: tuple[Span, Sequence[Place]] | None,
 ) -> list[tuple[Span, list[Place]]]:
-    """Group the places by section of the file, in order; return the tokens and the places of each section.
+    """Group the tensors' buffers by section of the file, in order; return each section's tokens and buffers.
 
     Raises `DoubtfulSnapshotError` if the file has other sections than this layout.
     """
@@ -189,7 +189,9 @@ def _together(
 def _there(
     together: Sequence[tuple[Span, list[Place]]], layout: Layout, found: Layout
 ) -> list[tuple[Span, list[Place]]]:
-    """Return the sections of `together` that the file still has after `shortened`; `found` is its layout.
+    """Return the sections of `together` that are left in a file without its KV of layers with windows.
+
+    The eviction of that KV has `shortened` the file; `found` is the layout that it has now.
 
     Raises `DoubtfulSnapshotError` if the file has another layout, and `PartialSnapshotError` if it lacks a
     section that is to be read.
@@ -235,7 +237,7 @@ def shortened(
 def _to_places(
     places: Sequence[Place], segments: Sequence[tuple[int | None, int]]
 ) -> Iterator[list[memoryview]]:
-    """Yield the buffers for a section; tokens without a place go to scratch memory, to be hashed only."""
+    """Yield the buffers for a section; tokens without a buffer go to scratch memory, only to be hashed."""
     unused = max((num for at, num in segments if at is None), default=0)
     scratch = memoryview(bytearray(unused * max(place.token_bytes for place in places)))
     rows = (
@@ -280,7 +282,7 @@ class _Found:
             raise DoubtfulSnapshotError("holds other tokens than asked for")
 
     def tensors(self, section: int, blank: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Read the tensors of a section. `blank` gives their types, and (heads, head_dim) as their shape."""
+        """Read the tensors of a section. `blank` has them without data, in the shape (heads, head_dim)."""
         token_bytes = [math.prod(one.shape) * ITEM_BYTES[one.dtype] for one in blank]
         num_tokens = self.header.sections[section].size_bytes // sum(token_bytes)
         read = [memoryview(bytearray(num_tokens * size)) for size in token_bytes]

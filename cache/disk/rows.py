@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> Name:
-        """The snapshot's `Name`: of which tokens it has KV."""
+        """The snapshot's `Name`: its tokens, their position, and the prefix that they continue."""
         return Name(self.parent, self.start, self.tokens, bool(self.resumable & 1))
 
     def is_of(self, packed: bytes) -> bool:

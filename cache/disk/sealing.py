@@ -111,7 +111,7 @@ class Sealed(Access):
         return self._siv.encrypt(digest, _NAME)
 
     def hidden_row(self, row: Row, proof: bytes) -> tuple[Any, ...]:
-        """Encrypt a row. `proof` is encrypted too, since it is a checksum of the tokens that needs no key."""
+        """Encrypt a row and its `proof`, a checksum by which anybody could test guesses of the tokens."""
         digest = self.hidden(row.digest)
         tokens = self._siv.encrypt(proof + row.tokens, [b"row", digest])
         return (digest, self.hidden(row.parent), row.start, tokens, *row[4:-1], None)

@@ -49,7 +49,7 @@ IDENTITIES: Final = "identities"
 
 
 class Key(NamedTuple):
-    """The name of a file in the tier: the snapshot that it continues, and its own file name."""
+    """The name of a file in the tier: that of the snapshot that it continues, and its own."""
 
     parent: str
     file: str
@@ -177,8 +177,8 @@ class SharedDirectory:
     def _swept(self, size_bytes: int, missing_bytes: int) -> int:
         """Evict files until `size_bytes` more fit the limits; return the bytes that are used afterwards.
 
-        `missing_bytes` is how much the file system has too little. A removed file counts as freed, even if
-        a worker's hard link still keeps its bytes.
+        The file system lacks `missing_bytes` of its minimum of free bytes. A removed file counts as freed,
+        even if a worker's hard link still keeps its bytes.
         """
         entries = {entry.file: entry for entry in self._entries()}
         used_bytes = sum(entry.size_bytes for entry in entries.values())

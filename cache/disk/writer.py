@@ -290,7 +290,7 @@ class Writer(Generic[NodeT]):
             self._jobs.put(_Job(partial(self._note_identity, identity, model)))
 
     def note_erased(self, erased: Erased) -> None:
-        """Queue storing, in the catalog, up to which entry the erasures of a log of requests are done."""
+        """Queue a change of the catalog that stores how far a log's erasures are carried out."""
         self._jobs.put(_Job(partial(self._in_catalog, self._catalog.note_erased, [erased])))
 
     def erase(self, packed: bytes) -> Erasure:

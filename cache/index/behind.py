@@ -29,7 +29,7 @@ _MOST_SHORTENED: Final = 4
 
 
 class _Followed(NamedTuple):
-    """The largest window, the layout and the identity of the snapshots under a followed root."""
+    """What `Behind` knows of a root that it follows: its snapshots' largest window, layout and identity."""
 
     windows: Policy
     layout: ModelLayout
@@ -73,7 +73,7 @@ class Behind:
             self._due |= dict.fromkeys((*self._index.descendants(node), node))
 
     def evict(self, most: int) -> None:
-        """Evict the files of up to `most` nodes that are behind, or only their KV of layers with windows."""
+        """Evict up to `most` nodes that are behind (see `Behind`), or just their KV of windowed layers."""
         found: list[Node] = []
         for _ in range(min(len(self._due), _MOST_NODES)):
             if len(found) == most or self._removal.num_shortened == _MOST_SHORTENED:
@@ -103,7 +103,7 @@ class Behind:
         return False
 
     def _settled(self, node: Node) -> None:
-        """Queue nodes that may be behind now, because this node was stored or released, or lost a child."""
+        """Queue nodes that may be behind (see `Behind`) after a node was stored, released or lost a child."""
         followed = self._followed.get(node.first.parent) if self._followed else None
         if followed is None:
             return

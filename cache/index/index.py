@@ -125,7 +125,7 @@ class Index:
         return node.children if node is not None else ()
 
     def limit(self, root: bytes, reach: Policy) -> None:
-        """Record that no layer of the sessions under a root sees more tokens than `reach`."""
+        """Record that no layer sees more tokens than `reach` in the sessions of a root (tenant and model)."""
         if root in self._reaches:
             return
         self._reaches[root] = reach

@@ -71,7 +71,7 @@ class Form:
         self.prefixes = Prefixes(index, identity.block_tokens, layout)
 
     def carried(self, span: Span) -> Span | None:
-        """Return the earlier tokens whose sketches are in the file of `span` too; None for most files."""
+        """Return the earlier tokens whose sketches (2-bit keys) the file of `span` has too; mostly None."""
         return carried(span, self.identity.block_tokens) if self.layout.carried else None
 
     def file(self, node: Node, end: int, *, state: bool = False) -> ChainFile:
@@ -80,7 +80,7 @@ class Form:
         return ChainFile(node.digest, span.start, state=state, carried=self.carried(span))
 
     def carriers(self, match: Match) -> dict[Node, Span]:
-        """Map the match's nodes whose files also have sketches of earlier tokens to these earlier tokens."""
+        """Map each node whose file also has sketches (2-bit keys) of earlier tokens to these tokens."""
         every = match.nodes[CARRIER - 1 :: CARRIER]  # all but the last ones are whole blocks
         found = {node: self.carried(Span(node.start, node.end)) for node in every}
         return {node: span for node, span in found.items() if span is not None}
@@ -90,7 +90,8 @@ class Form:
     ) -> list[tuple[Node, ChainFile]]:
         """Return the files to read for a match, in order, with their nodes.
 
-        They are the files of `carriers`, the files with tokens in `seen`, and with `state` the last file.
+        They are the files of `carriers` (those with sketches of earlier tokens), the files with tokens in
+        `seen`, and with `state` the last file.
         """
         # Positions are sums of lengths, not read from files: the arrays must be filled without a gap.
         ends = list(accumulate(node.num_tokens for node in match.nodes))
@@ -151,7 +152,10 @@ class Loading:
         only: Only | None = None,
         num_carried: int = 0,
     ) -> Restored | None:
-        """Read the `wanted` nodes' files, release the match, reject a damaged file; None after a failure."""
+        """Read the files of the `wanted` nodes, then release the match; None after a failure.
+
+        A damaged file's snapshot is removed, with all snapshots that continue it.
+        """
         nodes, files = [node for node, _ in wanted], [file for _, file in wanted]
         limit_s = LOAD_S + sum(node.size_bytes for node in nodes) / _LOAD_BYTES_PER_S
         help_out = partial(self._readers.submit, limit_s=limit_s)
@@ -189,7 +193,7 @@ class Loading:
         return StoredPast(self._folder, files, end, form.digest, form.layout, match.policy, self._readers)
 
     def end_past(self, past: StoredPast) -> None:
-        """Add the bytes that `past` has read to the counts.
+        """Add the bytes that a `StoredPast` has read to the store's counts.
 
         If a file failed verification, remove its snapshot and all snapshots that continue it.
         """

@@ -123,7 +123,7 @@ class Node(Parent):
 
     @property
     def name(self) -> Name:
-        """The snapshot's `Name`: of which tokens it has KV."""
+        """The snapshot's `Name`: its tokens, their position, and the prefix that they continue."""
         return Name(self.parent, self.start, self.tokens, self.resumable)
 
     @property

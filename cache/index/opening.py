@@ -40,8 +40,8 @@ _MANY_ROWS: Final = 10_000
 class Opened:
     """The result of opening a directory. Folder and catalog are open, and belong to the writer from now on.
 
-    `identities` are the model identities that have snapshots. `noted` are those in the catalog, which lacks
-    some if it could not be written.
+    `identities` are the model identities that have snapshots. `noted` are those that the catalog lists; if
+    it could not be written, some are missing.
     """
 
     folder: Folder

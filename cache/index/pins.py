@@ -36,7 +36,7 @@ class Pinned:
 
 
 class _Path(NamedTuple):
-    """A byte position in a pin's tokens, and for each node with tokens from there how many they share."""
+    """Where a prefix of a pin ends, in bytes, and how many of the pin's tokens each node after it has."""
 
     at: int
     found: dict[Node, int]
@@ -46,8 +46,8 @@ class _Path(NamedTuple):
 class TrackedPin:
     """A pin, and the nodes, stored or queued, that have its tokens now.
 
-    `paths` maps the digest of each prefix of the pin that nodes continue to these nodes. If a child of such a
-    prefix is added or removed, only the entries of this prefix and of its continuations can change.
+    The key of `paths` is the digest of a prefix of the pin, the value has the nodes that continue this
+    prefix. A node that is added or removed after a prefix affects only the entries from this prefix on.
     """
 
     pin: Pin

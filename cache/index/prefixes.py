@@ -92,9 +92,10 @@ class Prefixes:
         return node is not None and node.is_hollow
 
     def known(self, chain: Chain, tokens: Tokens) -> tuple[tuple[int, ...], Node | None]:
-        """Return how far `tokens` are stored or queued, up to the first block that lacks KV a session needs.
+        """Find the stored or queued prefix of `tokens`, up to the first block that lacks KV a session needs.
 
-        Returns the edges of the tail's pieces as positions, the first at a block's end, and the last node.
+        Returns the position after the prefix's last block and after each piece of its tail, and the last
+        node.
         """
         names = chain.names(tokens)
         num = self._index.num_known(names[1:])
@@ -147,13 +148,13 @@ class Prefixes:
         return self._index.longest_path(parent, packed, min_share=min_share)[1] * TOKEN_BYTES == len(packed)
 
     def _is_unseen(self, parent: bytes, piece: bytes, span: Span, seen: Sequence[Span]) -> bool:
-        """Whether a block need not be saved again: its KV was evicted, and no token is in `seen` spans."""
+        """Whether a block need not be saved again: it was evicted, and none of its tokens is `seen`."""
         if self._layout.windows == FULL or _overlaps(span, seen):
             return False
         return self._is_hollow(blocks.link(parent, piece))
 
     def _pieces(self, parent: bytes, packed: bytes) -> tuple[Node, ...]:
-        """Return the pieces after a block that make up the longest prefix of `packed`, no other tokens."""
+        """Return the pieces after a block that together are the longest prefix of `packed`."""
         return self._index.longest_path(parent, packed[: self._width], min_share=1.0)[0]
 
     def _end_resumable(self, root: bytes, tokens: Tokens, nodes: list[Node]) -> None:

@@ -88,7 +88,8 @@ class Found:
 class Remote:
     """One worker's access to the tier.
 
-    `adopt` adds a fetched file to the index; None if the store refuses it. `pass_over` adds gaps.
+    `adopt` adds a fetched file to the index, and returns its node; None if the store refuses the file.
+    `pass_over` adds nodes without files.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Remote:
     ) -> Found | None:
         """Find snapshots in the tier that extend the stored prefix of `num_stored` tokens; None if none.
 
-        `needed` is `Prefixes.needed`.
+        `needed` is `Prefixes.needed`, which says which blocks a session needs to resume.
         """
         if num_stored >= len(tokens) or monotonic() < self._paused_until:
             return None
@@ -271,7 +272,7 @@ class Remote:
                 self._jobs.put(partial(one[1].unlink, missing_ok=True))
 
     def _failed(self, error: Exception) -> None:
-        """Pause `find` and uploads after a failed call, twice as long after each in a row. Any thread."""
+        """Pause `find` and uploads after a failed call; each further one doubles the pause. Any thread."""
         self.counts.failed += 1
         self._there.clear()  # some of them may not have been put
         if not self._pause_s:

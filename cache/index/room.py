@@ -114,7 +114,7 @@ class Room:
         self.check()
 
     def check(self) -> None:
-        """Schedule evictions if limits are exceeded, or if snapshots may be far before all windows."""
+        """Schedule evictions if limits are exceeded, or if `Behind` may have snapshots to evict."""
         if self._step is None and (self._behind or self._excess() > 0):
             self._step = self._loop.call_later(STEP_PAUSE_S, self._shrink)
 

@@ -63,7 +63,7 @@ def _held(
 
 
 class Blank:
-    """Uninitialised tensors for the first `num_tokens` tokens of a session, and for a state.
+    """Uninitialised tensors for a session's first `num_tokens` tokens, and for states of recurrent layers.
 
     `places` and `state` are the buffers to write to, until `arrays` returns the tensors. A layer's tensors
     have memory for at least `room_tokens` tokens, of which the first `num_tokens` are valid. If a layer sees
@@ -110,7 +110,10 @@ class Blank:
         self.state: list[memoryview] = [_memory(self._owners[name]) for name, _, _ in states]
 
     def _take_carried(self, start: int, num_tokens: int) -> list[Place]:
-        """Split the places from index `start` on; take out and return those of the first `num_tokens`."""
+        """Split the buffers of the tensors from number `start` on, at position `num_tokens`.
+
+        Returns the buffers for the tokens before this position; `places` keeps the others.
+        """
         split = [place.split(num_tokens) for place in self.places[start:]]
         self.places[start:] = [place for _, place in split]
         return [place for place, _ in split]

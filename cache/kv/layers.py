@@ -225,7 +225,10 @@ def cut(
 
 
 def _pieces(caches: Sequence[Any], start: int, end: int) -> tuple[dict[str, mx.array], dict[str, Policy]]:
-    """Return views of the tokens `[start, end)` in layers stored per token, and each one's reach, by name."""
+    """Return, by tensor name, views of the KV of the tokens `[start, end)`, and the reach of their layers.
+
+    Only of layers that are stored per token. The reach says which tokens a layer sees.
+    """
     pieces: dict[str, mx.array] = {}
     reaches: dict[str, Policy] = {}
     for path, cache in leaves(caches):
@@ -238,7 +241,7 @@ def _pieces(caches: Sequence[Any], start: int, end: int) -> tuple[dict[str, mx.a
 
 
 def _carried(caches: Sequence[Any], span: Span) -> dict[str, mx.array]:
-    """Return the sketches of the tokens `span`, under the names that they have in a carrier's file."""
+    """Return the sketches (2-bit keys) of the tokens `span`, under names with the prefix `CARRIED`."""
     return {
         f"{CARRIED}{path}.{part}": array
         for path, cache in leaves(caches)

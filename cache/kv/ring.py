@@ -128,7 +128,7 @@ class RingCache:
         return keys, values
 
     def rounded(self, array: mx.array) -> mx.array:
-        """Return keys or values with the precision of the cache: as dequantised if the cache is quantised."""
+        """Return keys or values with the cache's precision: quantised and dequantised if it is quantised."""
         return self._unpacked(self.packed(array), array.shape[2]) if self.bits else array
 
     def packed(self, array: mx.array) -> tuple[mx.array, ...]:

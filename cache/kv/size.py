@@ -20,7 +20,8 @@ class Window:
     """Layers that keep at most `num_tokens` tokens; together they take `bytes_per_token` for each token.
 
     The size of a ring (`is_ring`) includes `spare` tokens: the piece of a prompt that is being prefilled, and
-    chunks that are being recalled. Rings, and chunks with `is_chunk`, are stored by block.
+    chunks that are being read from SSD. Layers with rings or chunked attention (`is_chunk`) are stored by
+    block.
     """
 
     num_tokens: int

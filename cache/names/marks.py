@@ -23,7 +23,7 @@ _BYTES: Final = 8
 
 
 class Erased(NamedTuple):
-    """The entry `seq` up to which a log's erasures are done in this cache, as of `time_s` (since 1970)."""
+    """The entry `seq` of a `log` up to which a cache has carried out erasures, at `time_s` (since 1970)."""
 
     log: str
     seq: int
@@ -31,7 +31,7 @@ class Erased(NamedTuple):
 
 
 class Marks(msgspec.Struct, frozen=True):
-    """The marks of a sequence of tokens, from the last multiple of `STRIDE` on that is not after `shared`.
+    """The marks of a token sequence: the last one at or before position `shared`, and all later ones.
 
     The first `shared` tokens must not be erased, because another sequence has them too.
     """

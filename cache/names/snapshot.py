@@ -64,7 +64,7 @@ def carried(span: Span, block: int) -> Span | None:
 
 
 def section(name: str, reach: Policy) -> tuple[Policy, str]:
-    """Return which section of a file a tensor is in: by its reach, and by layer if layers are read singly."""
+    """Return the key of a tensor's section in a file: its reach, and its layer if layers are read singly."""
     return reach, layer_path(name) if reach.recall else ""
 
 
@@ -95,7 +95,7 @@ def seen(reach: Policy, num_tokens: int) -> tuple[Span, ...]:
 
 
 class Only(NamedTuple):
-    """A part of a session's KV: the tokens in `spans`, of all layers with this reach, or of one `layer`."""
+    """A part of a session's KV: the tokens in `spans`, of all layers that see `reach`, or of one `layer`."""
 
     reach: Policy
     spans: tuple[Span, ...]
@@ -174,8 +174,8 @@ class ModelLayout:
     def seen(self, num_tokens: int, num_carried: int = 0) -> tuple[Span, ...]:
         """List the spans that any layer sees in a session of `num_tokens` tokens; the spans may overlap.
 
-        If every token has a sketch, the first `num_carried` tokens are left out, since carriers have these
-        sketches.
+        If every token has a sketch, the first `num_carried` tokens are left out: their sketches are read from
+        carriers, files that also contain the sketches of earlier blocks.
         """
         found = {span: None for reach in self._distinct if reach != FULL for span in seen(reach, num_tokens)}
         if FULL in self._distinct and num_carried < num_tokens:

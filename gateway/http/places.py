@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
 @runtime_checkable
 class Numbered(Protocol):
-    """Encodes events that have sequence numbers, from 0; `num_events` is the next one."""
+    """Encodes events that have sequence numbers, from 0; `num_events` is the next event's number."""
 
     num_events: int
 
@@ -108,7 +108,7 @@ class Marked:
         return self._marked(self._events.end(results))
 
     def error(self, fault: Fault) -> bytes:
-        """Encode the error event that ends the stream, which the client always gets."""
+        """Encode the error event that ends the stream. It is never left out."""
         if self._numbered is not None:
             self._at = max(self._at, self._after)
             self._numbered.num_events = self._at.num_events

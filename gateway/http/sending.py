@@ -43,7 +43,7 @@ _CANCELLED: Final = "the answer was cancelled; send an Idempotency-Key, and it g
 
 
 class Asker(NamedTuple):
-    """A request's API key, counters and `explain` setting; `running` is closed when the request has ended."""
+    """A request's API key, counters and `explain` setting; it counts as running until `running` closes."""
 
     key: Key
     counters: Counters
@@ -193,7 +193,7 @@ class Answer(Response):
                 await send(_part(_COMMENT))
 
     async def _write_next(self, answering: Answering, events: Events, send: Send) -> Events:
-        """Send the next events, or a heartbeat; return what encodes those after. Raises `TurnkeepError`."""
+        """Send the next events, or a heartbeat; return the encoder of later ones. Raises `TurnkeepError`."""
         written, failure = b"", None
         try:
             async with asyncio.timeout(_HEARTBEAT_S):
@@ -215,10 +215,10 @@ class Answer(Response):
         return events
 
     def _moved_or_next(self, events: Events, index: int, event: Any) -> tuple[Events, bytes]:
-        """Encode an event; if the answer moves to another session, which changes its id, encode it anew.
+        """Encode an event; if it moves the answer to another session, return a new encoder, for its new id.
 
-        Only then can a `Found` name another session, and nothing of the answer has been sent yet. Only the
-        Responses API needs the new id in the stream's first events: its clients continue from it.
+        Such an event (a `Found`) comes only before anything of the answer is sent. Only the Responses API
+        needs the new id in the stream's first events: its clients continue from it.
         """
         has_moved = isinstance(event, Found) and self._turn.n == 1 and event.session != self._found[0].session
         written = self._take_events(events, index, event)

@@ -137,7 +137,7 @@ def read(body: bytes) -> Turn:
 
 
 def _tools(asked: _Request, sent: _Sent) -> dict[str, Any]:
-    """Return the generate options for tools. Tools that are equal to those of the session change nothing."""
+    """Return the generate options for tools, each tool with its keys in the order sent. Raises `Fault`."""
     if not asked.tools:
         if asked.tool_choice in (None, "auto", "none"):
             return {}

@@ -72,7 +72,10 @@ def recorded(found: Recorded, answer_id: str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Begun:
-    """An item of a stream; `write` builds it from text and status. `num_told` characters have been sent."""
+    """An output item that is being streamed; `write` builds its JSON from text and status.
+
+    The client has the first `num_told` characters of its text.
+    """
 
     id: str
     index: int
@@ -216,7 +219,7 @@ class Events:
         return written
 
     def _likely(self, end: int, *, is_over: bool) -> list[TokenLogprob]:
-        """Return unsent tokens up to the character `end` of the text; if the text `is_over`, all of them."""
+        """Return unsent log probabilities, up to the character `end` or, if the text `is_over`, all."""
         first, thought = self._num_told, len(self._reasoning.text) if self._reasoning else 0
         while self._num_told < len(self._tokens):
             length = self._told_length + len(self._tokens[self._num_told].token)

@@ -88,7 +88,7 @@ async def _announce(listener: socket.socket, token: str, *, opens: bool) -> None
 
 
 def _hear(console: Console, running: uvicorn.Server) -> None:
-    """Read the worker's log from standard input; stop the server when the worker ends, and so the input."""
+    """Read the worker's log from standard input; stop the server at its end, as the worker has ended."""
     if said := os.read(sys.stdin.fileno(), 2**16):
         console.log.add(said)
     else:

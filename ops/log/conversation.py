@@ -48,7 +48,7 @@ def conversation(entries: Sequence[Entry]) -> Iterator[Turn]:
 
 
 class Mark(NamedTuple):
-    """The end of a part of a conversation: requests before sequence `before`, and results before `end`."""
+    """Limits a part of a conversation to requests before sequence `before` and results before `end`."""
 
     before: int
     end: int
@@ -59,7 +59,8 @@ async def part(
 ) -> tuple[list[Turn], Mark | None]:
     """Return the last `num` turns before a mark, and the mark for the turns before these.
 
-    As an argument, None means the end of the conversation; as a result, that there are no earlier turns.
+    The argument None means the end of the conversation. The returned mark is None if there are no earlier
+    turns.
 
     Reads the log backwards, so the last turns of a long session cost no more than those of a short one.
     Raises `TurnkeepError`.

@@ -53,7 +53,7 @@ _Time = Annotated[datetime, Meta(tz=True)]
 
 
 class CopyError(TurnkeepError):
-    """A session cannot be exported or imported; nothing was changed."""
+    """A session cannot be exported or imported; the message says if a part of it was left in the log."""
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class _Form(Struct):
 class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request and its result, with their sequences and times in the original log.
 
-    `parts` is the result's data for workers that did not fit into the message.
+    `parts` is data of the result that did not fit into its message; only workers need this data.
     """
 
     seq: int

@@ -47,7 +47,7 @@ class Import:
             )
 
     async def run(self, lines: Sequence[Line], progress: Callable[[int, int, str], None]) -> None:
-        """Store all exchanges, or none. Raises `CopyError`."""
+        """Store all exchanges, or none. Raises `CopyError`, which says if a stored part cannot be removed."""
         await self.check()
         await self._stream.allow_batches()
         done = 0
@@ -82,7 +82,7 @@ class Import:
         return stored is not None and stored.body == sent.body and BEGAN_HEADER in stored.headers
 
     async def _store(self, lines: Sequence[Line], *, first: bool) -> int:
-        """Store these exchanges, or only the first of them, in one batch; return how many were stored."""
+        """Store these exchanges in one batch, fewer after failed attempts; return how many were stored."""
         for attempt in range(_ATTEMPTS):
             some = lines[: max(1, len(lines) >> (attempt // 6))]
             last = await self._stream.last_seq()

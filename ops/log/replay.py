@@ -153,7 +153,10 @@ class Replay:
             self._progress(self._num_done, self._record.num_requests, "replaying")
 
     async def _answers(self, key: SessionKey, played: _Played) -> dict[str, Exchange]:
-        """Read the replay's results from the log; wait until the last one is in the tenant's mirror of it."""
+        """Read the replay's results from the log.
+
+        A tenant's log may be a mirror that lags behind: waits for missing results, up to `_LAG_S`.
+        """
         deadline_s = self._now_s() + _LAG_S
         while True:
             found = {one.request.id: one for one in pair_up(await self._client.log(key.session))}

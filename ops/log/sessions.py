@@ -38,10 +38,10 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     """One session. `last` is the time of its last result, or of its last request if that has no result.
 
     `state` is `waiting` while requests have no result (`running` replaces it if one of them runs); `failed`
-    if workers refuse all its requests, since they cannot restore the history that the log proves; `forgotten`
-    if only the close is left in the log. `position` is None if the last result has none. `dead` counts dead
-    letters. Only `measured` sets `size_bytes`, and only `begun` sets the last three fields: the user's first
-    words, the parent and the tags.
+    if workers refuse all its requests, since its tokens do not have the digest that the log states;
+    `forgotten` if only the close is left in the log. `position` is None if the last result has none. `dead`
+    counts dead letters. Only `measured` sets `size_bytes`, and only `begun` sets the last three fields: the
+    user's first words, the parent and the tags.
     """
 
     tenant: str
@@ -129,7 +129,7 @@ def _row(
 
 
 def _state(outcome: _Outcome, *, was_closed: bool) -> State:
-    """Derive a session's state from its last result; `was_closed` if the log has a message on `closed`."""
+    """Derive a session's state from its last result; `was_closed`: its subject `closed` has a message."""
     match outcome:
         case _Outcome(type="closed"):
             return "closed" if outcome.forgotten is None else "forgotten"

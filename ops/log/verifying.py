@@ -99,7 +99,7 @@ class _Answer(NamedTuple):
 
     @property
     def is_in_turn(self) -> bool:
-        """Whether all earlier requests must have results too: not if this one ended while it waited."""
+        """Whether the request ended in its turn, after all earlier ones, and not while it waited for them."""
         result = self.result
         refused = isinstance(result, Failed) and result.code in _REFUSALS
         return result.repeat_of is None and (self.changes or refused)
@@ -227,7 +227,8 @@ def _lost(
 ) -> Iterator[Fault]:
     """Yield missing requests, and requests whose result is missing.
 
-    `left` has the results by the request's sequence; the requests of results in `kept` must still exist.
+    `asked` has the requests in the log. `left` has the results in the log, and `kept` those of them whose
+    requests must still exist, both by the request's sequence.
     """
     for seq, answer in kept.items():
         if seq not in asked:
@@ -278,7 +279,7 @@ def _fold(answers: Mapping[int, _Answer], parts: Mapping[int, bytes | None]) -> 
 
 
 def _after(tokens: Tokens, answer: _Answer, part: bytes | None) -> Tokens:
-    """Return the session's tokens after a result. Raises `_FaultError`, and errors of tokens."""
+    """Return the session's tokens after a result. Raises `_FaultError`, `ValueError`, `OverflowError`."""
     result, headers = answer.result, answer.headers
     if PARTS_HEADER in headers and part is None:
         link = headers[PARTS_HEADER].partition(" ")[0]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class _Stream:
     """Joins one field that chunks have beside their tokens: text, reasoning, or parts of tool calls.
 
-    How long the field is before a given token is known only for tokens at which some chunk began or ended.
+    The field's length before a token is known only if some chunk began or ended at this token.
     """
 
     def __init__(self, what: str, empty: Any) -> None:
@@ -28,9 +28,9 @@ class _Stream:
         self._what = what
 
     def new(self, chunk: Chunk, part: Any) -> Any:
-        """Return the end of a chunk's `part` that is not in `known`.
+        """Return the end of `part`, a chunk's value of the field, that earlier chunks did not have.
 
-        Raises `StreamBrokenError` if the beginning of `part` differs from `known`.
+        Raises `StreamBrokenError` if the beginning of `part` differs from that of earlier chunks.
         """
         start = self.length_at[chunk.i]
         overlap = part[: len(self.known) - start]
@@ -118,7 +118,7 @@ class Assembly:
 
 
 def _missing(parts: Sequence[CallPart], calls: Sequence[Called]) -> tuple[CallPart, ...]:
-    """Return what the streamed `parts` lack of the result's tool `calls`."""
+    """Return the parts of the result's tool `calls` that are not in `parts`, those that were streamed."""
     missing = []
     for index, call in enumerate(calls):
         told = "".join(part.arguments for part in parts if part.index == index)

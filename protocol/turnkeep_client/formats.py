@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def response_format(asked: Format) -> Any:
-    """Return a request's `response_format`: a format unchanged, for a type a JSON schema of just its fields.
+    """Return a request's `response_format`: a given format as it is, or the JSON schema of a Python type.
 
-    A type is a `msgspec.Struct`, a dataclass, a TypedDict or a pydantic model. Raises `InvalidMessageError`
-    for a type without a JSON schema.
+    A type is a `msgspec.Struct`, a dataclass, a TypedDict or a pydantic model. Its schema allows no other
+    fields. Raises `InvalidMessageError` for a type without a JSON schema.
     """
     if not isinstance(asked, type):
         return asked

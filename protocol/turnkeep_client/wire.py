@@ -82,7 +82,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Counts of requests: not delivered; delivered, not acknowledged; and those of the latter redelivered."""
+    """Counts of requests: not delivered; delivered but not acknowledged; redelivered among these."""
 
     num_pending: int
     num_ack_pending: int

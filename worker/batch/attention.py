@@ -28,7 +28,8 @@ THEIR_ATTENTION: Final[Any] = base.scaled_dot_product_attention
 class Attention:
     """Computes the attention of one layer; holds the arguments that do not depend on the KV.
 
-    `more` are the model's other keyword arguments (learned sinks); `rotate` applies the rotary embedding.
+    `more` are the model's other keyword arguments, such as learned sinks; `rotate` applies the rotary
+    embedding.
     """
 
     scale: float

@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 class _LaunchedStep:
     """A step in flight: `choice` has the tokens drawn for `drafts`, then the first tokens of `beginning`.
 
-    `beginning` are rows whose prompts end in this step. `ahead` says whether the step was launched before the
-    previous tokens were read, and whether it could have been. `drafts` are `drafted`, padded or shortened.
+    `beginning` are rows whose prompts end in this step. `ahead` is a pair: whether the step was launched
+    before the previous tokens were read, and whether that was possible. `drafts` are `drafted`, padded or
+    shortened.
     """
 
     drafts: list[Draft]
@@ -270,7 +271,7 @@ class Batch:
         return _LaunchedStep(drafts, [], choice, logprobs, [], began_s, (True, True))
 
     def _able(self, rows: Sequence[Row]) -> list[Row]:
-        """Return those of the `rows` whose KV can be set back after a rejected draft."""
+        """Return those `rows` whose KV can be set back after a rejected draft."""
         return [row for row in rows if row.caches is not None or self._keeping.can_draft(row)]
 
     def _may_run_ahead(self, row: Row) -> bool:

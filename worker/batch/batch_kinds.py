@@ -136,7 +136,10 @@ def _shares(model: Any, forward: Forward, trials: Trials) -> bool:
 
 
 def _has_rings(model: Any, forward: Forward, trials: Trials, *, shares: bool) -> bool:
-    """Say, by a trial, whether sessions of a model can have a `RingCache` (a window); log it if not."""
+    """Say, by a trial, whether sessions of a model can have a `RingCache` (a window).
+
+    Logs a message if they cannot.
+    """
     rotates = partial(_deviation_rotated, model, forward, shares=shares)
     has_rings = (
         forward.rotations is not None
@@ -340,7 +343,7 @@ def _deviation(found: mx.array, expected: mx.array) -> float:
 
 
 def _prefilled(model: Any, *lengths: int) -> list[Any]:
-    """Return new caches into which pieces with these numbers of tokens have been prefilled."""
+    """Return new caches after a prefill in pieces, of which `lengths` are the numbers of tokens."""
     caches: list[Any] = make_prompt_cache(model)
     for length in lengths:
         model(mx.array([_ids(length)]), cache=caches)

@@ -104,7 +104,7 @@ class RingView(_LayerView):
 
 
 class _Offsets:
-    """The rotary positions of a pass's tokens, by layer: layers with ring caches count modulo a grid."""
+    """The rotary positions of a pass's tokens, by layer; ring caches count them modulo `RingCache.grid`."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts

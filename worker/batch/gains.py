@@ -72,7 +72,10 @@ class _Typical:
         return self._median if len(self._some) >= _ENOUGH else None
 
     def or_before(self, before: float) -> float:
-        """Return the median; with too few values, the smallest of them and `before`: some may be delayed."""
+        """Return the median; with too few measurements, the smallest of them and `before`.
+
+        The smallest is used because a delay can make single measurements too high.
+        """
         return self._median if len(self._some) >= _ENOUGH else min((*self._some, before))
 
 
@@ -134,7 +137,7 @@ class Times:
             self._patience = _FORGOTTEN[0]
 
     def checked(self, num_rows: int, num_drafted: float) -> float:
-        """Estimate a step's time with draft tokens, as a multiple of a plain step's not launched ahead."""
+        """Estimate the time of a step with draft tokens, in units of a plain step not launched ahead."""
         return 1 + num_drafted * max(self._each[num_rows].or_before(_CHECKED), 0.0)
 
 
@@ -162,9 +165,9 @@ def expected(share: float, num_drafted: int) -> float:
 
 
 class Costs(NamedTuple):
-    """What drafts for some rows of a step with `num_rows` rows cost.
+    """The costs of drafts for some rows of a step that has `num_rows` rows.
 
-    `times` has the cost of verifying, `pass_share` is that of drafting one token for each row, `late` that of
+    `times` has the cost of verifying, `pass_share` that of drafting one token for each row, `late` that of
     not launching ahead (`Times.late`). `often` is the share of rows for which the drafter finds a draft.
     """
 

@@ -26,7 +26,10 @@ MOST_SEEN: Final = 65_536
 
 
 class Lookup(Drafter):
-    """Drafts what followed the latest earlier occurrence of a row's last tokens; see `drafter.Drafter`."""
+    """Drafts the tokens that followed an earlier occurrence of a row's last tokens; see `drafter.Drafter`.
+
+    The latest such occurrence counts.
+    """
 
     def may_propose(self, row: Row) -> bool:
         """Say whether the row's last two tokens occurred before: the next token may complete a match."""
@@ -42,7 +45,10 @@ class Lookup(Drafter):
 
 
 def looked_up(tokens: array[int], most: int) -> list[int]:
-    """Return the `most` tokens after the latest earlier occurrence of the last tokens; empty if none."""
+    """Return the `most` tokens that followed the latest earlier occurrence of the last `NGRAM` tokens.
+
+    The list is empty if there is no earlier occurrence.
+    """
     place = _place(tokens, NGRAM)
     if place is None:
         return []

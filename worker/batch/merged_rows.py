@@ -59,7 +59,10 @@ class MergedRows(Keeping):
         num_ahead: int,
         drafts: Mapping[Row, list[int]],  # noqa: ARG002
     ) -> list[tuple[Part, list[Row]]] | None:
-        """Make one part of all merged rows; None if `rows` are not these, or if a row left after `place`."""
+        """Make one part of all merged rows.
+
+        Returns None if `rows` are not exactly the merged ones, or if a row left after `place`.
+        """
         every = self._merged.rows
         if set(every) != set(rows) or not self._merged.is_tidy:
             return None

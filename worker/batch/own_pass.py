@@ -74,8 +74,8 @@ def run_alone(
 ) -> mx.array:
     """Run a model over one session's next `tokens`; return its unevaluated outputs, (1, tokens, size).
 
-    A call of the model cannot run tokens on both sides of a multiple of a ring's grid, where positions
-    restart; such tokens run in several calls.
+    A ring's positions restart at each multiple of `RingCache.grid`. One call of the model cannot run tokens
+    on both sides of such a multiple; they run in several calls.
     """
     rings = [cache for _, cache in leaves(caches) if type(cache) is RingCache]
     if not rings or rotations is None:

@@ -53,7 +53,7 @@ class OwnPart:
         self.offsets = list(range(start, start + num_tokens))
 
     def grid(self, layer: int) -> int:
-        """Return the grid of a ring; 0 for any other cache, whose offsets are plain positions."""
+        """Return the number modulo which a ring counts positions (its grid); 0 for any other cache."""
         cache = self.caches[layer]
         return cache.grid if isinstance(cache, RingCache) else 0
 
@@ -107,7 +107,7 @@ class OwnPart:
     def _written(self, ring: RingCache) -> Iterator[tuple[int, slice]]:
         """Write the tokens to the ring in runs; yield each run's position in the session and its indices.
 
-        No run crosses a multiple of the ring's grid, where offsets start again from 0.
+        No run crosses a multiple of the ring's grid (see `grid`), where offsets start again from 0.
         """
         (keys, values), start, end = self._fetched, ring.offset, ring.offset + self._num_tokens
         while ring.offset < end:

@@ -34,7 +34,7 @@ class Pools(Keeping):
 
     @property
     def removal_bytes(self) -> int:  # type: ignore[override]
-        """The bytes of a copy of the largest slot."""
+        """The most bytes that `leave` allocates: a copy of the largest slot."""
         return max((pool.slot_bytes for pool in self._pools.values()), default=0)
 
     def place(self, rows: Sequence[Row]) -> None:

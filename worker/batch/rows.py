@@ -151,7 +151,7 @@ class Pass(Protocol):
 class Keeping:
     """Keeps KV of several rows in common arrays, instead of the rows' own caches. This base class keeps none.
 
-    A row is called kept while its KV is here.
+    A row is called kept while this object has its KV.
     """
 
     #: For each kept row whose memory the next step enlarges: the number of tokens to allocate for.

@@ -104,7 +104,7 @@ class Logprobs:
             self.arrays += [mx.take_along_axis(part, order, axis=-1) for part in (ids, values)]
 
     def drawn(self, tokens: Sequence[int]) -> list[Drawn]:
-        """Return all rows' drawn `tokens`, with log probabilities if requested; evaluate `arrays` before."""
+        """Return all rows' drawn `tokens`, with log probabilities if requested. Evaluate `arrays` first."""
         found = [Drawn(token) for token in tokens]
         if not self.arrays:
             return found
@@ -154,7 +154,10 @@ def _masked(logits: mx.array, draws: Sequence[Draw]) -> mx.array:
 
 
 def _changes(vocabulary: int, of_rows: Sequence[tuple[Ids, ArrayLike]]) -> tuple[mx.array, mx.array] | None:
-    """Join rows' (ids, values) into arrays of flat indices into all logits and of values; None if empty."""
+    """Join all rows' (ids, values) into two arrays: flat indices into all rows' logits, and values.
+
+    Returns None if there are none.
+    """
     some = [(row, *found) for row, found in enumerate(of_rows) if len(found[0])]
     if not some:
         return None

@@ -216,7 +216,7 @@ class PoolPart:
         self._mask = (mx.arange(self._span) <= ends[:, :, None])[:, None]
 
     def grid(self, layer: int) -> int:
-        """Return the grid of a ring; 0 for a plain cache, whose offsets are plain positions."""
+        """Return the number modulo which a ring counts positions (its grid); 0 for a plain cache."""
         ring = self._rings[layer]
         return ring.grid if ring is not None else 0
 

@@ -161,8 +161,8 @@ class Speculation:
     ) -> None:
         """Learn from a step that took `took_s`: `right` counts the accepted tokens of each row's draft.
 
-        `took_s` is None if the step also ran prompts. `ahead` says whether the step was launched ahead, and
-        whether it could have been.
+        `took_s` is None if the step also ran prompts. `ahead` is a pair: whether the step was launched ahead,
+        and whether that was possible.
         """
         if not self._sources:
             return

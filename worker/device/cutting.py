@@ -51,7 +51,7 @@ class Cutting:
         *,
         trimmable: bool,
     ) -> None:
-        """`done` is called with each snapshot; `trimmable`: no layer keeps only a state of the last token."""
+        """`done` is called with each snapshot; `trimmable` says that caches can be truncated at any token."""
         self.room: Callable[[], int] | None = None
         self._batch = batch
         self._estimator = estimator

@@ -200,7 +200,7 @@ class Engine(EnginePort):
             log.warning("some sessions will be prefilled again: their KV is not on disk", sessions=left)
 
     async def _run_to_end(self, run: Run, publish: Publish | None = None) -> None:
-        """Run a request's turns, one after another, until one need not be continued; then release memory."""
+        """Run a request's turns, one after another, until it needs no more; then release its memory."""
         self._runs[run] = run
         try:
             await self._run_turns(run, publish)
@@ -275,7 +275,10 @@ class Engine(EnginePort):
         self._grants.decide()
 
     def let_go(self, is_meant: Callable[[SessionKey], bool]) -> set[SessionKey]:
-        """Drop matching sessions' KV from the device; return those whose turn is under way, which keep it."""
+        """Drop the KV on the device of all sessions for which `is_meant` is true.
+
+        Returns those of them whose turn is under way; they keep their KV.
+        """
         busy = {run.key for run in self._runs.values() if not run.mends}
         for key in filter(is_meant, self._residency.keys() - busy):
             self.forget(key)
@@ -437,7 +440,10 @@ class Engine(EnginePort):
         return result
 
     async def _follow(self, run: Run, turn: Turn, publish: Publish | None) -> bool:
-        """Submit a turn and publish its tokens until it ends; return False if another one must continue."""
+        """Submit a turn and publish its tokens until it ends.
+
+        Returns False if another turn must continue the request.
+        """
         submitted_s, drawn_s = monotonic(), None
         self._submitted[turn] = None
         self._device.submit(turn)

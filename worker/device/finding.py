@@ -136,7 +136,7 @@ class Finder:
             turn.restores.append(Phase("fetch", asked_s, monotonic()))
 
     def _hold(self, store: Store, chain: Chain, turn: Turn, run: Run) -> None:
-        """Protect a context's stored blocks from eviction until the turn ends; set the spans to be stored."""
+        """Protect a context's stored blocks from eviction until the turn ends; set which spans to store."""
         run.prefix = store.hold(chain, turn.context)
         turn.edges = run.prefix.edges
         # An append runs all tokens but the last one, and its last snapshot ends there.

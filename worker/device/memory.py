@@ -63,7 +63,7 @@ class Shape:
     value_dim: int = 0
 
     def fuses(self, head_dims: Collection[int]) -> bool:
-        """Say whether attention stores no scores: it needs a fused kernel, which exists for `head_dims`."""
+        """Say whether attention stores no scores, thanks to a fused kernel; one exists for `head_dims`."""
         return not self.value_dim and self.head_dim in head_dims
 
 
@@ -197,7 +197,10 @@ class Estimator:
         return self.kv.held(num_tokens + block, ahead=block) + self.kv.held(num_tokens) // self.num_layers
 
     def kv_limit(self, max_rows: int, chunk: int, num_context: int, policy: Policy = FULL) -> int:
-        """Return the limit of all KV in bytes, if sessions under a policy have up to `num_context` tokens."""
+        """Return the limit of all KV in bytes, if sessions under a policy have up to `num_context` tokens.
+
+        Leaves memory for attention over `_PLANNED_CONTEXT` tokens at most.
+        """
         return self.room_for_kv(max_rows, chunk, min(num_context, _PLANNED_CONTEXT), policy)
 
     def room_for_kv(self, max_rows: int, chunk: int, num_context: int, policy: Policy = FULL) -> int:

@@ -118,7 +118,10 @@ class Mending:
         return len(self._lacking)
 
     async def _next(self) -> bool:
-        """Make snapshots of the most recently active idle session; False if none, or the queue is in use."""
+        """Make the missing snapshots of the most recently active idle session that lacks some.
+
+        Returns False if there is no such session, or if the writer's queue is in use.
+        """
         free = (
             key for key in reversed(self._lacking) if not self._is_at_work(key) and key not in self._ended
         )

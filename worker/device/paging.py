@@ -65,7 +65,10 @@ class Paging:
         self.ask(turn)
 
     def begin_piece(self, turn: Turn) -> None:
-        """Let a prompt's next piece attend to all earlier KV, and set whose queries score chunks."""
+        """Let a prompt's next piece attend to all earlier KV.
+
+        Also sets from which token on the queries score chunks.
+        """
         if (pages := layers.pages(turn.caches or [])) is not None:
             pages.asks_from = turn.target - 1 - self._block
             pages.sees_all, pages.past = True, turn.past

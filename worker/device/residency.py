@@ -80,7 +80,10 @@ class Residency:
     def put(
         self, key: SessionKey, tokens: Tokens, size_bytes: int, earliest: int = 0, policy: Policy = FULL
     ) -> None:
-        """Record the KV of a session whose turn has ended; the session is idle now."""
+        """Record the KV of a session whose turn has ended; the session is idle now.
+
+        The KV can be trimmed to any number of tokens that is at least `earliest`.
+        """
         self.pop(key)
         self._idle[key] = _Kv(tokens, size_bytes, earliest, policy)
         self.idle_bytes += size_bytes

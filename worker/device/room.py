@@ -41,7 +41,7 @@ class Room:
     """The KV of idle sessions, and the restores that wait for memory or have been promised memory."""
 
     def __init__(self, estimator: Estimator, block: int, report_short: Callable[[Short], None]) -> None:
-        """`report_short` tells the event loop, by a `Short`, which session lacks how much memory."""
+        """`report_short` sends a `Short` event to the event loop, which then drops idle sessions."""
         #: Whether the event loop was asked to drop sessions, and has not answered with `made_room`.
         self.awaits_drops = False
         self.estimator = estimator
@@ -73,7 +73,7 @@ class Room:
         self._resident.clear()
 
     def request(self, request: RoomRequest) -> None:
-        """Queue a restore's request for memory. It replaces what an earlier try of the session has."""
+        """Queue a restore's request for memory; an earlier promise to the session ends."""
         self.end_promise(request.key)
         self._requests.append(request)
 

@@ -98,7 +98,7 @@ class Run(Claim):
         )
 
     def waits_no_more(self) -> bool:
-        """Say whether the run must end or pause."""
+        """Say whether the run must stop waiting, since it must end or pause."""
         return self.is_halted or self.is_stopped
 
     def count(self, turn: Turn, num_cached: int, live_bytes: int) -> None:

@@ -42,8 +42,8 @@ class Scheduler:
     At most `max_rows` turns decode, at most `max_tenant_rows` of one tenant. For short answers, both limits,
     if above 1, are higher by an eighth.
 
-    A prompt's piece never crosses a multiple of its full size, one `block`, so that a prefill resumed at a
-    multiple gives the same bits. With a large budget the size is several blocks (`Turn.most_blocks`).
+    A piece of a prompt has up to one `block`, or several if the budget is large (`Turn.most_blocks`). It
+    never crosses a multiple of that size, so that a prefill resumed at a multiple gives the same bits.
     """
 
     def __init__(self, max_rows: int, block: int, max_tenant_rows: int | None = None) -> None:
@@ -92,7 +92,8 @@ class Scheduler:
     def next(self, budget: int, only: Turn | None = None) -> Step:
         """Choose a step with up to `budget` prompt tokens; if `only` is given, all of them are of that turn.
 
-        The scheduler's state does not change until `advance`.
+        A turn of a paged session may get `Turn.scale` times as many. The scheduler's state does not change
+        until `advance`.
         """
         rows = Counter((turn.tenant, turn.is_short) for turn in self._decoding)
         num_blocks = max(budget // self._block, 1)

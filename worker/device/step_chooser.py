@@ -142,7 +142,10 @@ class StepChooser:
         return ChosenStep(_NOTHING, hopeless=(turn, sum(self._needs(step))))
 
     def _fitting(self, step: Step) -> ChosenStep | None:
-        """Return the step if it fits or has no prompts, an empty one while sessions are dropped, or None."""
+        """Return the step if it fits or has no prompts, else None.
+
+        Returns an empty step while the event loop drops idle sessions to make room for it.
+        """
         scratch_bytes, growth_bytes = self._needs(step)
         fits = self._room.has(scratch_bytes + growth_bytes)
         if not fits and self._room.ask_for(scratch_bytes + growth_bytes):

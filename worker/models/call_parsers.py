@@ -333,7 +333,10 @@ def _of_python(node: ast.expr) -> Written:
 
 
 class _JsonWords(ast.NodeTransformer):
-    """Replaces true, false and null in Python calls by constants, as templates write values in JSON."""
+    """Replaces the names true, false and null in calls in Python's syntax by Python's constants.
+
+    Models write them because templates show them values in JSON.
+    """
 
     def visit_Name(self, node: ast.Name) -> ast.expr:  # `ast.NodeTransformer` requires this name
         words = {"true": True, "false": False, "null": None}

@@ -310,7 +310,10 @@ def _remove(path: Path) -> int:
 
 
 class _Words:
-    """A tokenizer's vocabulary, for `in`: searches tokenizer.json as text, since parsing takes a second."""
+    """A tokenizer's vocabulary that only supports `in`.
+
+    Searches tokenizer.json as text, since parsing it takes a second.
+    """
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"

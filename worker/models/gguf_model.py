@@ -207,7 +207,7 @@ def _rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
 
 
 def _llama3_scaling(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """Recover Llama 3's `rope_scaling` from the divisor of each frequency, since a GGUF file has no more.
+    """Recover Llama 3's `rope_scaling` from the divisor of each frequency, all that a GGUF file has of it.
 
     The other constants are the same in all published Llama 3 models. The formula comes from transformers'
     `_compute_llama3_parameters`.

@@ -206,5 +206,8 @@ def _token_id(fields: Mapping[str, Any], name: str, tokens: Sequence[str]) -> in
 
 
 def _adds_bos(fields: Mapping[str, Any]) -> bool:
-    """Return whether the model's family adds a beginning-of-sequence token, for files that do not say it."""
+    """Return whether the model's family adds a beginning-of-sequence token.
+
+    Used for files that do not state this.
+    """
     return fields["tokenizer.ggml.model"] == "llama" or fields.get("tokenizer.ggml.pre") in _LLAMA3 + _TEKKEN

@@ -253,7 +253,10 @@ def _wanted(found: ModelInfo, spec: str, quantisation: str) -> list[_File]:
 
 
 def _gguf_name(names: Sequence[str], quantisation: str) -> str | None:
-    """Return the GGUF file of a quantisation, or None; for an empty one, the only file or the default."""
+    """Return the name of the GGUF file with this quantisation, or None.
+
+    With an empty `quantisation`, return the only file, or the one of the default quantisation.
+    """
     whole = [name for name in names if not _is_piece(name) and not name.startswith("mmproj")]
     if not quantisation and len(whole) == 1:
         return whole[0]

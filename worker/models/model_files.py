@@ -102,7 +102,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 class Hold:
-    """Marks a model folder as in use, for all processes, until `close`, deletion, or the process's end."""
+    """Marks a model folder as in use, for all processes.
+
+    The mark ends with `close`, with the deletion of this object, or with the process.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._fd = os.open(folder / "config.json", os.O_RDONLY)
@@ -162,7 +165,7 @@ def context_tokens(config: dict[str, Any]) -> int:
 
 
 def num_parameters(folder: Path) -> int:
-    """Count the weights of a model folder; a number that packs several quantised weights counts as these."""
+    """Count the weights of a model folder; a number into which several weights are packed counts for each."""
     bits = weight_bits(read_json(folder / "config.json")) or 32
     num = 0
     for path in weight_files(folder):

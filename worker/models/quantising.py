@@ -1,7 +1,8 @@
 """Quantises a model's weights to few bits, with the functions of mlx-lm's own conversion.
 
-`turnkeep model convert` calls it; it knows nothing of serving. The new folder is written inside a hidden one,
-and moved to its place when complete. The next conversion to the same name clears what a killed one left.
+`turnkeep model convert` calls it; the module knows nothing of serving. The new folder is written inside a
+hidden one, and moved to its place when complete. If the process is killed, the next conversion to the same
+name removes the incomplete files.
 """
 
 from __future__ import annotations
@@ -105,7 +106,10 @@ def _unfinished(folder: Path) -> Iterator[Path]:
 
 
 def _copy_others(source: Path, unfinished: Path) -> None:
-    """Copy the other files, such as the tokenizer's: transformers would save them in another form."""
+    """Copy a folder's other files, such as the tokenizer's.
+
+    They are copied because transformers would save them in another form.
+    """
     for path in source.iterdir():
         is_config = path.name == "config.json" or path.name.endswith(".index.json")
         if path.is_file() and path.suffix in {".json", ".jinja", ".model", ".txt"} and not is_config:

@@ -137,7 +137,7 @@ class Tokenizer:
         return self._bos + self._ids(self.as_text(text)) + self._after
 
     def encode_pair(self, first: str, second: str, most: int | None) -> list[int]:
-        """Return the tokens of two texts, each followed by end tokens; of the second text at most `most`."""
+        """Return the tokens of two texts, each followed by end tokens; at most `most` of the second text."""
         return self.encode_whole(first) + self._ids(self.as_text(second))[:most] + self._after
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -398,7 +398,10 @@ class Tokenizer:
         return ids
 
     def _inside(self, text: str) -> list[int]:
-        """Encode `text` without the space that the tokenizer adds: after a shield character, then removed."""
+        """Encode `text` without the space that the tokenizer would add at its start.
+
+        A shield character is encoded before the text, and its tokens are then removed.
+        """
         ids = self._ids(_SHIELD + text)
         head = b""
         for i, token in enumerate(ids):

@@ -63,7 +63,11 @@ class Calls:
 
 
 class Tenants:
-    """Counts requests and tokens by tenant: the first `most` tenants, all others as one; 0 counts none."""
+    """Counts requests and tokens by tenant.
+
+    The first `most` tenants have counts of their own, all others share theirs. If `most` is 0, nothing is
+    counted.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -27,9 +27,9 @@ _DETAILS: Final = frozenset(
 
 
 def configure(log_format: str, log_level: str, kept: deque[str] | None = None) -> None:
-    """Set up logging for the process. `auto` is `console` on a terminal, without details, else `json`.
+    """Set up logging for the process. `log_format` auto is `console` on a terminal, otherwise `json`.
 
-    Each line is also added to `kept`, on any thread.
+    With `auto`, the console omits details. Each line is also added to `kept`, on any thread.
     """
 
     def keep(_logger: object, _method: str, line: Any) -> Any:

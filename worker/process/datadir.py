@@ -170,7 +170,7 @@ def is_unloaded(path: Path) -> bool:
 
 
 class _Holder(NamedTuple):
-    """The process that has locked a data directory, and the time of the lock; `name` is for messages."""
+    """The process that has locked a data directory, and the time of the lock; messages use `name` for it."""
 
     pid: int
     locked_s: float

@@ -1,4 +1,4 @@
-"""Maps the answered request ids of a session to places in the log; takes 24 bytes of memory per id.
+"""Maps the answered request ids of a session to stream sequences; takes 24 bytes of memory per id.
 
 Only a hash of each id is stored. The caller of `find` must therefore read the request from the log, and
 compare its id.
@@ -89,7 +89,7 @@ class AnsweredIds:
             self._sorted = np.delete(self._sorted, row, axis=0)
 
     def _row(self, key: int) -> int | None:
-        """Return the first array row with this hash; None without one. Entries in `_recent` are later."""
+        """Return the array's first row with this hash, or None. Entries in `_recent` were added later."""
         if not len(self._sorted):
             return None
         row = int(np.searchsorted(self._sorted[:, 0], np.uint64(key)))

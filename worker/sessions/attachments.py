@@ -52,7 +52,7 @@ class Attachments:
 
 
 class Found(NamedTuple):
-    """A checkpoint, and the session's later results that were read to find and confirm it."""
+    """The result of `find`: a checkpoint, and the session's later results, read to find and confirm it."""
 
     checkpoint: Checkpoint
     results: list[Entry]
@@ -100,7 +100,10 @@ class SessionAttachments:
             self.link = link
 
     async def store_base(self, in_seq: int, history: History) -> Link:
-        """Store the history a fork starts with; the request at `in_seq` opens it. Retries until stored."""
+        """Store the history with which a fork starts; the request at `in_seq` opens the fork.
+
+        Retries until the history is stored.
+        """
         return await self.store(await in_thread(Checkpoint(in_seq, history, AnsweredIds()).pack))
 
     async def store(self, value: bytes) -> Link:
@@ -143,7 +146,10 @@ class SessionAttachments:
         return found
 
     async def _store(self, value: bytes) -> Link | None:
-        """Store a value as messages, each linked to the previous one; return the last link, or None."""
+        """Store a value as messages, each linked to the previous one; return the last message's link.
+
+        Returns None if a message could not be stored.
+        """
         attachments, link = self._shared, None
         for start in range(0, max(len(value), 1), attachments.part_bytes):
             part = value[start : start + attachments.part_bytes]

@@ -73,7 +73,10 @@ class Attempts:
         return AttemptNote()
 
     async def is_under_way(self, note: AttemptNote) -> bool:
-        """Whether the note is of another worker that still runs, so that the attempt has not crashed it."""
+        """Whether another worker that still runs is making the attempt of this note.
+
+        Then the attempt has not crashed a worker.
+        """
         return self._runs is not None and note.by != self._me and await self._runs(note.by)
 
     async def store(self, key: SessionKey, note: AttemptNote) -> AttemptNote:
@@ -83,15 +86,18 @@ class Attempts:
         return note
 
     async def uncount(self, key: SessionKey, seq: int, num_tokens: int, last: AttemptNote) -> None:
-        """Subtract the last attempt from the count: it ended without a crash. `num_tokens` are published."""
+        """Subtract the last attempt from the count, since the attempt ended without a crash.
+
+        `num_tokens` tokens of the answer are published.
+        """
         attempts = last.attempts if last.seq == seq else 1
         await self.store(key, AttemptNote(seq, attempts - 1, num_tokens))
 
     async def excuse(self, firsts: Mapping[SessionKey, int]) -> None:
-        """Note that no worker has begun the requests at these sequences, each the first one of its session.
+        """Store, for each session in `firsts`, that no worker has begun the request at the given sequence.
 
-        For requests that a stopping worker only returned to the server: without a note, the next worker would
-        count their second delivery as an attempt.
+        Call this for requests that a stopping worker has only returned to the server: without a note, the
+        next worker would count their second delivery as an attempt.
         """
         for key, seq in firsts.items():
             await self.store(key, AttemptNote(seq))
@@ -102,7 +108,10 @@ class Attempts:
 
 
 class Doubt:
-    """Tracks whether one session may have crashed a worker; if so, has its attempt note. Event loop only."""
+    """Tracks whether one session may have crashed a worker; if it may, holds the session's attempt note.
+
+    Event loop only.
+    """
 
     def __init__(self, key: SessionKey, attempts: Attempts) -> None:
         self.is_raised = False

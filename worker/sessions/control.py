@@ -206,7 +206,11 @@ class Control:
         return tuple(store.pinned(store.chain(key.tenant, history.policy), tokens)) or UNSET
 
     async def _pin(self, session: Session, request: PinRequest | UnpinRequest) -> Pinned | Unpinned | Failed:
-        """Pin or unpin the first `position` tokens of a session (default: all); takes about 2 s at most."""
+        """Pin or unpin the first `position` tokens of a session (default: all).
+
+        Pinning waits for the disk, 2 s at most. If not all tokens are in memory, first reads the session's
+        log.
+        """
         store, key, history = self._store, session.key, session.history
         if store is None:
             return _refused("this worker keeps no snapshots, so nothing can be pinned: see its log")

@@ -158,7 +158,7 @@ class Execution:
                 return Rewound(id=request.id, seq=pending.seq, position=position, **seen(after)), after
 
     def fork(self, request: Open, of: ForkPoint, pending: Pending, parent: History) -> tuple[Result, History]:
-        """Open a fork of `parent`, a history that `is_whole`, at the position `of`. Raises `RefusedError`."""
+        """Open a fork of `parent`, a whole history, at the position in `of`. Raises `RefusedError`."""
         if of.expect_position not in (None, parent.position):
             raise RefusedError(
                 "position_conflict",

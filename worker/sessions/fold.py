@@ -261,7 +261,10 @@ class Fold:
         model: Model | None,
         answer: Message | None,
     ) -> History:
-        """Return the history after a request's input, given all `tokens` it then has. Tokenises nothing."""
+        """Return the history after a request's input, tokenising nothing; `tokens` are all tokens after it.
+
+        The first `kept` tokens were in the session before. For `num_given` and `num_raw` see `Input`.
+        """
         tools = None if request.tools is None else msgspec.to_builtins(request.tools)
         conversation = history.conversation.with_extras(tools, request.chat_template_kwargs)
         end, is_rewritten = len(tokens) - num_given, kept < history.position
@@ -287,7 +290,7 @@ class Fold:
     def _said(
         self, request: Append | Generate, conversation: Conversation, noted: Counter[str]
     ) -> list[Said]:
-        """Change a request's messages to what the template renders; `noted` counts each kind of change."""
+        """Convert a request's messages to forms that the template renders; count the changes in `noted`."""
         messages = [message.as_sent() for message in request.messages or ()]
         adapted = self._tokenizer.adapted(messages, conversation.last_message, noted)
         return [Said(message, request.special_tokens is True) for message in adapted]
@@ -339,7 +342,7 @@ class Fold:
         answer: Message | None,
         warnings: list[str],
     ) -> Iterator[Edit]:
-        """Yield functions that add a request to a history in steps: tools, input, answer header or answer."""
+        """Yield functions that each add one part of a request: tools, input, answer header or answer."""
         if request.tools is not None or request.chat_template_kwargs is not None:
             tools = None if request.tools is None else msgspec.to_builtins(request.tools)
             if tools and not self._tokenizer.markup.renders_tools:

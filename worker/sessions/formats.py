@@ -123,8 +123,8 @@ class Formats:
     ) -> tuple[Grammar | None, tuple[str, ...]]:
         """Compile a grammar of tool calls. Raises `GrammarError`.
 
-        A tool that is not strict, and whose schema cannot be compiled, may be called with any object. So may
-        all that are not strict, if their schemas cannot be compiled together.
+        A tool whose schema cannot be compiled may be called with any JSON object, unless the tool is strict.
+        If schemas cannot be compiled together, this applies to all tools that are not strict.
         """
         if isinstance(request.tool_choice, NamedTool):
             tools = [one for one in tools if one["function"]["name"] == request.tool_choice.function.name]

@@ -26,7 +26,7 @@ def place(arrived_s: float, priority: int, max_new: int = 0) -> float:
 
 
 def has_place(num: int, num_short: int, limit: int, part: int, *, is_short: bool) -> bool:
-    """Return whether one more request may run beside `num`, of which `num_short` have short answers.
+    """Return whether one more request may run beside `num` others, of which `num_short` have short answers.
 
     Up to (limit - 1) / part requests with short answers, rounded up, do not count towards `limit`, so that
     they need not wait for long answers. Any further ones count like requests with long answers.

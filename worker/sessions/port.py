@@ -145,7 +145,10 @@ class EnginePort(Protocol):
         """Drop a session's KV from the device. Its snapshots stay on SSD."""
 
     def let_go(self, is_meant: Callable[[SessionKey], bool]) -> set[SessionKey]:
-        """Drop matching sessions' KV from the device; return those whose turn is under way, which keep it."""
+        """Drop the KV on the device of all sessions for which `is_meant` is true.
+
+        Returns those of them whose turn is under way; they keep their KV.
+        """
 
     async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
         """Drop a session's KV from the device and its snapshots from SSD. Takes 2 s at most.

@@ -46,7 +46,10 @@ def echo_of(request: Generate, extended: Input, max_bytes: int) -> tuple[Scores 
 
 
 def told(scores: Scores | None, extended: Input, answer: Answer) -> tuple[PromptToken, ...]:
-    """Return the prompt's new tokens with logprobs (none for a session's first); empty until complete."""
+    """Return the prompt's new tokens with their logprobs; nothing while `scores` is None or incomplete.
+
+    The first token of a session has no logprob.
+    """
     tokens = extended.history.tokens
     if scores is None or scores.end < len(tokens):
         return ()

@@ -210,7 +210,7 @@ class Record:
 
     @property
     def unread_seq(self) -> int:
-        """Sequence of the last request that was not read although its result was; 0 if there is none."""
+        """Sequence of the last request that is unread although its result was read; 0 if there is none."""
         return max(self._early, default=0)
 
     def has_result(self, seq: int) -> bool:
@@ -283,7 +283,7 @@ class Record:
             self.in_seq = max(self.in_seq, entry.seq)
 
     def end_fold(self) -> None:
-        """Finish the first reading of the log; mark it as diverged if a result, or its request, is lost."""
+        """End the first reading of the log; mark the record as diverged if a result or request is lost."""
         self.folded = True
         # When a session is being removed, its first requests are removed before their results.
         lost = [
@@ -439,7 +439,7 @@ def _changes_nothing(result: Result) -> bool:
 
 
 def _is_first(result: Result) -> bool:
-    """Whether this is the first result of its id: not a repeat, and not a failure for a reused id."""
+    """Whether a result is the first of its request id: no repeat, and no failure for a reused id."""
     return result.repeat_of is None and not (isinstance(result, Failed) and result.code == "id_conflict")
 
 

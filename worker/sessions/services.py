@@ -32,7 +32,8 @@ class Services:
 
     `ack` acknowledges the deliveries of a session that has answered all its requests; `disown` notes that
     another worker has stored a result of a session. `shares` limits how many sessions of a tenant work at
-    once, `reading` how many logs are read at once. `build` is the value of a header of every result.
+    once, `reading` how many logs are read at once. `build` is the header of every result that names the
+    worker, its version, device and precision.
     """
 
     journal: Journal

@@ -155,7 +155,7 @@ class Session:
 
     @property
     def next_request(self) -> Request | None:
-        """The next request to answer; None if it is not known."""
+        """The first unanswered request that was read, else the delivered one; None if it is invalid."""
         if self.log.record.pending:
             return self.log.record.pending[0].request
         with suppress(InvalidMessageError):
@@ -279,7 +279,7 @@ class Session:
         return await self._ended(known, "running")
 
     async def _ended(self, known: AnsweredRequest, was: Literal["running", "waiting"]) -> Cancelled | Failed:
-        """Return `Cancelled` if the cancel ended the request, `Failed` if it was complete before."""
+        """Return a cancel's reply: `Cancelled` if the request ended early, `Failed` if it was complete."""
         body, result = await self._services.journal.get(known.at.out_seq), None
         with suppress(InvalidMessageError):
             result = decode_result(body) if body is not None else None

@@ -327,10 +327,11 @@ class SessionLog:
     ) -> Committed | None:
         """Store a result and the history after it; `closes` says that the result closes the session.
 
-        If `history` is None, the result does not change it; then a request that was cancelled while it waited
-        can be answered out of order; with `waits` only if it still waits behind another one, since the next
-        request may have been begun. Returns None if not, if the request already has a result, or the log was
-        read again meanwhile. Raises `FencedError` if the log has a result that this worker did not know.
+        If `history` is None, the result does not change the history, and may be stored out of order: the
+        request was cancelled while it waited. With `waits`, it is stored only if the request still waits
+        behind another one, since the next request may have been begun. Returns None if nothing was stored:
+        for that reason, because the request already has a result, or because the log was read again
+        meanwhile. Raises `FencedError` if the log has a result that this worker did not know.
         """
         record = self.record
         if closes:

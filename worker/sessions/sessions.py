@@ -100,9 +100,10 @@ class Sessions:
             return erased.settled
 
     def let_go(self, is_meant: Callable[[SessionKey], bool]) -> set[SessionKey]:
-        """Drop matching idle sessions from memory and device; return the matching ones that are at work.
+        """Drop idle sessions for which `is_meant` is true from memory, and their KV from the device.
 
-        The device may also have KV of sessions that are no longer in memory.
+        Returns the sessions at work for which it is true; these stay. The device may also have KV of sessions
+        that are no longer in memory.
         """
         busy = self._services.engine.let_go(is_meant) | set(filter(is_meant, self._at_work))
         for key in set(filter(is_meant, self._sessions)) - busy:

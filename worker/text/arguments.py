@@ -77,7 +77,10 @@ class Offered:
         return self._schemas.keys()
 
     def believed(self, written: Written) -> ParsedCall:
-        """Return a valid call with converted arguments; raises `NoCallError`, or what `json` raises."""
+        """Check a call that the model wrote, and return it with converted arguments.
+
+        Raises `NoCallError` for an invalid call, or what `json` raises.
+        """
         schema = self._schemas.get(written.name)
         if schema is None:
             raise NoCallError(f"{written.name} was not offered")

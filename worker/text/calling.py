@@ -68,7 +68,7 @@ def json_rule(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
 
 
 def _text(text: str, token_of: Callable[[str], int | None]) -> str:
-    """Write a fixed text as a grammar rule (it may be empty): control tokens by id, the rest as strings."""
+    """Write a text, perhaps empty, as a grammar rule: control tokens by their ids, the rest as strings."""
     parts = []
     for part in filter(None, _MARKER.split(text)):
         token = token_of(part)

@@ -217,7 +217,7 @@ class Segments:
     def with_raw(self, keep: int, end: int, text: str | None) -> Self:
         """Add raw content, with its text if known; later messages start a new conversation.
 
-        It replaces the session's tokens from position `keep` on, and ends at `end`.
+        The content replaces the session's tokens from position `keep` on, and ends at `end`.
         """
         if keep == end:
             return self
@@ -335,7 +335,7 @@ class Segments:
 
     @classmethod
     def unpack(cls, tokenizer: Tokenizer, packed: bytes) -> Self:
-        """Decode what `pack` returned. Raises `MsgspecError`."""
+        """Decode a conversation that `pack` encoded. Raises `MsgspecError`."""
         return cls(tokenizer, *structs.astuple(msgspec.msgpack.decode(packed, type=_Packed)))
 
     def _answer(

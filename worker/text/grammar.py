@@ -267,7 +267,8 @@ def guided(schema: Mapping[str, Any], *, lenient: bool) -> dict[str, Any]:
 def _enforceable(schema: Any, depth: int = 0) -> Any:
     """Replace the patterns and references of a schema that llguidance refuses even in lenient mode.
 
-    Unknown formats replace them, for which llguidance warns. It ignores other unsupported keywords itself.
+    Each is replaced by an unknown format, about which llguidance warns. llguidance itself ignores other
+    unsupported keywords.
     """
     if isinstance(schema, list):
         return [_enforceable(one, depth + 1) for one in schema]

@@ -71,7 +71,10 @@ class HarmonySplitter:
         return piece
 
     def finish(self, *, is_cut: bool = False) -> Piece:  # noqa: ARG002  # a call's JSON shows whether it is complete
-        """End the answer; return the text held back, without an unfinished header unless it is a call's."""
+        """End the answer; return the text that was held back.
+
+        An unfinished header is dropped, unless it belongs to a call.
+        """
         held, self._held = self._held, ""
         if self.is_full:
             return Piece()

@@ -33,7 +33,7 @@ class _LooksBackError(Exception):
 
 @lru_cache(maxsize=16)
 def num_first(template: str | None) -> int | None:
-    """Return how many of the first messages may influence all later texts; None if not local.
+    """Return how many of the first messages may influence all later texts; None if the template is not local.
 
     In a local template a message's text depends on these messages, on its neighbours, and on whether its
     index is odd. Text before all messages depends on the first messages, text after them on the last one.

@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 
 class Splitter(Protocol):
-    """Splits one answer. `calls` are the complete calls so far."""
+    """Splits one answer into text, reasoning and tool calls. `calls` are the complete calls so far."""
 
     #: Whether some text looked like a call but was not a valid one.
     malformed: bool
@@ -214,7 +214,7 @@ class MarkedSplitter:
         return piece
 
     def _if_bare(self, parse: Parser, *, is_over: bool) -> Piece | None:
-        """Hold back an answer that may consist of calls without markers; None once it cannot."""
+        """Hold back an answer while it may consist of calls without markers; return None once it cannot."""
         if self._may_be_bare():
             if not is_over:
                 return Piece()
@@ -248,7 +248,7 @@ class MarkedSplitter:
         return Piece(text)
 
     def _mentioned(self, marker: str) -> Piece:
-        """Return `marker`, or text that begins with one, as text; the text after it may have markers."""
+        """Return `marker`, with which the held text begins, as text; other markers may follow in the rest."""
         self._form, self._held = None, self._held[len(marker) :]
         return self._said(marker)
 
@@ -290,9 +290,10 @@ class MarkedSplitter:
     def _behind_call(
         self, form: Form, text: str, found: Sequence[ParsedCall], behind: int, *, is_over: bool
     ) -> Piece:
-        """Add a parsed call once it is sure that its end marker was not text in its last argument.
+        """Add a parsed call once it is certain that its end marker was not text in its last argument.
 
-        It was, if an argument's end tag follows before another call or reasoning. Until then hold the call.
+        The marker was such text if an argument's end tag follows before another call or reasoning. Until this
+        is decided, the call is held back.
         """
         if found and form.is_tagged:
             markers = (form.opens, form.quotes[1], *(self._markup.reasoning or ())[:1])
@@ -319,7 +320,10 @@ class MarkedSplitter:
         return found
 
     def _ends(self, form: Form, text: str) -> Iterator[tuple[int, int]]:
-        """Yield possible ends of a call, before an end marker or another call, with the rest's start."""
+        """Yield each index at which a call may end, with the index at which the text after the call starts.
+
+        A call may end with its JSON value, or before an end marker or another call.
+        """
         if form.value is not None:
             if self._scan is None and (value := form.value.match(text)):
                 self._scan = _Scan(value.end())
@@ -371,7 +375,11 @@ def _without_beginning_of(marker: str, text: str) -> str:
 
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
-    """Return the first marker's index and text; without one, where one may begin (or the end), and None."""
+    """Return the index and the text of the first marker in `text`.
+
+    Without one, return the index from which an incomplete marker may end the text (else its length), and
+    None.
+    """
     found = [(text.index(marker), marker) for marker in markers if marker in text]
     if found:
         return min(found, key=lambda one: (one[0], -len(one[1])))

@@ -193,7 +193,7 @@ class Conversation(Segments):
     def _whole_target(
         self, history: Sequence[int], said: Sequence[Said], *, header: bool, anew: bool
     ) -> _Target | Addition:
-        """Render the whole conversation; return a target, or an addition if only its end must change."""
+        """Render the whole conversation; return a target, or an addition if only the end must change."""
         segments = self._segments[self._first :]
         every = [*said_in(segments, drops=has_question(said)), *said]
         wanted = self._render(every, header=header)
@@ -210,7 +210,7 @@ class Conversation(Segments):
     def _retokenised(
         self, history: Sequence[int], segments: Sequence[Segment], wanted: str
     ) -> Addition | None:
-        """Return the addition from tokenising all text after the last answer again.
+        """Tokenise all text after the last answer again, and return the addition.
 
         None if that would change more than the last token of the session.
         """
@@ -237,7 +237,7 @@ class Conversation(Segments):
         return "".join(self._text(history, one) for one in segments)
 
     def _more(self, said: Sequence[Said], wanted: str, *, opened: bool) -> str | None:
-        """Return the part of `wanted` after the render of earlier messages; None if it starts otherwise."""
+        """Return the part of `wanted` after the render of earlier messages; None if it does not begin so."""
         try:
             known = self._render(said[:-1] if opened else said, header=opened)
         except TemplateError:
@@ -245,9 +245,9 @@ class Conversation(Segments):
         return wanted[len(known) :] if wanted.startswith(known) else None
 
     def _near_target(self, history: Sequence[int], said: Sequence[Said], *, header: bool) -> _Target | None:
-        """Return the target from the last prompts on, found by rendering only the last messages.
+        """Return the target that starts at the last prompts; renders only the last messages for it.
 
-        None if the conversation is short, or the template looks back.
+        None if the conversation is short, or the template is not local (see `locality`).
         """
         segments, num_head = self._segments, num_first(self.tokenizer.template)
         if num_head is None or (found := self._near(num_head)) is None:
@@ -351,14 +351,17 @@ class Conversation(Segments):
         return segments[agreeing - 1].end if agreeing else base, ends[agreeing]
 
     def _last_border(self, segments: Sequence[Segment], history: Sequence[int]) -> int | None:
-        """Return the position of the last added token in a final prompt: earlier tokens cannot change."""
+        """Return the position of the last added token of the tokenizer in a final prompt, if any.
+
+        Text after it does not change the tokens before it.
+        """
         if not segments or segments[-1].kind != "prompt":
             return None
         backwards = range(segments[-1].end - 1, segments[-1].start, -1)
         return next((i for i in backwards if history[i] in self.tokenizer.added_ids), None)
 
     def _common(self, tokens: Sequence[int], text: str) -> tuple[int, int]:
-        """Count the first tokens, and their whole characters, that spell the start of `text`."""
+        """Return how many first tokens spell the start of `text`, and how many whole characters that is."""
         target = text.encode()
         num_bytes = best_tokens = best_bytes = 0
         for count, token in enumerate(tokens, 1):

@@ -28,7 +28,7 @@ class Thinking:
 
     `opens` and `closes` are the markers of the reasoning, as bytes; `opening` and `closing` are the same as
     tokens. After `budget` tokens the reasoning must end. One of the white-space tokens `spaces` may precede
-    the text that follows the `grammar`; `inside` is the mask of tokens allowed in the reasoning (None: all).
+    the text that `grammar` constrains; `inside` is the mask of tokens allowed in the reasoning (None: all).
     If `is_begun`, the prompt has opened the reasoning.
     """
 
@@ -73,7 +73,7 @@ class _Follower:
 
     @property
     def _begun_text(self) -> list[int]:
-        """The tokens of `begun` without the white space that may precede the answer's text."""
+        """The tokens drawn before it was known whether the answer reasons, without white-space tokens."""
         return [token for token in self.begun if token not in self._of.spaces]
 
     def push(self, tokens: Iterable[int]) -> None:
@@ -101,7 +101,7 @@ class _Follower:
         return self.inner.forced() if self.inner is not None else ()
 
     def add(self, token: int) -> None:
-        """Add one token."""
+        """Add one token to the answer."""
         match self.place:
             case "before":
                 self._push_before(token)
@@ -166,7 +166,7 @@ class _Follower:
         return _with(mask, more)
 
     def _mask_within_opening(self, grammar: Grammar) -> Mask | None:
-        """Return the mask after tokens that may begin the marker of reasoning or the grammar's text."""
+        """Return the mask while the tokens may still begin either the reasoning or the grammar's text."""
         begun = self._begun_text
         *masks, mask = grammar.follow(()).masks(begun)
         size = len(begun)

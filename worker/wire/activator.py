@@ -56,7 +56,7 @@ class Activator:
         self._outbox = Outbox(nc, subjects)
         self._subscriptions: list[Subscription] = []
         self._held: list[Msg] = []
-        #: When the last request came, by the event loop's clock.
+        #: When the last noticed request came, by the event loop's clock.
         self.used_s = current_time()
 
     async def open(self, settings: Settings) -> None:
@@ -75,7 +75,7 @@ class Activator:
             await confirm_subscriptions(self._nc)
 
     async def end(self) -> None:
-        """Unsubscribe, then publish the held requests again; the worker must have subscribed before."""
+        """Unsubscribe, then publish the held requests again; the worker must already have subscribed."""
         while self._subscriptions:
             with contextlib.suppress(nats.errors.Error):
                 await self._subscriptions.pop().drain()  # type: ignore[no-untyped-call]

@@ -86,9 +86,10 @@ def _program() -> Path:
 
 
 def check_port(port: int, mend: str | None = None) -> None:
-    """Raise `BrokerError`, ending with `mend`, if no server can listen on `port` of the loopback address.
+    """Raise `BrokerError` if no server can listen on `port` of the loopback address.
 
-    The message names the Turnkeep worker whose NATS server has the port, if this user can see it.
+    The message ends with `mend`, which says what to do. It names the Turnkeep worker whose NATS server has
+    the port, if this user can see it.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Go does: TIME_WAIT is no obstacle

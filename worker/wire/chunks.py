@@ -229,7 +229,7 @@ class AnswerChunks:
         return is_own or after, is_own > 0
 
     async def _token(self, subject: str, after: int | None = None) -> RawStreamMsg | None:
-        """Read an answer's first message after `after`, or its last one if that is None; None if none."""
+        """Read an answer's first message after `after`, or its last one if `after` is None; None if none."""
         stream, seq = self._subjects.token_stream, None if after is None else after + 1
         while True:
             try:

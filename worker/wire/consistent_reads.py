@@ -121,7 +121,7 @@ class ConsistentReads:
                 yield entry
 
     async def _direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
-        """Do the direct get of `page`, retrying until it succeeds. The answering replica may lag behind."""
+        """Read a page by a direct get, retrying until it succeeds. The answering replica may lag behind."""
         request = {"seq": after + 1, "batch": _BATCH, "max_bytes": _BATCH_BYTES, "next_by_subj": subject}
         while True:
             try:

@@ -191,7 +191,7 @@ class Endpoints:
         return ack.seq
 
     async def _result(self, results: Subscription, key: SessionKey, request_id: str, seq: int) -> Result:
-        """Wait for the result of the request at `seq` on `out`; now and then look for it in the log too."""
+        """Wait for the result of the request at `seq` on `out`; look for it in the log too, every 10 s."""
         while True:
             with move_on_after(_LOOK_S):
                 while True:

@@ -41,7 +41,10 @@ _OFTEN_S: Final = 3600.0
 
 
 class Note(msgspec.Struct, frozen=True):
-    """A session's KV to erase, except in the data directories `done`; `session` is a digest of its name."""
+    """A note that KV of a forgotten session must be erased, except in the data directories `done`.
+
+    `session` is a digest of the session's name.
+    """
 
     session: bytes
     marks: Marks
@@ -49,7 +52,7 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class Copies(Protocol):
-    """A worker's own copies of KV; implemented by `cache.store.Store`."""
+    """A worker's own snapshots; implemented by `cache.store.Store`."""
 
     async def erase_marked(self, tenant: str, marks: Marks) -> bool:
         """Erase the copies of a forgotten token sequence; return false if this has to be tried again."""
@@ -58,7 +61,7 @@ class Copies(Protocol):
         """Erase all copies of KV; return false if this has to be tried again."""
 
     def erased_up_to(self, log: str) -> Erased | None:
-        """Return what `note_erased` stored last for the log with this name; None if nothing."""
+        """Return the last argument of `note_erased` for the log with this name; None if there is none."""
 
     def note_erased(self, erased: Erased) -> None:
         """Store the sequence up to which all notes of a log are carried out."""
@@ -117,7 +120,7 @@ class Erasures:
     async def _drop_all(self, let_go: LetGo, after: int) -> bool:
         """Drop all KV if there are notes after `after`; return false if this has to be continued later.
 
-        Sessions that are at work now are let go of when their turns have ended, and only then the copies are
+        Sessions that are at work keep their KV until their turns have ended. Only after that are the copies
         erased, as these turns may add some.
         """
         notes, _ = await self._journal.erasures(after)

@@ -239,7 +239,7 @@ class Intake:
         return arrived
 
     async def deliver(self, message: Msg, ring: Ring) -> None:
-        """Accept a delivery from the server or another worker; if its tenant has no room, return it (nak)."""
+        """Accept a delivery from the server or another worker; return it (nak) if its tenant has no room."""
         if self._server != self._journal.server:
             await self._drop_lost()
         metadata = message.metadata
@@ -277,7 +277,7 @@ class Intake:
                 await older.ack()
 
     async def _refuse(self, message: Msg, seq: int) -> None:
-        """Refuse a request whose names form no subject, and terminate its delivery.
+        """Refuse a request whose tenant or session cannot be named in a subject; terminate its delivery.
 
         A request that the server delivers again meanwhile is not refused a second time.
         """
@@ -301,7 +301,7 @@ class Intake:
         await self._journal.refuse(message.subject, seq, f"the names in a subject must be {ID_RULE}")
 
     def room(self, tenant: str) -> int:
-        """Return how many more sessions of a tenant may have an anchor now."""
+        """Return for how many more sessions of a tenant this worker may keep a delivery (an anchor) now."""
         most = self._max_per_tenant
         if len(self._anchors) >= self._max_sessions:
             most = min(self._max_sessions // (len(self._tenants) or 1), most)
@@ -323,7 +323,7 @@ class Intake:
         return {key: seq for key, seq in firsts.items() if not self._returned[seq].again}
 
     def pass_returned(self, seqs: Iterable[int]) -> list[int]:
-        """Drop returned requests that another worker has now; list those that only this worker ever had."""
+        """Forget returned requests, which another worker has now; list those that no other had before."""
         known = {seq: self._returned.pop(seq) for seq in seqs if seq in self._returned}
         return [seq for seq, one in known.items() if not one.again]
 
@@ -332,9 +332,10 @@ class Intake:
         self._pull_over.set()
 
     async def keep_alive(self) -> None:
-        """Tell the server periodically that the anchors are still being worked on, until cancelled.
+        """Tell the server periodically, until cancelled, that this worker still works on its deliveries.
 
-        Must run longer than `pull`: while the worker ends its turns, the server must not redeliver anchors.
+        These are the anchors, one for each session. Must run longer than `pull`: while the worker ends its
+        turns, the server must not redeliver them.
         """
         while True:
             await sleep(self._ack_wait_s / 3)
@@ -346,7 +347,7 @@ class Intake:
                 del self._returned[seq]
 
     async def ack(self, key: SessionKey) -> None:
-        """Acknowledge a session's anchor: all its requests have results.
+        """Acknowledge a session's delivery (its anchor): all requests of the session have results.
 
         If the ack is lost, the server delivers the request again, which does no harm.
         """
@@ -365,7 +366,7 @@ class Intake:
         return message
 
     async def _drop_lost(self) -> None:
-        """Drop the anchors that a restarted server has lost: other requests may have their sequences now."""
+        """Drop deliveries that a restarted server has lost: other requests may have their sequences now."""
         self._server = self._journal.server
         self._refused.clear()
         for key, message in list(self._anchors.items()):
@@ -374,11 +375,11 @@ class Intake:
                 self._drop(key)
 
     def expects(self, key: SessionKey, seq: int = 0) -> bool:
-        """Whether a session has an anchor, or the server will redeliver its returned request at `seq`."""
+        """Whether a session has an unacknowledged delivery, or its request at `seq` will be redelivered."""
         return key in self._anchors or seq in self._returned
 
     async def return_anchors(self) -> None:
-        """Return all anchors to the server (nak), which delivers them to the next worker at once."""
+        """Return all unacknowledged deliveries (nak); the server delivers them to the next worker at once."""
         for message in list(self._anchors.values()):
             with contextlib.suppress(nats.errors.Error, OSError):
                 await message.nak()

@@ -260,7 +260,8 @@ class Journal:
     async def refuse(self, subject: str, seq: int, message: str) -> None:
         """Refuse a request whose names cannot be used in subjects: store a failure in session `_refused`.
 
-        Does not retry. Stores nothing if the tenant's name is invalid too, and maybe two after a crash.
+        Does not retry. Stores nothing if the tenant's name is invalid too. After a crash the failure may be
+        stored twice.
         """
         tenant = subject.rsplit(".", 3)[1]
         with contextlib.suppress(InvalidMessageError):

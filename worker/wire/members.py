@@ -106,7 +106,7 @@ class Members:
         replicas: int | None = None,
         lost: Callable[[str], None],
     ) -> None:
-        """Make the record of `worker`; the stream of records has `replicas` copies, or as many as the log.
+        """Make the record of `worker`. The stream of records has `replicas` copies; None: as many as the log.
 
         `lost(why)` is called once if another worker takes this one's name after this one's record expired.
         """

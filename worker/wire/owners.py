@@ -76,7 +76,8 @@ _GAP_TO_GIVE: Final = 64
 class _Passed(msgspec.Struct, frozen=True):
     """A delivery that is passed on: the request's subject and sequence, and the subject of its ack, if any.
 
-    `giver` is the `Member.boot` of a worker that gives the session away, or keeps no new one as it drains.
+    `giver` is the `Member.boot` of a worker that gives the session away, or that drains and so keeps no new
+    session.
     """
 
     subject: str
@@ -251,7 +252,7 @@ class Owners:
             self.disown(key)
 
     async def _note_returned(self, key: SessionKey, seqs: Sequence[int]) -> None:
-        """Note which of these requests the other workers have only returned, for lack of room."""
+        """Ask the other workers which of these requests they only returned to the server, and note these."""
         if seqs := [seq for seq in seqs if not self.intake.expects(key, seq)]:
             for other in list(self._members.others.values()):
                 answer = await self._ask(other, "returned", msgspec.json.encode(seqs), _PASS_S)
@@ -267,7 +268,10 @@ class Owners:
             self._takers.popitem(last=False)
 
     async def _give(self, key: SessionKey, heir: Member, waiting: dict[int, _Routed]) -> bytes:
-        """Give a session with its new requests to `heir`, unless it is at work here; return the answer."""
+        """Give a session with its new requests to `heir`; return the answer of `heir`.
+
+        If the session is at work here, accept its redelivered requests instead, and return `_NOT_YET`.
+        """
         if key not in self.intake.at_work:
             answer = await self._pass_on(heir, waiting, gives=True)
             if answer == _TAKEN:
@@ -280,7 +284,7 @@ class Owners:
         return _NOT_YET
 
     async def _pass_on(self, owner: Member, waiting: dict[int, _Routed], *, gives: bool = False) -> bytes:
-        """Pass deliveries on to `owner`, and their session too if `gives`; return the last answer."""
+        """Pass deliveries on to `owner`, and their session too if `gives`; return the owner's last answer."""
         giver = self._members.me.boot if gives else ""
         for seq, (message, _) in list(waiting.items()):
             passed = msgspec.json.encode(_Passed(message.subject, seq, message.reply, giver))
@@ -324,7 +328,7 @@ class Owners:
         return _Owner(member if member and member.serves else None, claim_seq, is_known=bool(name))
 
     async def _place(self, key: SessionKey, waiting: dict[int, _Routed]) -> Member | None:
-        """Choose another worker for a new session; None for this one."""
+        """Choose another worker for a new session; None if this worker should keep it."""
         with contextlib.suppress(InvalidMessageError):
             request = decode_request(waiting[min(waiting)][0].data)
             if isinstance(request, Open) and request.from_ is not None:
@@ -333,7 +337,10 @@ class Owners:
         return self._less_busy(_GAP)
 
     def _less_busy(self, gap: int) -> Member | None:
-        """Return the least busy other worker if this one drains or has `gap` sessions more; else None."""
+        """Return the least busy other worker if this one drains or has far more sessions; else None.
+
+        Far more means `gap` more, and at least `_RATIO` times as many.
+        """
         others = [one for one in self._members.others.values() if one.serves and not one.drains]
         mine, idlest = self.intake.num_sessions, min(others, key=_load, default=None)
         if idlest is None or self._members.me.drains:
@@ -486,5 +493,8 @@ def _came_before(message: Msg) -> bool:
 
 
 def _lost(key: SessionKey, entry: Entry, *, again: bool = True) -> Delivery:
-    """Build the delivery of a request whose worker has ended, and may have crashed over it."""
+    """Build the delivery of a request whose worker has ended.
+
+    With `again`, that worker may have crashed because of the request.
+    """
     return Delivery(key, entry.seq, entry.stored, entry.body, again)

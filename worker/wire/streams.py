@@ -80,9 +80,9 @@ class Streams:
 async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -> Streams:
     """Create the log stream, the token stream and the consumer, or update them to these settings.
 
-    Several workers may do this at the same time. Keeps what else an operator has changed (placement; the
-    number of replicas if the settings have none). Raises `BrokerError`, also if an existing stream cannot be
-    updated to these settings.
+    Several workers may do this at the same time. Keeps an operator's other changes (placement; the number of
+    replicas if the settings have none). Raises `BrokerError`, also if an existing stream cannot be updated to
+    these settings.
     """
     is_copied = await ensure_stream(js, _log_stream(subjects, settings))
     await ensure_stream(js, _token_stream(subjects, settings))
@@ -246,7 +246,10 @@ async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> bool:
 
 
 async def _copied(look: Callable[[], Awaitable[Any]], num_replicas: int | None) -> None:
-    """Wait, 60 s at most, until all replicas are current: before, the leader may not answer."""
+    """Wait up to 60 s until all replicas of a stream or consumer are current.
+
+    Until then its leader may not answer. `look` reads the information on the stream or consumer.
+    """
     with move_on_after(_COPY_S):
         while True:
             cluster = (await look()).cluster
