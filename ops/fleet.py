@@ -110,7 +110,8 @@ class Gateways:
     def hear(self, metrics: GatewayMetrics) -> None:
         """Store a gateway's message; ignore one that no gateway can have sent."""
         self._heard = {one.gateway: (heard_s, one) for heard_s, one in self._now()}
-        if _is_possible(metrics) and len(self._heard) < MAX_WORKERS:
+        is_known = metrics.gateway in self._heard
+        if _is_possible(metrics) and (is_known or len(self._heard) < MAX_WORKERS):
             self._heard[metrics.gateway] = (self._clock(), metrics)
 
     def now(self) -> list[GatewayMetrics]:

@@ -126,10 +126,7 @@ class _Model:
 
     @property
     def unused_s(self) -> float:
-        """The seconds since the model was loaded, or since the activator noticed a request, if that is later.
-
-        While the worker runs, the activator does not notice requests on `ctl`.
-        """
+        """The seconds since the model was loaded, or since the activator's last request, if that is later."""
         return current_time() - max(self.activator.used_s, self.loaded_s)
 
     def metrics(self) -> Metrics:

@@ -112,6 +112,14 @@ async def test_a_request_loads_its_model_and_unloads_another_one_if_memory_is_sh
 async def test_an_unused_model_is_unloaded_and_its_session_is_restored_later(house: Any) -> None:
     at = await house(unload_after_s="1")
     first = await at.chat("tiny", LONG)
+    process, counted = (
+        at.workers()["tiny"],
+        {"model": "tiny", "messages": [{"role": "user", "content": "Hi."}]},
+    )
+    for _ in range(12):
+        assert (await at.http.post("/v1/messages/count_tokens", json=counted)).is_success
+        await asyncio.sleep(0.25)
+    assert process.is_running(), "requests for token counts or embeddings use the model, too"
     await until(lambda: not at.workers())
     async with await at.process.client(prefix="turnkeep-tiny") as client:
         metrics = await client.worker_metrics()

@@ -44,7 +44,6 @@ from turnkeep_client.messages import (
 from turnkeep_client.subjects import SessionKey
 from worker.models.tokenizer import Tokenizer
 from worker.observe.counters import Telemetry
-from worker.sessions import session
 from worker.sessions.attachments import Attachments
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.execution import Execution
@@ -598,32 +597,6 @@ async def test_a_session_is_released_once_all_of_its_requests_are_answered(world
     await world.session.run()
     assert world.num_released == 1
     assert not world.session.has_work
-
-
-@pytest.mark.parametrize(("fresh_s", "looks"), [(60.0, ["begun"]), (0.0, ["begun", "begun"])])
-async def test_published_tokens_are_read_with_the_log_and_again_only_if_reading_the_log_took_long(
-    world, monkeypatch, fresh_s, looks
-) -> None:
-    """After a long read of the log, another worker may have published more tokens."""
-    monkeypatch.setattr(session, "_FRESH_S", fresh_s)
-    whole = await world.ask(Generate(id="whole", text="up", max_tokens=6))
-    await world.ask(Rewind(id="back", position=0))
-    begun = world.publish(Generate(id="begun", text="up", max_tokens=6))
-    world.log.chunks.stored = [Chunk(0, whole.tokens[:3], whole.text[:3])]
-    world.log.chunks.looks.clear()
-    await world.session.run()
-    assert world.result(begun).tokens == whole.tokens
-    assert world.log.chunks.looks == looks
-
-
-async def test_published_tokens_that_were_read_for_one_request_are_not_used_for_another(world) -> None:
-    """Here the second request is delivered first, so that its tokens are read in advance."""
-    first = world.log.add("in", encode(Generate(id="first", text="one", max_tokens=4)))
-    world.publish(Generate(id="second", text="two", max_tokens=4))
-    world.ring(first)
-    await world.session.run()
-    assert [result.seq for result in world.results] == [1, 2]
-    assert world.log.chunks.looks == ["second", "first", "second"]
 
 
 @pytest.mark.parametrize("cancel_after", [None, 4])

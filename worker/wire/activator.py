@@ -51,6 +51,7 @@ class Activator:
         self._nc = nc
         self._js = nc.jetstream()
         self._subjects = subjects
+        self._held_subjects = (subjects.every("ctl"), subjects.every("ask"))
         self._metrics = metrics
         self._wake = wake
         self._outbox = Outbox(nc, subjects)
@@ -63,13 +64,15 @@ class Activator:
         """Create the prefix's streams, subscribe to its requests, and call `begin`. Raises `BrokerError`."""
         await ensure(self._js, self._subjects, settings)
         await self._nc.subscribe(self._subjects.every("in"), cb=self._notice)
+        for subject in self._held_subjects:  # also those that the worker gets
+            await self._nc.subscribe(subject, cb=self._hear)
         await self.begin()
 
     async def begin(self) -> None:
         """Subscribe to `ctl` and `ask` in the workers' queue group: each request reaches only one member."""
         if self._subscriptions:
             return
-        for subject in (self._subjects.every("ctl"), self._subjects.every("ask")):
+        for subject in self._held_subjects:
             self._subscriptions.append(await self._nc.subscribe(subject, QUEUE, cb=self._hold))
         with contextlib.suppress(nats.errors.Error):  # without a connection: the next one subscribes again
             await confirm_subscriptions(self._nc)
@@ -101,6 +104,10 @@ class Activator:
     async def _notice(self, _: Msg) -> None:
         self.used_s = current_time()
         self._wake()
+
+    async def _hear(self, message: Msg) -> None:
+        if not _is_look(message.data):
+            self.used_s = current_time()
 
     async def _hold(self, message: Msg) -> None:
         is_look = _is_look(message.data)
