@@ -129,7 +129,7 @@ class Erasures:
         late = self._late
         if late is None:
             log.warning(
-                "this worker was away for so long that notes of what to erase have expired: it drops all its KV",
+                "this worker was away so long that notes of what to erase have expired: it drops all its KV",
                 days=_KEPT_DAYS,
             )
         self._late = let_go(lambda key: late is None or key in late)
