@@ -109,7 +109,7 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def label(name: str, level: float | None, case: str) -> str:
-    """Return the label of a table row: the level, `name` being what it counts, and the case."""
+    """Return the label of a table row: how many of `name`, and the case, as in "8 sessions, cold"."""
     if level is None:
         return case or "all"
     at = f"{level:,g} {name}"

@@ -182,7 +182,7 @@ class Given:
     flags: Mapping[str, Any]
 
     def but(self, **flags: Any) -> Given:
-        """Return a copy in which the options `flags` have other values."""
+        """Return a copy of these options, in which those named in `flags` have the values given there."""
         return replace(self, flags={**self.flags, **flags})
 
     def load(self) -> Settings:

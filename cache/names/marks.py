@@ -41,7 +41,7 @@ class Marks(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, tenant: str, packed: bytes, shared: int = 0) -> Self:
-        """Compute the marks of a tenant's packed tokens."""
+        """Compute the marks, which are digests, of a tenant's tokens as `tokens.pack` encodes them."""
         first = shared // STRIDE
         marks = [digest for number, digest in _digests(tenant, packed) if number >= first]
         return cls(shared, b"".join(marks))

@@ -337,7 +337,7 @@ def test_sampling_with_a_seed_draws_the_same_tokens_alone_and_merged(make_model)
         assert np.max(drawn) < VOCABULARY
 
 
-def test_merged_caches_announce_all_rows_before_a_step_that_allocates_memory(make_model) -> None:
+def test_merged_caches_list_all_rows_as_growing_before_a_step_that_allocates_memory(make_model) -> None:
     """Merged KV grows by 256 tokens for all rows at once; the first time right after a join."""
     model = make_model("deepseek_v3")
     merged = batch_kinds.merged_for(model, Trials())

@@ -74,7 +74,7 @@ async def test_a_retry_that_succeeds_removes_the_dead_letter(worker: LocalWorker
     assert again.stderr == "turnkeep: session s has no dead letter of a request bad; see turnkeep dead list\n"
 
 
-async def test_a_retry_after_the_sessions_position_has_changed_needs_the_option_anyway(
+async def test_a_retry_is_refused_without_anyway_if_the_sessions_position_has_changed(
     worker: LocalWorker,
 ) -> None:
     await worker.client.session("s").append(tokens=[5])

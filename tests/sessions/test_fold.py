@@ -538,7 +538,7 @@ async def test_an_append_behind_a_close_is_refused_though_the_log_is_read_anew_d
     await world.assert_fold_is_life()
 
 
-async def test_a_result_for_a_waiting_request_is_not_stored_once_the_request_is_the_next_one(world) -> None:
+async def test_a_cancelled_waiting_request_gets_no_result_out_of_order_once_it_is_the_next_one(world) -> None:
     """Another worker may have begun to answer it since it was found to wait."""
     world.publish(Append(id="first", text="one"))
     world.publish(Generate(id="second", max_tokens=3))

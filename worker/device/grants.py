@@ -41,7 +41,7 @@ class Grants:
         piece_tokens: int,
         max_tenant_bytes: int | None,
     ) -> None:
-        """`stop` ends a run's turn and keeps its tokens so far; it is called to pause the run."""
+        """`stop`, called to pause a run, ends the run's turn and keeps the tokens so far."""
         self.runs: dict[Claim, Run] = {}
         self._device = device
         self._ledger = ledger

@@ -224,7 +224,7 @@ class Members:
                 )
 
     async def _unknown(self, deadline_s: float) -> list[Member]:
-        """Find the workers that have not confirmed this one yet; retry until `deadline_s` on errors."""
+        """Find the workers that have not answered a greeting; if reading fails, retry until `deadline_s`."""
         while True:
             try:
                 return [one for one in await self._look() if one.worker not in self.others]
