@@ -223,6 +223,7 @@ class Call:
         self._feeds = feeds
         self._starting = asyncio.Lock()
         self._users = 0
+        self._is_started = False
         self._feed: _ResultFeed | None = None
         self._body: bytes | None = None
         self._timeout_s = feeds.timeout_s if timeout_s is None else timeout_s
@@ -261,12 +262,16 @@ class Call:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Stay subscribed to the result during `async with`. The first such block publishes the request."""
+        """Stay subscribed to the result during `async with`. The first such block publishes the request.
+
+        If the task that publishes it is cancelled or fails, the next one that waits publishes it again.
+        """
         self._users += 1
         try:
             async with self._in_time(), self._starting:
-                if self._feed is None:
+                if not self._is_started:
                     await self._start()
+                    self._is_started = True
             yield
         finally:
             self._users -= 1
@@ -308,7 +313,9 @@ class Call:
     async def _start(self) -> None:
         self._epoch = self._wire.epoch
         self._wire.watchers.add(self.wake)
-        self._feed = feed = await self._feeds.acquire(self.key)
+        if self._feed is None:
+            self._feed = await self._feeds.acquire(self.key)
+        feed = self._feed
         if self.seq is None:
             if self._before is not None:
                 await self._before()
@@ -319,6 +326,7 @@ class Call:
 
     async def _stop(self) -> None:
         self._wire.watchers.discard(self.wake)
+        self._is_started = False
         feed, self._feed = self._feed, None
         if feed is None:
             return

@@ -11,7 +11,18 @@ from collections.abc import Awaitable, Callable
 import nats
 import pytest
 from nats.aio.msg import Msg
-from scripted_worker import KEY, SUBJECTS, TEXTS, TOKENS, FakeWorker, NatsServer, answer, generated, heard
+from scripted_worker import (
+    KEY,
+    SUBJECTS,
+    TEXTS,
+    TOKENS,
+    FakeWorker,
+    NatsServer,
+    answer,
+    generated,
+    heard,
+    refuse,
+)
 
 import turnkeep_client.calls
 import turnkeep_client.generation
@@ -831,6 +842,33 @@ async def test_a_timeout_error_names_the_request_and_a_repeat_under_its_id_gets_
     assert subscriptions(client) == 0
     worker.script = answer
     assert (await session.generate(text="hi", request_id="g1", timeout_s=10)).text == TEXT
+
+
+async def test_a_second_waiter_gets_the_answer_if_the_first_is_cancelled_before_the_acknowledgement(
+    client: Client, worker: FakeWorker, server: NatsServer
+) -> None:
+    server.kill()
+    generation = client.session("s1").generate(text="hi", request_id="g1")
+    reader = asyncio.create_task(read_all(generation))
+    await asyncio.sleep(0.1)
+    waiter = asyncio.create_task(generation.wait())
+    await asyncio.sleep(0.1)
+    reader.cancel()
+    await asyncio.wait([reader])
+    await server.start()
+    assert (await asyncio.wait_for(waiter, 20)).text == TEXT
+    assert subscriptions(client) == 0
+
+
+async def test_both_waiters_for_an_answer_get_the_error_of_the_session_s_refused_open(
+    client: Client, worker: FakeWorker
+) -> None:
+    worker.script = refuse
+    generation = client.session("s1", cache={"policy": "full"}).generate(text="hi")
+    waiters = (read_all(generation), generation.wait())
+    for error in await asyncio.wait_for(asyncio.gather(*waiters, return_exceptions=True), 20):
+        assert isinstance(error, RequestFailedError)
+    assert subscriptions(client) == 0
 
 
 async def test_closing_the_client_ends_waiting_calls_with_an_error(
