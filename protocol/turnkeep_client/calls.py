@@ -208,7 +208,7 @@ class Call:
     ) -> None:
         """Prepare a call. `before` is awaited before the request is published with `headers`.
 
-        `timeout_s` limits the wait for the result; each call of `heard` restarts it. Infinity is no limit.
+        `timeout_s` limits each wait for the result; a call of `heard` restarts it. Infinity is no limit.
         """
         self.key = key
         self.request = request
@@ -219,6 +219,8 @@ class Call:
         self.wake = asyncio.Event()
         #: The event loop's time by which the log had stored the request.
         self.begun_s = inf
+        #: Whether the next wait keeps the deadline of the last one.
+        self.keeps_deadline = False
         self._wire = wire
         self._feeds = feeds
         self._starting = asyncio.Lock()
@@ -266,6 +268,10 @@ class Call:
 
         If the task that publishes it is cancelled or fails, the next one that waits publishes it again.
         """
+        if self.keeps_deadline:
+            self.keeps_deadline = False
+        elif self._users == 0 or asyncio.get_running_loop().time() >= self._deadline:
+            self.heard()
         self._users += 1
         try:
             async with self._in_time(), self._starting:

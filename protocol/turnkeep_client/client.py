@@ -144,11 +144,13 @@ class Client:
     async def submit(self, key: SessionKey, request: Request, *, timeout_s: float | None = None) -> Call:
         """Publish a request; return its `Call` once the log has stored it. Await the `Call` for the result.
 
-        `timeout_s` runs from now to the result. Raises the same errors as `Session`'s methods.
+        `timeout_s` runs from now to the result; if the `Call` is awaited again, it restarts. Raises the same
+        errors as `Session`'s methods.
         """
         decode_request(encode(request))  # msgspec validates on decoding, not on construction
         call = Call(self._wire, self._feeds, key, request, timeout_s=timeout_s)
         async with call.listening():
+            call.keeps_deadline = True
             return call
 
     async def ask(

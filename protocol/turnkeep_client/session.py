@@ -103,10 +103,11 @@ class Session:
     """A session by its name. Several objects may represent the same session.
 
     A `request_id` that is left out is generated. Repeating a request under its id is safe: the worker answers
-    with the recorded result. `timeout_s` is how long a call waits for its result, across restarts of worker
-    and server; while an answer is streamed, how long for its next chunk. It defaults to the client's (10
-    minutes); `math.inf` is no limit. All methods raise `InvalidMessageError`, `RequestFailedError` (the
-    worker refused; `code` says why), `NoWorkerError`, `NotPermittedError` and `ResultTimeoutError`.
+    with the recorded result. `timeout_s` is how long a call waits for its result, from when it is awaited,
+    across restarts of worker and server; while an answer is streamed, how long for its next chunk. It
+    defaults to the client's (10 minutes); `math.inf` is no limit. All methods raise `InvalidMessageError`,
+    `RequestFailedError` (the worker refused; `code` says why), `NoWorkerError`, `NotPermittedError` and
+    `ResultTimeoutError`.
     """
 
     def __init__(

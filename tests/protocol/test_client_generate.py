@@ -871,6 +871,59 @@ async def test_both_waiters_for_an_answer_get_the_error_of_the_session_s_refused
     assert subscriptions(client) == 0
 
 
+async def test_the_timeout_of_an_answer_counts_from_when_it_is_awaited(
+    client: Client, worker: FakeWorker
+) -> None:
+    """Not from when the generation was prepared or sent, nor from an earlier wait that timed out."""
+    session = client.session("s1")
+    prepared = [session.generate(text="hi", timeout_s=0.5) for _ in range(2)]
+    await prepared[0].send()
+    await asyncio.sleep(0.6)
+    assert [(await one).text for one in prepared] == [TEXT, TEXT]
+    worker.script = silent
+    late = session.generate(text="hi", request_id="g1", timeout_s=0.2)
+    waiting = (late.wait(), late.wait())
+    for error in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(error, ResultTimeoutError)
+    seq, request = worker.requests[-1]
+    await answer(worker, seq, request)
+    await asyncio.sleep(0.3)
+    assert [one.text for one in await asyncio.gather(late.wait(), late.wait())] == [TEXT, TEXT]
+
+
+async def test_two_waiters_that_wait_again_after_each_timeout_time_out_no_more_often_than_that(
+    client: Client, worker: FakeWorker
+) -> None:
+    worker.script = silent
+    generation = client.session("s1").generate(text="hi", timeout_s=0.2)
+    num_timeouts = 0
+
+    async def keep_waiting() -> None:
+        nonlocal num_timeouts
+        while num_timeouts < 100:
+            try:
+                await generation
+            except ResultTimeoutError:
+                num_timeouts += 1
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.1):
+            await asyncio.gather(keep_waiting(), keep_waiting())
+    assert 0 < num_timeouts <= 12
+
+
+async def test_the_timeout_of_a_submitted_request_counts_from_the_submit_and_then_from_each_wait(
+    client: Client, worker: FakeWorker
+) -> None:
+    worker.script = silent
+    call = await client.submit(KEY, Generate(id="g1", text="hi"), timeout_s=0.3)
+    await asyncio.sleep(0.4)
+    with pytest.raises(ResultTimeoutError):
+        await call
+    await answer(worker, *worker.requests[-1])
+    assert (await call) == generated(1, worker.requests[-1][1])
+
+
 async def test_closing_the_client_ends_waiting_calls_with_an_error(
     client: Client, worker: FakeWorker
 ) -> None:
