@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from turnkeep_client.calls import Stored
 from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.history import History
@@ -91,6 +94,30 @@ async def test_the_history_of_a_fork_begins_with_its_parents_turns(client: Clien
     rest = await child.history()
     assert (said(rest), rest.is_whole) == ([("user", "c?"), ("assistant", last.text)], False)
     assert rest.position == history.position
+
+
+async def test_the_history_of_sessions_forked_from_each_other_in_turn_reads_each_of_them_once(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await client.session("chat").generate(text="ab", max_tokens=3)
+    for number in range(5):
+        for name, parent in (("tmp", "chat"), ("chat", "tmp")):
+            fork = await client.session(parent).fork(name)
+            await fork.append(text=f"{name} {number}")
+            await client.session(parent).close()
+    read, num_reads = client._wire.read_all, 0
+
+    async def counted(*args: Any, **options: Any) -> list[Stored]:
+        nonlocal num_reads
+        num_reads += 1
+        return await read(*args, **options)
+
+    monkeypatch.setattr(client._wire, "read_all", counted)
+    history = await client.session("chat").history()
+    assert num_reads == 4, "requests and results of two sessions"
+    forked = [("user", f"{name} {number}") for number in range(5) for name in ("tmp", "chat")]
+    assert said(history) == [("user", "ab"), ("assistant", first.text), *forked]
+    assert history.is_whole
 
 
 async def test_a_tenants_sessions_are_listed_with_the_most_recently_used_first(client: Client) -> None:

@@ -174,6 +174,20 @@ test("a conversation is read from the log as it stands, also a fork's", async ()
   assert.equal((await fork.history()).isWhole, false);
 });
 
+test("sessions that are forked from each other in turn have one conversation, however often", async () => {
+  const name = (cycle: number) => (cycle % 2 ? "swapped" : "swap");
+  await client.session(name(0)).append({ text: "0" });
+  for (let cycle = 1; cycle <= 24; cycle += 1) {
+    const parent = client.session(name(cycle - 1));
+    const fork = await parent.fork(name(cycle));
+    await fork.append({ text: `${cycle}` });
+    await parent.close();
+  }
+  const { messages, isWhole } = await client.session(name(24)).history(); // each open read the parent again: 10^10 reads
+  assert.deepEqual(messages.map(({ content }) => content), Array.from({ length: 25 }, (_, cycle) => `${cycle}`));
+  assert.ok(isWhole);
+});
+
 test("the sessions of a tenant are listed, the last used one first", async () => {
   await using own = await connect({ servers, tenant: `${run}list` });
   assert.deepEqual(await own.sessions(), []);
