@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -132,3 +133,36 @@ async def test_a_tenants_sessions_are_listed_with_the_most_recently_used_first(c
     assert (idle.name, idle.is_closed, idle.is_waiting, idle.position) == ("three", False, False, 2)
     await client.session("two").cancel("g")
     await pending
+
+
+async def test_a_closed_session_stays_listed_as_closed_whatever_is_sent_to_it(client: Client) -> None:
+    session = client.session("s")
+    answer = await session.generate(text="ab", max_tokens=3, request_id="g")
+    opened = client.session("opened")
+    await opened.append(text="ab")
+    await opened.close(request_id="c")
+    await opened.open()
+    assert (await opened.close(request_id="c")).repeat_of, "a repeat of a close closes nothing"
+    await session.close()
+    for late in (session.append(text="late"), session.generate(text="ab", max_tokens=3, request_id="g")):
+        with suppress(RequestFailedError):
+            await late
+        found = {one.name: one for one in await client.sessions()}
+        assert (found["s"].is_closed, found["s"].position) == (True, answer.position)
+        assert not found["opened"].is_closed
+    with pytest.raises(RequestFailedError, match="unknown_session"):
+        await client.session("never").rewind(3)
+    assert (await client.sessions())[0].is_closed is False
+
+
+async def test_a_session_is_not_listed_as_waiting_after_its_last_request_was_cancelled(
+    client: Client,
+) -> None:
+    session = client.session("s")
+    running = await client.submit(session.key, Generate(id="g", text="ab", max_tokens=60))
+    waiting = await client.submit(session.key, Generate(id="h", text="ab", max_tokens=60))
+    await session.cancel("h")
+    await waiting
+    await running
+    (one,) = await client.sessions()
+    assert (one.is_waiting, one.position) == (False, (await session.info()).position)
