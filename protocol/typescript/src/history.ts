@@ -81,7 +81,7 @@ async function parts(wire: Wire, key: SessionKey): Promise<Exchange[][]> {
 /** Read the exchanges of a session before the sequence `end`. */
 async function exchanges(wire: Wire, key: SessionKey, end: number): Promise<Exchange[]> {
   const { subjects } = wire;
-  const read = (kind: "in" | "out") => wire.readAll(subjects.logStream, subjects.of(key, kind), end);
+  const read = (kind: "in" | "out") => wire.readAll(subjects.logStream, subjects.of(key, kind), 1, end);
   const requests = new Map((await read("in")).map(({ seq, body }) => [seq, body]));
   const found: Exchange[] = [];
   for (const { seq, body, headers } of await read("out")) {
