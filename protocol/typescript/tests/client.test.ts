@@ -352,12 +352,13 @@ test("functions are called until the model answers, and again from the record", 
   const fields = { tools, tool_choice: "required", parallel_tool_calls: false, max_tokens: 120, id: "step" } as const;
   const messages = [{ role: "user", content: "Weather in Rome?" }] as const;
   const session = client.session("tools");
-  const first = await runTools(session, { weather }, { ...fields, messages });
+  const first = await runTools(session, { weather }, { ...fields, messages, expect_position: 0 });
   assert.equal(first.id, "step-1");
   assert.deepEqual(asked, ["Rome"]);
-  const again = await runTools(session, { weather }, { ...fields, messages });
+  const again = await runTools(session, { weather }, { ...fields, messages, expect_position: 0 });
   assert.deepEqual([again.tokens, asked], [first.tokens, ["Rome", "Rome"]]);
   await assert.rejects(runTools(session, {}, { tools }), /there is no function for weather/);
+  await assert.rejects(runTools(session, { weather }, { ...fields, id: "x".repeat(55) }), /x-7-results" is not valid/);
 });
 
 test("what cannot be done is told by the class of its error", async () => {
