@@ -208,7 +208,7 @@ class Call:
     ) -> None:
         """Prepare a call. `before` is awaited before the request is published with `headers`.
 
-        `timeout_s` limits the wait for the result; each call of `heard` restarts it. Infinity is no limit.
+        `timeout_s` limits each wait for the result; a call of `heard` restarts it. Infinity is no limit.
         """
         self.key = key
         self.request = request
@@ -219,10 +219,13 @@ class Call:
         self.wake = asyncio.Event()
         #: The event loop's time by which the log had stored the request.
         self.begun_s = inf
+        #: Whether the next wait keeps the deadline of the last one.
+        self.keeps_deadline = False
         self._wire = wire
         self._feeds = feeds
         self._starting = asyncio.Lock()
         self._users = 0
+        self._is_started = False
         self._feed: _ResultFeed | None = None
         self._body: bytes | None = None
         self._timeout_s = feeds.timeout_s if timeout_s is None else timeout_s
@@ -261,12 +264,20 @@ class Call:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Stay subscribed to the result during `async with`. The first such block publishes the request."""
+        """Stay subscribed to the result during `async with`. The first such block publishes the request.
+
+        If the task that publishes it is cancelled or fails, the next one that waits publishes it again.
+        """
+        if self.keeps_deadline:
+            self.keeps_deadline = False
+        elif self._users == 0 or asyncio.get_running_loop().time() >= self._deadline:
+            self.heard()
         self._users += 1
         try:
             async with self._in_time(), self._starting:
-                if self._feed is None:
+                if not self._is_started:
                     await self._start()
+                    self._is_started = True
             yield
         finally:
             self._users -= 1
@@ -308,7 +319,9 @@ class Call:
     async def _start(self) -> None:
         self._epoch = self._wire.epoch
         self._wire.watchers.add(self.wake)
-        self._feed = feed = await self._feeds.acquire(self.key)
+        if self._feed is None:
+            self._feed = await self._feeds.acquire(self.key)
+        feed = self._feed
         if self.seq is None:
             if self._before is not None:
                 await self._before()
@@ -319,6 +332,7 @@ class Call:
 
     async def _stop(self) -> None:
         self._wire.watchers.discard(self.wake)
+        self._is_started = False
         feed, self._feed = self._feed, None
         if feed is None:
             return

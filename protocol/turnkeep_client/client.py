@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import wire
 from .calls import Call, ResultFeeds, expect
-from .errors import (
-    InvalidMessageError,
-)
-from .listing import Listed, listed
+from .errors import InvalidMessageError
+from .listing import Listed, is_enough, listed
 from .log import Entry, entry
 from .messages import (
     Embedded,
@@ -49,6 +48,8 @@ if TYPE_CHECKING:
     )
     from typing import Self, Unpack
 
+    from .calls import Stored
+
 
 _Input = TypeVar("_Input", str, str | tuple[int, ...])
 
@@ -62,6 +63,9 @@ METRICS_S: Final = 5.0
 #: Limits of one embed or rerank request: its inputs, and their total length in characters or token ids.
 _EMBED_INPUTS: Final = 16
 _EMBED_LENGTH: Final = 2**17
+
+#: How many sessions are read at a time, for the list of sessions.
+_AT_ONCE: Final = 32
 
 
 def connect(
@@ -144,11 +148,13 @@ class Client:
     async def submit(self, key: SessionKey, request: Request, *, timeout_s: float | None = None) -> Call:
         """Publish a request; return its `Call` once the log has stored it. Await the `Call` for the result.
 
-        `timeout_s` runs from now to the result. Raises the same errors as `Session`'s methods.
+        `timeout_s` runs from now to the result; if the `Call` is awaited again, it restarts. Raises the same
+        errors as `Session`'s methods.
         """
         decode_request(encode(request))  # msgspec validates on decoding, not on construction
         call = Call(self._wire, self._feeds, key, request, timeout_s=timeout_s)
         async with call.listening():
+            call.keeps_deadline = True
             return call
 
     async def ask(
@@ -228,7 +234,27 @@ class Client:
         `NoWorkerError`, `NotPermittedError`.
         """
         requests = await self.stored.latest(self.tenant, "in")
-        return listed(requests, await self.stored.latest(self.tenant, "out"))
+        last = await self.stored.latest(self.tenant, "out")
+        results = {key: [one] for key, one in last.items()}
+        places = asyncio.Semaphore(_AT_ONCE)
+
+        async def read_back(key: SessionKey) -> None:
+            async with places:
+                results[key] = await self._results(key, requests.get(key), results[key])
+
+        unclear = [key for key, found in results.items() if not is_enough(requests.get(key), found)]
+        await asyncio.gather(*map(read_back, unclear))
+        return listed(requests, results)
+
+    async def _results(self, key: SessionKey, asked: Stored | None, found: list[Stored]) -> list[Stored]:
+        """Return the last results of a session, given the last one: as many as show its state."""
+        log, subject = self._wire.subjects.log_stream, self._wire.subjects.of(key, "out")
+        end, num_entries = found[0].seq, wire.READ_BATCH
+        while end > 1 and not is_enough(asked, found):
+            start = max(1, end - num_entries)
+            found = await self._wire.read_all(log, subject, start, end) + found
+            end, num_entries = start, 4 * num_entries
+        return found
 
     async def log(self, session: str | None = None) -> list[Entry]:
         """Read the log's entries of a session, or of every session of the tenant, in order.

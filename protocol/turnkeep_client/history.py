@@ -7,6 +7,7 @@ the same entries of the log.
 from __future__ import annotations
 
 from contextlib import suppress
+from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -32,13 +33,14 @@ from .messages import (
 from .subjects import SessionKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from .calls import Wire
-    from .log import Entry
     from .messages import Request
 
 _Changing: TypeAlias = Opened | Appended | Generated | Rewound
+#: A request, its result, and the result's sequence.
+_Exchange: TypeAlias = "tuple[Request, _Changing, int]"
 _CHANGING: Final = (Opened, Appended, Generated, Rewound)
 
 
@@ -95,22 +97,24 @@ class History(Struct, frozen=True, kw_only=True):
 
 async def read_history(wire: Wire, key: SessionKey, end: float = inf) -> History:
     """Read a session's history from the log's entries before the sequence `end`. Raises `NoWorkerError`."""
-    subjects = wire.subjects
-    stored = await wire.read_all(subjects.log_stream, subjects.of(key, "in"), end=end)
-    stored += await wire.read_all(subjects.log_stream, subjects.of(key, "out"), end=end)
-    entries = [
-        entry(subjects, one.seq, one.body, one.headers) for one in sorted(stored, key=lambda one: one.seq)
-    ]
+    found: dict[SessionKey, list[_Exchange]] = {}
+    parts: list[list[_Exchange]] = []  # the session's since its last open, then its parent's before that, ...
+    while True:
+        if key not in found:  # the end of a later read of the same session is an earlier one
+            found[key] = await _exchanges(wire, key, end)
+        parts.append(_since_open([one for one in found[key] if one[2] < end]))
+        match parts[-1][:1]:
+            case [(_, Opened(parent=Parent() as parent), seq)]:
+                key, end = SessionKey(key.tenant, parent.session), seq
+            case _:
+                break
     turns: list[Turn] = []
     is_whole, position = True, 0
-    for request, result, seq in _exchanges(one for one in entries if one is not None):
+    for request, result, _ in chain.from_iterable(reversed(parts)):
         match request, result:
-            case _, Opened(parent=Parent() as of):
-                before = await read_history(wire, SessionKey(key.tenant, of.session), seq)
-                turns = _until(before.turns, of.position)
-                is_whole = before.is_whole and before.position >= of.position
-            case _, Opened():
-                turns, is_whole = [], True
+            case _, Opened(parent=Parent() as parent):
+                is_whole = is_whole and (turns[-1].position if turns else 0) >= parent.position
+                turns = _until(turns, parent.position)
             case _, Rewound():
                 turns = _until(turns, result.position)
             case (Append() | Generate()) as asked, Appended() | Generated():
@@ -119,11 +123,18 @@ async def read_history(wire: Wire, key: SessionKey, end: float = inf) -> History
     return History(turns=tuple(turns), is_whole=is_whole)
 
 
-def _exchanges(entries: Iterable[Entry]) -> Iterator[tuple[Request, _Changing, int]]:
-    """Yield each request that changed the session, with its result and the result's sequence."""
+async def _exchanges(wire: Wire, key: SessionKey, end: float) -> list[_Exchange]:
+    """Read each request that changed the session, with its result and the result's sequence."""
+    subjects = wire.subjects
+    stored = await wire.read_all(subjects.log_stream, subjects.of(key, "in"), end=end)
+    stored += await wire.read_all(subjects.log_stream, subjects.of(key, "out"), end=end)
     requests: dict[int, Request] = {}
-    for one in entries:
+    found: list[_Exchange] = []
+    for message in sorted(stored, key=lambda one: one.seq):
+        one = entry(subjects, message.seq, message.body, message.headers)
         with suppress(InvalidMessageError):  # a request that was refused, or a body that no worker wrote
+            if one is None:
+                continue
             if one.kind == "in":
                 requests[one.seq] = decode_request(one.body)
                 continue
@@ -131,7 +142,13 @@ def _exchanges(entries: Iterable[Entry]) -> Iterator[tuple[Request, _Changing, i
             if not isinstance(result, _CHANGING) or result.repeat_of is not None or one.history is None:
                 continue
             if (request := requests.pop(result.seq, None)) is not None:
-                yield request, result, one.seq
+                found.append((request, result, one.seq))
+    return found
+
+
+def _since_open(exchanges: list[_Exchange]) -> list[_Exchange]:
+    opened = (number for number, (_, result, _) in enumerate(exchanges) if isinstance(result, Opened))
+    return exchanges[max(opened, default=0) :]
 
 
 def _until(turns: Iterable[Turn], position: int) -> list[Turn]:

@@ -10,6 +10,7 @@ from uuid import uuid4
 import msgspec
 
 from .errors import InvalidMessageError, RequestFailedError
+from .subjects import check_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,11 +35,14 @@ async def run_tools(
     functions. A function gets its arguments by keyword; it may be async, and may return any value that JSON
     can hold. If it raises an exception, that is the call's result, for the model to read. With a
     `request_id`, the caller can run this again after a crash: functions are called again, but the session
-    keeps the results that were sent first, and no answer is generated twice.
+    keeps the results that were sent first, and no answer is generated twice. It must be some ten characters
+    shorter than other ids, since each step adds its number.
     """
     if unknown := {name for name in _names(sampling) if name not in functions}:
         raise InvalidMessageError(f"there is no function for {', '.join(sorted(unknown))}")
     steps = request_id or uuid4().hex[:24]
+    if most > 1:  # before a function is called
+        check_id("request id", f"{steps}-{most - 1}-results")
     said: Any = messages
     for number in range(max(most, 1)):
         if number:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 from uuid import uuid4
@@ -14,9 +15,9 @@ from uuid import uuid4
 from msgspec import UNSET
 
 from .calls import Call, ResultFeeds, Wire, expect
-from .errors import NoWorkerError, RequestFailedError
+from .errors import NoWorkerError, RequestFailedError, TurnkeepError
 from .formats import response_format as as_format
-from .generation import Generation
+from .generation import STOP_S, Generation
 from .history import History, read_history
 from .messages import (
     DEFAULT_RESIDENT,
@@ -103,10 +104,11 @@ class Session:
     """A session by its name. Several objects may represent the same session.
 
     A `request_id` that is left out is generated. Repeating a request under its id is safe: the worker answers
-    with the recorded result. `timeout_s` is how long a call waits for its result, across restarts of worker
-    and server; while an answer is streamed, how long for its next chunk. It defaults to the client's (10
-    minutes); `math.inf` is no limit. All methods raise `InvalidMessageError`, `RequestFailedError` (the
-    worker refused; `code` says why), `NoWorkerError`, `NotPermittedError` and `ResultTimeoutError`.
+    with the recorded result. `timeout_s` is how long a call waits for its result, from when it is awaited,
+    across restarts of worker and server; while an answer is streamed, how long for its next chunk. It
+    defaults to the client's (10 minutes); `math.inf` is no limit. All methods raise `InvalidMessageError`,
+    `RequestFailedError` (the worker refused; `code` says why), `NoWorkerError`, `NotPermittedError` and
+    `ResultTimeoutError`.
     """
 
     def __init__(
@@ -253,8 +255,7 @@ class Session:
         Without `position` it begins with all tokens that this session has after its last result. The fork
         shares nothing with this session: both may continue, and either may be closed or forgotten.
         """
-        key = SessionKey(self.key.tenant, check_id("session", name))
-        session = Session(self._wire, self._feeds, key, self._control_timeout_s)
+        session = self._beside(name)
         point = ForkPoint(session=self.key.session, position=position)
         await session.open(fork_of=point, tags=tags, request_id=request_id, timeout_s=timeout_s)
         return session
@@ -269,18 +270,24 @@ class Session:
     ) -> list[Generated]:
         """Return `n` answers to one prompt; the session, which must be open, does not change.
 
-        Each answer is generated in a fork of the session, and the fork is removed afterwards. The prompt is
-        prefilled once. Answer number i, from 0, is sampled with the seed `seed + i`.
+        Each answer is generated in a fork of the session. The fork is removed afterwards, also if the call
+        fails or is cancelled, which takes about a second at most. The prompt is prefilled once. Answer number
+        i, from 0, is sampled with the seed `seed + i`.
         """
         seed, ends = sampling.pop("seed", None), uuid4().hex[:12]
 
         async def sample(number: int) -> Generated:
-            fork = await self.fork(f"{self.key.session[:40]}-{ends}-{number}")
+            fork = self._beside(f"{self.key.session[:40]}-{ends}-{number}")
+            own: Any = {**sampling, "seed": None if seed is None else seed + number}
             try:
-                own: Any = {**sampling, "seed": None if seed is None else seed + number}
-                return await fork.generate(messages=messages, text=text, **own)
-            finally:
-                await fork.close(forget=True)
+                await fork.open(fork_of=ForkPoint(session=self.key.session))
+                answer = await fork.generate(messages=messages, text=text, **own)
+                await fork.close(forget=True, cancel=True)
+            except BaseException:
+                with suppress(TurnkeepError):  # also if the fork was not opened
+                    await fork.close(forget=True, cancel=True, timeout_s=STOP_S)
+                raise
+            return answer
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -365,6 +372,11 @@ class Session:
             chat_template_kwargs=asked.chat_template_kwargs,
         )
         return expect(Counted, await self._control(request))
+
+    def _beside(self, name: str) -> Session:
+        """Return the session `name` of the same tenant."""
+        key = SessionKey(self.key.tenant, check_id("session", name))
+        return Session(self._wire, self._feeds, key, self._control_timeout_s)
 
     async def _result_of(self, request: Request, timeout_s: float | None) -> Any:
         return await self._call(request, timeout_s)

@@ -11,7 +11,18 @@ from collections.abc import Awaitable, Callable
 import nats
 import pytest
 from nats.aio.msg import Msg
-from scripted_worker import KEY, SUBJECTS, TEXTS, TOKENS, FakeWorker, NatsServer, answer, generated, heard
+from scripted_worker import (
+    KEY,
+    SUBJECTS,
+    TEXTS,
+    TOKENS,
+    FakeWorker,
+    NatsServer,
+    answer,
+    generated,
+    heard,
+    refuse,
+)
 
 import turnkeep_client.calls
 import turnkeep_client.generation
@@ -831,6 +842,86 @@ async def test_a_timeout_error_names_the_request_and_a_repeat_under_its_id_gets_
     assert subscriptions(client) == 0
     worker.script = answer
     assert (await session.generate(text="hi", request_id="g1", timeout_s=10)).text == TEXT
+
+
+async def test_a_second_waiter_gets_the_answer_if_the_first_is_cancelled_before_the_acknowledgement(
+    client: Client, worker: FakeWorker, server: NatsServer
+) -> None:
+    server.kill()
+    generation = client.session("s1").generate(text="hi", request_id="g1")
+    reader = asyncio.create_task(read_all(generation))
+    await asyncio.sleep(0.1)
+    waiter = asyncio.create_task(generation.wait())
+    await asyncio.sleep(0.1)
+    reader.cancel()
+    await asyncio.wait([reader])
+    await server.start()
+    assert (await asyncio.wait_for(waiter, 20)).text == TEXT
+    assert subscriptions(client) == 0
+
+
+async def test_both_waiters_for_an_answer_get_the_error_of_the_session_s_refused_open(
+    client: Client, worker: FakeWorker
+) -> None:
+    worker.script = refuse
+    generation = client.session("s1", cache={"policy": "full"}).generate(text="hi")
+    waiters = (read_all(generation), generation.wait())
+    for error in await asyncio.wait_for(asyncio.gather(*waiters, return_exceptions=True), 20):
+        assert isinstance(error, RequestFailedError)
+    assert subscriptions(client) == 0
+
+
+async def test_the_timeout_of_an_answer_counts_from_when_it_is_awaited(
+    client: Client, worker: FakeWorker
+) -> None:
+    """Not from when the generation was prepared or sent, nor from an earlier wait that timed out."""
+    session = client.session("s1")
+    prepared = [session.generate(text="hi", timeout_s=0.5) for _ in range(2)]
+    await prepared[0].send()
+    await asyncio.sleep(0.6)
+    assert [(await one).text for one in prepared] == [TEXT, TEXT]
+    worker.script = silent
+    late = session.generate(text="hi", request_id="g1", timeout_s=0.2)
+    waiting = (late.wait(), late.wait())
+    for error in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(error, ResultTimeoutError)
+    seq, request = worker.requests[-1]
+    await answer(worker, seq, request)
+    await asyncio.sleep(0.3)
+    assert [one.text for one in await asyncio.gather(late.wait(), late.wait())] == [TEXT, TEXT]
+
+
+async def test_two_waiters_that_wait_again_after_each_timeout_time_out_no_more_often_than_that(
+    client: Client, worker: FakeWorker
+) -> None:
+    worker.script = silent
+    generation = client.session("s1").generate(text="hi", timeout_s=0.2)
+    num_timeouts = 0
+
+    async def keep_waiting() -> None:
+        nonlocal num_timeouts
+        while num_timeouts < 100:
+            try:
+                await generation
+            except ResultTimeoutError:
+                num_timeouts += 1
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.1):
+            await asyncio.gather(keep_waiting(), keep_waiting())
+    assert 0 < num_timeouts <= 12
+
+
+async def test_the_timeout_of_a_submitted_request_counts_from_the_submit_and_then_from_each_wait(
+    client: Client, worker: FakeWorker
+) -> None:
+    worker.script = silent
+    call = await client.submit(KEY, Generate(id="g1", text="hi"), timeout_s=0.3)
+    await asyncio.sleep(0.4)
+    with pytest.raises(ResultTimeoutError):
+        await call
+    await answer(worker, *worker.requests[-1])
+    assert (await call) == generated(1, worker.requests[-1][1])
 
 
 async def test_closing_the_client_ends_waiting_calls_with_an_error(

@@ -245,6 +245,31 @@ async def test_forks_share_one_prefill_and_its_snapshots(local_worker: Start, en
     assert found.stored_bytes - stored < most, "each fork stores only the tokens behind the last whole block"
 
 
+@pytest.mark.parametrize("has_worker", [True, False])
+async def test_a_cancelled_samples_call_stops_its_answers_and_removes_its_forks(
+    local_worker: Start, endless_model: Path, *, has_worker: bool
+) -> None:
+    """Also if no worker has opened the forks yet: the next one removes them."""
+    worker = await local_worker(model=str(endless_model))
+    await worker.client.session("s").append(text="ab")
+    if not has_worker:
+        await worker.stop()
+    clock = asyncio.get_running_loop().time
+    async with connect(worker.settings.nats) as client:
+        task = asyncio.create_task(client.session("s").samples(2, text="x", max_tokens=60_000))
+        await asyncio.sleep(1)
+        begun_s = clock()
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert clock() - begun_s < 2
+        if not has_worker:
+            await local_worker(model=str(endless_model))
+        async with asyncio.timeout(5):
+            while [one.is_closed for one in await client.sessions()].count(True) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+
+
 async def test_an_impossible_fork_is_refused_with_the_reason_and_creates_no_session(client: Client) -> None:
     parent = await conversation(client)
     end = (await parent.info()).position

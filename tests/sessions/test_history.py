@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import Any
+
 import pytest
 
+from turnkeep_client.calls import Stored
 from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.history import History
@@ -93,6 +97,30 @@ async def test_the_history_of_a_fork_begins_with_its_parents_turns(client: Clien
     assert rest.position == history.position
 
 
+async def test_the_history_of_sessions_forked_from_each_other_in_turn_reads_each_of_them_once(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await client.session("chat").generate(text="ab", max_tokens=3)
+    for number in range(5):
+        for name, parent in (("tmp", "chat"), ("chat", "tmp")):
+            fork = await client.session(parent).fork(name)
+            await fork.append(text=f"{name} {number}")
+            await client.session(parent).close()
+    read, num_reads = client._wire.read_all, 0
+
+    async def counted(*args: Any, **options: Any) -> list[Stored]:
+        nonlocal num_reads
+        num_reads += 1
+        return await read(*args, **options)
+
+    monkeypatch.setattr(client._wire, "read_all", counted)
+    history = await client.session("chat").history()
+    assert num_reads == 4, "requests and results of two sessions"
+    forked = [("user", f"{name} {number}") for number in range(5) for name in ("tmp", "chat")]
+    assert said(history) == [("user", "ab"), ("assistant", first.text), *forked]
+    assert history.is_whole
+
+
 async def test_a_tenants_sessions_are_listed_with_the_most_recently_used_first(client: Client) -> None:
     for name in ("one", "two", "three"):
         await client.session(name).append(text="ab")
@@ -105,3 +133,36 @@ async def test_a_tenants_sessions_are_listed_with_the_most_recently_used_first(c
     assert (idle.name, idle.is_closed, idle.is_waiting, idle.position) == ("three", False, False, 2)
     await client.session("two").cancel("g")
     await pending
+
+
+async def test_a_closed_session_stays_listed_as_closed_whatever_is_sent_to_it(client: Client) -> None:
+    session = client.session("s")
+    answer = await session.generate(text="ab", max_tokens=3, request_id="g")
+    opened = client.session("opened")
+    await opened.append(text="ab")
+    await opened.close(request_id="c")
+    await opened.open()
+    assert (await opened.close(request_id="c")).repeat_of, "a repeat of a close closes nothing"
+    await session.close()
+    for late in (session.append(text="late"), session.generate(text="ab", max_tokens=3, request_id="g")):
+        with suppress(RequestFailedError):
+            await late
+        found = {one.name: one for one in await client.sessions()}
+        assert (found["s"].is_closed, found["s"].position) == (True, answer.position)
+        assert not found["opened"].is_closed
+    with pytest.raises(RequestFailedError, match="unknown_session"):
+        await client.session("never").rewind(3)
+    assert (await client.sessions())[0].is_closed is False
+
+
+async def test_a_session_is_not_listed_as_waiting_after_its_last_request_was_cancelled(
+    client: Client,
+) -> None:
+    session = client.session("s")
+    running = await client.submit(session.key, Generate(id="g", text="ab", max_tokens=60))
+    waiting = await client.submit(session.key, Generate(id="h", text="ab", max_tokens=60))
+    await session.cancel("h")
+    await waiting
+    await running
+    (one,) = await client.sessions()
+    assert (one.is_waiting, one.position) == (False, (await session.info()).position)

@@ -291,3 +291,14 @@ async def test_run_tools_calls_functions_and_sends_their_results_and_errors(rand
     assert len(steps) == 2 * len(set(steps)), "each twice, and answered once"
     with pytest.raises(InvalidMessageError, match="there is no function for clock"):
         await run_tools(random.session("s"), {}, messages=user("x"), tools=[CLOCK])
+
+
+async def test_run_tools_refuses_an_id_too_long_for_its_last_step_before_it_sends_anything(
+    random: Client,
+) -> None:
+    functions: dict[str, Any] = {"clock": lambda: pytest.fail("its effect could not be undone")}
+    with pytest.raises(InvalidMessageError, match="x-7-results' is not valid: it must be 1 to 64"):
+        await run_tools(
+            random.session("s"), functions, messages=user("x"), tools=[CLOCK], request_id="x" * 55
+        )
+    assert await random.log("s") == []

@@ -4,12 +4,13 @@ import type { NatsConnection, WsConnectionOptions } from "@nats-io/nats-core";
 
 import { decode, encode, expect, ResultFeeds } from "./calls.js";
 import { NoServerError, NotPermittedError } from "./errors.js";
-import { listed } from "./listing.js";
+import { byName, isEnough, listed } from "./listing.js";
 import type { Listed } from "./listing.js";
 import type { ControlReply, EmbedRequest, RerankRequest } from "./messages.js";
 import { Session } from "./session.js";
 import { checkId, DEFAULT_TENANT, Subjects } from "./subjects.js";
 import { has, messageOf, Wire } from "./wire.js";
+import type { Stored } from "./wire.js";
 
 export interface ClientOptions {
   /** The tenant that owns the sessions; `default` if it is left out. */
@@ -70,8 +71,32 @@ export class Client implements AsyncDisposable {
     const { wire } = this.#feeds;
     const every = { tenant: this.tenant, session: "*" };
     const last = (kind: "in" | "out") => wire.last(wire.subjects.logStream, wire.subjects.of(every, kind));
-    const requests = await last("in"); // before the results: so none of them lacks its request
-    return listed(requests, await last("out"));
+    const requests = byName(await last("in")); // before the results: so none of them lacks its request
+    const results = byName(await last("out"));
+    const names = [...new Set([...requests.keys(), ...results.keys()])];
+    const found: Listed[] = [];
+    for (let start = 0; start < names.length; start += SESSIONS_AT_ONCE) {
+      const some = names.slice(start, start + SESSIONS_AT_ONCE).map(async (name) => {
+        const asked = requests.get(name);
+        return listed(name, asked, await this.#results(name, asked, results.get(name)));
+      });
+      found.push(...(await Promise.all(some)));
+    }
+    return found.sort((a, b) => b.last.getTime() - a.last.getTime());
+  }
+
+  /** Return the last results of a session, given the last one: as many as show its state. */
+  async #results(session: string, asked: Stored | undefined, last: Stored | undefined): Promise<Stored[]> {
+    if (last === undefined) return [];
+    const { wire } = this.#feeds;
+    const subject = wire.subjects.of({ tenant: this.tenant, session }, "out");
+    let found = [last];
+    for (let end = last.seq, entries = FIRST_ENTRIES; end > 1 && !isEnough(asked, found); entries *= 4) {
+      const start = Math.max(1, end - entries);
+      found = [...(await wire.readAll(wire.subjects.logStream, subject, start, end)), ...found];
+      end = start;
+    }
+    return found;
   }
 
   /**
@@ -162,6 +187,10 @@ export async function connectBy(
     throw error;
   }
 }
+
+/** How many sessions are read back at a time, and how many of the log's entries first; then always four times as many. */
+const SESSIONS_AT_ONCE = 32;
+const FIRST_ENTRIES = 256;
 
 const MOST_INPUTS = 16;
 const MOST_LENGTH = 2 ** 17;

@@ -37,43 +37,53 @@ export interface History {
   readonly position: number;
 }
 
-type Folded = Omit<History, "messages" | "position">;
 type Changing = Opened | Appended | Generated | Rewound;
+/** A request that changed the session, its result, and the result's sequence. */
+type Exchange = { request: Request; result: Changing; seq: number };
 
 export async function readHistory(wire: Wire, key: SessionKey): Promise<History> {
-  const { turns, isWhole } = await fold(wire, key, Infinity);
-  return { turns, isWhole, messages: turns.flatMap(messagesOf), position: turns.at(-1)?.position ?? 0 };
-}
-
-/** Fold a session's log before the sequence `end`. */
-async function fold(wire: Wire, key: SessionKey, end: number): Promise<Folded> {
   let turns: Turn[] = [];
   let isWhole = true;
   let position = 0;
-  for (const { request, result, seq } of await exchanges(wire, key, end)) {
+  for (const { request, result } of (await parts(wire, key)).reverse().flat()) {
     if (result.type === "rewound") {
       turns = until(turns, result.position);
-    } else if (result.type === "opened" && result.parent) {
-      const { session, position: at } = result.parent;
-      const before = await fold(wire, { ...key, session }, seq);
-      turns = until(before.turns, at);
-      isWhole = before.isWhole && (before.turns.at(-1)?.position ?? 0) >= at;
     } else if (result.type === "opened") {
-      [turns, isWhole] = [[], true];
+      const at = result.parent?.position ?? 0;
+      isWhole &&= (turns.at(-1)?.position ?? 0) >= at;
+      turns = until(turns, at);
     } else if (request.type === "append" || request.type === "generate") {
       turns.push(turnOf(request, result, position));
     }
     position = result.position;
   }
-  return { turns, isWhole };
+  return { turns, isWhole, messages: turns.flatMap(messagesOf), position: turns.at(-1)?.position ?? 0 };
 }
 
-/** Return the requests that have changed the session, with their results and the results' sequences. */
-async function exchanges(wire: Wire, key: SessionKey, end: number) {
+/** Return the session's exchanges since its last open, then its parent's before that open, and so on. */
+async function parts(wire: Wire, key: SessionKey): Promise<Exchange[][]> {
+  const found = new Map<string, Exchange[]>();
+  const all: Exchange[][] = [];
+  for (let session: string | undefined = key.session, end = Infinity; session !== undefined; ) {
+    // The end of a later read of the same session is an earlier one.
+    const read: Exchange[] = found.get(session) ?? (await exchanges(wire, { ...key, session }, end));
+    found.set(session, read);
+    const before = read.filter(({ seq }) => seq < end);
+    const part = before.slice(Math.max(0, before.findLastIndex(({ result }) => result.type === "opened")));
+    all.push(part);
+    const [first] = part;
+    session = first?.result.type === "opened" ? first.result.parent?.session : undefined;
+    end = first?.seq ?? end;
+  }
+  return all;
+}
+
+/** Read the exchanges of a session before the sequence `end`. */
+async function exchanges(wire: Wire, key: SessionKey, end: number): Promise<Exchange[]> {
   const { subjects } = wire;
-  const read = (kind: "in" | "out") => wire.readAll(subjects.logStream, subjects.of(key, kind), end);
+  const read = (kind: "in" | "out") => wire.readAll(subjects.logStream, subjects.of(key, kind), 1, end);
   const requests = new Map((await read("in")).map(({ seq, body }) => [seq, body]));
-  const found: { request: Request; result: Changing; seq: number }[] = [];
+  const found: Exchange[] = [];
   for (const { seq, body, headers } of await read("out")) {
     const result = decode<Result>(body);
     if (!isChanging(result) || result.repeat_of != null || !headers.has(HISTORY_HEADER)) continue;

@@ -1,7 +1,8 @@
-/** A tenant's sessions, from the last request and the last result of each. Pure. */
+/** A tenant's sessions, from the last request and the last results of each. Pure. */
 
 import { decode } from "./calls.js";
 import type { Result } from "./messages.js";
+import { isId } from "./subjects.js";
 import type { Stored } from "./wire.js";
 
 /** A session in the log. */
@@ -16,27 +17,45 @@ export interface Listed {
   readonly isClosed: boolean;
 }
 
-/** List the sessions found in these requests and results, the most recently used first. */
-export function listed(requests: readonly Stored[], results: readonly Stored[]): Listed[] {
-  const asked = byName(requests);
-  const answered = byName(results);
-  const found = [...new Set([...asked.keys(), ...answered.keys()])].map((name) =>
-    one(name, asked.get(name), answered.get(name)),
-  );
-  return found.sort((a, b) => b.last.getTime() - a.last.getTime());
+/** Return the messages by their sessions; some may have been stored under a name that no session can have. */
+export function byName(stored: readonly Stored[]): Map<string, Stored> {
+  const named = stored.map((message) => [message.subject.split(".").at(-2) ?? "", message] as const);
+  return new Map(named.filter(([name]) => isId(name)));
 }
 
-function byName(stored: readonly Stored[]): Map<string, Stored> {
-  return new Map(stored.map((message) => [message.subject.split(".").at(-2) ?? "", message]));
+/**
+ * Say whether a session's last results, oldest first, show its state; if not, earlier ones may.
+ *
+ * A refused or repeated request says nothing of the session, and a request that was cancelled while it waited
+ * has its result before the requests that came before it.
+ */
+export function isEnough(asked: Stored | undefined, results: readonly Stored[]): boolean {
+  const found = decoded(results);
+  const isAllSince = asked === undefined || (results[0]?.seq ?? 0) < asked.seq;
+  return lastChange(found) !== undefined && (isAllSince || isAnswered(asked, found));
 }
 
-function one(name: string, asked: Stored | undefined, answered: Stored | undefined): Listed {
-  const result = answered && decode<Result>(answered.body);
+/** Describe a session, given as many of its last results as `isEnough` wants. */
+export function listed(name: string, asked: Stored | undefined, results: readonly Stored[]): Listed {
+  const found = decoded(results);
+  const state = lastChange(found) ?? found.at(-1);
   return {
     name,
-    position: result?.position ?? undefined,
-    last: new Date(Math.max(asked?.time.getTime() ?? 0, answered?.time.getTime() ?? 0)),
-    isWaiting: asked !== undefined && (result?.seq ?? 0) < asked.seq,
-    isClosed: result?.type === "closed",
+    position: state?.position ?? undefined,
+    last: new Date(Math.max(asked?.time.getTime() ?? 0, results.at(-1)?.time.getTime() ?? 0)),
+    isWaiting: asked !== undefined && !isAnswered(asked, found),
+    isClosed: state?.type === "closed",
   };
+}
+
+function decoded(results: readonly Stored[]): Result[] {
+  return results.map(({ body }) => decode<Result>(body)).filter((result) => result !== undefined);
+}
+
+function lastChange(results: readonly Result[]): Result | undefined {
+  return results.findLast((result) => result.type !== "failed" && result.repeat_of == null);
+}
+
+function isAnswered(asked: Stored, results: readonly Result[]): boolean {
+  return results.some(({ seq }) => (seq ?? 0) >= asked.seq);
 }

@@ -7,9 +7,13 @@ export const DEFAULT_TENANT = "default";
 const ID = /^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$/;
 const PREFIX = /^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*$/;
 
+export function isId(value: string): boolean {
+  return ID.test(value);
+}
+
 /** Return a name if it is valid; `what` it names is for the error. */
 export function checkId(what: string, value: string): string {
-  if (!ID.test(value)) {
+  if (!isId(value)) {
     const rule = "1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit";
     throw new InvalidMessageError(`${what} ${JSON.stringify(value)} is not valid: it must be ${rule}`);
   }

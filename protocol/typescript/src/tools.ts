@@ -6,6 +6,7 @@ import type { CallOptions } from "./calls.js";
 import { InvalidMessageError, RequestFailedError } from "./errors.js";
 import type { Called, Generate, Generated, Message } from "./messages.js";
 import type { Fields, Session } from "./session.js";
+import { checkId } from "./subjects.js";
 
 /** A function that a model may call, with the arguments in one object. It may return anything that is JSON. */
 export type Tool = (args: any) => unknown;
@@ -21,7 +22,8 @@ export interface RunToolsFields extends Omit<Fields<Generate>, "text" | "tokens"
  * Return that answer, or the answer number `most`. `fields` are those of a generate, with the `tools` that
  * describe the functions. What a function throws becomes the call's result, for the model to read. With an
  * `id`, a program that died may do this again: functions are called again, but the results that were sent
- * first stand, and no answer is generated twice.
+ * first stand, and no answer is generated twice. It must be some ten characters shorter than other ids, since
+ * each step adds its number. `expect_position` is that of the first step.
  */
 export async function runTools(
   session: Session,
@@ -31,8 +33,9 @@ export async function runTools(
 ): Promise<Generated> {
   const unknown = (first.tools ?? []).map((tool) => tool.function.name).filter((name) => !Object.hasOwn(functions, name));
   if (unknown.length > 0) throw new InvalidMessageError(`there is no function for ${unknown.join(", ")}`);
-  // Later steps leave the tools to the session; a forced call would never end.
-  const { tools: _, ...later } = { ...first, tool_choice: "auto" as const };
+  if (most > 1) checkId("request id", `${id}-${most - 1}-results`); // before a function is called
+  // Later steps leave the tools to the session, which has another position then; a forced call would never end.
+  const { tools: _, expect_position: __, ...later } = { ...first, tool_choice: "auto" as const };
   let answer = await session.generate({ ...first, messages, id: `${id}-0` }, options).result;
   for (let number = 1; number < most && (answer.tool_calls ?? []).length > 0; number += 1) {
     const results: Message[] = [];

@@ -5,9 +5,7 @@
  */
 
 import { jetstream, jetstreamManager } from "@nats-io/jetstream";
-import type {
-  CompletionResult, JetStreamApiError, JetStreamClient, JetStreamManager, StoredMsg,
-} from "@nats-io/jetstream";
+import type { JetStreamApiError, JetStreamClient } from "@nats-io/jetstream";
 import { delay, headers as natsHeaders } from "@nats-io/nats-core";
 import type { MsgHdrs, NatsConnection } from "@nats-io/nats-core";
 
@@ -32,8 +30,11 @@ const TRY_PAUSE_MS = 200;
 const READ_BATCH = 256;
 const READ_BATCH_BYTES = 4 * 2 ** 20;
 const READ_MS = 2000;
-/** For so many subjects the server looks up the last message at a time; and its status for more. */
+/** For so many subjects the server looks up the last message at a time. */
 const SUBJECTS_AT_ONCE = 1024;
+/** Statuses that end a batch: no more messages, none at all, and too many subjects. */
+const END_OF_BATCH = 204;
+const NOTHING = 404;
 const TOO_MANY = 413;
 /** How often a publish looks whether it is connected again, should it miss the event. */
 const RECONNECT_MS = 5000;
@@ -49,7 +50,12 @@ export interface Stored {
   readonly headers: MsgHdrs;
 }
 
-type Wanted = { seq: number; next_by_subj: string } | { multi_last: string[] };
+/** The body of a direct get: the messages of a subject, or the last one of each subject, from `seq` on. */
+type Wanted = { seq: number; batch?: number } & ({ next_by_subj: string } | { multi_last: string[] });
+
+/** Messages of a direct get, and how many more match. */
+type Batch = { found: Stored[]; numMore: number };
+const NONE: Batch = { found: [], numMore: 0 };
 
 export class Wire {
   /** Number of reconnections. Subscriptions missed what was published while disconnected. */
@@ -58,7 +64,6 @@ export class Wire {
   /** Rung on every reconnection and on close. */
   readonly watchers = new Set<Bell>();
   readonly #jetstream: JetStreamClient;
-  #manager: Promise<JetStreamManager> | undefined;
   #connected = true;
   readonly #changed = new Bell();
   #whyClosed = "the client is closed";
@@ -153,16 +158,16 @@ export class Wire {
   /** Return the messages of `subject` in `stream` from `seq` on, in order; what was read before a fault. */
   async read(stream: string, subject: string, seq: number): Promise<Stored[]> {
     const found: Stored[] = [];
-    await this.#readOn(stream, subject, seq, found).catch(() => {}); // the caller reads again later
+    await this.#readOn(stream, { seq, next_by_subj: subject }, found).catch(() => {}); // the caller reads again later
     return found;
   }
 
-  /** Return all messages of `subject` in `stream` before the sequence `end`, in order. */
-  async readAll(stream: string, subject: string, end = Infinity): Promise<Stored[]> {
+  /** Return all messages of `subject` in `stream` from the sequence `start` to before `end`, in order. */
+  async readAll(stream: string, subject: string, start = 1, end = Infinity): Promise<Stored[]> {
     const found: Stored[] = [];
     this.#check();
     try {
-      await this.#readOn(stream, subject, 1, found, end);
+      await this.#readOn(stream, { seq: start, next_by_subj: subject }, found, end);
     } catch (error) {
       throw this.#unreached(`${stream} could not be read`, error);
     }
@@ -175,18 +180,19 @@ export class Wire {
     try {
       return await this.#lastOf(stream, [pattern]).catch(async (error: unknown) => {
         if (!hasCode(error, TOO_MANY)) throw error;
-        const { state } = await (await this.#jsm()).streams.info(stream, { subjects_filter: pattern });
+        const manager = await jetstreamManager(this.connection, { checkAPI: false });
+        const { state } = await manager.streams.info(stream, { subjects_filter: pattern });
         return this.#lastOf(stream, Object.keys(state.subjects ?? {}));
       });
     } catch (error) {
-      throwIfRefused(error, `$JS.API.STREAM.INFO.${stream}`);
+      throwIfRefused(error, `$JS.API for ${stream}`);
       throw this.#unreached(`${stream} could not be read`, error);
     }
   }
 
   /** Return the body of the message of `subject` at `seq`; undefined if there is none, or after a fault. */
   async get(stream: string, subject: string, seq: number): Promise<Uint8Array | undefined> {
-    const [found] = await this.#batch(stream, { seq, next_by_subj: subject }, 1).catch(() => []);
+    const { found: [found] } = await this.#batch(stream, { seq, next_by_subj: subject, batch: 1 }).catch(() => NONE);
     return found?.seq === seq ? found.body : undefined;
   }
 
@@ -197,8 +203,8 @@ export class Wire {
    */
   async lacks(stream: string, subject: string, seq: number, isOld: boolean): Promise<boolean> {
     try {
-      const batch = await this.#batch(stream, { seq, next_by_subj: subject }, 1);
-      if (batch[0]?.seq === seq) return false;
+      const { found } = await this.#batch(stream, { seq, next_by_subj: subject, batch: 1 });
+      if (found[0]?.seq === seq) return false;
       if (isOld) return true;
       // A replica that lags has neither this message nor a later one.
       const body = JSON.stringify({ last_by_subj: `${this.subjects.prefix}.>` });
@@ -220,13 +226,13 @@ export class Wire {
     return () => subscription.unsubscribe();
   }
 
-  async #readOn(stream: string, subject: string, seq: number, found: Stored[], end = Infinity): Promise<void> {
-    for (let next = seq; next < end; ) {
-      const batch = await this.#batch(stream, { seq: next, next_by_subj: subject }, READ_BATCH);
-      const last = batch.at(-1);
-      if (last === undefined) return;
-      for (const one of batch) found.push(one);
-      next = last.seq + 1;
+  /** Add to `found` what a direct get wants, batch by batch; stop at the sequence `end`. */
+  async #readOn(stream: string, wanted: Wanted, found: Stored[], end = Infinity): Promise<void> {
+    for (let { seq } = wanted, numMore = 1; numMore > 0 && seq < end; ) {
+      const batch = await this.#batch(stream, { ...wanted, seq });
+      for (const one of batch.found) found.push(one);
+      seq = (batch.found.at(-1)?.seq ?? Infinity) + 1;
+      numMore = batch.numMore;
     }
   }
 
@@ -234,44 +240,35 @@ export class Wire {
     const found: Stored[] = [];
     for (let start = 0; start < subjects.length; start += SUBJECTS_AT_ONCE) {
       const some = subjects.slice(start, start + SUBJECTS_AT_ONCE);
-      found.push(...(await this.#batch(stream, { multi_last: some }, SUBJECTS_AT_ONCE)));
+      await this.#readOn(stream, { multi_last: some, seq: 1, batch: SUBJECTS_AT_ONCE }, found);
     }
     return found;
   }
 
-  #jsm(): Promise<JetStreamManager> {
-    return (this.#manager ??= jetstreamManager(this.connection, { checkAPI: false }));
-  }
-
-  async #batch(stream: string, wanted: Wanted, batch: number): Promise<Stored[]> {
-    const { direct } = await this.#jsm();
+  /** Read one batch of a direct get; return it, and how many more messages match. */
+  async #batch(stream: string, wanted: Wanted): Promise<Batch> {
     const found: Stored[] = [];
-    const progress = new Bell();
-    let end: { error?: Error | undefined } | undefined;
-    const limits = "multi_last" in wanted ? { batch } : { batch, max_bytes: READ_BATCH_BYTES };
-    const options = {
-      ...limits,
-      callback: (done: CompletionResult | null, { subject, seq, data, time, header }: StoredMsg) => {
-        if (done === null) found.push({ subject, seq, body: data, time, headers: header });
-        else end = { error: done.err };
-        progress.ring();
-      },
-    };
-    const batches = await ("multi_last" in wanted
-      ? direct.getLastMessagesFor(stream, { ...wanted, ...options })
-      : direct.getBatch(stream, { ...wanted, ...options }));
-    while (end === undefined) {
-      if (!(await progress.wait(READ_MS))) batches.stop(new Error(`no answer within ${READ_MS / 1000} s`));
-    }
-    if (end.error && !hasCode(end.error, 404)) throw end.error;
-    let before = 0; // each message of a batch names the one before it; a lost connection may have lost some
-    for (const one of found) {
-      if (Number(one.headers.get("Nats-Last-Sequence") || before) !== before) {
+    const body = JSON.stringify({ batch: READ_BATCH, max_bytes: READ_BATCH_BYTES, ...wanted });
+    const limits = { strategy: "stall", stall: READ_MS, maxWait: READ_MS } as const;
+    for await (const reply of await this.connection.requestMany(`$JS.API.DIRECT.GET.${stream}`, body, limits)) {
+      const headers = reply.headers ?? natsHeaders();
+      // Each message names the one before it, and so does the end: a lost connection may have lost some.
+      const before = found.at(-1)?.seq ?? 0;
+      if (Number(headers.last("Nats-Last-Sequence") || before) !== before) {
         throw new Error("the connection was lost while the log was read");
       }
-      before = one.seq;
+      // Not the status: a stored message keeps its publisher's.
+      if (headers.has("Nats-Sequence")) {
+        const time = new Date(headers.last("Nats-Time-Stamp"));
+        const seq = Number(headers.last("Nats-Sequence"));
+        found.push({ subject: headers.last("Nats-Subject"), seq, body: reply.data, time, headers });
+      } else if (headers.code === END_OF_BATCH || headers.code === NOTHING) {
+        return { found, numMore: Number(headers.last("Nats-Num-Pending") || 0) };
+      } else {
+        throw Object.assign(new Error(`${headers.code} ${headers.description}`), { code: headers.code });
+      }
     }
-    return found;
+    throw new Error(`no answer within ${READ_MS / 1000} s`);
   }
 
   /** Say that something failed because of an error of NATS's packages. */

@@ -5,6 +5,7 @@ import process from "node:process";
 import { after, test } from "node:test";
 
 import { jetstreamManager } from "@nats-io/jetstream";
+import { delay, headers as natsHeaders } from "@nats-io/nats-core";
 import * as turnkeep from "turnkeep-client";
 import { connect, retry, runTools } from "turnkeep-client";
 
@@ -171,19 +172,70 @@ test("a conversation is read from the log as it stands, also a fork's", async ()
   assert.deepEqual(forked.messages.at(-1), { role: "user", content: "And?" });
   assert.deepEqual(forked.turns.map((turn) => turn.isCut), [false, true, false]);
   await session.forget();
-  assert.equal((await fork.history()).isWhole, false);
+  while ((await fork.history()).isWhole) await delay(10); // its entries are removed after its result is stored
+});
+
+test("a part of the log that lost a message with the connection is no history", async () => {
+  const prefix = `${run}holes`;
+  await using own = await connect({ servers, prefix });
+  let missing = -1;
+  own.connection.subscribe(`$JS.API.DIRECT.GET.${prefix}_log`, {
+    callback: (_, request) => {
+      const seqs = [5, 7, 9].filter((seq) => seq >= request.json<{ seq: number }>().seq);
+      const messages = [...seqs, 0].map((seq, n) => {
+        const headers = seq ? natsHeaders() : natsHeaders(204, "EOB");
+        headers.set("Nats-Last-Sequence", `${seqs[n - 1] ?? 0}`);
+        if (seq) headers.set("Nats-Sequence", `${seq}`);
+        return headers;
+      });
+      for (const headers of messages.filter((_, n) => n !== missing)) request.respond("{}", { headers });
+    },
+  });
+  assert.deepEqual((await own.session("s").history()).turns, []);
+  for (missing of [0, 1, 2]) await assert.rejects(own.session("s").history(), /the connection was lost/);
+});
+
+test("sessions that are forked from each other in turn have one conversation, however often", async () => {
+  const name = (cycle: number) => (cycle % 2 ? "swapped" : "swap");
+  await client.session(name(0)).append({ text: "0" });
+  for (let cycle = 1; cycle <= 24; cycle += 1) {
+    const parent = client.session(name(cycle - 1));
+    const fork = await parent.fork(name(cycle));
+    await fork.append({ text: `${cycle}` });
+    await parent.close();
+  }
+  const { messages, isWhole } = await client.session(name(24)).history(); // each open read the parent again: 10^10 reads
+  assert.deepEqual(messages.map(({ content }) => content), Array.from({ length: 25 }, (_, cycle) => `${cycle}`));
+  assert.ok(isWhole);
 });
 
 test("the sessions of a tenant are listed, the last used one first", async () => {
   await using own = await connect({ servers, tenant: `${run}list` });
   assert.deepEqual(await own.sessions(), []);
+  own.connection.publish(`turnkeep.${run}list.b!d.in`, "{}"); // a name that is none
   const { position } = await own.session("one").append({ text: "ab" });
-  await own.session("two").append({ text: "ab" });
+  const repeated = { text: "ab", id: "a" };
+  await own.session("two").append(repeated);
   await own.session("two").close();
   const [two, one] = await own.sessions();
   assert.deepEqual([two?.name, two?.isClosed, one?.name, one?.isClosed], ["two", true, "one", false]);
   assert.deepEqual([one?.position, one?.isWaiting], [position, false]);
   assert.ok(two && one && two.last >= one.last && Date.now() - two.last.getTime() < 60_000);
+
+  await own.session("two").append(repeated);
+  assert.equal((await own.sessions())[0]?.isClosed, true);
+  await assert.rejects(own.session("two").append({ text: "late" }), failsWith("unknown_session", false));
+  assert.deepEqual((await own.sessions()).map((one) => [one.isClosed, one.position]), [[true, 2], [false, 2]]);
+  const running = own.session("one").generate({ text: "x", max_tokens: 1900, ignore_eos: true });
+  for await (const piece of running) if (piece.i > 3) break;
+  const waiting = own.session("one").generate({ text: "y", max_tokens: 3 });
+  const cancelled = waiting.result;
+  while (waiting.seq === undefined) await delay(1);
+  while (!(await waiting.cancel().catch(() => undefined))) await delay(1);
+  await cancelled;
+  await running.cancel();
+  await running.result;
+  assert.equal((await own.sessions())[0]?.isWaiting, false);
 });
 
 test("more sessions are listed than the server looks up at a time", async () => {
@@ -196,6 +248,10 @@ test("more sessions are listed than the server looks up at a time", async () => 
   const found = await own.sessions();
   assert.deepEqual(found.map(({ name }) => name).sort(), names.sort());
   assert.ok(found.every(({ isWaiting, position }) => isWaiting && position === undefined));
+  const large = JSON.stringify({ id: "g", text: "x".repeat(900_000) });
+  for (const name of names.slice(0, 80)) await js.publish(`${prefix}.large.${name}.in`, large);
+  await using other = await connect({ servers, prefix, tenant: "large" });
+  assert.equal((await other.sessions()).length, 80, "in several batches");
 });
 
 test("texts and token ids have vectors of length 1, also more than a request takes", async () => {
@@ -296,12 +352,13 @@ test("functions are called until the model answers, and again from the record", 
   const fields = { tools, tool_choice: "required", parallel_tool_calls: false, max_tokens: 120, id: "step" } as const;
   const messages = [{ role: "user", content: "Weather in Rome?" }] as const;
   const session = client.session("tools");
-  const first = await runTools(session, { weather }, { ...fields, messages });
+  const first = await runTools(session, { weather }, { ...fields, messages, expect_position: 0 });
   assert.equal(first.id, "step-1");
   assert.deepEqual(asked, ["Rome"]);
-  const again = await runTools(session, { weather }, { ...fields, messages });
+  const again = await runTools(session, { weather }, { ...fields, messages, expect_position: 0 });
   assert.deepEqual([again.tokens, asked], [first.tokens, ["Rome", "Rome"]]);
   await assert.rejects(runTools(session, {}, { tools }), /there is no function for weather/);
+  await assert.rejects(runTools(session, { weather }, { ...fields, id: "x".repeat(55) }), /x-7-results" is not valid/);
 });
 
 test("what cannot be done is told by the class of its error", async () => {
