@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from command_runs import Terminal, turnkeep, where
 
+from commands.exchanges import last_exchanges
 from tests.parts import LocalWorker, WorkerProcess
 from turnkeep_client.client import Client
 from turnkeep_client.messages import Append, Generate, Generated, Request, decode_request, decode_result
@@ -210,6 +211,72 @@ async def test_retrying_an_unanswered_question_does_not_rewind_the_session(
     await on_terminal(script, worker)
     assert [type(one).__name__ for one in await requests(worker.client)].count("Rewind") == 0
     assert len(await answers(worker.client)) == 1
+
+
+async def test_retry_after_ctrl_c_before_the_first_token_asks_the_stopped_question_again(
+    local_worker: Callable[..., Any], endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model), max_batch=1)
+    loop = asyncio.get_running_loop()
+    other = worker.client.session("other").generate(text="x", max_tokens=50_000)
+
+    def script(terminal: Terminal) -> None:
+        terminal.wait_for(PROMPT)
+        terminal.type("first question\r")
+        terminal.wait_for(END)
+        asyncio.run_coroutine_threadsafe(other.send(), loop).result(30)  # the second question waits for it
+        terminal.type("second question\r")
+        terminal.wait_for("prefill: ")
+        terminal.type("\x03")
+        terminal.wait_for(PROMPT)
+        asyncio.run_coroutine_threadsafe(other.cancel(), loop).result(30)
+        terminal.type("/retry\r")
+        terminal.wait_for("> second question")
+        terminal.wait_for(END)
+        terminal.type("\x04")
+
+    await on_terminal(script, worker)
+    asked = ["first question", "second question", "second question"]
+    assert said(await requests(worker.client)) == [("user", one) for one in asked]
+    assert [len(answer.tokens) for answer in await answers(worker.client)] == [5, 0, 5]
+    assert [one.question for one in await last_exchanges(worker.client, "s", 9)] == asked[:2]
+
+
+@pytest.mark.process
+async def test_retry_refuses_while_the_question_still_waits_for_a_worker(
+    worker_process: Callable[..., WorkerProcess], endless_model: Path
+) -> None:
+    worker = worker_process(model=endless_model)
+    worker.start()
+    async with await worker.client() as client:
+        await client.session("s").append(text="so that the worker is there")
+
+        def run() -> None:
+            options = ("--session", "s", "--max-tokens", 5, "--nats", worker.url)
+            with Terminal("chat", *options, columns=100) as terminal:
+                terminal.wait_for(PROMPT)
+                terminal.type("first question\r")
+                terminal.wait_for(END)
+                worker.kill()
+                terminal.type("second question\r")
+                terminal.wait_for("waiting for the worker")
+                terminal.type("\x03")
+                terminal.wait_for("not waiting any longer")
+                terminal.wait_for(PROMPT)
+                terminal.type("/retry\r")
+                terminal.wait_for("the last question still waits")
+                worker.start()
+                terminal.wait_for(PROMPT)
+                asyncio.run_coroutine_threadsafe(
+                    client.session("s").append(text="|", timeout_s=60), loop
+                ).result(60)
+                terminal.type("/bye\r")
+                assert terminal.end() == 0
+
+        loop = asyncio.get_running_loop()
+        await asyncio.to_thread(run)
+        asked = ["first question", "second question"]
+        assert [one.question for one in await last_exchanges(client, "s", 9)] == asked
 
 
 async def test_the_first_ctrl_c_clears_the_line_and_a_second_one_leaves_the_chat(
