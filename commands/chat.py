@@ -15,7 +15,7 @@ from turnkeep_client.messages import Generate
 from turnkeep_client.session import build
 
 from .ask import decoded
-from .close import start_of_last
+from .close import rewind_last
 from .control import print_info
 from .exchanges import last_exchanges
 from .flags import reasoning_option, tenant_option, with_sampling
@@ -222,10 +222,9 @@ class _Chat:
 
     async def _remove(self, count: int) -> str:
         """Rewind the session by `count` exchanges; return the first removed question."""
-        start, exchange = await start_of_last(self._client, self._name, count)
-        await self._session.rewind(start, timeout_s=_PATIENCE_S)
+        _, question = await rewind_last(self._client, self._name, count, _PATIENCE_S)
         self._last = None
-        return exchange.question
+        return question
 
     async def _retry(self, _: str) -> None:
         question = await self._unanswered()

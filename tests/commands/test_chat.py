@@ -14,7 +14,9 @@ from command_runs import Terminal, turnkeep, where
 from commands.exchanges import last_exchanges
 from tests.parts import LocalWorker, WorkerProcess
 from turnkeep_client.client import Client
+from turnkeep_client.generation import Generation
 from turnkeep_client.messages import Append, Generate, Generated, Request, decode_request, decode_result
+from turnkeep_client.session import Session
 
 PROMPT = r">\x08? ?$"
 END = r"\n\s*>\x08? ?$"
@@ -213,23 +215,32 @@ async def test_retrying_an_unanswered_question_does_not_rewind_the_session(
     assert len(await answers(worker.client)) == 1
 
 
+async def running(session: Session) -> Generation:
+    """Return a long answer of the session once it has begun."""
+    answer = session.generate(messages=[{"role": "user", "content": "long"}], max_tokens=50_000)
+    await answer.send()
+    while not (await session.info()).progress:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    return answer
+
+
 async def test_retry_after_ctrl_c_before_the_first_token_asks_the_stopped_question_again(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model), max_batch=1)
-    loop = asyncio.get_running_loop()
-    other = worker.client.session("other").generate(text="x", max_tokens=50_000)
+    other, loop = worker.client.session("other"), asyncio.get_running_loop()
 
     def script(terminal: Terminal) -> None:
         terminal.wait_for(PROMPT)
         terminal.type("first question\r")
         terminal.wait_for(END)
-        asyncio.run_coroutine_threadsafe(other.send(), loop).result(30)  # the second question waits for it
+        # The second question waits for this one's place in the batch.
+        answer = asyncio.run_coroutine_threadsafe(running(other), loop).result(30)
         terminal.type("second question\r")
         terminal.wait_for("prefill: ")
         terminal.type("\x03")
         terminal.wait_for(PROMPT)
-        asyncio.run_coroutine_threadsafe(other.cancel(), loop).result(30)
+        asyncio.run_coroutine_threadsafe(answer.cancel(), loop).result(30)
         terminal.type("/retry\r")
         terminal.wait_for("> second question")
         terminal.wait_for(END)
@@ -277,6 +288,35 @@ async def test_retry_refuses_while_the_question_still_waits_for_a_worker(
         await asyncio.to_thread(run)
         asked = ["first question", "second question"]
         assert [one.question for one in await last_exchanges(client, "s", 9)] == asked
+
+
+async def test_rewind_and_retry_in_chat_remove_nothing_if_another_answer_ends_before_them(
+    local_worker: Callable[..., Any], endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    session = worker.client.session("s")
+
+    async def type_behind_another(terminal: Terminal, line: str) -> None:
+        other = await running(session)
+        terminal.type(line + "\r")
+        while not (await session.info()).num_waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await other.cancel()
+
+    def script(terminal: Terminal) -> None:
+        terminal.wait_for(PROMPT)
+        terminal.type("first question\r")
+        terminal.wait_for(END)
+        for line in ("/rewind", "/retry"):
+            asyncio.run_coroutine_threadsafe(type_behind_another(terminal, line), loop).result(30)
+            terminal.wait_for("nothing was removed")
+            terminal.wait_for(PROMPT)
+        terminal.type("\x04")
+
+    loop = asyncio.get_running_loop()
+    await on_terminal(script, worker)
+    asked = ["first question", "long", "long"]
+    assert [one.question for one in await last_exchanges(worker.client, "s", 9)] == asked
 
 
 async def test_the_first_ctrl_c_clears_the_line_and_a_second_one_leaves_the_chat(
