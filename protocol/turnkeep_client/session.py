@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 from uuid import uuid4
@@ -14,9 +15,9 @@ from uuid import uuid4
 from msgspec import UNSET
 
 from .calls import Call, ResultFeeds, Wire, expect
-from .errors import NoWorkerError, RequestFailedError
+from .errors import NoWorkerError, RequestFailedError, TurnkeepError
 from .formats import response_format as as_format
-from .generation import Generation
+from .generation import STOP_S, Generation
 from .history import History, read_history
 from .messages import (
     DEFAULT_RESIDENT,
@@ -275,12 +276,18 @@ class Session:
         seed, ends = sampling.pop("seed", None), uuid4().hex[:12]
 
         async def sample(number: int) -> Generated:
-            fork = await self.fork(f"{self.key.session[:40]}-{ends}-{number}")
+            key = SessionKey(self.key.tenant, f"{self.key.session[:40]}-{ends}-{number}")
+            fork = Session(self._wire, self._feeds, key, self._control_timeout_s)
+            own: Any = {**sampling, "seed": None if seed is None else seed + number}
             try:
-                own: Any = {**sampling, "seed": None if seed is None else seed + number}
-                return await fork.generate(messages=messages, text=text, **own)
-            finally:
-                await fork.close(forget=True)
+                await fork.open(fork_of=ForkPoint(session=self.key.session))
+                answer = await fork.generate(messages=messages, text=text, **own)
+            except BaseException:
+                with suppress(TurnkeepError):  # a later worker removes it: the close is in the log
+                    await fork.close(forget=True, cancel=True, timeout_s=STOP_S)
+                raise
+            await fork.close(forget=True)
+            return answer
 
         try:
             async with asyncio.TaskGroup() as tasks:
