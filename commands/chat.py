@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
@@ -275,8 +277,8 @@ class _Chat:
 async def _lines(past: Sequence[str]) -> AsyncIterator[str]:
     """Yield the non-empty lines that the user types or pipes in. The prompt's history begins with `past`."""
     if not sys.stdin.isatty():
-        while line := await asyncio.to_thread(sys.stdin.buffer.readline):
-            if text := decoded(line).rstrip():
+        async for body in _piped():
+            if text := decoded(body).rstrip():
                 yield text
         return
     from prompt_toolkit import PromptSession
@@ -304,6 +306,29 @@ async def _lines(past: Sequence[str]) -> AsyncIterator[str]:
         is_leaving = False
         if line.strip():
             yield line.rstrip()
+
+
+async def _piped() -> AsyncIterator[bytes]:
+    """Yield the lines of standard input, each read by a daemon thread.
+
+    A thread of `asyncio.to_thread` that waits for a line would keep the process from ending. A thread that
+    holds the lock of `sys.stdin` would crash it at its end, so this one has a file of its own.
+    """
+    own = open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: ASYNC230, SIM115  # a thread may be using it
+
+    def read(line: Future[bytes]) -> None:
+        line.set_running_or_notify_cancel()
+        try:
+            line.set_result(own.readline())
+        except OSError as error:
+            line.set_exception(error)
+
+    while True:
+        line = Future[bytes]()
+        threading.Thread(target=read, args=(line,), daemon=True).start()
+        if not (body := await asyncio.wrap_future(line)):
+            return
+        yield body
 
 
 def _keys() -> KeyBindings:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_runs import Terminal, turnkeep, where
+from command_runs import Terminal, environment, turnkeep, where
 
 from commands.exchanges import last_exchanges
 from tests.parts import LocalWorker, WorkerProcess
@@ -402,6 +405,32 @@ async def test_command_line_options_and_system_message_apply_to_the_whole_chat(
     assert wrong.stderr.splitlines()[-1].startswith(
         "Error: Invalid value for '--top-p': 2.0 is not in the range"
     )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+async def test_a_signal_ends_a_chat_that_waits_for_a_line_from_a_pipe(
+    local_worker: Callable[..., Any], number: signal.Signals, code: int
+) -> None:
+    worker = await local_worker()
+    words = [sys.executable, "-m", "commands", "chat", "--session", "s", "--max-tokens", "5"]
+
+    def run() -> tuple[int, str]:
+        pipe = subprocess.PIPE
+        command = [*words, *map(str, where(worker))]
+        with subprocess.Popen(command, stdin=pipe, stderr=pipe, env=environment()) as process:
+            assert process.stdin is not None
+            assert process.stderr is not None
+            process.stdin.write(b"first question\n")
+            process.stdin.flush()
+            said = process.stderr.readline().decode()
+            process.send_signal(number)
+            try:
+                return process.wait(10), said + process.stderr.read().decode()
+            finally:
+                process.kill()
+
+    left, said = await asyncio.to_thread(run)
+    assert (left, said.rstrip()) == (code, "Ended at max_tokens (5): the answer is cut")
 
 
 async def test_chat_reopens_a_closed_session(local_worker: Callable[..., Any]) -> None:
