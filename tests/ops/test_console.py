@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -459,6 +460,22 @@ async def test_the_console_forks_pins_exports_closes_reopens_and_forgets_a_sessi
         with pytest.raises(RequestFailedError, match="unknown_session"):
             await client.session("a").info()
         assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["b"]
+
+
+async def test_an_export_leaves_no_file_with_the_conversation_whatever_range_is_asked_for(
+    local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await local_worker()
+    await worker.client.session("a").append(tokens=[5] * 40)
+    made = tmp_path / "temporary"
+    made.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(made))
+    async with opened(worker.client) as page:
+        whole = await page.http.get("/api/sessions/a/export")
+        for asked in ("bytes=0-9", "bytes=x-", "bytes=99999999-"):
+            answer = await page.http.get("/api/sessions/a/export", headers={"Range": asked})
+            assert (answer.status_code, answer.content) == (200, whole.content)
+    assert [*made.iterdir()] == []
 
 
 async def test_a_full_search_finds_words_anywhere_in_questions_and_answers(local_worker: Start) -> None:
