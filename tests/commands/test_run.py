@@ -7,20 +7,14 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
-from command_runs import Terminal, environment, turnkeep
+from command_runs import Terminal, environment, processes_with, turnkeep
 
 from tests.forked import Piped
 from tests.parts import WorkerProcess, free_port
 from worker.process.datadir import owner
 
 pytestmark = pytest.mark.process
-
-
-def processes_with(word: str) -> list[list[str]]:
-    found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    return [line for line in found if any(word in argument for argument in line)]
 
 
 def test_run_starts_a_worker_answers_a_message_and_leaves_no_process(
