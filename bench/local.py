@@ -49,7 +49,8 @@ class Process:
         self.name = name
         self._command, self._logged = command, logged
         self._log: IO[bytes] | None = None
-        self._pipes: int | None = None  # `subprocess.PIPE` for input and output, or None
+        self._stdin: int | None = None  # as for Popen
+        self._stdout: int | None = None
         self._environment = os.environ | ({"LD_PRELOAD": " ".join(preload)} if preload else {})
         self._process: subprocess.Popen[bytes] | None = None
         self._family: list[psutil.Process] = []  # a killed worker's NATS server keeps running
@@ -84,8 +85,8 @@ class Process:
             [*self._command, *options],
             start_new_session=True,
             env=self._environment,
-            stdin=self._pipes,
-            stdout=self._pipes or self._log,
+            stdin=self._stdin,
+            stdout=self._stdout or self._log,
             stderr=self._log,
         )
 
@@ -151,7 +152,7 @@ class Process:
 
 
 class LocalWorker(Process):
-    """`turnkeep serve` on a data directory and a free port of 127.0.0.1."""
+    """`turnkeep serve` on a data directory and a free port of 127.0.0.1. It ends if this process dies."""
 
     def __init__(
         self,
@@ -173,8 +174,9 @@ class LocalWorker(Process):
             nats = ("--nats", f"nats://{self.place}", "--nats-token-file", str(self.token_file))
         self.data_dir = data_dir
         self._options = options
-        more = ("--data-dir", str(data_dir), *nats, "--log-level", "warning", *options)
+        more = ("--data-dir", str(data_dir), *nats, "--log-level", "warning", "--until-eof", *options)
         super().__init__("the worker", [sys.executable, "-m", *program, "serve", *more])
+        self._stdin, self._stdout = subprocess.PIPE, subprocess.DEVNULL
 
     @property
     def url(self) -> str:
@@ -220,7 +222,7 @@ class Program(Process):
         """Prepare the program of a module; `like` as for `Process`."""
         command = [sys.executable, "-m", module, *map(str, arguments)]
         super().__init__("the measuring process", command, logged=True, like=like)
-        self._pipes = subprocess.PIPE
+        self._stdin = self._stdout = subprocess.PIPE
 
     @property
     def exit_code(self) -> int | None:

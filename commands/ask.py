@@ -213,14 +213,14 @@ async def _answers(
     session: Session, count: int, messages: Any, options: Any, *, is_new: bool, as_json: bool
 ) -> None:
     """Print `count` answers to the same messages, each after a line with its number."""
-    if is_new:
-        await session.open()
     try:
+        if is_new:
+            await session.open()
         results = await session.samples(count, messages=messages, **options)
     finally:
         if is_new:
-            with contextlib.suppress(TurnkeepError):
-                await removed(session, _CLOSE_S)
+            with contextlib.suppress(TurnkeepError):  # a later worker closes it
+                await removed(session, _CLOSE_S / 2, cancel=True)  # after as long for those of the answers
     if as_json:
         click.echo(encode({"answers": results}))
         return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
@@ -15,7 +17,7 @@ from turnkeep_client.messages import Generate
 from turnkeep_client.session import build
 
 from .ask import decoded
-from .close import start_of_last
+from .close import rewind_last
 from .control import print_info
 from .exchanges import last_exchanges
 from .flags import reasoning_option, tenant_option, with_sampling
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding.key_processor import KeyPressEvent
 
     from turnkeep_client.client import Client
+    from turnkeep_client.generation import Generation
     from turnkeep_client.messages import SessionInfo
     from turnkeep_client.session import Sampling
 
@@ -66,6 +69,8 @@ _OPTIONS: Final[dict[str, Callable[[str], Any]]] = {
 }
 #: How long a command waits for the worker.
 _PATIENCE_S: Final = 30.0
+#: How long to look for the result of the last question.
+_LOOK_S: Final = 1.0
 #: Maximum characters of the last question and answer to show at the start.
 _SHOWN: Final = 2000
 _LINE, _QUOTED = "\n", "\n> "
@@ -105,8 +110,8 @@ class _Chat:
         self._session = client.session(name)
         self._name = name
         self._system_text: str | None = None
-        #: The last question, until it has an answer.
-        self._unanswered: str | None = None
+        #: The last question of this chat in the session, and its answer.
+        self._last: tuple[str, Generation] | None = None
         self._given = sampling
         self._defaults: dict[str, Any] = {}
         self._sampling = self._defaults
@@ -174,10 +179,8 @@ class _Chat:
     async def _answer(self, question: str) -> None:
         options = whole(self._sampling)
         generation = self._session.generate(messages=[{"role": "user", "content": question}], **options)
-        self._unanswered = question
+        self._last = question, generation
         answered = await stream(self._session, generation, reasoning=self._reasoning, screen=MarkdownScreen())
-        if not answered or generation.result.tokens:
-            self._unanswered = None
         why = cut(generation.result, options["max_tokens"]) if answered else ""
         if sys.stdin.isatty():
             _say(f"{why.capitalize()}\n" if why else "")
@@ -221,13 +224,12 @@ class _Chat:
 
     async def _remove(self, count: int) -> str:
         """Rewind the session by `count` exchanges; return the first removed question."""
-        start, exchange = await start_of_last(self._client, self._name, count)
-        await self._session.rewind(start, timeout_s=_PATIENCE_S)
-        self._unanswered = None
-        return exchange.question
+        _, question = await rewind_last(self._client, self._name, count, _PATIENCE_S)
+        self._last = None
+        return question
 
     async def _retry(self, _: str) -> None:
-        question = self._unanswered
+        question = await self._unanswered()
         if question is None:
             if not await last_exchanges(self._client, self._name):
                 raise InvalidMessageError("there is no question to ask again")
@@ -237,11 +239,28 @@ class _Chat:
         _say(f"> {_end_of(question)}")
         await self._answer(question)
 
+    async def _unanswered(self) -> str | None:
+        """Return the last question if nothing answers it. Raises `InvalidMessageError` if it still waits."""
+        if self._last is None:
+            return None
+        question, generation = self._last
+        if generation.seq is None:
+            return question  # the log may not have it
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                return None if (await generation).tokens else question
+        except RequestFailedError:
+            return question
+        except TimeoutError:
+            raise InvalidMessageError(
+                "the last question still waits for its answer; /retry can replace the answer once it is there"
+            ) from None
+
     async def _new(self, name: str) -> None:
         name = name or f"chat-{uuid4().hex[:8]}"
         self._session = self._client.session(name)
         _say(f"The session {self._name!r} is kept; /new {self._name} goes back to it.")
-        self._name, self._unanswered = name, None
+        self._name, self._last = name, None
         await self._enter()
 
     async def _save(self, name: str) -> None:
@@ -258,8 +277,8 @@ class _Chat:
 async def _lines(past: Sequence[str]) -> AsyncIterator[str]:
     """Yield the non-empty lines that the user types or pipes in. The prompt's history begins with `past`."""
     if not sys.stdin.isatty():
-        while line := await asyncio.to_thread(sys.stdin.buffer.readline):
-            if text := decoded(line).rstrip():
+        async for body in _piped():
+            if text := decoded(body).rstrip():
                 yield text
         return
     from prompt_toolkit import PromptSession
@@ -287,6 +306,29 @@ async def _lines(past: Sequence[str]) -> AsyncIterator[str]:
         is_leaving = False
         if line.strip():
             yield line.rstrip()
+
+
+async def _piped() -> AsyncIterator[bytes]:
+    """Yield the lines of standard input, each read by a daemon thread.
+
+    A thread of `asyncio.to_thread` that waits for a line would keep the process from ending. A thread that
+    holds the lock of `sys.stdin` would crash it at its end, so this one has a file of its own.
+    """
+    own = open(sys.stdin.fileno(), "rb", closefd=False)  # noqa: ASYNC230, SIM115  # a thread may be using it
+
+    def read(line: Future[bytes]) -> None:
+        line.set_running_or_notify_cancel()
+        try:
+            line.set_result(own.readline())
+        except OSError as error:
+            line.set_exception(error)
+
+    while True:
+        line = Future[bytes]()
+        threading.Thread(target=read, args=(line,), daemon=True).start()
+        if not (body := await asyncio.wrap_future(line)):
+            return
+        yield body
 
 
 def _keys() -> KeyBindings:

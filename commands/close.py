@@ -8,19 +8,25 @@ from typing import TYPE_CHECKING
 import click
 
 from ops.log.ending import check_open, end
-from turnkeep_client.errors import InvalidMessageError, NotPermittedError, NoWorkerError, TurnkeepError
+from turnkeep_client.errors import (
+    InvalidMessageError,
+    NotPermittedError,
+    NoWorkerError,
+    RequestFailedError,
+    TurnkeepError,
+)
 from worker.process.installed import as_installed
 
-from .exchanges import last_exchanges
+from .exchanges import last_exchanges_and_position
 from .flags import tenant_option, with_result_timeout, with_settings
 from .screen import complain, printable
 from .talking import CLIENT_SETTINGS, named, talk, with_client
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
+    from turnkeep_client.messages import Rewound
     from turnkeep_client.session import Session
 
-    from .exchanges import Exchange
     from .flags import Given
 
 #: How many characters of the first removed question a rewind prints.
@@ -122,26 +128,45 @@ def rewind(
     async def run(client: Client) -> None:
         async with named(client, session) as found:
             await check_open(found)
-        first, note = position, ""
-        if first is None:
-            first, exchange = await start_of_last(client, session, last or 1)
-            question = printable(" ".join(exchange.question.split()))
+        if position is not None:
+            rewound, note = await client.session(session).rewind(position, timeout_s=timeout_s), ""
+        else:
+            rewound, removed_question = await rewind_last(client, session, last or 1, timeout_s)
+            question = printable(" ".join(removed_question.split()))
             note = f"; removed: {question if len(question) <= _SHOWN else question[:_SHOWN] + '...'}"
-        rewound = await client.session(session).rewind(first, timeout_s=timeout_s)
         click.echo(f"rewound {session} to position {rewound.position}{note}")
 
     talk(given.load(), tenant, run)
 
 
-async def start_of_last(client: Client, session: str, count: int) -> tuple[int, Exchange]:
-    """Return the position at which the last `count` exchanges begin, and the first of these exchanges.
+async def rewind_last(client: Client, session: str, count: int, timeout_s: float) -> tuple[Rewound, str]:
+    """Remove the last `count` exchanges; return the result, and the first removed question.
 
-    Raises `InvalidMessageError` if there are fewer, or the position is unknown.
+    Raises `TurnkeepError`, also if the session has changed when the rewind's turn comes: it would remove the
+    newer exchanges too.
     """
-    past = await last_exchanges(client, session, count)
+    start, question, position = await start_of_last(client, session, count)
+    rewinding = client.session(session).rewind(start, expect_position=position, timeout_s=timeout_s)
+    try:
+        return await rewinding, question
+    except RequestFailedError as error:
+        if error.code != "position_conflict":
+            raise
+        raise TurnkeepError(
+            "the session has changed meanwhile, and nothing was removed; look at its last question, then"
+            " try again"
+        ) from None
+
+
+async def start_of_last(client: Client, session: str, count: int) -> tuple[int, str, int]:
+    """Return where the last `count` exchanges begin, the first one's question, and the session's position.
+
+    Raises `InvalidMessageError` if there are fewer, or where they begin is unknown.
+    """
+    past, position = await last_exchanges_and_position(client, session, count)
     if len(past) < count:
         raise InvalidMessageError(f"the session has {len(past)} exchanges, not {count}")
     exchange = past[-count]
     if exchange.start is None:
         raise InvalidMessageError("the chat template rewrote the text before it; rewind further")
-    return exchange.start, exchange
+    return exchange.start, exchange.question, position

@@ -20,6 +20,8 @@ from rich.table import Table
 from bench.local import LocalWorker
 from worker.process.installed import program
 
+from .talking import interrupted_by_signals
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
@@ -200,4 +202,5 @@ class ClusterDemo(Demo):
 @click.option("--cluster", is_flag=True, help="With two workers: the other one continues the answer.")
 def demo(data_dir: Path, model: str | None, *, cluster: bool) -> None:
     """Hold a conversation, and kill the worker in the middle of an answer."""
-    asyncio.run((ClusterDemo if cluster else Demo)(data_dir, model).run())
+    with interrupted_by_signals():
+        asyncio.run((ClusterDemo if cluster else Demo)(data_dir, model).run())

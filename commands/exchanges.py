@@ -45,17 +45,26 @@ async def last_exchanges(client: Client, session: str, at_least: int = 1) -> lis
 
     Reads the log from its end, so a long session costs no more than a short one.
     """
+    return (await last_exchanges_and_position(client, session, at_least))[0]
+
+
+async def last_exchanges_and_position(
+    client: Client, session: str, at_least: int
+) -> tuple[list[Exchange], int]:
+    """Return what `last_exchanges` does, and the session's position after the last result in the log."""
     entries: list[Entry] = []
     async for piece in client.log_backwards(session):
         entries = piece + entries
-        found = exchanges(entries)
-        if len(found) > at_least:  # read one more, as the start of the first is unknown
-            return found
-    return exchanges(entries, 0)
+        found, position = _exchanges(entries)
+        # Read one more, as the start of the first is unknown.
+        if position is not None and len(found) > at_least:
+            return found, position
+    found, position = _exchanges(entries, 0)
+    return found, position or 0
 
 
-def exchanges(entries: Iterable[Entry], position: int | None = None) -> list[Exchange]:
-    """Return the exchanges in a part of a session's log, in order, without removed exchanges.
+def _exchanges(entries: Iterable[Entry], position: int | None = None) -> tuple[list[Exchange], int | None]:
+    """Return the exchanges in a part of a session's log, in order, and the session's position after it.
 
     A rewind or a close removes exchanges. `position` is the session's position before this part, or None if
     unknown.
@@ -80,7 +89,7 @@ def exchanges(entries: Iterable[Entry], position: int | None = None) -> list[Exc
                 case Rewound():
                     found = [one for one in found if one.end <= result.position]
             position = 0 if isinstance(result, Closed) else result.position
-    return found
+    return found, position
 
 
 def _question(request: Generate) -> str:

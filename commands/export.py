@@ -28,13 +28,22 @@ from worker.wire.credentials import client_options
 
 from .flags import check_target, force_option, tenant_option, with_settings
 from .progress import terminal_progress
-from .talking import CLIENT_SETTINGS, located, no_session, talk, url_of
+from .talking import (
+    CLIENT_SETTINGS,
+    ignore_signals,
+    interrupted_by_signals,
+    located,
+    no_session,
+    talk,
+    url_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from turnkeep_client.client import Client
     from worker.process.settings import Settings
+    from worker.wire.broker import EmbeddedServer
 
     from .flags import Given
 
@@ -152,11 +161,18 @@ def _log_of(settings: Settings) -> Iterator[None]:
         if settings.nats is None:
             directory = stack.enter_context(DataDir.open(settings.data_dir, "import", settings.own_port))
             server = broker.EmbeddedServer(directory, settings)
+            stack.enter_context(interrupted_by_signals())
+            stack.callback(_end, server)
             anyio.run(server.start)
-            if not server.adopted:
-                stack.callback(anyio.run, server.stop)
         anyio.run(_make_log, settings)
         yield
+
+
+def _end(server: EmbeddedServer) -> None:
+    """Stop a NATS server, unless it ran before; no signal interrupts this, as the server would go on."""
+    ignore_signals()
+    if not server.adopted:
+        anyio.run(server.stop)
 
 
 async def _make_log(settings: Settings) -> None:

@@ -61,18 +61,18 @@ def run(
     of the running worker, or else the packaged one. A worker that this command starts ends with it; a worker
     that is running already stays.
     """
+    from .ask import answer, whole_question
+
     settings = given.load()
 
-    async def say(client: Client) -> bool:
+    async def check_model(client: Client) -> None:
         serves = await _model_of(client, settings.data_dir)
         if model is not None and is_there and not _names(model, serves):
             raise _other_model(model, serves, may_be_question=message is None)
-        if message is not None or not sys.stdin.isatty():
-            from .ask import answer, whole_question
 
-            return await answer(
-                client, name, whole_question(message), system, sampling, as_json=False, reasoning=reasoning
-            )
+    async def say(client: Client) -> bool:
+        if text is not None:
+            return await answer(client, name, text, system, sampling, as_json=False, reasoning=reasoning)
         from .chat import converse
 
         await converse(client, name or "chat", system, sampling, reasoning)
@@ -82,6 +82,9 @@ def run(
     options = [*given.options(), *(() if model is None else ("--model", model))]
     question = model if message is None else None
     with contextlib.nullcontext() if is_there else _worker(options, question):
+        talk(settings, tenant, check_model)
+        # Read the question outside an event loop, in which no signal would end the wait for it.
+        text = None if message is None and sys.stdin.isatty() else whole_question(message)
         answered = talk(settings, tenant, say)
     if not answered:
         sys.exit(_INTERRUPTED)

@@ -47,7 +47,7 @@ from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tl
 from .flags import with_settings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 
     from turnkeep_client.client import Client
     from turnkeep_client.session import Session
@@ -217,11 +217,9 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
 
     async def run() -> _T:
         # A signal cancels the task, so that an answer ends, and changed terminal settings are restored.
-        task = asyncio.current_task()
-        if task and threading.current_thread() is threading.main_thread():  # signals need it
-            for ends in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(ends) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                    asyncio.get_running_loop().add_signal_handler(ends, task.cancel)
+        if task := asyncio.current_task():
+            for ends in _ending():
+                asyncio.get_running_loop().add_signal_handler(ends, task.cancel)
         async with await connected(settings, tenant) as client:
             return await say(client)
 
@@ -239,6 +237,47 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
         if error.errno != errno.EIO:  # EIO: output to a closed terminal, before SIGHUP came
             raise
         _end_terminated()
+
+
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """Let the first SIGTERM or SIGHUP end the block like Ctrl-C, so that what it has started is stopped.
+
+    At a Ctrl-C an event loop cancels its main task; another exception would leave the loop with a traceback.
+    """
+    ends, came = _ending(), False
+
+    def interrupt(*_: object) -> None:
+        nonlocal came
+        came = True
+        for one in ends:
+            signal.signal(one, signal.SIG_IGN)
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as for a shell's background job
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.raise_signal(signal.SIGINT)
+
+    for one in ends:
+        signal.signal(one, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if came:
+            sys.exit(_TERMINATED)
+        raise
+
+
+def ignore_signals() -> None:
+    """From now on ignore the signals that end a process: what it has started is being stopped."""
+    for ends in _ending(signal.SIGINT):
+        signal.signal(ends, signal.SIG_IGN)
+
+
+def _ending(*more: signal.Signals) -> list[signal.Signals]:
+    """Return SIGTERM, SIGHUP and `more`, without those that are ignored; outside the main thread nothing."""
+    if threading.current_thread() is not threading.main_thread():  # only there signals can be handled
+        return []
+    found = (signal.SIGTERM, signal.SIGHUP, *more)
+    return [one for one in found if signal.getsignal(one) != signal.SIG_IGN]  # nohup ignores SIGHUP
 
 
 def with_client(command: Callable[..., Coroutine[Any, Any, int | None]]) -> Callable[..., None]:

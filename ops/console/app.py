@@ -8,19 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import shutil
-import tempfile
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 from starlette.applications import Starlette
-from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -42,7 +38,7 @@ from turnkeep_client.subjects import session_key
 from .actions import ACTIONS, PATIENCE_S, Act, Details
 from .door import PAGE, Door
 from .live import Live, Log
-from .streams import events
+from .streams import events, pieces
 from .turns import shown
 
 if TYPE_CHECKING:
@@ -352,15 +348,9 @@ class Console:
         key = session_key(self._client.tenant, name)
         entries = await self._client.log(name)
         parts = await copies.read_parts(self._client, key, entries)
-        folder = Path(tempfile.mkdtemp(prefix="turnkeep-"))
-        remove = BackgroundTask(shutil.rmtree, folder)
-        try:
-            await asyncio.to_thread(copies.export, folder / "session", key, entries, parts)
-        except BaseException:
-            await remove()
-            raise
-        media_type = "application/octet-stream"
-        return FileResponse(folder / "session", 200, None, media_type, remove, f"{name}.turnkeep")
+        file = await asyncio.to_thread(copies.exported, key, entries, parts)
+        attached = {"Content-Disposition": f'attachment; filename="{name}.turnkeep"'}
+        return StreamingResponse(pieces(file), 200, attached, "application/octet-stream")
 
     async def _written(self, name: str, form: str) -> Response:
         history = await self._client.session(name).history()

@@ -8,7 +8,10 @@ import logging
 import os
 import socket
 import sys
+import tempfile
+import threading
 import webbrowser
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -21,7 +24,7 @@ from .app import Console, behind_one_door
 from .live import Live
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Iterator, Mapping
 
     from turnkeep_client.client import Client
     from turnkeep_client.session import Sampling
@@ -62,13 +65,16 @@ async def run(
         )
         for live, ((prefix, _), client) in zip(lives, clients.items(), strict=True)
     }
-    with contextlib.closing(listening(host, port)) as listener:
+    with contextlib.closing(listening(host, port)) as listener, contextlib.ExitStack() as stack:
         running = server(consoles, token)
         if until_eof:
             asyncio.get_running_loop().add_reader(sys.stdin, _hear, next(iter(consoles.values())), running)
-        await _announce(listener, token, opens=opens)
+        url = _url(listener, token)
+        click.echo(f"the console is at {url}", err=True)
         serving = asyncio.create_task(running.serve(sockets=[listener]))
         try:
+            if opens:
+                stack.enter_context(_opened(url))
             parts = [part for live in lives for part in (live.listen(), live.keep())]
             await until_one_ends(*parts, _end_of(serving))
         finally:  # also if a signal has cancelled this: streams end first
@@ -78,13 +84,34 @@ async def run(
         raise ConsoleError("the NATS server has closed the connection; its log says why")
 
 
-async def _announce(listener: socket.socket, token: str, *, opens: bool) -> None:
+def _url(listener: socket.socket, token: str) -> str:
     address, at = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
-    url = f"http://{shown}:{at}/?token={token}"
-    click.echo(f"the console is at {url}", err=True)
-    if opens and not await asyncio.to_thread(webbrowser.open, url):
-        click.echo("turnkeep: no browser was found; open this address in one", err=True)
+    return f"http://{shown}:{at}/?token={token}"
+
+
+@contextlib.contextmanager
+def _opened(url: str) -> Iterator[None]:
+    """Open `url`, which has a token, in the browser; enter the block at once.
+
+    The browser's arguments, which other users can see, name a file that redirects to the URL. The file lasts
+    as long as the block. A browser in a terminal may run as long as the block too, so a daemon thread waits
+    for its end.
+    """
+    made, name = tempfile.mkstemp(prefix="turnkeep-", suffix=".html")  # with mode 0600
+    page = Path(name)
+
+    def show() -> None:
+        if not webbrowser.open(page.as_uri()):
+            click.echo("turnkeep: no browser was found; open this address in one", err=True)
+
+    try:
+        with os.fdopen(made, "w") as file:
+            file.write(f'<meta http-equiv="refresh" content="0; url={url}">\n')
+        threading.Thread(target=show, daemon=True).start()
+        yield
+    finally:
+        page.unlink(missing_ok=True)
 
 
 def _hear(console: Console, running: uvicorn.Server) -> None:

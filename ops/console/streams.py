@@ -1,9 +1,12 @@
-"""Streams answers as server-sent events: the chunks, and the Markdown blocks so far. Event loop only."""
+"""Streams answers as server-sent events: the chunks, and the Markdown blocks so far; and exported sessions.
+
+Event loop only.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -22,6 +25,15 @@ _QUIET_S: Final = 3
 #: Least pause between two parses of the text: in seconds, and as a multiple of the last parse's duration.
 _DRAW_S: Final = 0.05
 _DRAW_SHARE: Final = 4
+#: A file is read and sent in pieces of this size.
+_PIECE_BYTES: Final = 2**18
+
+
+async def pieces(file: IO[bytes]) -> AsyncGenerator[bytes]:
+    """Yield the content of a file, then close the file."""
+    with file:
+        while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
+            yield piece
 
 
 async def events(

@@ -157,6 +157,14 @@ def export(
     return manifest
 
 
+def exported(key: SessionKey, entries: Sequence[Entry], parts: Mapping[int, bytes]) -> IO[bytes]:
+    """Return what `export` writes as an open file without a name, so that nothing of it stays on the disk."""
+    with tempfile.TemporaryDirectory(prefix="turnkeep-") as folder:
+        file = Path(folder) / "session"
+        export(file, key, entries, parts)
+        return file.open("rb")
+
+
 def _manifest_of(
     key: SessionKey, exchanges: Sequence[Exchange], log: bytes, members: Sequence[tarfile.TarInfo]
 ) -> Manifest:

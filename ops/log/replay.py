@@ -123,7 +123,8 @@ class Replay:
                 played.answers = await self._answers(key, played)
             finally:  # also if interrupted, but then without waiting for the result
                 if not self._keep:
-                    closing = await self._client.submit(key, build(Close, forget=True), timeout_s=_CLOSE_S)
+                    close = build(Close, forget=True, cancel=True)
+                    closing = await self._client.submit(key, close, timeout_s=_CLOSE_S)
             if closing is not None:
                 with contextlib.suppress(ResultTimeoutError):
                     await closing

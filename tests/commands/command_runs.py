@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 from click.testing import CliRunner
 from rich.cells import cell_len
 from structlog.testing import capture_logs
@@ -189,6 +190,12 @@ class Terminal:
             with contextlib.suppress(OSError):
                 self._output += os.read(self._control, 65536)
         return bool(ready)
+
+
+def processes_with(word: str) -> list[list[str]]:
+    """Return the command lines of all processes with this word in an argument."""
+    found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return [line for line in found if any(word in argument for argument in line)]
 
 
 def without_styles(text: str) -> str:

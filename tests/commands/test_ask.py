@@ -22,7 +22,7 @@ from msgspec.inspect import FloatType, IntType, StructType, UnionType, type_info
 from commands.ask import ask as ask_command
 from commands.screen import printable, wrapped
 from tests.parts import TINY_CONTEXT, LocalWorker, WorkerProcess
-from turnkeep_client.client import Client
+from turnkeep_client.client import Client, connect
 from turnkeep_client.messages import Closed, Generate, Generated, decode_request, decode_result, encode
 
 
@@ -285,6 +285,58 @@ async def test_ctrl_c_and_termination_signals_cancel_the_answer_and_set_the_exit
     assert await asyncio.to_thread(run) == (130 if ended == "Ctrl-C" else 143)
     await worker.client.session("s").append(text="behind it", timeout_s=60)
     assert (await answered(worker.client)).finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("ended", ["Ctrl-C", "SIGTERM"])
+async def test_ctrl_c_and_sigterm_end_several_answers_and_remove_their_sessions(
+    local_worker: Callable[..., Any], endless_model: Path, ended: str
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    loop = asyncio.get_running_loop()
+
+    def run() -> int:
+        with Terminal("ask", "-n", 2, "--max-tokens", 50_000, "hello", *where(worker)) as terminal:
+            asyncio.run_coroutine_threadsafe(begun(worker.client, 2), loop).result(WAIT_S)
+            if ended == "Ctrl-C":
+                terminal.type("\x03")
+            else:
+                terminal.process.terminate()
+            return terminal.process.wait(5)
+
+    assert await asyncio.to_thread(run) == (130 if ended == "Ctrl-C" else 143)
+    async with asyncio.timeout(10):
+        while not all(one.is_closed for one in await worker.client.sessions()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert b"hello" not in b"".join([entry.body for entry in await worker.client.log()])
+
+
+@pytest.mark.parametrize("session", [(), ("--session", "s")])
+async def test_ctrl_c_without_a_worker_leaves_no_open_session_of_several_answers(
+    local_worker: Callable[..., Any], session: tuple[str, ...]
+) -> None:
+    worker = await local_worker()
+    await worker.client.session("s").append(text="so that there is a stream")
+    await worker.stop()
+    async with await connect(worker.settings.nats, prefix=worker.settings.prefix) as client:
+        loop = asyncio.get_running_loop()
+
+        def run() -> int:
+            with Terminal("ask", "-n", 2, *session, "hello", *where(worker)) as terminal:
+                asyncio.run_coroutine_threadsafe(begun(client, 2 if session else 1), loop).result(WAIT_S)
+                terminal.type("\x03")
+                return terminal.process.wait(4)
+
+        assert await asyncio.to_thread(run) == 130
+        await local_worker()
+        async with asyncio.timeout(20):
+            while [one.name for one in await client.sessions() if not one.is_closed] != ["s"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
+async def begun(client: Client, count: int) -> None:
+    """Wait until `count` sessions have a request without a result."""
+    while sum(one.is_waiting for one in await client.sessions()) < count:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
 
 
 async def test_an_answer_under_nohup_continues_after_a_hangup_signal(

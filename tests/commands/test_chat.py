@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_runs import Terminal, turnkeep, where
+from command_runs import Terminal, environment, turnkeep, where
 
+from commands.exchanges import last_exchanges
 from tests.parts import LocalWorker, WorkerProcess
 from turnkeep_client.client import Client
+from turnkeep_client.generation import Generation
 from turnkeep_client.messages import Append, Generate, Generated, Request, decode_request, decode_result
+from turnkeep_client.session import Session
 
 PROMPT = r">\x08? ?$"
 END = r"\n\s*>\x08? ?$"
@@ -212,6 +218,110 @@ async def test_retrying_an_unanswered_question_does_not_rewind_the_session(
     assert len(await answers(worker.client)) == 1
 
 
+async def running(session: Session) -> Generation:
+    """Return a long answer of the session once it has begun."""
+    answer = session.generate(messages=[{"role": "user", "content": "long"}], max_tokens=50_000)
+    await answer.send()
+    while not (await session.info()).progress:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    return answer
+
+
+async def test_retry_after_ctrl_c_before_the_first_token_asks_the_stopped_question_again(
+    local_worker: Callable[..., Any], endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model), max_batch=1)
+    other, loop = worker.client.session("other"), asyncio.get_running_loop()
+
+    def script(terminal: Terminal) -> None:
+        terminal.wait_for(PROMPT)
+        terminal.type("first question\r")
+        terminal.wait_for(END)
+        # The second question waits for this one's place in the batch.
+        answer = asyncio.run_coroutine_threadsafe(running(other), loop).result(30)
+        terminal.type("second question\r")
+        terminal.wait_for("prefill: ")
+        terminal.type("\x03")
+        terminal.wait_for(PROMPT)
+        asyncio.run_coroutine_threadsafe(answer.cancel(), loop).result(30)
+        terminal.type("/retry\r")
+        terminal.wait_for("> second question")
+        terminal.wait_for(END)
+        terminal.type("\x04")
+
+    await on_terminal(script, worker)
+    asked = ["first question", "second question", "second question"]
+    assert said(await requests(worker.client)) == [("user", one) for one in asked]
+    assert [len(answer.tokens) for answer in await answers(worker.client)] == [5, 0, 5]
+    assert [one.question for one in await last_exchanges(worker.client, "s", 9)] == asked[:2]
+
+
+@pytest.mark.process
+async def test_retry_refuses_while_the_question_still_waits_for_a_worker(
+    worker_process: Callable[..., WorkerProcess], endless_model: Path
+) -> None:
+    worker = worker_process(model=endless_model)
+    worker.start()
+    async with await worker.client() as client:
+        await client.session("s").append(text="so that the worker is there")
+
+        def run() -> None:
+            options = ("--session", "s", "--max-tokens", 5, "--nats", worker.url)
+            with Terminal("chat", *options, columns=100) as terminal:
+                terminal.wait_for(PROMPT)
+                terminal.type("first question\r")
+                terminal.wait_for(END)
+                worker.kill()
+                terminal.type("second question\r")
+                terminal.wait_for("waiting for the worker")
+                terminal.type("\x03")
+                terminal.wait_for("not waiting any longer")
+                terminal.wait_for(PROMPT)
+                terminal.type("/retry\r")
+                terminal.wait_for("the last question still waits")
+                worker.start()
+                terminal.wait_for(PROMPT)
+                asyncio.run_coroutine_threadsafe(
+                    client.session("s").append(text="|", timeout_s=60), loop
+                ).result(60)
+                terminal.type("/bye\r")
+                assert terminal.end() == 0
+
+        loop = asyncio.get_running_loop()
+        await asyncio.to_thread(run)
+        asked = ["first question", "second question"]
+        assert [one.question for one in await last_exchanges(client, "s", 9)] == asked
+
+
+async def test_rewind_and_retry_in_chat_remove_nothing_if_another_answer_ends_before_them(
+    local_worker: Callable[..., Any], endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    session = worker.client.session("s")
+
+    async def type_behind_another(terminal: Terminal, line: str) -> None:
+        other = await running(session)
+        terminal.type(line + "\r")
+        while not (await session.info()).num_waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await other.cancel()
+
+    def script(terminal: Terminal) -> None:
+        terminal.wait_for(PROMPT)
+        terminal.type("first question\r")
+        terminal.wait_for(END)
+        for line in ("/rewind", "/retry"):
+            asyncio.run_coroutine_threadsafe(type_behind_another(terminal, line), loop).result(30)
+            terminal.wait_for("nothing was removed")
+            terminal.wait_for(PROMPT)
+        terminal.type("\x04")
+
+    loop = asyncio.get_running_loop()
+    await on_terminal(script, worker)
+    asked = ["first question", "long", "long"]
+    assert [one.question for one in await last_exchanges(worker.client, "s", 9)] == asked
+
+
 async def test_the_first_ctrl_c_clears_the_line_and_a_second_one_leaves_the_chat(
     local_worker: Callable[..., Any],
 ) -> None:
@@ -295,6 +405,32 @@ async def test_command_line_options_and_system_message_apply_to_the_whole_chat(
     assert wrong.stderr.splitlines()[-1].startswith(
         "Error: Invalid value for '--top-p': 2.0 is not in the range"
     )
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+async def test_a_signal_ends_a_chat_that_waits_for_a_line_from_a_pipe(
+    local_worker: Callable[..., Any], number: signal.Signals, code: int
+) -> None:
+    worker = await local_worker()
+    words = [sys.executable, "-m", "commands", "chat", "--session", "s", "--max-tokens", "5"]
+
+    def run() -> tuple[int, str]:
+        pipe = subprocess.PIPE
+        command = [*words, *map(str, where(worker))]
+        with subprocess.Popen(command, stdin=pipe, stderr=pipe, env=environment()) as process:
+            assert process.stdin is not None
+            assert process.stderr is not None
+            process.stdin.write(b"first question\n")
+            process.stdin.flush()
+            said = process.stderr.readline().decode()
+            process.send_signal(number)
+            try:
+                return process.wait(10), said + process.stderr.read().decode()
+            finally:
+                process.kill()
+
+    left, said = await asyncio.to_thread(run)
+    assert (left, said.rstrip()) == (code, "Ended at max_tokens (5): the answer is cut")
 
 
 async def test_chat_reopens_a_closed_session(local_worker: Callable[..., Any]) -> None:

@@ -161,6 +161,32 @@ async def test_rewind_removes_the_last_exchanges_or_everything_after_a_position(
     assert "give --last or --position, not both" in said
 
 
+async def test_rewind_removes_nothing_if_a_running_answer_ends_before_it(
+    local_worker: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    session = worker.client.session("s")
+    await session.generate(messages=[{"role": "user", "content": "one"}], max_tokens=2)
+    second = session.generate(messages=[{"role": "user", "content": "two"}], max_tokens=50_000)
+    await second.send()
+    while not (await session.info()).progress:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    rewinding = asyncio.create_task(command("rewind", "s", *where(worker)))
+    while not (await session.info()).num_waiting:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    await second.cancel()
+    done = await rewinding
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(
+        "turnkeep: the session has changed meanwhile, and nothing was removed; look"
+    )
+    end = (await second).position
+    await session.append(text="behind it")
+    done = await command("rewind", "s", *where(worker))
+    assert done.stdout.endswith("removed: two\n"), done.stderr
+    assert (await session.info()).position < end
+
+
 async def test_ask_leaves_no_session_and_no_text_in_the_log_even_if_it_failed(local_worker: Start) -> None:
     worker = await local_worker()
     for text, code in (("a secret", 0), ("a secret " * 400, 1)):

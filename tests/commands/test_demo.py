@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
-from command_runs import Terminal, turnkeep
+from command_runs import WAIT_S, Terminal, processes_with, turnkeep
 
 from tests.parts import make_endless_model, make_tiny_model
 
@@ -43,6 +45,25 @@ def test_the_demo_on_a_terminal_hides_the_startup_messages_of_its_workers(
     with Terminal("demo", "--data-dir", tmp_path / "other", "--model", "no/where/at/all") as terminal:
         assert terminal.end() == 1
         assert re.search(r"^turnkeep: there is no model", terminal.transcript, re.MULTILINE)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("ended", ["SIGTERM", "SIGKILL", "closed terminal"])
+def test_a_demo_that_is_ended_from_outside_leaves_no_worker_and_no_nats_server(
+    tmp_path: Path, model: Path, ended: str
+) -> None:
+    data = tmp_path / "data"
+    with Terminal("demo", "--data-dir", data, TURNKEEP_MODEL=str(model)) as terminal:
+        terminal.wait_for("When was the lighthouse built")
+        if ended == "closed terminal":
+            terminal.hang_up()
+        else:
+            terminal.process.send_signal(getattr(signal, ended))
+        terminal.process.wait(WAIT_S)
+    deadline = time.monotonic() + 20
+    while (left := processes_with(str(data))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
 
 
 @pytest.mark.process

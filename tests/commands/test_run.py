@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
-from command_runs import Terminal, turnkeep
+from command_runs import Terminal, environment, processes_with, turnkeep
 
+from tests.forked import Piped
 from tests.parts import WorkerProcess, free_port
 from worker.process.datadir import owner
 
 pytestmark = pytest.mark.process
-
-
-def processes_with(word: str) -> list[list[str]]:
-    found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    return [line for line in found if any(word in argument for argument in line)]
 
 
 def test_run_starts_a_worker_answers_a_message_and_leaves_no_process(
@@ -80,4 +76,8 @@ async def test_run_uses_a_running_worker_and_leaves_it_running(
     assert f"the worker that runs has the model {tiny_model.name}, not Qwen3-4B" in other.stderr
     one = await asyncio.to_thread(turnkeep, "run", "Say hello", *place)
     assert one.stderr.endswith(", or ask it: turnkeep ask 'Say hello'\n")
+    with Piped(["-m", "commands", "run", *map(str, place)], environment()) as waiting:
+        await asyncio.sleep(1.5)  # then it waits for the end of the question
+        waiting.terminate()
+        assert await asyncio.to_thread(waiting.wait, 10) in {-signal.SIGTERM, 143}
     assert worker.running

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -461,6 +462,22 @@ async def test_the_console_forks_pins_exports_closes_reopens_and_forgets_a_sessi
         assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["b"]
 
 
+async def test_an_export_leaves_no_file_with_the_conversation_whatever_range_is_asked_for(
+    local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await local_worker()
+    await worker.client.session("a").append(tokens=[5] * 40)
+    made = tmp_path / "temporary"
+    made.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(made))
+    async with opened(worker.client) as page:
+        whole = await page.http.get("/api/sessions/a/export")
+        for asked in ("bytes=0-9", "bytes=x-", "bytes=99999999-"):
+            answer = await page.http.get("/api/sessions/a/export", headers={"Range": asked})
+            assert (answer.status_code, answer.content) == (200, whole.content)
+    assert [*made.iterdir()] == []
+
+
 async def test_a_full_search_finds_words_anywhere_in_questions_and_answers(local_worker: Start) -> None:
     worker = await local_worker()
     client = worker.client
@@ -882,9 +899,11 @@ def test_console_tokens_differ_by_tenant_and_derive_from_the_token_of_the_worker
     assert token_of(other, "a") != token_of(other, "a")
 
 
-async def test_the_option_open_opens_the_console_in_the_browser(nats_url: str, tmp_path: Path) -> None:
-    browser, opened_ = tmp_path / "browser", tmp_path / "opened"
-    browser.write_text(f'#!/bin/sh\nprintf %s "$1" > "{opened_}"\n')
+async def test_the_option_open_opens_the_console_in_a_foreground_browser_without_showing_its_token(
+    nats_url: str, tmp_path: Path
+) -> None:
+    browser, opened_, end = (tmp_path / name for name in ("browser", "opened", "end"))
+    browser.write_text(f'#!/bin/sh\nprintf %s "$1" > "{opened_}"\nuntil [ -e "{end}" ]; do sleep 0.1; done\n')
     browser.chmod(0o755)
     process = subprocess.Popen(  # noqa: ASYNC220
         [
@@ -898,18 +917,25 @@ async def test_the_option_open_opens_the_console_in_the_browser(nats_url: str, t
             "--nats",
             nats_url,
         ],
-        env=environment() | {"BROWSER": str(browser)},
+        env=environment() | {"BROWSER": f"{browser} %s", "TMPDIR": str(tmp_path)},
         stderr=subprocess.PIPE,
         text=True,
     )
     assert process.stderr is not None
     url = (await asyncio.to_thread(process.stderr.readline)).split()[-1]
     async with asyncio.timeout(30):
-        while not opened_.exists() or opened_.read_text() != url:  # noqa: ASYNC110
+        while not opened_.exists() or not opened_.read_text().endswith(".html"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+    page = tmp_path / opened_.read_text().removeprefix(f"file://{tmp_path}/")
+    assert page.stat().st_mode & 0o777 == 0o600
+    assert f'content="0; url={url}"' in page.read_text()
+    async with httpx2.AsyncClient() as http:  # while the browser runs
+        assert (await http.get(url)).status_code == 303
     process.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(process.wait, 30) == 143
+    assert not page.exists()
     process.stderr.close()
+    end.touch()
 
 
 async def test_the_command_console_ends_silently_on_sigterm_while_it_streams_an_answer(

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import signal
 import tarfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 
 from ops.log import copies
 from ops.log.importing import Import
-from tests.commands.command_runs import command, where
+from tests.commands.command_runs import command, environment, processes_with, where
+from tests.forked import Piped
 from tests.parts import BLOCK, LocalWorker, free_port, make_tiny_model
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.subjects import SessionKey
@@ -251,6 +253,27 @@ async def test_a_session_and_its_kv_can_be_imported_into_a_new_data_directory(
         refused = await command("import", file, "--kv", "--data-dir", fresh, "--prefix", prefix, *places)
         assert (refused.returncode, refused.stdout) == (1, "")
         assert f"the data directory {fresh} is in use by worker test" in refused.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)]
+)
+async def test_a_signal_during_an_import_with_kv_leaves_no_nats_server(
+    local_worker: Start, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    worker, file = await exported(local_worker, tmp_path, "--kv")
+    await worker.stop()
+    fresh = str(tmp_path / "fresh")
+    options = ("import", str(file), "--kv", "--data-dir", fresh, "--nats-port", str(free_port()))
+    with Piped(["-m", "commands", *options], environment()) as importing:
+        while not (server := [one for one in processes_with(fresh) if "nats-server" in one[0]]):
+            assert importing.poll() is None
+            await asyncio.sleep(0.01)
+        importing.send_signal(number)
+        importing.send_signal(number)  # a terminal that closes may send SIGHUP more than once
+        assert await asyncio.to_thread(importing.wait, 30) == code
+    assert [one for one in processes_with(fresh) if one == server[0]] == []
 
 
 async def test_cache_import_reads_the_kv_of_an_exported_session_without_warnings(
