@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from raw_wire import LONG, Start, Wire, generate
 
 from tests.parts import CHAT_TEMPLATE
+from worker.text import arguments
+from worker.text.grammar import text_matcher
 
 NAMES = (
     "{% for tool in tools or [] %}{{ tool.function.name }}"
@@ -103,6 +106,29 @@ async def test_a_tool_with_an_unenforceable_schema_leaves_the_other_tools_held_t
             break
     assert len(picked) == 3
     assert {one["x"] for one in picked} <= {1, 2}
+
+
+async def test_a_tools_patterns_are_compiled_on_neither_the_event_loops_nor_the_devices_thread(
+    served: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, int] = {"loop": threading.get_ident()}
+
+    def noted(word: str, asked: str) -> Any:
+        threads[asked], matches = threading.get_ident(), text_matcher(word, asked)
+
+        def match(text: str) -> bool | None:
+            threads["device"] = threading.get_ident()
+            return matches(text) if matches else None
+
+        return match
+
+    monkeypatch.setattr(arguments, "text_matcher", noted)
+    made = tool("f", {"type": "string", "pattern": "^ab$"})
+    made["function"]["parameters"]["additionalProperties"] = False
+    more = {"tools": [made], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
+    told = await served.send("s", asked("a", **more))
+    assert [json.loads(call["function"]["arguments"]) for call in told["tool_calls"]] == [{"x": "ab"}]
+    assert len({*threads.values()}) == len(threads) == 3
 
 
 async def test_a_tool_call_left_incomplete_at_max_tokens_stays_in_the_text_of_the_answer(
