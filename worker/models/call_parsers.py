@@ -326,8 +326,8 @@ def _of_python(node: ast.expr) -> Written:
         raise ValueError("a call has only arguments with names")
     arguments = {}
     for keyword in node.keywords:
-        if keyword.arg is None:
-            raise ValueError("a call has only arguments with names")
+        if keyword.arg is None or keyword.arg in arguments:
+            raise ValueError("a call has only arguments with different names")
         arguments[keyword.arg] = ast.literal_eval(_JsonWords().visit(keyword.value))
     return Written(ast.unparse(node.func), arguments)
 
