@@ -637,6 +637,7 @@ WHOLE, NUMBER, NULL = {"type": "integer"}, {"type": "number"}, {"type": "null"}
     [
         ("3", WHOLE, 3),
         (3.0, WHOLE, 3),
+        ("1e308", WHOLE, 1e308),
         ("3", {"anyOf": [WHOLE, NULL]}, 3),
         ("null", {"anyOf": [WHOLE, NULL]}, None),
         ("3", {"anyOf": [WHOLE, TEXT]}, "3"),

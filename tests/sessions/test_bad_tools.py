@@ -131,6 +131,29 @@ async def test_a_tools_patterns_are_compiled_on_neither_the_event_loops_nor_the_
     assert len({*threads.values()}) == len(threads) == 3
 
 
+async def test_an_answer_ends_with_the_reason_length_before_its_calls_are_larger_than_a_message(
+    wire: Start, model_with_template: Callable[[str, str], Path]
+) -> None:
+    served = await wire(
+        model=str(model_with_template("names-of-tools", NAMES + CHAT_TEMPLATE)), max_message_bytes=12 * 1024
+    )
+    choice = {"type": "choice", "choices": ["\n "]}
+    space = await served.send("q", generate("a", text="x", response_format=choice))
+    calls = "<tool_call>" + '{"name":"f"}' * 120 + "</tool_call>"
+    told = await served.send(
+        "s",
+        asked(
+            "a",
+            tools=[{"type": "function", "function": {"name": "f"}}],
+            response_format={"type": "choice", "choices": [calls]},
+            logit_bias=dict.fromkeys(space["tokens"][:2], -100),
+            max_tokens=1_800,
+        ),
+    )
+    assert (told["type"], told.get("finish_reason")) == ("generated", "length")
+    assert 20 < len(told["tool_calls"]) < 120
+
+
 async def test_a_tool_call_left_incomplete_at_max_tokens_stays_in_the_text_of_the_answer(
     served: Wire,
 ) -> None:

@@ -218,7 +218,7 @@ class _Fit:
         if kinds and not any(_is(value, kind) for kind in kinds):
             raise NoCallError(f"a value is no {' or '.join(sorted(kinds))}")
         if isinstance(value, float) and kinds and "integer" in kinds and "number" not in kinds:
-            value = int(value)
+            value = int(value) if abs(value) <= 2**53 else value  # no digits that the model did not write
         allowed = [schema["const"]] if "const" in schema else schema.get("enum")
         if allowed is not None and not any(self._same(value, one) for one in allowed):
             raise NoCallError("a value is none of the allowed values")
