@@ -353,7 +353,8 @@ def _multiple(schema: Any) -> int:
     while todo:
         match todo.pop():
             case dict() as found:
-                if isinstance(step := found.get("multipleOf"), int | float):
+                step = found.get("multipleOf")
+                if isinstance(step, int | float) and not isinstance(step, bool):
                     steps.add(_whole(step))
                 todo += found.values()
             case list() as found:
