@@ -12,7 +12,7 @@ import pytest
 from raw_wire import LONG, Start, Wire, generate
 
 from tests.parts import CHAT_TEMPLATE
-from worker.text import arguments
+from worker.text import arguments, grammar
 from worker.text.grammar import text_matcher
 
 NAMES = (
@@ -122,13 +122,20 @@ async def test_a_tools_patterns_are_compiled_on_neither_the_event_loops_nor_the_
 
         return match
 
+    def noted_regular(_: str) -> bool:
+        threads["grammar"] = threading.get_ident()
+        return True
+
     monkeypatch.setattr(arguments, "text_matcher", noted)
+    monkeypatch.setattr(grammar, "_is_regular", noted_regular)
     made = tool("f", {"type": "string", "pattern": "^ab$"})
     made["function"]["parameters"]["additionalProperties"] = False
     more = {"tools": [made], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
     told = await served.send("s", asked("a", **more))
     assert [json.loads(call["function"]["arguments"]) for call in told["tool_calls"]] == [{"x": "ab"}]
-    assert len({*threads.values()}) == len(threads) == 3
+    assert threads.keys() == {"loop", "^ab$", "device", "grammar"}
+    assert list(threads.values()).count(threads["loop"]) == 1
+    assert list(threads.values()).count(threads["device"]) == 1
 
 
 async def test_an_answer_ends_with_the_reason_length_before_its_calls_are_larger_than_a_message(

@@ -140,7 +140,7 @@ class Formats:
         """
         if isinstance(request.tool_choice, NamedTool):
             tools = [one for one in tools if one["function"]["name"] == request.tool_choice.function.name]
-        answer = None if is_forced else _answer_rule(request)
+        answer = None if is_forced else await in_thread(_answer_rule, request)
         try:
             return await self._compiled(request, tools, answer)
         except GrammarError as error:
@@ -178,7 +178,8 @@ class Formats:
         self, request: Generate, tools: list[dict[str, Any]], answer: str | None
     ) -> tuple[Grammar | None, tuple[str, ...]]:
         tokenizer = self._tokenizer
-        source = calls_grammar(
+        source = await in_thread(  # it compiles patterns to see which can be enforced
+            calls_grammar,
             tokenizer.markup,
             tools,
             tokenizer.control_id,
