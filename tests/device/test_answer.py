@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given
 
+from turnkeep_client.messages import Chunk
+from worker.models.answer_markup import markup_of
 from worker.models.tokenizer import Tokenizer
 from worker.text.answer import Answer
+from worker.text.arguments import Offered
+from worker.text.splitting import Calls, MarkedSplitter, call_id
 from worker.text.text_stream import TextStream
 
 STOPS = ("ab", "aab", "\u00e9x")
@@ -98,3 +103,63 @@ def test_an_incomplete_utf8_character_at_the_end_becomes_a_replacement_character
     cancelled = new_answer()
     push_until_over(cancelled, tokenizer.encode("\u20ac", at_start=False)[:2])
     assert cancelled.cancel().text == cancelled.text == "\ufffd"
+
+
+CALL = '{"name":"f"}'
+
+
+@pytest.fixture(scope="module")
+def calling(tokenizer):
+    """Answer with a text in which `f` may be called, then an end token; return the answer and its chunks."""
+
+    def make(text: str, max_bytes: int) -> tuple[Answer, list[Chunk]]:
+        calls = Calls(Offered([{"function": {"name": "f"}}]), lambda index: call_id("r", index))
+        splitter = MarkedSplitter(markup_of("", ()), calls, in_reasoning=False)
+        answer = Answer(
+            TextStream(tokenizer),
+            max_tokens=10_000,
+            max_bytes=max_bytes,
+            end_tokens=tokenizer.eos_ids,
+            splitter=splitter,
+        )
+        tokens = [*tokenizer.encode(text, at_start=False), min(tokenizer.eos_ids)]
+        return answer, [answer.push(token) for token in tokens if answer.finish_reason is None]
+
+    return make
+
+
+def num_bytes(answer: Answer) -> int:
+    """Return the size of an answer in a result, without the brackets and quotes around its parts."""
+    return sum(len(msgspec.json.encode(part)) for part in (answer.tokens, answer.text, answer.calls)) - 4
+
+
+@pytest.mark.parametrize("closes", ["</tool_call>", ""])
+def test_an_answer_whose_calls_become_too_large_has_the_calls_that_fit_and_the_reason_length(
+    calling, closes: str
+) -> None:
+    """A short call is a long object in the result: its id, its type and its names."""
+    text = f"<tool_call>{CALL * 60}{closes}"
+    whole, _ = calling(text, 2**20)
+    answer, chunks = calling(text, 5_000)
+    assert (len(whole.calls), whole.finish_reason) == (60, "tool_calls")
+    assert (answer.calls, answer.finish_reason) == (whole.calls[: len(answer.calls)], "length")
+    assert 0.9 * 5_000 < num_bytes(answer) <= 5_000
+    assert [part.id for chunk in chunks for part in chunk.tool_calls] == [call.id for call in answer.calls]
+    assert calling(text, num_bytes(whole))[0].finish_reason == "tool_calls"
+
+
+def test_a_call_that_does_not_fit_into_an_answer_is_left_out_and_ends_it_with_the_reason_length(
+    calling,
+) -> None:
+    text = f"<tool_call>{CALL}</tool_call>"
+    whole, _ = calling(text, 2**20)
+    answer, chunks = calling(f"{text}{text}", num_bytes(whole) - 20)
+    assert (answer.calls, answer.text, answer.finish_reason) == ((), "", "length")
+    assert len(chunks) < len(text) * 2
+    assert not any(chunk.tool_calls for chunk in chunks)
+
+
+def test_the_text_of_a_call_is_not_counted_beside_the_call(calling) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {{"x": "{"a" * 2_000}"}}}}</tool_call>'
+    whole, _ = calling(text, 2**20)
+    assert calling(text, num_bytes(whole))[0].finish_reason == "tool_calls"

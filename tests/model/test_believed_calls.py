@@ -184,7 +184,15 @@ def test_the_id_of_a_mistral_call_is_kept_unless_an_earlier_call_has_the_same_id
 
 
 @pytest.mark.parametrize(
-    "text", ['bash("ls")', "bash(command='ls', **more)", "bash('ls', timeout=1)", "[]", "bash"]
+    "text",
+    [
+        'bash("ls")',
+        "bash(command='ls', **more)",
+        "bash('ls', timeout=1)",
+        "bash(command='ls', command='rm -r /')",
+        "[]",
+        "bash",
+    ],
 )
 def test_python_syntax_other_than_calls_with_keyword_arguments_is_no_tool_call(text: str) -> None:
     assert calls_in("pythonic", f"<|tool_call_start|>[{text}]<|tool_call_end|>") == []
@@ -629,6 +637,7 @@ WHOLE, NUMBER, NULL = {"type": "integer"}, {"type": "number"}, {"type": "null"}
     [
         ("3", WHOLE, 3),
         (3.0, WHOLE, 3),
+        ("1e308", WHOLE, 1e308),
         ("3", {"anyOf": [WHOLE, NULL]}, 3),
         ("null", {"anyOf": [WHOLE, NULL]}, None),
         ("3", {"anyOf": [WHOLE, TEXT]}, "3"),

@@ -192,6 +192,8 @@ async def test_schemas_with_costly_multiple_of_values_are_refused_and_others_com
         await grammars.compiled(JsonSchemaFormat(JsonSchema({"prefixItems": schemas})))
     for step in (0.01, 5, 1024, 86_400):
         assert await grammars.compiled(JsonSchemaFormat(JsonSchema({"type": "number", "multipleOf": step})))
+    data = {"type": "number", "default": {"multipleOf": True}}
+    assert await grammars.compiled(JsonSchemaFormat(JsonSchema(data)))
 
 
 async def test_a_json_schema_cannot_set_options_of_llguidance(

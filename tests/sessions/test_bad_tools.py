@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from raw_wire import LONG, Start, Wire, generate
 
 from tests.parts import CHAT_TEMPLATE
+from worker.text import arguments, grammar
+from worker.text.grammar import text_matcher
 
 NAMES = (
     "{% for tool in tools or [] %}{{ tool.function.name }}"
@@ -103,6 +106,59 @@ async def test_a_tool_with_an_unenforceable_schema_leaves_the_other_tools_held_t
             break
     assert len(picked) == 3
     assert {one["x"] for one in picked} <= {1, 2}
+
+
+async def test_a_tools_patterns_are_compiled_on_neither_the_event_loops_nor_the_devices_thread(
+    served: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, int] = {"loop": threading.get_ident()}
+
+    def noted(word: str, asked: str) -> Any:
+        threads[asked], matches = threading.get_ident(), text_matcher(word, asked)
+
+        def match(text: str) -> bool | None:
+            threads["device"] = threading.get_ident()
+            return matches(text) if matches else None
+
+        return match
+
+    def noted_regular(_: str) -> bool:
+        threads["grammar"] = threading.get_ident()
+        return True
+
+    monkeypatch.setattr(arguments, "text_matcher", noted)
+    monkeypatch.setattr(grammar, "_is_regular", noted_regular)
+    made = tool("f", {"type": "string", "pattern": "^ab$"})
+    made["function"]["parameters"]["additionalProperties"] = False
+    more = {"tools": [made], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
+    told = await served.send("s", asked("a", **more))
+    assert [json.loads(call["function"]["arguments"]) for call in told["tool_calls"]] == [{"x": "ab"}]
+    assert threads.keys() == {"loop", "^ab$", "device", "grammar"}
+    assert list(threads.values()).count(threads["loop"]) == 1
+    assert list(threads.values()).count(threads["device"]) == 1
+
+
+async def test_an_answer_ends_with_the_reason_length_before_its_calls_are_larger_than_a_message(
+    wire: Start, model_with_template: Callable[[str, str], Path]
+) -> None:
+    served = await wire(
+        model=str(model_with_template("names-of-tools", NAMES + CHAT_TEMPLATE)), max_message_bytes=12 * 1024
+    )
+    choice = {"type": "choice", "choices": ["\n "]}
+    space = await served.send("q", generate("a", text="x", response_format=choice))
+    calls = "<tool_call>" + '{"name":"f"}' * 120 + "</tool_call>"
+    told = await served.send(
+        "s",
+        asked(
+            "a",
+            tools=[{"type": "function", "function": {"name": "f"}}],
+            response_format={"type": "choice", "choices": [calls]},
+            logit_bias=dict.fromkeys(space["tokens"][:2], -100),
+            max_tokens=1_800,
+        ),
+    )
+    assert (told["type"], told.get("finish_reason")) == ("generated", "length")
+    assert 20 < len(told["tool_calls"]) < 120
 
 
 async def test_a_tool_call_left_incomplete_at_max_tokens_stays_in_the_text_of_the_answer(

@@ -246,6 +246,7 @@ def deep(levels: int) -> dict[str, Any]:
             {"type": "lark", "grammar": 'start: %json {"multipleOf": 12345678}'},
             "multipleOf: all in a schema multiplied",
         ),
+        (by_schema({"multipleOf": True}), "multipleOf"),
         ({"type": "regex", "regex": "a("}, "unclosed group"),
         ({"type": "lark", "grammar": "start: " + '"a"? ' * 3_000}, "row has [0-9]+ items; max is 2000"),
         ({"type": "lark", "grammar": "start: foo"}, r"at 1\(8\): unknown name"),

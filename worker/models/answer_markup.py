@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .call_parsers import (
+    CODE,
     Form,
     either,
     framed,
@@ -128,11 +129,11 @@ def _kimi_form(section: str) -> Form:
 
 
 def _gemma_form(opens: str, closes: str, quote: str) -> Form:
-    return Form(opens, closes, gemma(quote), re.compile(r"\s*c"), (quote, quote))
+    return Form(opens, closes, gemma(quote), re.compile(r"\s*c"), (quote, quote), cost=5)
 
 
 def _python_form(opens: str, closes: str) -> Form:
-    return Form(opens, closes, parse_python, re.compile(r"\s*[\[\w`]"))
+    return Form(opens, closes, parse_python, re.compile(r"\s*[\[\w`]"), whole=CODE, cost=30)
 
 
 #: The markers of calls for models whose template knows no tools: the format of Hermes and Qwen.

@@ -13,6 +13,7 @@ import re
 import warnings
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Form:
     that value. If `closes` is None, a call ends where the answer ends. If the regex `begins` does not match
     after `opens`, the text only mentions the marker. `quotes` begin and end strings, in which markers have no
     effect. With `is_framed`, a complete call counts even if the answer was truncated before its end marker.
+    Only text that the regex `whole` matches is parsed, which takes `cost` times as long as for JSON.
     """
 
     opens: str
@@ -59,6 +61,8 @@ class Form:
     quotes: tuple[str, str] = ('"', '"')
     value: re.Pattern[str] | None = None
     is_framed: bool = True
+    whole: re.Pattern[str] | None = None
+    cost: int = 1
 
     @property
     def is_tagged(self) -> bool:
@@ -258,10 +262,9 @@ def tagged(head: str, key: str, close: str, tail: str, *, trims: bool = False) -
             at, num_ended = found + len(close), num_ended + 1
         raise ValueError("a value does not end")
 
-    def read(begin: re.Match[str]) -> tuple[Written, int]:
+    def read(begun: Sequence[int], begin: re.Match[str]) -> tuple[Written, int]:
         text = begin.string
         at, arguments, is_text = begin.end(), dict[str, Any](), True
-        begun = [one.start() for one in opens.finditer(text, at)]
         while (opened := opens.match(text, at)) is not None:
             end, at = end_of_value(text, opened.end(), begun)
             value = text[opened.end() : end]
@@ -279,7 +282,11 @@ def tagged(head: str, key: str, close: str, tail: str, *, trims: bool = False) -
             raise ValueError("the call does not end behind its arguments")
         return Written(begin["name"].strip(), arguments, is_text=is_text), ended.end()
 
-    return _each(begins, read)
+    def parse(text: str) -> list[Written]:
+        begun = [one.start() for one in opens.finditer(text)]  # once for all calls
+        return _each(begins, partial(read, begun))(text)
+
+    return parse
 
 
 def parse_cdata(text: str) -> list[Written]:
@@ -300,6 +307,8 @@ def parse_python(text: str) -> list[Written]:
     """Parse calls in Python's syntax: a list of calls, or one call per line, perhaps in a code block."""
     if fence := _PYTHON.match(text):
         text = text[fence.end() :].rstrip().removesuffix("```")
+    if not CODE.fullmatch(text):
+        raise ValueError("a string does not end, or is formatted")
     nodes: list[ast.expr] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are about unknown escapes
@@ -318,6 +327,14 @@ def parse_bare_python(text: str) -> list[Written]:
     return parse_python(text)
 
 
+#: Code in which all strings have ended and none is an f-string. Python parses an f-string in a time that
+#: grows with the square of its length, for no call: its value is no constant.
+CODE: Final = re.compile(
+    r"""(?:[^'"#]++|\#[^\n\r]*+|(?<![fFtT])(?<![fFtT][rR])(?:
+        '''(?:[^'\\]++|\\.|'(?!''))*+'''|\"\"\"(?:[^"\\]++|\\.|"(?!""))*+\"\"\"
+        |'(?!'')(?:[^'\\\n\r]++|\\(?:\r\n|.))*+'|"(?!"")(?:[^"\\\n\r]++|\\(?:\r\n|.))*+"))*+""",
+    re.DOTALL | re.VERBOSE,
+)
 _PYTHON: Final = re.compile(r"\s*```(?:python)?[^\S\n]*\n")
 
 
@@ -326,8 +343,8 @@ def _of_python(node: ast.expr) -> Written:
         raise ValueError("a call has only arguments with names")
     arguments = {}
     for keyword in node.keywords:
-        if keyword.arg is None:
-            raise ValueError("a call has only arguments with names")
+        if keyword.arg is None or keyword.arg in arguments:
+            raise ValueError("a call has only arguments with different names")
         arguments[keyword.arg] = ast.literal_eval(_JsonWords().visit(keyword.value))
     return Written(ast.unparse(node.func), arguments)
 

@@ -10,6 +10,8 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any, Final
 
+import anyio
+
 from turnkeep_client.messages import (
     ChoiceFormat,
     JsonObjectFormat,
@@ -19,6 +21,7 @@ from turnkeep_client.messages import (
     NamedTool,
     TextFormat,
 )
+from worker.process.concurrency import in_thread
 from worker.text.arguments import Offered
 from worker.text.calling import calls_grammar, json_rule
 from worker.text.grammar import GrammarError, Grammars
@@ -46,8 +49,9 @@ class Formats:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._grammars = Grammars(tokenizer)
+        self._compiling = anyio.Lock()  # one answer's patterns at a time, so that many do not take all CPUs
 
-    def splitter(self, place: str, request: Generate, prompt: History) -> Splitter | None:
+    async def splitter(self, place: str, request: Generate, prompt: History) -> Splitter | None:
         """Return the splitter of an answer; None if the whole answer is text.
 
         `place` names the session and the request's sequence; ids of tool calls are derived from it. Raises
@@ -73,8 +77,9 @@ class Formats:
         markup = self._tokenizer.markup
         if isinstance(choice, NamedTool):
             tools = [one for one in tools if one["function"]["name"] == choice.function.name]
+        tools = tools if choice != "none" else []
         calls = Calls(
-            Offered(tools if choice != "none" else ()),
+            await self._offered(tools),
             lambda index: call_id(place, index),
             max_calls=1 if isinstance(choice, NamedTool) or not request.parallel_tool_calls else None,
             ends_at_repeat=choice == "required",  # small models repeat a call until `max_tokens`
@@ -87,6 +92,13 @@ class Formats:
         if not calls.offered and markup.reasoning is None:
             return None
         return MarkedSplitter(markup, calls, in_reasoning=conversation.in_reasoning(prompt.tokens))
+
+    async def _offered(self, tools: list[dict[str, Any]]) -> Offered:
+        """Compile the patterns of tools on a thread: later, calls are checked on the device's thread."""
+        if not tools:
+            return Offered(())
+        async with self._compiling:
+            return await in_thread(Offered, tools)
 
     async def grammar(
         self, request: Generate, prompt: History, *, splits: bool
@@ -128,7 +140,7 @@ class Formats:
         """
         if isinstance(request.tool_choice, NamedTool):
             tools = [one for one in tools if one["function"]["name"] == request.tool_choice.function.name]
-        answer = None if is_forced else _answer_rule(request)
+        answer = None if is_forced else await in_thread(_answer_rule, request)
         try:
             return await self._compiled(request, tools, answer)
         except GrammarError as error:
@@ -166,7 +178,8 @@ class Formats:
         self, request: Generate, tools: list[dict[str, Any]], answer: str | None
     ) -> tuple[Grammar | None, tuple[str, ...]]:
         tokenizer = self._tokenizer
-        source = calls_grammar(
+        source = await in_thread(  # it compiles patterns to see which can be enforced
+            calls_grammar,
             tokenizer.markup,
             tools,
             tokenizer.control_id,

@@ -54,12 +54,15 @@ class Answer:
     ) -> None:
         """Begin an answer; without a `splitter` all of it is text, with no reasoning or calls.
 
-        `max_bytes` limits the size of tokens and text as JSON, not counting text that is held back.
+        `max_bytes` limits the size of tokens, text and calls as JSON, not counting text that `stream` holds
+        back. A call that does not fit is left out, and ends the answer.
         """
         self._stream = stream
         self._splitter = splitter
         self.max_tokens = max_tokens
         self._left_bytes = max_bytes
+        self._held_bytes = 0  # of text that the splitter has; already taken from `_left_bytes`
+        self._num_calls = 0
         self.end_tokens = end_tokens
         self.tokens: list[int] = []
         self.texts: list[str] = []
@@ -86,7 +89,7 @@ class Answer:
     @property
     def calls(self) -> tuple[Called, ...]:
         """The complete tool calls so far."""
-        return tuple(self._splitter.calls) if self._splitter else ()
+        return tuple(self._splitter.calls[: self._num_calls]) if self._splitter else ()
 
     def push(self, token: int, logprob: float | None = None, top: Iterable[tuple[int, float]] = ()) -> Chunk:
         """Add the next token; return the chunk to publish.
@@ -98,6 +101,7 @@ class Answer:
         self.tokens.append(token)
         said = self._said(token, logprob, top)
         self.logprobs += said
+        self._left_bytes -= len(str(token)) + len(msgspec.json.encode(said)) - 1  # add a comma; omit brackets
         self.num_thought += self._splitter is not None and self._splitter.in_reasoning
         if token in self.end_tokens:
             self.finish_reason = "stop"
@@ -106,8 +110,8 @@ class Answer:
             text = self._stream.push(token)
             if self._stream.stop is not None:
                 self.finish_reason = "stop"
-            encoded = len(msgspec.json.encode(text)) + len(msgspec.json.encode(said)) - 2
-            self._left_bytes -= len(str(token)) + encoded - 1  # add a comma; omit quotes and brackets
+            self._held_bytes += _num_bytes(text)
+            self._left_bytes -= _num_bytes(text)
             piece = self._split(text)
             if self.finish_reason is None and self._splitter is not None and self._splitter.is_full:
                 self.finish_reason = "stop"
@@ -127,14 +131,37 @@ class Answer:
         return PromptToken(said.id, said.token, told, said.bytes, said.top)
 
     def _split(self, text: str) -> Piece:
-        return self._splitter.push(text) if self._splitter else Piece(text)
+        return self._fitting(self._splitter.push(text) if self._splitter else Piece(text))
+
+    def _fitting(self, piece: Piece) -> Piece:
+        """Return what fits of a piece: all text, and calls up to one for which there is no room.
+
+        Such a call ends the answer. Calls become larger than their text: they have ids and full names.
+        """
+        self._take(_num_bytes(piece.text) + _num_bytes(piece.reasoning))
+        for call in self._splitter.calls[self._num_calls :] if self._splitter else ():
+            num_bytes = len(msgspec.json.encode(call)) + 1
+            if num_bytes > self._left_bytes + self._held_bytes:
+                if self.finish_reason in (None, "stop"):
+                    self.finish_reason = "length"
+                break
+            self._take(num_bytes)
+            self._num_calls += 1
+        return piece._replace(calls=tuple(one for one in piece.calls if one.index < self._num_calls))
+
+    def _take(self, num_bytes: int) -> None:
+        """Take room for a part of the result: first that of the text of which the part was made."""
+        held = self._held_bytes - num_bytes
+        self._held_bytes = max(held, 0)
+        self._left_bytes += min(held, 0)
 
     def _finish(self) -> Piece:
         """End the text and return what was held back; update `finish_reason` if there are tool calls."""
         piece = self._split(self._stream.finish())
         if self._splitter is not None:
-            piece += self._splitter.finish(is_cut=self.finish_reason != "stop" or self.stop is not None)
-            if self.finish_reason == "stop" and self._splitter.calls:
+            is_cut = self.finish_reason != "stop" or self.stop is not None
+            piece += self._fitting(self._splitter.finish(is_cut=is_cut))
+            if self.finish_reason == "stop" and self.calls:
                 self.finish_reason = "tool_calls"
             elif self.finish_reason == "stop" and self._splitter.malformed:
                 self.finish_reason = "tool_calls_malformed"
@@ -165,3 +192,7 @@ class Answer:
         piece = self._finish()
         self._add(piece)
         return Chunk(len(self.tokens), (), piece.text, reasoning=piece.reasoning, tool_calls=piece.calls)
+
+
+def _num_bytes(text: str) -> int:
+    return len(msgspec.json.encode(text)) - 2

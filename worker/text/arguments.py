@@ -4,11 +4,14 @@ Accepted calls are executed, so a call is accepted only if its tool was offered 
 tool's schema. Arguments are converted only where the schema leaves no doubt: text becomes a number only where
 the schema allows no text. Unchecked keywords make a schema allow more; a `not` or `if` that depends on one is
 ignored. Patterns and formats are checked if llguidance can compile them.
+
+Calls are checked on the device's thread, so the work for the calls of one answer is limited.
 """
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from worker.models.call_parsers import ParsedCall, is_utf8, read_json
@@ -17,11 +20,19 @@ from .grammar import text_matcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from typing import TypeAlias
 
     from worker.models.call_parsers import Written
 
-#: Limit of steps in one check, as references and alternatives may multiply; 50 KB of JSON take thousands.
+    _Matches: TypeAlias = Callable[[str], bool | None]
+    #: The matchers of patterns and formats by their keyword and value; None for an unsupported one.
+    _Matchers: TypeAlias = Mapping[tuple[str, str], _Matches | None]
+
+#: Limit of steps, of 3 microseconds each, for the invalid calls of an answer, as references and alternatives
+#: may multiply. Valid calls may take as many steps besides as their size justifies.
 _MOST_STEPS: Final = 20_000
+#: How many different patterns and formats of an answer's tools are checked; each compiles in 0.3 ms.
+_MOST_PATTERNS: Final = 128
 _MOST_DEPTH: Final = 100
 _KINDS: Final = frozenset(("string", "integer", "number", "boolean", "null", "array", "object"))
 #: Python's names of types, which some tools use instead of JSON schema's.
@@ -60,12 +71,14 @@ class NoCallError(ValueError):
 
 
 class Offered:
-    """The tools that an answer may call."""
+    """The tools that one answer may call."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """`tools` are as in OpenAI's chat completions: objects with a `function`."""
+        """Compile the patterns of `tools`, which are as in OpenAI's chat completions, in up to 0.1 s."""
         functions = [tool["function"] for tool in tools]
         self._schemas = {one["name"]: one.get("parameters") or {} for one in functions}
+        self._matchers = _matchers(self._schemas.values())
+        self._left_steps: float = _MOST_STEPS
 
     def __bool__(self) -> bool:
         """Return whether any tool is offered."""
@@ -84,12 +97,35 @@ class Offered:
         schema = self._schemas.get(written.name)
         if schema is None:
             raise NoCallError(f"{written.name} was not offered")
-        fit = _Fit(schema)
         arguments = dict(written.arguments)
-        if written.is_text:
-            arguments = {name: fit.read(text, fit.of_property(name)) for name, text in arguments.items()}
-        arguments = fit.converted(arguments, {"type": "object", "allOf": [schema]})
+        num_free = 10 + len(json.dumps(arguments)) / 8  # a valid call's; it is worth that many steps
+        fit = _Fit(schema, self._matchers, self._left_steps + num_free)
+        try:
+            if written.is_text:
+                arguments = {name: fit.read(text, fit.of_property(name)) for name, text in arguments.items()}
+            arguments = fit.converted(arguments, {"type": "object", "allOf": [schema]})
+        except Exception:
+            self._left_steps = fit.left_steps - num_free
+            raise
+        self._left_steps = min(self._left_steps, fit.left_steps)
         return ParsedCall(written.name, _as_json(arguments), written.id)
+
+
+def _matchers(schemas: Iterable[Any]) -> _Matchers:
+    """Compile the first `_MOST_PATTERNS` different patterns and formats in `schemas`."""
+    found: dict[tuple[str, str], _Matches | None] = {}
+    todo = deque(schemas)
+    while todo:
+        one = todo.popleft()
+        if isinstance(one, dict):
+            for word in ("pattern", "format"):
+                asked = one.get(word)
+                if isinstance(asked, str) and (word, asked) not in found and len(found) < _MOST_PATTERNS:
+                    found[word, asked] = text_matcher(word, asked)
+            todo += one.values()
+        elif isinstance(one, list):
+            todo += one
+    return found
 
 
 def _as_json(arguments: Mapping[str, Any]) -> str:
@@ -101,11 +137,17 @@ def _as_json(arguments: Mapping[str, Any]) -> str:
 class _Fit:
     """Checks one call's arguments against a tool's schema, and resolves the references in that schema."""
 
-    def __init__(self, schema: Any) -> None:
+    def __init__(self, schema: Any, matchers: _Matchers, left_steps: float) -> None:
         self._root = schema
-        self._left_steps = _MOST_STEPS
+        self._matchers = matchers
+        self.left_steps = left_steps
         #: Whether every keyword so far was checked; `not` and `if` depend on this.
         self._is_sure = True
+
+    def _spend(self, num_steps: float) -> None:
+        self.left_steps -= num_steps
+        if self.left_steps < 0:
+            raise NoCallError("the schema takes too long to check")
 
     def read(self, text: str, schema: Any) -> Any:
         """Return the value that untyped `text` stands for, by the types that the argument's schema allows."""
@@ -131,6 +173,7 @@ class _Fit:
         """Return the schema of the argument `name`; an empty schema if the tool defines none."""
         pending, seen = [self._root], 0
         while pending and seen < _MOST_DEPTH:
+            self._spend(1 + len(pending) / 100)
             one, seen = pending.pop(0), seen + 1
             if not isinstance(one, dict):
                 continue
@@ -148,9 +191,9 @@ class _Fit:
 
         Raises `NoCallError` if none fits.
         """
-        self._left_steps -= 1
-        if self._left_steps < 0 or depth > _MOST_DEPTH:
-            raise NoCallError("the schema takes too long to check")
+        self._spend(1)
+        if depth > _MOST_DEPTH:
+            raise NoCallError("the schema is too deep")
         if not isinstance(schema, dict):
             if schema is False:
                 raise NoCallError("the schema allows nothing here")
@@ -161,10 +204,11 @@ class _Fit:
             kinds = self._kinds(schema) if converts and isinstance(value, str) else None
             if kinds is None or "string" in kinds:
                 raise
+        self._spend(len(value) / 100)
         try:
             read = _WORDS[value] if value in _WORDS else read_json(value)
         except (ValueError, RecursionError) as error:
-            raise NoCallError(f"{value!r} is no {' or '.join(sorted(kinds))}") from error
+            raise NoCallError(f"a text is no {' or '.join(sorted(kinds))}") from error
         return self._checked(read, schema, depth, converts=converts)
 
     def _checked(self, value: Any, schema: Mapping[str, Any], depth: int, *, converts: bool) -> Any:
@@ -172,12 +216,12 @@ class _Fit:
             return value
         kinds = _types(schema)
         if kinds and not any(_is(value, kind) for kind in kinds):
-            raise NoCallError(f"{value!r} is no {' or '.join(sorted(kinds))}")
+            raise NoCallError(f"a value is no {' or '.join(sorted(kinds))}")
         if isinstance(value, float) and kinds and "integer" in kinds and "number" not in kinds:
-            value = int(value)
+            value = int(value) if abs(value) <= 2**53 else value  # no digits that the model did not write
         allowed = [schema["const"]] if "const" in schema else schema.get("enum")
-        if allowed is not None and not any(_same(value, one) for one in allowed):
-            raise NoCallError(f"{value!r} is none of the allowed values")
+        if allowed is not None and not any(self._same(value, one) for one in allowed):
+            raise NoCallError("a value is none of the allowed values")
         _check_limits(value, schema)
         self._is_sure &= schema.keys().isdisjoint(_UNCHECKED) and (kinds is not None or "type" not in schema)
         if isinstance(value, str):
@@ -196,7 +240,7 @@ class _Fit:
             if schema.get(word):
                 value = self._any(value, schema[word], depth, converts=converts)
         if "not" in schema and self._fits(value, schema["not"], depth):
-            raise NoCallError(f"{value!r} is what must not be")
+            raise NoCallError("a value is what must not be")
         if "if" in schema and (is_so := self._fits(value, schema["if"], depth)) is not None:
             one = schema.get("then" if is_so else "else", True)
             value = self.converted(value, one, depth + 1, converts=converts)
@@ -208,20 +252,38 @@ class _Fit:
         try:
             self.converted(value, schema, depth + 1, converts=False)
         except NoCallError:
+            if self.left_steps < 0:
+                raise
             fits: bool | None = False
         else:
             fits = True if self._is_sure else None
         self._is_sure = before and fits is not None
         return fits
 
+    def _same(self, value: Any, other: Any) -> bool:
+        """Compare two values as JSON does, where True is not 1."""
+        self._spend(0.1)
+        if isinstance(value, list) and isinstance(other, list):
+            return len(value) == len(other) and all(map(self._same, value, other))
+        if isinstance(value, dict) and isinstance(other, dict):
+            return (
+                len(value) == len(other)
+                and all(name in other for name in value)
+                and all(self._same(value[name], other[name]) for name in value)
+            )
+        return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
     def _check_text(self, text: str, schema: Mapping[str, Any]) -> None:
         for word in ("pattern", "format"):
             if not isinstance(asked := schema.get(word), str):
                 continue
-            matches = text_matcher(word, asked)
-            self._is_sure &= matches is not None
-            if matches is not None and not matches(text):
-                raise NoCallError(f"{text!r} has not the {word} {asked}")
+            matches, fits = self._matchers.get((word, asked)), None
+            if matches is not None:
+                self._spend(20 + len(text) / 4)
+                fits = matches(text)
+            self._is_sure &= fits is not None
+            if fits is False:
+                raise NoCallError(f"a text has not the {word} {asked}")
 
     def _any(self, value: Any, choices: Sequence[Any], depth: int, *, converts: bool) -> Any:
         """Return `value` if it fits one of `choices`, else its conversion for the first possible choice."""
@@ -232,16 +294,17 @@ class _Fit:
                 try:
                     return self.converted(value, one, depth + 1, converts=tries_to_convert)
                 except NoCallError:
-                    if self._left_steps < 0:
+                    if self.left_steps < 0:
                         raise
-        raise NoCallError(f"{value!r} fits no alternative")
+        raise NoCallError("a value fits no alternative")
 
     def _object(
         self, value: dict[str, Any], schema: Mapping[str, Any], depth: int, *, converts: bool
     ) -> dict[str, Any]:
-        missing = [name for name in schema.get("required") or () if name not in value]
-        if missing:
-            raise NoCallError(f"{', '.join(missing)} is missing")
+        required = schema.get("required") or ()
+        self._spend(len(required) / 100)
+        if not all(name in value for name in required):
+            raise NoCallError("an argument is missing")
         known, more = schema.get("properties") or {}, schema.get("additionalProperties", True)
         if schema.get("patternProperties"):
             more = True
@@ -258,6 +321,7 @@ class _Fit:
             first, rest = rest, schema.get("additionalItems", True)
         if schema.get("uniqueItems") is True:
             written = [json.dumps(one, sort_keys=True) for one in value]
+            self._spend(sum(map(len, written)) / 100)
             if len({*written}) < len(written):
                 raise NoCallError("an item is there twice")
         return [
@@ -267,14 +331,16 @@ class _Fit:
 
     def _kinds(self, schema: Any, depth: int = 0) -> set[str] | None:
         """Return the JSON types that a schema allows; None if it does not restrict them."""
-        self._left_steps -= 1
-        if not isinstance(schema, dict) or depth > _MOST_DEPTH // 10 or self._left_steps < 0:
+        self._spend(1)
+        if not isinstance(schema, dict) or depth > _MOST_DEPTH // 10:
             return None
         found: set[str] | None = None
         if "type" in schema:
             found = _types(schema)
         elif "const" in schema or "enum" in schema:
-            found = {_kind(one) for one in ([schema["const"]] if "const" in schema else schema["enum"])}
+            allowed = [schema["const"]] if "const" in schema else schema["enum"]
+            self._spend(len(allowed) / 10)
+            found = set(map(_kind, allowed))
         elif "$ref" in schema:
             found = self._kinds(self._referred(schema["$ref"]), depth + 1)
         for word in ("anyOf", "oneOf"):
@@ -293,6 +359,7 @@ class _Fit:
         found = self._root
         if not isinstance(reference, str) or not reference.startswith("#"):
             return True
+        self._spend(len(reference) / 100)
         for part in reference[1:].split("/")[1:]:
             if not isinstance(found, dict):
                 return True
@@ -312,8 +379,10 @@ def _check_limits(value: Any, schema: Mapping[str, Any]) -> None:
 
 
 def _types(schema: Mapping[str, Any]) -> set[str] | None:
-    """Return the types in a schema's `type`; None if it is missing or has an unknown name."""
+    """Return the types in a schema's `type`; None if it is missing, has an unknown name or too many."""
     given = schema.get("type")
+    if isinstance(given, list) and len(given) > len(_KINDS):
+        return None
     found = {_OTHER_KINDS.get(one, one) for one in ([given] if isinstance(given, str) else given or ())}
     return found if found and found <= _KINDS else None
 
@@ -334,16 +403,3 @@ def _is(value: Any, kind: object) -> bool:
     if kind == "integer":
         return _kind(value) == "integer" or (isinstance(value, float) and value.is_integer())
     return _kind(value) == kind
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Compare two values as JSON does, where True is not 1."""
-    if isinstance(value, list) and isinstance(other, list):
-        return len(value) == len(other) and all(map(_same, value, other))
-    if isinstance(value, dict) and isinstance(other, dict):
-        return (
-            len(value) == len(other)
-            and all(name in other for name in value)
-            and all(_same(value[name], other[name]) for name in value)
-        )
-    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)

@@ -48,6 +48,8 @@ _MOST_KEPT: Final = 64
 _MOST_MULTIPLE: Final = 100_000
 #: Limit of a grammar's lexer states, each of 1 to 2 KB.
 _MOST_STATES: Final = 50_000
+#: Limit of the work for the lexer states of one `pattern` of a tool: 2.5 ms.
+_MOST_FUEL: Final = 200_000
 #: One space may follow a comma and a colon, as models write JSON. With any number of them, an answer could be
 #: white space without end.
 _JSON_OPTIONS: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -303,26 +305,29 @@ def _is_regular(pattern: str) -> bool:
     return not is_error
 
 
-@lru_cache(256)
-def text_matcher(word: str, asked: str) -> Callable[[str], bool] | None:
+def text_matcher(word: str, asked: str) -> Callable[[str], bool | None] | None:
     """Return a function that checks a text against a schema's `pattern` or `format`; None if unsupported.
 
     `word` is the keyword, `asked` its value. Each check is linear in the text, as grammars never backtrack.
+    All checks share the lexer's states: once these have cost `_MOST_FUEL`, every check gives None.
     """
     try:
         import llguidance
     except ImportError:
         return None
-    limits = llguidance.LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
+    limits = llguidance.LLParserLimits(initial_lexer_fuel=_MOST_FUEL, verbose_errors=False)
     source = llguidance.LLMatcher.grammar_from_json_schema(_text({"type": "string", word: asked}))
     first = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), source, limits=limits, log_level=0)
     if first.is_error():
         return None
+    is_spent = False
 
-    def matches(text: str) -> bool:
+    def matches(text: str) -> bool | None:
+        nonlocal is_spent
         matcher, written = first.deep_copy(), json.dumps(text, ensure_ascii=False).encode("utf-8", "replace")
-        num_taken = matcher.try_consume_tokens(list(written))
-        return matcher.is_error() or (num_taken == len(written) and matcher.is_accepting())
+        num_taken = 0 if is_spent else matcher.try_consume_tokens(list(written))
+        is_spent = is_spent or matcher.is_error()
+        return None if is_spent else num_taken == len(written) and matcher.is_accepting()
 
     return matches
 
@@ -348,7 +353,8 @@ def _multiple(schema: Any) -> int:
     while todo:
         match todo.pop():
             case dict() as found:
-                if isinstance(step := found.get("multipleOf"), int | float):
+                step = found.get("multipleOf")
+                if isinstance(step, int | float) and not isinstance(step, bool):
                     steps.add(_whole(step))
                 todo += found.values()
             case list() as found:

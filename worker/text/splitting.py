@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 _SPACE: Final = " \t\r\n"
 #: Characters of a call's id: templates of Mistral's models require nine of them, others accept any id.
 _LETTERS: Final = digits + ascii_letters
-#: Limit of characters in failed parses of one answer, as each marker could be tried with each end.
+#: Limit of characters of JSON in failed parses of one answer, as each marker could be tried with each end.
 _MOST_TRIED: Final = 4_000_000
 #: The characters that decide where a JSON value ends.
 _JSON: Final = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
+#: Limit of the text before a call's JSON value, which is its name and id; it is searched at each push.
+_MOST_NAMED: Final = 1_024
 #: How many characters of an answer are checked for the beginning of a call without a marker.
 _HEAD: Final = 256
 _FENCE: Final = re.compile(r"```(?:json|python)?(?=[\s{\[]|$)")
@@ -88,6 +90,7 @@ class Calls:
         """End the answer after `max_calls` calls or, with `ends_at_repeat`, before a repeated call."""
         self.offered = offered
         self.made: list[Called] = []
+        self._ids: set[str] = set()
         self.is_full = False
         self._new_id = new_id
         self._max_calls = max_calls
@@ -113,8 +116,8 @@ class Calls:
             if self.is_full:
                 return
             index = len(self.made)
-            is_taken = any(call.id == one.id for one in self.made)
-            own = self._new_id(index) if call.id is None or is_taken else call.id
+            own = self._new_id(index) if call.id is None or call.id in self._ids else call.id
+            self._ids.add(own)
             self.made.append(Called(own, function))
             self.is_full = len(self.made) == self._max_calls
             yield CallPart(index, own, call.name, call.arguments)
@@ -279,6 +282,8 @@ class MarkedSplitter:
                     return self._no_call(form, form.num_own(text[:end]))
         if self._whole is not None:
             return self._behind_call(form, text, *self._whole, is_over=is_over)
+        if form.value is not None and self._scan is None and len(text) > _MOST_NAMED:
+            return self._no_call(form, form.num_own(text))
         if not is_over:
             return Piece()
         if form.is_framed or not is_cut:
@@ -314,9 +319,10 @@ class MarkedSplitter:
         return self._mentioned(self._held[: len(form.opens) + num_chars])
 
     def _tried(self, form: Form, text: str) -> list[ParsedCall] | None:
-        found = self._calls.believed(form.parse, text)
+        is_whole = form.whole is None or form.whole.fullmatch(text) is not None
+        found = self._calls.believed(form.parse, text) if is_whole else None
         if not found:
-            self._left_tries -= len(text) + 1
+            self._left_tries -= (len(text) + 1) * (form.cost if is_whole else 1)
         return found
 
     def _ends(self, form: Form, text: str) -> Iterator[tuple[int, int]]:
@@ -325,7 +331,7 @@ class MarkedSplitter:
         A call may end with its JSON value, or before an end marker or another call.
         """
         if form.value is not None:
-            if self._scan is None and (value := form.value.match(text)):
+            if self._scan is None and (value := form.value.match(text, 0, _MOST_NAMED)):
                 self._scan = _Scan(value.end())
             if self._scan is not None and (end := self._scan.end(text)) is not None:
                 yield end, end

@@ -1,0 +1,179 @@
+"""The checks of a model's calls cost little, whatever it writes: their thread serves all tenants."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_splitting import markup, outcome, splitter
+
+from worker.models import call_parsers
+from worker.models.call_parsers import Written
+from worker.text import arguments
+from worker.text.arguments import NoCallError, Offered
+from worker.text.grammar import text_matcher
+from worker.text.splitting import Calls
+
+
+def offered(parameters: Any) -> Offered:
+    return Offered([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+
+
+def fitted(value: Any, schema: Any, **defined: Any) -> Any:
+    """Return an argument, converted by its schema; raises `NoCallError` if it does not fit."""
+    tools = offered({"properties": {"x": schema}, "$defs": defined})
+    return json.loads(tools.believed(Written("f", {"x": value})).arguments)["x"]
+
+
+def test_a_schemas_patterns_are_compiled_before_its_calls_and_matched_a_limited_number_of_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: Counter[str] = Counter()
+
+    def counting(word: str, asked: str) -> Any:
+        counted["compiled"] += 1
+        matches = text_matcher(word, asked)
+        assert matches is not None
+
+        def match(text: str) -> bool | None:
+            counted["matched"] += 1
+            return matches(text)
+
+        return match
+
+    monkeypatch.setattr(arguments, "text_matcher", counting)
+    patterns = [{"type": "string", "pattern": f"^x{{{num}}}y$"} for num in range(300)]
+    either = {"anyOf": [{"$ref": "#/$defs/any"}] * 70}
+    tools = offered({"$defs": {"any": {"anyOf": patterns[:100]}}, "properties": {"a": either}})
+    for _ in range(20):
+        with pytest.raises(NoCallError, match="too long"):
+            tools.believed(Written("f", {"a": "q"}))
+    assert counted["compiled"] == 100
+    assert counted["matched"] < 1_500
+    tools = offered({"$defs": {"any": {"anyOf": patterns}}, "properties": {"a": either}})
+    assert counted["compiled"] == 228
+    assert tools.believed(Written("f", {"a": "q"})), "one of the patterns is not checked"
+
+
+LONG = [[num] for num in range(9_000)]
+
+
+@pytest.mark.parametrize(
+    ("value", "schema"),
+    [
+        (8_999, {"enum": list(range(9_000))}),
+        (LONG, {"const": LONG}),
+        ({"a": 1}, {"required": ["a"] * 90_000}),
+        ("a" * 9_000, {"pattern": "^a*$"}),
+        (LONG, {"uniqueItems": True}),
+        (['["' + "a" * 90_000 + '"]'], {"items": {"type": "array"}}),
+        (1, {"$ref": "#/$defs/" + "a" * 90_000}),
+        (1, {"not": {"enum": list(range(2, 9_000))}}),
+    ],
+)
+def test_a_long_check_is_made_once_but_a_schema_that_asks_for_it_often_allows_no_call(
+    value: Any, schema: Any
+) -> None:
+    assert fitted(value, schema)
+    with pytest.raises(NoCallError, match="too long"):
+        fitted(value, {"anyOf": [{"$ref": "#/$defs/never"}] * 2_000}, never={"allOf": [schema, False]})
+
+
+def test_an_answer_may_have_many_valid_calls_though_all_their_checks_take_long() -> None:
+    tools = offered({"properties": {"x": {"items": {"pattern": "^[0-9]+$"}}}})
+    for _ in range(2_000):
+        assert tools.believed(Written("f", {"x": []}))
+    for _ in range(3):
+        assert tools.believed(Written("f", {"x": [str(num) for num in range(200)]}))
+
+
+def test_texts_for_which_a_pattern_is_too_costly_are_accepted_unchecked() -> None:
+    schema = {"items": {"pattern": "^((a{1,100}){1,100}){1,100}$"}}
+    with pytest.raises(NoCallError):
+        fitted(["b"], schema)
+    assert fitted(["a" * 200, "a", "b"], schema) == ["a" * 200, "a", "b"]
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that were parsed as calls, one for each try."""
+    found: list[str] = []
+    believed = Calls.believed
+
+    def noted(calls: Calls, parse: Any, text: str) -> Any:
+        found.append(text)
+        return believed(calls, parse, text)
+
+    monkeypatch.setattr(Calls, "believed", noted)
+    return found
+
+
+#: For each family, a long call that no end marker completes, and what stands before each of these.
+UNFINISHED = {
+    "pythonic": ("[run(" + "code='\"', " * 2_001, "days=4)]"),
+    "olmo3": ("run(" + "code='\"', " * 2_001, "days=4)"),
+    "gemma4": ("call:run{" + "days:3," * 3_000 + 'code:<|"|>', ""),
+}
+
+
+@pytest.mark.parametrize("family", UNFINISHED)
+def test_an_unfinished_call_with_many_end_markers_is_parsed_a_few_times_only(
+    family: str, parsed: list[str]
+) -> None:
+    opens, closes = markup(family).calls
+    begun, more = UNFINISHED[family]
+    text = opens + begun + f"{more}{closes}" * 200
+    assert outcome(splitter(family), [text])[0] == text
+    assert 1 < len(parsed) < 50
+
+
+def test_strings_of_a_call_in_python_syntax_may_contain_end_markers_and_code(parsed: list[str]) -> None:
+    opens, closes = markup("pythonic").calls
+    code = f"""f'{{a}}'  # it's "{closes}"\n""" * 200
+    (call,) = outcome(splitter("pythonic"), [f"{opens}[run(code={code!r})]{closes}"])[2]
+    assert json.loads(call[2]) == {"code": code}
+    assert len(parsed) == 1
+
+
+@pytest.mark.parametrize("prefix", ["f", "F", "rf", "fR"])
+def test_a_call_with_a_formatted_string_is_not_parsed_by_python(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens, closes = markup("llama4_bare").calls
+    text = f"[run(code={prefix}'{'{a}' * 3_000}')]"
+    seen: list[str] = []
+    for whole in (text, f"{opens}{text}{closes}", f"{opens}[\n#'''\n{text}#'''\n]{closes}"):
+        with monkeypatch.context() as patched:
+            patched.setattr(ast, "parse", seen.append)
+            found = outcome(splitter("llama4_bare"), [whole])
+        assert (found, seen) == ((whole, "", [], whole != text), [])
+
+
+@pytest.mark.parametrize("text", ["a" * 2_000, "a[CALL_ID]" + "b" * 2_000, "a" + " " * 2_000 + "b"])
+def test_text_behind_a_mistral_marker_that_begins_no_call_is_streamed_at_once(text: str) -> None:
+    one = splitter("mistral_args")
+    assert "".join(one.push(char).text for char in f"[TOOL_CALLS]{text}") == f"[TOOL_CALLS]{text}"
+    assert one.malformed
+
+
+def test_the_arguments_of_many_calls_between_tags_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[str] = []
+
+    class Counted:
+        def __init__(self, source: str) -> None:
+            self.match = re.compile(source).match
+            self._all = re.compile(source).finditer
+
+        def finditer(self, text: str, *at: int) -> Any:
+            searched.append(text)
+            return self._all(text, *at)
+
+    monkeypatch.setattr(call_parsers, "re", SimpleNamespace(compile=Counted))
+    parse = call_parsers.tagged("<f=(?P<name>f)>", "<a=(?P<key>.)>", "</a>", "</f>")
+    assert len(parse("<f=f><a=x>1</a></f>" * 100)) == 100
+    assert len(searched) == 1
