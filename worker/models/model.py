@@ -137,8 +137,9 @@ def _converted(source: Path, models_dir: Path, dtype: str, progress: Progress | 
     if folder is None:
         from . import gguf_model
 
+        read = converted.state(source)  # from before: the file may be replaced while it is converted
         folder = gguf_model.convert(source, models_dir, dtype=dtype, progress=progress)
-        converted.remember(source, models_dir, dtype, folder)
+        converted.remember(source, models_dir, dtype, folder, read)
     return folder
 
 
