@@ -14,6 +14,7 @@ import psutil
 import pytest
 from parts import WorkerProcess, free_port, make_tiny_model
 
+from turnkeep_client.messages import Embedded, EmbedRequest, decode_control_reply, encode
 from turnkeep_client.subjects import Subjects
 from worker import supervisor
 from worker.process.settings import Settings
@@ -164,6 +165,16 @@ async def test_requests_are_still_held_if_a_worker_dies_as_it_is_about_to_get_th
     await activator.end()
     assert sorted([await heard.get() for _ in range(4)]) == [b"2", b"2", b"4", b"4"]
     await nc.close()
+
+
+@pytest.mark.process
+async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any) -> None:
+    at = await house(unload_after_s="1", pooling="'last'")
+    asked = encode(EmbedRequest(inputs=("hello " * 280,) * 120))  # seconds, in one request
+    async with await at.process.client(prefix="turnkeep-tiny") as client:
+        answer = decode_control_reply(await client._wire.ask("turnkeep-tiny.default.any.ctl", asked, 100))
+    assert isinstance(answer, Embedded), answer
+    await until(lambda: not at.workers())
 
 
 @pytest.mark.process

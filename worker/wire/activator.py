@@ -17,8 +17,8 @@ from anyio.lowlevel import checkpoint_if_cancelled
 from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import MetricsRequest, decode_control, failure
-from turnkeep_client.subjects import CONSUMER
+from turnkeep_client.messages import MetricsRequest, decode_control, decode_metrics, encode, failure
+from turnkeep_client.subjects import CONSUMER, DEFAULT_TENANT, SessionKey
 
 from .connection import confirm_subscriptions
 from .endpoints import QUEUE
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _MOST_HELD: Final = 256
 #: How long unsubscribing may take.
 _END_S: Final = 30.0
+#: How long a worker may take to tell its metrics.
+_ANSWER_S: Final = 2.0
 _TOO_MANY: Final = "too many questions wait until the model is loaded; ask again later"
 
 log = structlog.get_logger()
@@ -101,15 +103,24 @@ class Activator:
         await self._outbox.metrics(self._metrics())
 
     async def has_work(self) -> bool:
-        """Return whether requests wait or are being worked on; true if the server does not answer."""
+        """Return whether requests wait or are being worked on; true if server or worker do not answer.
+
+        Embeddings are not in the log: a running worker's metrics count them.
+        """
         if self._held:
             return True
         try:
             found = await self._js.consumer_info(self._subjects.log_stream, CONSUMER)
-        except (APIError, nats.errors.Error, OSError) as error:
-            log.debug("the log cannot be looked at", error=str(error))
+            if found.num_pending or found.num_ack_pending:
+                return True
+            if self._subscriptions:  # no worker runs
+                return False
+            asked = self._subjects.of(SessionKey(DEFAULT_TENANT, "any"), "ctl")
+            reply = await self._nc.request(asked, encode(MetricsRequest()), timeout=_ANSWER_S)
+            return decode_metrics(reply.data).running > 0
+        except (APIError, nats.errors.Error, OSError, InvalidMessageError) as error:
+            log.debug("the log or the worker cannot be looked at", error=str(error))
             return True
-        return bool(found.num_pending or found.num_ack_pending)
 
     async def _notice(self, _: Msg) -> None:
         self.used_s = current_time()
