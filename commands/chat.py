@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 from concurrent.futures import Future
@@ -357,7 +358,8 @@ def _write(path: Path, past: Sequence[Exchange]) -> None:
     """Write exchanges to a new Markdown file, questions as quotations. Raises `InvalidMessageError`."""
     text = "".join(f"> {one.question.replace(_LINE, _QUOTED)}\n\n{one.answer}\n\n" for one in past)
     try:
-        with path.expanduser().open("x", encoding="utf-8") as file:
+        # Unlike `Path.expanduser`, this does not raise for an unknown user.
+        with Path(os.path.expanduser(path)).open("x", encoding="utf-8") as file:  # noqa: PTH111
             file.write(text)
     except FileExistsError:
         raise InvalidMessageError(f"{path} exists; give another name") from None

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -32,6 +31,7 @@ from .printing import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from worker.process.settings import Settings
 
@@ -265,7 +265,7 @@ def _model(settings: Settings) -> Check:
                 return Check("model", "ok", f"{model.DEFAULT_ID}, downloaded")
             mend = f"the first start downloads them; or {as_installed(model.INSTALL_DEFAULT)}"
             return Check("model", "warn", f"{model.DEFAULT_ID} is not here yet", "its files", mend)
-        path = Path(name).expanduser()
+        path = catalog.expanded(name)
         if path.is_dir():
             model_files.check_folder(path)
         elif not path.is_file():

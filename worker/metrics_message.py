@@ -5,6 +5,7 @@ Each part has its own counters; `observe/counters.py` has those of the worker as
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -88,9 +89,16 @@ def collect(
         mlx_peak_bytes=engine.steps.peak_bytes,
         estimated_scratch_bytes=engine.steps.estimated_bytes,
         measured_scratch_bytes=engine.steps.measured_bytes,
-        process_bytes=psutil.Process().memory_info().rss,
+        process_bytes=_own_bytes(),
         snapshots=SnapshotCounters(**dataclasses.asdict(store.stats())) if store else SnapshotCounters(),
     )
+
+
+def _own_bytes() -> int:
+    """Return the memory of this process; 0 if psutil cannot open a file, as too many are open."""
+    with contextlib.suppress(OSError):
+        return psutil.Process().memory_info().rss
+    return 0
 
 
 def unloaded(**known: Any) -> Metrics:

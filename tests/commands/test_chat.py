@@ -167,6 +167,7 @@ async def test_chat_can_retry_a_question_save_the_conversation_and_switch_sessio
             (f"/save {file}", r"Saved in \S+,\s+exchanges:\s+2"),
             (f"/save {file}", r"exists;\s+give\s+another\s+name"),
             ("/save /nowhere/file", "cannot be written: No such file"),
+            ("/save ~nobody-here/file", "cannot be written: No such file"),
             ("/new", "'s' is kept; /new s goes back"),
             ("/new", r"session 'chat-\w{8}', no tokens"),
             ("third question", PROMPT),

@@ -99,6 +99,25 @@ def test_a_converted_gguf_file_is_not_read_again_until_it_changes(
     assert resolve() == folder
 
 
+def test_a_gguf_file_that_is_replaced_while_it_is_converted_is_converted_again_by_the_next_start(
+    tmp_path: Path,
+) -> None:
+    path, other = TinyLlama().write(tmp_path / "tiny.gguf"), tmp_path / "other.gguf"
+
+    def resolve() -> Path:
+        return model.resolve(str(path), tmp_path, dtype="float32", progress=replace)
+
+    def replace(done: int, total: int, _what: str) -> None:
+        if done == total and other.exists():
+            other.replace(path)
+
+    first = resolve()
+    TinyLlama().but(general__name="other").write(other)
+    path.touch()
+    assert resolve() == first, "it was replaced after it had been read"
+    assert resolve() != first
+
+
 GGUF = TinyLlama().but(tokenizer__chat_template="{{ bos_token }}{{ messages }}")
 FILES = {
     "no beginning": GGUF,

@@ -141,6 +141,7 @@ def test_a_broken_mlx_fails_the_doctors_check_without_crashing_the_doctor(monkey
     [
         ("no/where/at/all", "fail", "org/name"),
         ("some-org/some-model", "warn", "downloads"),
+        ("~nobody-here/model", "fail", "folder"),
         ("./missing", "fail", "folder"),
     ],
 )

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import socket
 import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from tests.parts import free_port
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from tests.parts import LocalWorker
+    from tests.parts import LocalWorker, WorkerProcess
 
 pytestmark = pytest.mark.process
 
@@ -179,6 +181,30 @@ async def test_a_stopping_worker_answers_a_readiness_probe_with_503_stopping(
     await worker.task
     with pytest.raises(ConnectionError):
         await get(endpoint, "/livez")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="psutil sets limits of another process on Linux only")
+async def test_a_worker_that_runs_out_of_file_descriptors_answers_probes_once_it_has_some_again(
+    worker_process: Callable[..., WorkerProcess], endpoint: Endpoint
+) -> None:
+    process = worker_process("--health", str(endpoint), "--metrics-interval-s", "0.2")
+    async with asyncio.timeout(WAIT_S):
+        for number in (1, 2):  # the second start adopts the NATS server, and looks at it with psutil
+            if process.running:
+                process.kill()
+            process.start()
+            while process.log.count('"ready"') < number:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        limits = psutil.Process(process.pid)
+        usual = limits.rlimit(psutil.RLIMIT_NOFILE)
+        limits.rlimit(psutil.RLIMIT_NOFILE, (3, usual[1]))
+        probing = asyncio.create_task(get(endpoint, "/livez"))
+        while "Too many open files" not in process.log:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(2 * health_module._RETRY_S)
+        limits.rlimit(psutil.RLIMIT_NOFILE, usual)
+        assert await probing == (200, "ok")
+    assert process.log.count("Too many open files") == 1
 
 
 MALFORMED = {

@@ -14,6 +14,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import nats
 import pytest
 from nats.js.errors import APIError, NotFoundError
@@ -437,18 +438,23 @@ async def test_only_one_of_two_workers_that_claim_a_new_session_gets_it() -> Non
     assert ([key in one._held for one in workers], claims) == ([True, False], ["first"])
 
 
-async def test_a_worker_that_ends_starts_no_task_for_another_workers_request() -> None:
-    """A task that is started in a cancelled group spins until the group's other tasks end."""
-    started = []
-    group: Any = SimpleNamespace(
-        start_soon=lambda *what: started.append(what), cancel_scope=SimpleNamespace(cancel_called=False)
-    )
-    nobody: Any = SimpleNamespace(jetstream=lambda: None)
-    hear = owners.Owners(nobody, Subjects(), nobody, nobody, group, erase=nobody)._spawning(nobody)
-    await hear(nobody)
-    group.cancel_scope.cancel_called = True
-    await hear(nobody)
-    assert len(started) == 1
+async def test_a_worker_that_stops_tells_others_at_once_that_it_answers_nothing_more() -> None:
+    """They would wait for up to two minutes. After its tasks were cancelled it starts no new one."""
+    answers, nobody = [], SimpleNamespace(jetstream=lambda: None)
+
+    async def respond(answer: bytes) -> None:
+        answers.append(answer)
+
+    asked: Any = SimpleNamespace(respond=respond)
+    async with anyio.create_task_group() as tasks:
+        made = owners.Owners(nobody, Subjects(), nobody, nobody, tasks, erase=nobody)  # type: ignore[arg-type]
+        hear = made._spawning(lambda _: anyio.sleep_forever())
+        await hear(asked)
+        await asyncio.sleep(0)
+        tasks.cancel_scope.cancel()
+        await hear(asked)
+        assert answers == [b""], "of the second one"
+    assert answers == [b"", b""]
 
 
 @pytest.mark.parametrize("num_before", [1, 2])

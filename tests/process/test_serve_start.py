@@ -26,6 +26,7 @@ pytestmark = pytest.mark.process
 
 WRONG: dict[str, tuple[dict[str, object], str]] = {
     "no model": ({"model": "/no/such/model"}, "there is no model at /no/such/model"),
+    "a model in an unknown home": ({"model": "~nobody-here/x"}, "there is no model at ~nobody-here/x"),
     "too little memory": ({"device_memory": 2**20}, "leaves no room for KV"),
     "too large a window": (
         {"cache_policy": Policy(4, 4096)},

@@ -118,6 +118,12 @@ def test_a_relative_data_dir_is_resolved_from_the_settings_file_or_the_current_f
     assert load({"data_dir": Path("/srv/x")}, {}, config, tmp_path).data_dir == Path("/srv/x")
 
 
+def test_a_data_dir_in_an_unknown_users_home_directory_is_refused(tmp_path):
+    message = refusal(environ={"TURNKEEP_DATA_DIR": "~nobody-here/x"}, cwd=tmp_path)
+    why = "no home directory is known for '~nobody-here/x'; write the whole path"
+    assert message == f"TURNKEEP_DATA_DIR: {why}"
+
+
 def test_an_empty_environment_variable_or_one_for_tests_changes_no_setting(tmp_path):
     environ = {"TURNKEEP_MAX_BATCH": "", "TURNKEEP_TEST_WHATEVER": "1", "OTHER": "x"}
     assert load({}, environ, None, tmp_path) == Settings()

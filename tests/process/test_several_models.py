@@ -7,18 +7,26 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import httpx2
+import nats
 import psutil
 import pytest
 from parts import WorkerProcess, free_port, make_tiny_model
 
+from turnkeep_client.messages import Embedded, EmbedRequest, decode_control_reply, encode
+from turnkeep_client.subjects import Subjects
 from worker import supervisor
 from worker.process.settings import Settings
 from worker.supervisor import InMemory, Supervisor, leaving
+from worker.wire.activator import Activator
+from worker.wire.endpoints import QUEUE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
+
+    from nats.aio.msg import Msg
 
 LONG = "hello " * 30
 
@@ -133,6 +141,40 @@ async def test_an_unused_model_is_unloaded_and_its_session_is_restored_later(hou
     left = psutil.Process(at.process.pid).children()
     assert at.process.stop() == 0
     await until(lambda: not any(one.is_running() for one in left))
+
+
+async def test_requests_are_still_held_if_a_worker_dies_as_it_is_about_to_get_them(nats_url: str) -> None:
+    """The supervisor then cancels `end`."""
+    nc, subjects, woken, heard = await nats.connect(nats_url), Subjects("held"), [], asyncio.Queue[bytes]()
+    activator = Activator(nc, subjects, lambda: None, lambda: woken.append(1))  # type: ignore[arg-type, return-value]
+    asked = [f"held.t.s.{kind}" for kind in ("ctl", "ask")]
+
+    async def hear(message: Msg) -> None:
+        heard.put_nowait(message.data)
+
+    await activator.begin()
+    for number in (2, 4):
+        for subject in asked:
+            await nc.publish(subject, b"%d" % number, reply="nobody")
+        await until(lambda number=number: len(woken) == number)  # type: ignore[misc]
+        with anyio.move_on_after(0):
+            await activator.end()
+        await activator.begin()
+    for subject in asked:
+        await nc.subscribe(subject, QUEUE, cb=hear)
+    await activator.end()
+    assert sorted([await heard.get() for _ in range(4)]) == [b"2", b"2", b"4", b"4"]
+    await nc.close()
+
+
+@pytest.mark.process
+async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any) -> None:
+    at = await house(unload_after_s="1", pooling="'last'")
+    asked = encode(EmbedRequest(inputs=("hello " * 280,) * 120))  # seconds, in one request
+    async with await at.process.client(prefix="turnkeep-tiny") as client:
+        answer = decode_control_reply(await client._wire.ask("turnkeep-tiny.default.any.ctl", asked, 100))
+    assert isinstance(answer, Embedded), answer
+    await until(lambda: not at.workers())
 
 
 @pytest.mark.process

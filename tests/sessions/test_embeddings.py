@@ -80,6 +80,23 @@ async def test_embedding_or_scoring_many_texts_logs_nothing_and_does_not_stop_a_
     assert len(await client.log()) == 2, "the answer's request and its result"
 
 
+@pytest.mark.parametrize("kind", ["vectors", "scores"])
+async def test_an_embedding_or_scoring_request_at_a_worker_that_stops_is_told_so_at_once(
+    local_worker: Start, embedding_model: Path, reranker: Path, kind: str
+) -> None:
+    worker = await local_worker(model=str(embedding_model if kind == "vectors" else reranker))
+    texts = ["hello " * 280] * 200
+    asked = worker.client.embed(texts) if kind == "vectors" else worker.client.rerank("x", texts)
+    listed = asyncio.create_task(asked)
+    async with asyncio.timeout(20):
+        while not (await worker.client.worker_metrics()).running:
+            pass
+    worker.app.stop()
+    with pytest.raises(RequestFailedError, match="the worker stops: ask again") as refusal:
+        await listed
+    assert refusal.value.code == "overloaded"
+
+
 @pytest.mark.parametrize(
     ("inputs", "more", "why"),
     [

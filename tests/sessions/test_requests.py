@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import structlog
-from raw_wire import LONG, Start, Wire, append, generate
+from raw_wire import LONG, PATIENCE_S, Start, Wire, append, generate
 
 from tests.parts import BLOCK, TINY_KV_BYTES
 from tests.simulation.world import Server
@@ -542,6 +542,21 @@ async def test_concurrent_ask_requests_to_one_session_run_one_after_the_other(cl
     answers = await asyncio.gather(*(client.ask("s", text="abc", max_tokens=4) for _ in range(5)))
     assert max(answer.position for answer in answers) == 5 * 7
     assert len({answer.seq for answer in answers}) == 5
+
+
+async def test_an_ask_at_a_worker_that_stops_is_told_so_and_its_result_is_stored_after_the_next_start(
+    wire: Start,
+) -> None:
+    w = await wire()
+    asking = asyncio.create_task(
+        w.nc.request(w.subject("s", "ask"), json.dumps(LONG).encode(), timeout=PATIENCE_S)
+    )
+    await w.until("s", "running")
+    await w.worker.stop()
+    told = json.loads((await asking).data)
+    assert (told["type"], told["code"]) == ("failed", "overloaded")
+    w = await wire()
+    assert (await w.result(1))["type"] == "generated"
 
 
 # Who sees what

@@ -9,6 +9,7 @@ its path has the origin `elsewhere`.
 from __future__ import annotations
 
 import difflib
+import os
 import shutil
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -182,7 +183,7 @@ def named(spec: str, data_dir: Path) -> ModelEntry:
 
     Raises `ModelError` if there is no such model (see `missing`), or its files are broken.
     """
-    place, path = _place(spec, data_dir), Path(spec).expanduser()
+    place, path = _place(spec, data_dir), expanded(spec)
     if place is None and (path.is_dir() or (path.suffix == ".gguf" and path.is_file())):
         place = Place(path.stem if path.is_file() else path.name, "elsewhere", path)
     if place is None and hub.is_id(spec) and (there := hub.downloaded(spec)) is not None:
@@ -191,6 +192,11 @@ def named(spec: str, data_dir: Path) -> ModelEntry:
     if place is None:
         raise missing(spec, data_dir)
     return describe(place, data_dir)
+
+
+def expanded(spec: str) -> Path:
+    """Return a path with its `~` replaced, or unchanged if there is no such user; `pathlib` would raise."""
+    return Path(os.path.expanduser(spec))  # noqa: PTH111
 
 
 def missing(spec: str, data_dir: Path) -> ModelError:

@@ -20,12 +20,20 @@ CONVERTER: Final = 1
 _CONVERTED: Final = re.compile(r"(.+)-(?:float32|float16|bfloat16)-[0-9a-f]{12}")
 
 
+def state(source: Path) -> list[int]:
+    """Return what tells whether a file has changed; empty if there is no such file."""
+    with suppress(OSError):
+        stat = source.stat()
+        return [CONVERTER, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    return []
+
+
 def known(source: Path, models_dir: Path, dtype: str) -> Path | None:
     """Return the folder in `models_dir` to which a file was converted; None without a valid note of it."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         note = json.loads(_note(source, models_dir, dtype).read_bytes())
         folder = models_dir / str(note["folder"])
-        if note["state"] == _state(source) and folder.is_dir():
+        if note["state"] == state(source) and folder.is_dir():
             return folder
     return None
 
@@ -36,12 +44,15 @@ def source_name(folder: Path) -> str | None:
     return made[1] if made else None
 
 
-def remember(source: Path, models_dir: Path, dtype: str, folder: Path) -> None:
-    """Store a note of the folder to which a file was converted. Ignores errors: they cost only time later."""
+def remember(source: Path, models_dir: Path, dtype: str, folder: Path, read: list[int]) -> None:
+    """Store a note of the folder to which a file was converted; `read` is its `state` from before.
+
+    Ignores errors: they cost only time later.
+    """
     note = _note(source, models_dir, dtype)
     unfinished = note.with_name(f"{note.name}.{os.getpid()}")
     with suppress(OSError):
-        unfinished.write_text(json.dumps({"state": _state(source), "folder": folder.name}))
+        unfinished.write_text(json.dumps({"state": read, "folder": folder.name}))
         unfinished.replace(note)
 
 
@@ -56,8 +67,3 @@ def tidy(models_dir: Path) -> None:
 def _note(source: Path, models_dir: Path, dtype: str) -> Path:
     named = hashlib.sha256(f"{source.resolve()}\0{dtype}".encode(errors="surrogateescape"))
     return models_dir / f"converted-{named.hexdigest()[:16]}.json"
-
-
-def _state(source: Path) -> list[int]:
-    stat = source.stat()
-    return [CONVERTER, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]

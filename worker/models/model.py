@@ -9,7 +9,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from . import blas, catalog, converted, hub, positions
@@ -31,6 +30,8 @@ from .pooling import is_encoder
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import mlx.core as mx
     from mlx.nn.layers.base import Module
 
@@ -90,7 +91,7 @@ def default_dtype() -> str:
 
 def check_name(spec: str | None, data_dir: Path) -> None:
     """Raise `ModelError` if `spec` is no path, no name of a model on this machine, and no possible hub id."""
-    if spec and not (Path(spec).expanduser().exists() or hub.is_id(spec) or catalog.find(spec, data_dir)):
+    if spec and not (catalog.expanded(spec).exists() or hub.is_id(spec) or catalog.find(spec, data_dir)):
         raise catalog.missing(spec, data_dir)
 
 
@@ -102,7 +103,7 @@ def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress 
     """
     if spec is None:
         return _default(data_dir, dtype, progress)
-    path = Path(spec).expanduser()
+    path = catalog.expanded(spec)
     if not path.exists():
         path = catalog.find(spec, data_dir) or (hub.fetch(spec, progress, dtype) if hub.is_id(spec) else path)
     if path.is_dir():
@@ -136,8 +137,9 @@ def _converted(source: Path, models_dir: Path, dtype: str, progress: Progress | 
     if folder is None:
         from . import gguf_model
 
+        read = converted.state(source)  # from before: the file may be replaced while it is converted
         folder = gguf_model.convert(source, models_dir, dtype=dtype, progress=progress)
-        converted.remember(source, models_dir, dtype, folder)
+        converted.remember(source, models_dir, dtype, folder, read)
     return folder
 
 

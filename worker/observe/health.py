@@ -8,6 +8,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
+import structlog
 from anyio import (
     BrokenResourceError,
     CancelScope,
@@ -16,6 +17,7 @@ from anyio import (
     IncompleteRead,
     create_tcp_listener,
     move_on_after,
+    sleep,
 )
 from anyio.streams.buffered import BufferedByteReceiveStream
 
@@ -28,11 +30,15 @@ if TYPE_CHECKING:
 
     from worker.process.setting_kinds import Endpoint
 
+log = structlog.get_logger()
+
 _MAX_HEAD_BYTES: Final = 8192
 _PATIENCE_S: Final = 5.0
 #: Limit of open connections, beyond which the oldest is closed: idle ones can neither use up file handles nor
 #: block a probe, which sends its request at once.
 _MAX_OPEN: Final = 64
+#: The pause after a connection could not be accepted.
+_RETRY_S: Final = 0.5
 
 
 class HealthError(TurnkeepError):
@@ -64,8 +70,19 @@ class HealthServer:
 
     async def serve(self) -> None:
         """Answer until cancelled; call after `open`."""
+        is_told = False
         async with self._listener:
-            await self._listener.serve(self._handle)
+            while True:
+                try:
+                    await self._listener.serve(self._handle)
+                except* OSError as group:  # such as "too many open files"
+                    error: BaseException = group
+                    while isinstance(error, BaseExceptionGroup):
+                        error = error.exceptions[0]
+                    if not is_told:
+                        log.warning("health probes cannot be accepted; trying again", reason=str(error))
+                    is_told = True
+                await sleep(_RETRY_S)
 
     async def _handle(self, stream: SocketStream) -> None:
         if len(self._open) >= _MAX_OPEN:

@@ -169,11 +169,14 @@ def _read(raw: Mapping[str, object], source: Callable[[str], str], base: Path) -
         kind: Kind = fields[name].metadata["kind"]
         try:
             parsed = kind.parse(value)
+            values[name] = base / parsed.expanduser() if isinstance(parsed, Path) else parsed
+        except RuntimeError:
+            why = f"no home directory is known for {str(value)!r}; write the whole path"
+            raise SettingsError(f"{source(name)}: {why}") from None
         except (ValueError, OverflowError):
             is_secret = kind is NATS_URLS or "secret" in fields[name].metadata
             shown = "its value" if is_secret else repr(value)
             raise SettingsError(f"{source(name)}: {shown} is not valid: it must be {kind.wants}") from None
-        values[name] = base / parsed.expanduser() if isinstance(parsed, Path) else parsed
     return values
 
 

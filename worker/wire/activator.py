@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Final
 
 import nats.errors
 import structlog
-from anyio import current_time
+from anyio import current_time, move_on_after
+from anyio.lowlevel import checkpoint_if_cancelled
 from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import MetricsRequest, decode_control, failure
-from turnkeep_client.subjects import CONSUMER
+from turnkeep_client.messages import MetricsRequest, decode_control, decode_metrics, encode, failure
+from turnkeep_client.subjects import CONSUMER, DEFAULT_TENANT, SessionKey
 
 from .connection import confirm_subscriptions
 from .endpoints import QUEUE
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 
 #: Most requests to hold for the worker; further ones get `overloaded`.
 _MOST_HELD: Final = 256
+#: How long unsubscribing may take.
+_END_S: Final = 30.0
+#: How long a worker may take to tell its metrics.
+_ANSWER_S: Final = 2.0
 _TOO_MANY: Final = "too many questions wait until the model is loaded; ask again later"
 
 log = structlog.get_logger()
@@ -55,7 +60,7 @@ class Activator:
         self._metrics = metrics
         self._wake = wake
         self._outbox = Outbox(nc, subjects)
-        self._subscriptions: list[Subscription] = []
+        self._subscriptions: dict[str, Subscription] = {}
         self._held: list[Msg] = []
         #: When the last noticed request came, by the event loop's clock.
         self.used_s = current_time()
@@ -70,36 +75,52 @@ class Activator:
 
     async def begin(self) -> None:
         """Subscribe to `ctl` and `ask` in the workers' queue group: each request reaches only one member."""
-        if self._subscriptions:
+        if not (missing := [one for one in self._held_subjects if one not in self._subscriptions]):
             return
-        for subject in self._held_subjects:
-            self._subscriptions.append(await self._nc.subscribe(subject, QUEUE, cb=self._hold))
+        for subject in missing:
+            self._subscriptions[subject] = await self._nc.subscribe(subject, QUEUE, cb=self._hold)
         with contextlib.suppress(nats.errors.Error):  # without a connection: the next one subscribes again
             await confirm_subscriptions(self._nc)
 
     async def end(self) -> None:
-        """Unsubscribe, then publish the held requests again; the worker must already have subscribed."""
-        while self._subscriptions:
-            with contextlib.suppress(nats.errors.Error):
-                await self._subscriptions.pop().drain()  # type: ignore[no-untyped-call]
-        held, self._held = self._held, []
-        for one in held:
+        """Unsubscribe, then publish the held requests again; the worker must already have subscribed.
+
+        If the caller is cancelled, as the worker has died, requests stay held for the next `end`.
+        """
+        with move_on_after(_END_S, shield=True):  # a cancelled drain would leave a subscription without owner
+            while self._subscriptions:
+                _, subscription = self._subscriptions.popitem()
+                with contextlib.suppress(nats.errors.Error):
+                    await subscription.drain()  # type: ignore[no-untyped-call]
+        await checkpoint_if_cancelled()
+        while self._held:
+            one = self._held[0]
             await self._nc.publish(one.subject, one.data, reply=one.reply, headers=one.headers)
+            del self._held[0]
 
     async def publish_metrics(self) -> None:
         """Publish metrics, which show that the prefix is served, as a worker does every few seconds."""
         await self._outbox.metrics(self._metrics())
 
     async def has_work(self) -> bool:
-        """Return whether requests wait or are being worked on; true if the server does not answer."""
+        """Return whether requests wait or are being worked on; true if server or worker do not answer.
+
+        Embeddings are not in the log: a running worker's metrics count them.
+        """
         if self._held:
             return True
         try:
             found = await self._js.consumer_info(self._subjects.log_stream, CONSUMER)
-        except (APIError, nats.errors.Error, OSError) as error:
-            log.debug("the log cannot be looked at", error=str(error))
+            if found.num_pending or found.num_ack_pending:
+                return True
+            if self._subscriptions:  # no worker runs
+                return False
+            asked = self._subjects.of(SessionKey(DEFAULT_TENANT, "any"), "ctl")
+            reply = await self._nc.request(asked, encode(MetricsRequest()), timeout=_ANSWER_S)
+            return decode_metrics(reply.data).running > 0
+        except (APIError, nats.errors.Error, OSError, InvalidMessageError) as error:
+            log.debug("the log or the worker cannot be looked at", error=str(error))
             return True
-        return bool(found.num_pending or found.num_ack_pending)
 
     async def _notice(self, _: Msg) -> None:
         self.used_s = current_time()

@@ -320,6 +320,8 @@ class EmbeddedServer:
             return self._process is not None and self._process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
+        except OSError:  # psutil cannot open a file, as too many are open
+            return True
 
     async def _wait_until_ready(self) -> None:
         """Wait until this server and its JetStream answer; raises `BrokerError`."""

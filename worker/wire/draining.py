@@ -57,8 +57,11 @@ class Workers:
     async def drain(self, member: Member, *, on: bool) -> list[str]:
         """Ask a worker to start or stop draining; return the workers that take its sessions.
 
-        A worker refuses to start if no other one can take its sessions: then the list is empty.
+        A worker refuses to start if no other one can take its sessions: then the list is empty. Raises
+        `BrokerError` if it stops.
         """
         subject = address(self._subjects, member, "drain")
         reply = await self._nc.request(subject, msgspec.json.encode(on), timeout=_TIMEOUT_S)
+        if not reply.data:
+            raise BrokerError(f"the worker {member.worker} stops; its sessions go to the others")
         return msgspec.json.decode(reply.data, type=list[str])

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import nats.errors
 import structlog
-from anyio import current_time, fail_after, move_on_after
+from anyio import current_time, fail_after, get_cancelled_exc_class, move_on_after
 from msgspec import Raw
 from nats.js.errors import APIError
 
@@ -49,6 +49,10 @@ _LOOK_S = 10.0
 #: Limit of open requests; above it, a tenant with at least an equal share of them gets `overloaded`.
 _MAX_OPEN = 4096
 _TOO_MANY = f"the worker has {_MAX_OPEN} questions to answer already; ask again later"
+#: The time for a last reply when the worker stops.
+_LAST_S = 1.0
+_STOPS = "the worker stops: ask again"
+_ASK_STOPS = "the worker stops; if the log has the request, its result comes on the session's out"
 _TOO_LARGE = "the request is larger than a message may be: send it as several appends"
 
 
@@ -89,24 +93,28 @@ class Endpoints:
 
     async def open(self) -> None:
         """Subscribe; return when the server has confirmed the subscriptions."""
-        for subject, calls, answer in (
-            (self._subjects.every("ctl"), self._telemetry.calls["ctl"], self._control_reply),
-            (self._subjects.every("ask"), self._telemetry.calls["ask"], self._ask),
+        calls = self._telemetry.calls
+        for subject, spawn in (
+            (self._subjects.every("ctl"), self._spawning(calls["ctl"], self._control_reply, _STOPS)),
+            (self._subjects.every("ask"), self._spawning(calls["ask"], self._ask, _ASK_STOPS)),
         ):
-            spawn = self._spawning(calls, answer)
             self._subscriptions.append(await self._nc.subscribe(subject, QUEUE, cb=spawn))
         await confirm_subscriptions(self._nc)
 
     async def close(self) -> None:
-        """Accept no more requests. If asks are cancelled after this, their results still appear on `out`."""
-        for subscription in self._subscriptions:
-            with contextlib.suppress(nats.errors.Error):  # the connection may be gone for good
-                await subscription.unsubscribe()
+        """Accept no more requests. Those that have arrived are begun, and get a reply when cancelled."""
+        with move_on_after(_PUBLISH_TIMEOUT_S):
+            for subscription in self._subscriptions if self._nc.is_connected else []:
+                with contextlib.suppress(nats.errors.Error):
+                    await subscription.drain()  # type: ignore[no-untyped-call]
 
     def _spawning(
-        self, calls: Calls, answer: Callable[[Msg], Awaitable[Struct | Raw]]
+        self, calls: Calls, answer: Callable[[Msg], Awaitable[Struct | Raw]], stops: str
     ) -> Callable[[Msg], Awaitable[None]]:
-        """Return a callback that answers each message in its own task, so that none delays the next."""
+        """Return a callback that answers each message in its own task, so that none delays the next.
+
+        If the worker stops first, the answer is `overloaded` with the text `stops`.
+        """
 
         async def handle(message: Msg, tenant: str) -> None:
             began_s, error = current_time(), "internal"
@@ -114,6 +122,11 @@ class Endpoints:
                 reply = await answer(message)
                 await self._reply(message, reply)
                 error = reply.code if isinstance(reply, Failed) else ""
+            except get_cancelled_exc_class():
+                error = "overloaded"
+                with move_on_after(_LAST_S, shield=True):
+                    await self._reply(message, failure(None, "overloaded", stops))
+                raise
             except Exception:
                 log.exception("answering failed", subject=message.subject)
             finally:
@@ -124,13 +137,12 @@ class Endpoints:
                     del self._tenants[tenant]
 
         async def spawn(message: Msg) -> None:
-            if self._tasks.cancel_scope.cancel_called:  # else the task would spin until the others end
-                return
             tenant = message.subject.rsplit(".", 3)[1]
             share = _MAX_OPEN // (len(self._tenants) or 1)
-            if self._num_open >= _MAX_OPEN and self._tenants[tenant] >= share:
+            is_over = self._tasks.cancel_scope.cancel_called  # a new task would spin until the others end
+            if is_over or (self._num_open >= _MAX_OPEN and self._tenants[tenant] >= share):
                 calls.count(0, "overloaded")
-                await self._reply(message, failure(None, "overloaded", _TOO_MANY))
+                await self._reply(message, failure(None, "overloaded", _STOPS if is_over else _TOO_MANY))
                 return
             self._num_open += 1
             self._tenants[tenant] += 1

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 import nats.errors
 import structlog
-from anyio import sleep
+from anyio import get_cancelled_exc_class, move_on_after, sleep
 from nats.aio.msg import Msg
 from nats.js.errors import APIError, NotFoundError
 
@@ -59,12 +59,12 @@ _ERASE_S: Final = 3.0
 _TAKEN: Final = b"+"
 _GIVEN: Final = b"~"
 _NOT_YET: Final = b"-"
+#: The answer of a worker that stops, to any request: as if it did not answer.
+_STOPS: Final = b""
 _SUBJECT: Final = "Turnkeep-Subject"
-
 
 #: A delivery, and the function that accepts it at this worker.
 _Routed = tuple[Msg, "Callable[[], Awaitable[None]]"]
-
 
 #: A new session goes to a worker that has this many fewer sessions at work, and at most two thirds as many.
 _GAP: Final = 8
@@ -155,16 +155,25 @@ class Owners:
         self._members.on_gone = lambda _: None
 
     def _spawning(self, hear: Callable[[Msg], Awaitable[bytes]]) -> Callable[[Msg], Awaitable[None]]:
+        async def refuse(message: Msg) -> None:
+            with move_on_after(_PASS_S, shield=True), contextlib.suppress(nats.errors.Error, OSError):
+                await message.respond(_STOPS)
+
         async def reply(message: Msg) -> None:
             try:
                 await message.respond(await hear(message))
+            except get_cancelled_exc_class():
+                await refuse(message)
+                raise
             except (nats.errors.Error, OSError):
                 pass  # the other worker tries again
             except Exception:
                 log.exception("what another worker has passed on cannot be answered")
 
         async def spawn(message: Msg) -> None:
-            if not self._tasks.cancel_scope.cancel_called:  # else it would only spin until the others end
+            if self._tasks.cancel_scope.cancel_called:  # a new task would only spin until the others end
+                await refuse(message)
+            else:
                 self._tasks.start_soon(reply, message)
 
         return spawn
@@ -342,7 +351,7 @@ class Owners:
         Far more means `gap` more, and at least `_RATIO` times as many.
         """
         others = [one for one in self._members.others.values() if one.serves and not one.drains]
-        mine, idlest = self.intake.num_sessions, min(others, key=_load, default=None)
+        mine, idlest = self.intake.num_sessions, min(others, key=lambda one: one.load, default=None)
         if idlest is None or self._members.me.drains:
             return idlest
         return idlest if mine - idlest.load >= gap and mine >= _RATIO * idlest.load else None
@@ -365,21 +374,15 @@ class Owners:
         """Claim a session in place of the claim at `after` (0: none); return false if another was faster."""
         if key in self._held:
             return True
+        body, headers, seq = self._members.me.worker.encode(), {EXPECT_HEADER: str(after)}, 0
         try:
-            ack = await self._js.publish(
-                self._claim_subject(key),
-                self._members.me.worker.encode(),
-                timeout=_PASS_S,
-                headers={EXPECT_HEADER: str(after)},
-            )
+            ack = await self._js.publish(self._claim_subject(key), body, timeout=_PASS_S, headers=headers)
+            seq = ack.seq
         except APIError as error:
             if error.err_code in WRONG_LAST_SEQUENCE:
                 return False
-            seq = 0
         except (nats.errors.Error, OSError):
-            seq = 0
-        else:
-            seq = ack.seq
+            pass
         self._hold(key, seq)
         return True
 
@@ -391,10 +394,10 @@ class Owners:
     async def _ask(
         self, member: Member, verb: str, body: bytes, timeout_s: float, headers: dict[str, str] | None = None
     ) -> bytes | None:
-        """Send a request to another worker; return its answer, None if it does not answer."""
+        """Send a request to another worker; return its answer, None if it does not answer or stops."""
         try:
             address = self._members.address(member, verb)
-            return (await self._nc.request(address, body, timeout=timeout_s, headers=headers)).data
+            return (await self._nc.request(address, body, timeout=timeout_s, headers=headers)).data or None
         except nats.errors.NoRespondersError:
             self._members.look_now()
             return None
@@ -482,10 +485,6 @@ class Owners:
                 if not owner.is_known:
                     await self._note_returned(key, [entry.seq])
                 self._ring(_lost(key, entry, again=not self.intake.expects(key, entry.seq)))
-
-
-def _load(member: Member) -> int:
-    return member.load
 
 
 def _came_before(message: Msg) -> bool:
