@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import fcntl
 import functools
+import gc
 import json
 import os
 import shutil
@@ -23,6 +24,9 @@ import structlog
 from hypothesis import settings
 
 from worker.models.blas import preload
+
+# Importing the tests makes half a million objects; looking for garbage among them takes a second.
+gc.disable()
 
 # Threads of OpenBLAS spin as they wait, and the processors have other tests to run.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -71,6 +75,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if MOUNTING & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.mounts)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage from now on, but not among the modules and tests, which stay to the end."""
+    gc.freeze()
+    gc.enable()
 
 
 #: Settings by which uv, pip and npm contact no registry.
