@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import GREEDY, WIDE, Oracle, alone, batched, begin, drafting, kv, prompt
 
+from tests.matrices import thinned
 from worker.batch import pools, slots
 from worker.batch.batch_kinds import batch_for
 from worker.batch.forward import Forward
@@ -79,9 +80,7 @@ def test_a_models_cache_classes_and_attention_decide_how_its_rows_are_batched(
     assert (type(batch._run), type(batch._keeping)) == (way, keeping)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("ahead", [0.0, 0.8])
-@pytest.mark.parametrize("smallest", [4, 256])
+@pytest.mark.parametrize(("seed", "ahead", "smallest"), thinned(range(4), [0.0, 0.8], [4, 256], strength=2))
 def test_rows_that_join_and_leave_a_batch_get_the_same_tokens_and_kv_as_alone(
     make_model, monkeypatch, seed, smallest, ahead
 ) -> None:
