@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import fcntl
 import functools
+import gc
 import json
 import os
 import shutil
@@ -23,6 +24,9 @@ import structlog
 from hypothesis import settings
 
 from worker.models.blas import preload
+
+# Importing the tests makes half a million objects; looking for garbage among them takes a second.
+gc.disable()
 
 # Threads of OpenBLAS spin as they wait, and the processors have other tests to run.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -71,6 +75,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if MOUNTING & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.mounts)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage from now on, but not among the modules and tests, which stay to the end."""
+    gc.freeze()
+    gc.enable()
 
 
 #: Settings by which uv, pip and npm contact no registry.
@@ -193,11 +204,48 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.wait(10)
 
 
+async def started_app(settings: Settings) -> tuple[App, asyncio.Task[None]]:
+    """Start a worker in this process, and wait until it serves."""
+    app = App(settings)
+    task = asyncio.create_task(app.run())
+    ready = asyncio.create_task(app.ready.wait())
+    await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
+    ready.cancel()
+    if task.done():
+        await task
+    return app, task
+
+
+@pytest.fixture(scope="session")
+def known_models(
+    tiny_model: Path, endless_model: Path, nats_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """What workers store of these models at their first start: digests, tokenizers, results of trials.
+
+    With it a start takes half of the processor time.
+    """
+    data_dir = tmp_path_factory.mktemp("known")
+
+    async def main() -> None:
+        for model in (tiny_model, endless_model):
+            prefix = f"known{time.monotonic_ns()}"
+            settings = Settings(data_dir=data_dir, nats=nats_url, prefix=prefix, model=str(model))
+            app, task = await started_app(settings)
+            app.stop()
+            await task
+
+    asyncio.run(main())
+    return data_dir / "models"
+
+
 @pytest.fixture
 async def local_worker(
-    tiny_model: Path, nats_url: str, tmp_path: Path
+    tiny_model: Path, known_models: Path, nats_url: str, tmp_path: Path
 ) -> AsyncIterator[Callable[..., Awaitable[LocalWorker]]]:
-    """Start workers in this process; keyword arguments are settings. They are stopped after the test."""
+    """Start workers in this process; keyword arguments are settings. They are stopped after the test.
+
+    In a new folder of data they find what earlier starts would have stored of the models.
+    """
     started: list[LocalWorker] = []
     prefix = f"t{time.monotonic_ns()}"
 
@@ -216,13 +264,10 @@ async def local_worker(
             "min_free_disk": 0,
         }
         settings = Settings(**{**values, **changes})  # type: ignore[arg-type]
-        app = App(settings)
-        task = asyncio.create_task(app.run())
-        ready = asyncio.create_task(app.ready.wait())
-        await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        if task.done():
-            await task
+        if settings.data_dir.parent.is_dir() and not settings.data_dir.exists():
+            settings.data_dir.mkdir(mode=0o700)
+            shutil.copytree(known_models, settings.data_dir / "models")
+        app, task = await started_app(settings)
         client = await connect(
             over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}"),
             prefix=settings.prefix,

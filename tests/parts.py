@@ -220,6 +220,8 @@ class WorkerProcess:
             (self._given_data_dir / "nats-token").write_text(secrets.token_urlsafe(32))
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TURNKEEP_")}
         if self.forks:
+            # Touching spare memory is most of a forked start's work. New processes have the default.
+            environment["TURNKEEP_SPARE_MEMORY"] = "0"
             self._process = Forked.logging_to(self.log_path, self.command[1:], environment, stdin)
             return
         with self.log_path.open("ab") as output:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import queue
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ class Rig:
         if room is not None:
             self.device.cut_snapshots(room)
         self.events: list[Event] = []
+        self._of: defaultdict[Turn, list[Event]] = defaultdict(list)
         self.peak = 0
 
     def _take(self, report: StepReport) -> None:
@@ -131,6 +133,9 @@ class Rig:
             self.peak = max(self.peak, report.peak_bytes)
             self.steps.append((report.estimated_bytes, report.measured_bytes))
             self.events += report.events
+            for event in report.events:
+                if not isinstance(event, KvLost | Short | Starved):
+                    self._of[event.turn].append(event)
 
     def finish(self, *turns: Turn) -> None:
         """Wait until these turns have ended."""
@@ -148,11 +153,7 @@ class Rig:
         return ends[0] if ends else None
 
     def of(self, turn: Turn) -> list[Event]:
-        return [
-            event
-            for event in self.events
-            if not isinstance(event, KvLost | Short | Starved) and event.turn is turn
-        ]
+        return self._of[turn]
 
     def tokens(self, turn: Turn) -> list[int]:
         return [event.chunk.tokens[0] for event in self.of(turn) if isinstance(event, Sampled)]

@@ -10,8 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import GREEDY, WIDE, Oracle, alone, begin, drafting, kv, prompt
+from tiny_models import GREEDY, WIDE, Oracle, alone, batched, begin, drafting, kv, prompt
 
+from tests.matrices import thinned
 from worker.batch import pools, slots
 from worker.batch.batch_kinds import batch_for
 from worker.batch.forward import Forward
@@ -79,9 +80,7 @@ def test_a_models_cache_classes_and_attention_decide_how_its_rows_are_batched(
     assert (type(batch._run), type(batch._keeping)) == (way, keeping)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("ahead", [0.0, 0.8])
-@pytest.mark.parametrize("smallest", [4, 256])
+@pytest.mark.parametrize(("seed", "ahead", "smallest"), thinned(range(4), [0.0, 0.8], [4, 256], strength=2))
 def test_rows_that_join_and_leave_a_batch_get_the_same_tokens_and_kv_as_alone(
     make_model, monkeypatch, seed, smallest, ahead
 ) -> None:
@@ -92,7 +91,7 @@ def test_rows_that_join_and_leave_a_batch_get_the_same_tokens_and_kv_as_alone(
     waiting = deque(
         (prompt(dice.randint(2, 40), salt=salt), SAMPLINGS[salt % len(SAMPLINGS)]) for salt in range(12)
     )
-    batch = batch_for(model)
+    batch = batched(model)
     running: dict[Row, tuple[list[int], Sampling, list[int]]] = {}
     left: dict[Row, tuple[list[int], Sampling, list[int], list[Any]]] = {}
     while waiting or running:
@@ -123,14 +122,14 @@ def test_rows_with_windows_or_recurrent_states_decode_together_with_the_same_tok
     """Windows run in a pass shared with prompts. Recurrent states are merged, see test_merged.py."""
     model = make_model(kind)
     prompts = [prompt(3), prompt(19, salt=5), prompt(11, salt=9)]
-    drawn = run(batch_for(model), [begin(model, tokens) for tokens in prompts], 12)
+    drawn = run(batched(model), [begin(model, tokens) for tokens in prompts], 12)
     assert drawn == [alone(model, tokens, 12)[0] for tokens in prompts]
 
 
 def test_prompts_prefilled_in_one_pass_with_answers_and_other_prompts_change_no_token(make_model) -> None:
     """One pass runs pieces of three prompts and two answers; each gets the tokens that it gets alone."""
     model = make_model("llama")
-    batch = batch_for(model)
+    batch = batched(model)
     early = [begin(model, prompt(n, salt=n)) for n in (9, 14)]
     answers = run(batch, early, 3, run_ahead=False)
     late = [prompt(n, salt=n) for n in (30, 12, 21)]
@@ -160,7 +159,7 @@ def test_a_row_without_kv_decodes_beside_rows_with_kv(make_model) -> None:
     """Its prompt has one token, so its caches are empty before its first step."""
     model = make_model("llama")
     prompts = [prompt(20), prompt(1), prompt(9, salt=7)]
-    drawn = run(batch_for(model), [begin(model, tokens) for tokens in prompts], 6)
+    drawn = run(batched(model), [begin(model, tokens) for tokens in prompts], 6)
     assert drawn == [alone(model, tokens, 6)[0] for tokens in prompts]
 
 
@@ -168,7 +167,7 @@ def test_one_or_two_rows_use_their_own_caches_and_three_share_a_pool(make_model)
     """A pool needs a copy of each row's KV, which does not pay for one or two rows."""
     model = make_model("llama")
     one, other = begin(model, prompt(9)), begin(model, prompt(5))
-    batch = batch_for(model)
+    batch = batched(model)
     batch.step([one])
     batch.step([])
     assert batch.caches(one.row) is one.caches
@@ -185,7 +184,7 @@ def test_rows_of_very_different_lengths_do_not_share_a_pool(make_model, monkeypa
     """In a shared pool, attention for a short row would take as long as for a long one."""
     monkeypatch.setattr(slots, "SMALLEST", 64)
     model = make_model("llama")
-    batch = batch_for(model)
+    batch = batched(model)
     pieces = [begin(model, prompt(n, salt=n)) for n in (5, 9, 12, 100)]
     run(batch, pieces, 3)
     short, other, _, long = (piece.row for piece in pieces)
@@ -197,7 +196,7 @@ def test_rows_of_very_different_lengths_do_not_share_a_pool(make_model, monkeypa
 
 def test_rows_added_after_the_batch_is_cleared_get_the_same_tokens_as_alone(make_model) -> None:
     model = make_model("llama")
-    batch = batch_for(model)
+    batch = batched(model)
     batch.step([begin(model, prompt(9)), begin(model, prompt(5))])
     batch.step([])
     batch.clear()

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from test_logprobs import run
-from tiny_models import VOCABULARY, begin, drafting, prompt
+from tiny_models import VOCABULARY, batched, begin, drafting, prompt
 
-from worker.batch.batch_kinds import batch_for
 from worker.batch.row_sampler import RowSampler, Sampling
 from worker.text.grammar import Grammar
 
@@ -63,7 +62,7 @@ def test_rows_with_and_without_grammars_get_the_same_tokens_together_as_alone(
     ]
     together = run(model, samplings, 24)
     for n, sampling in enumerate(samplings):
-        alone = batch_for(model)
+        alone = batched(model)
         piece = begin(model, prompt(9 + 2 * n, salt=n), sampling)
         alone.step([piece])
         for _ in range(23):

@@ -8,9 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import begin, drafting, prefill, prompt
+from tiny_models import batched, begin, drafting, prefill, prompt
 
-from worker.batch.batch_kinds import batch_for
 from worker.batch.row_sampler import Sampling
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ MIXED = [PLAIN, TOLD, PENALISED, BIASED]
 
 def run(model: Any, samplings: list[Sampling], num: int, **options: Any) -> list[list[Any]]:
     """Answer prompts of several lengths in one batch; return the `num` first drawn tokens of each."""
-    batch = drafting(model, **options) if options else batch_for(model)
+    batch = drafting(model, **options) if options else batched(model)
     pieces = [begin(model, prompt(9 + 2 * n, salt=n), sampling) for n, sampling in enumerate(samplings)]
     drawn: dict[Row, list[Any]] = {piece.row: [] for piece in pieces}
     batch.step(pieces)
@@ -53,7 +52,7 @@ def test_rows_together_get_the_same_tokens_as_alone_and_the_models_own_logprobs(
     together = run(model, MIXED, 24)
     for n, (sampling, found) in enumerate(zip(MIXED, together, strict=True)):
         tokens = [one.token for one in found]
-        alone = batch_for(model)
+        alone = batched(model)
         piece = begin(model, prompt(9 + 2 * n, salt=n), sampling)
         alone.step([piece])
         for _ in range(23):

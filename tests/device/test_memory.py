@@ -7,11 +7,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import CONFIGS, prompt
+from tiny_models import CONFIGS, batched, prompt
 
 from cache.kv.size import KvSize
 from cache.names.policy import Policy
-from worker.batch.batch_kinds import batch_for
 from worker.batch.rows import PrefillPiece
 from worker.device.machine import _PROFILES
 from worker.device.memory import Estimator, Shape, attention_bytes, shape_of
@@ -101,7 +100,7 @@ def test_a_prefill_step_takes_no_more_memory_than_estimated(
 ) -> None:
     """It takes at least a fifth of the estimate: one far too high would refuse prompts that fit."""
     model = make_model("llama")
-    batch, caches = batch_for(model), make_prompt_cache(model)
+    batch, caches = batched(model), make_prompt_cache(model)
     for start in range(0, num_cached, 256):
         batch.step([PrefillPiece(caches, start, prompt(256))])
     estimator = Estimator(shape_of(CONFIGS["llama"]), GIB, 0, KvSize(2 * 2 * 8 * 4 * 2), 2, fused=False)

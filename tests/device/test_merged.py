@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import BatchKVCache, RotatingKVCache, make_prompt_cache
 from structlog.testing import capture_logs
-from tiny_models import GREEDY, VOCABULARY, alone, begin, generate, prefill, prompt
+from tiny_models import GREEDY, VOCABULARY, alone, batched, begin, generate, prefill, prompt, tried
 
 from tests.matrices import thinned
 from worker.batch import batch_kinds
@@ -37,6 +37,8 @@ KINDS = [
     "gemma3_text",
     "gpt_oss",
 ]
+#: Where `_no_rings` changes the trials.
+NO_RINGS = "no rings"
 SAMPLINGS = [GREEDY, Sampling(0.8, seed=1), Sampling(1.2, top_k=20, seed=2)]
 
 
@@ -68,7 +70,7 @@ def test_rows_that_join_and_leave_merged_caches_get_the_same_tokens_as_alone(mak
     """Joins, leaves and lengths are random, and windows wrap. Rows that left continue alone."""
     model, dice = make_model(kind), random.Random(KINDS.index(kind))
     waiting = deque((prompt(dice.randint(1, 30), salt), SAMPLINGS[salt % 3]) for salt in range(7))
-    batch = batch_for(model)
+    batch = batched(model, where=NO_RINGS)
     running: dict[Row, tuple[list[int], Sampling, list[int]]] = {}
     left: list[tuple[list[int], Sampling, list[int], list[Any]]] = []
     num_merged = 0
@@ -99,7 +101,7 @@ def test_kv_read_from_a_merged_row_between_steps_continues_with_the_tokens_of_a_
 ) -> None:
     """The KV that is read covers exactly the tokens known so far."""
     model = make_model(kind)
-    batch = batch_for(model)
+    batch = batched(model, where=NO_RINGS)
     prompts = [prompt(n, salt=n) for n in (9, 3, 17)]
     whole = [tokens + alone(model, tokens, 16)[0] for tokens in prompts]
     pieces = [begin(model, tokens) for tokens in prompts]
@@ -139,7 +141,7 @@ def test_merged_rows_roll_back_after_a_failed_step_and_lose_no_token(
 ) -> None:
     """The step fails while it is built, or while it runs; windows have wrapped in some cases."""
     model = make_model(kind)
-    batch = batch_for(model)
+    batch = batched(model, where=NO_RINGS)
     contexts = [prompt(n, salt=n) for n in (10, 5)]
     pieces = [begin(model, tokens) for tokens in contexts]
     rows = [piece.row for piece in pieces]
@@ -175,7 +177,7 @@ def test_merged_rows_roll_back_after_a_failed_step_and_lose_no_token(
 @pytest.mark.parametrize("kind", ["mamba2", "exaone4"])
 def test_a_row_with_its_own_recurrent_or_windowed_caches_cannot_be_rolled_back(make_model, kind) -> None:
     model = make_model(kind)
-    batch = batch_for(model)
+    batch = batched(model, where=NO_RINGS)
     batch.step([begin(model, prompt(9))])
     batch.step([])
     assert not batch.roll_back()
@@ -183,7 +185,7 @@ def test_a_row_with_its_own_recurrent_or_windowed_caches_cannot_be_rolled_back(m
 
 def test_a_single_row_keeps_its_own_caches_and_two_rows_are_merged(make_model) -> None:
     model = make_model("mamba2")
-    batch = batch_for(model)
+    batch = batched(model, where=NO_RINGS)
     one, other = begin(model, prompt(9)), begin(model, prompt(5))
     batch.step([one])
     batch.step([])
@@ -196,7 +198,7 @@ def test_a_single_row_keeps_its_own_caches_and_two_rows_are_merged(make_model) -
 
 def test_rows_run_one_after_the_other_if_there_is_no_memory_to_merge_them(make_model) -> None:
     model = make_model("recurrent_gemma")
-    batch = batch_for(model, lambda _: False)
+    batch = batched(model, lambda _: False, where=NO_RINGS)
     contexts = [prompt(n, salt=n) for n in (9, 5, 14)]
     pieces = [begin(model, tokens) for tokens in contexts]
     batch.step(pieces)
@@ -293,7 +295,7 @@ def make_prefilled(model: Any, num_tokens: int = 5) -> list[Any]:
 def test_a_row_that_leaves_merged_caches_does_not_keep_the_whole_batch_in_memory(make_model, kind) -> None:
     """Its arrays are copies: a view would pin the buffers of the whole batch."""
     model = make_model(kind)
-    merged = batch_kinds.merged_for(model, Trials())
+    merged = batch_kinds.merged_for(model, tried(model, NO_RINGS))
     own = make_prefilled(model)
     merged.join([(i, own) for i in range(200)])
     OwnPass(model)([merged.part([5] * 200)], [1] * 200)
@@ -309,7 +311,7 @@ def test_a_row_that_leaves_merged_caches_does_not_keep_the_whole_batch_in_memory
 def test_a_row_that_joins_merged_caches_takes_no_more_memory_than_estimated(make_model, kind) -> None:
     """The estimate is `joining_bytes`; a row joins only if so much memory is free."""
     model = make_model(kind)
-    merged = batch_kinds.merged_for(model, Trials())
+    merged = batch_kinds.merged_for(model, tried(model, NO_RINGS))
     for i in range(6):
         caches = make_prefilled(model, 20 + 90 * i)
         said, before = merged.joining_bytes([caches]), mx.get_active_memory()
@@ -325,7 +327,7 @@ def test_a_row_that_joins_merged_caches_takes_no_more_memory_than_estimated(make
 def test_sampling_with_a_seed_draws_the_same_tokens_alone_and_merged(make_model) -> None:
     model = make_model("qwen3_next")
     sampling = Sampling(1.3, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=5)
-    batch = batch_for(model)
+    batch = batched(model, where=NO_RINGS)
     pieces = [begin(model, prompt(n, salt=n), sampling) for n in (8, 12)]
     batch.step(pieces)
     for _ in range(30):
@@ -340,7 +342,7 @@ def test_sampling_with_a_seed_draws_the_same_tokens_alone_and_merged(make_model)
 def test_merged_caches_list_all_rows_as_growing_before_a_step_that_allocates_memory(make_model) -> None:
     """Merged KV grows by 256 tokens for all rows at once; the first time right after a join."""
     model = make_model("deepseek_v3")
-    merged = batch_kinds.merged_for(model, Trials())
+    merged = batch_kinds.merged_for(model, tried(model, NO_RINGS))
     own = make_prefilled(model)
     merged.join([(i, own) for i in range(3)])
     num_grown = 0
@@ -383,7 +385,7 @@ def test_merged_rows_launch_steps_ahead_and_get_the_same_tokens_if_rows_leave_or
 ) -> None:
     """If a row leaves or its KV is read, the step in flight is undone and repeated with the same tokens."""
     model, dice = make_model(kind), random.Random(merged_rows)
-    batch = batch_for(model, merged_rows=merged_rows, runs_ahead=True)
+    batch = batched(model, where=NO_RINGS, merged_rows=merged_rows, runs_ahead=True)
     samplings = [GREEDY, Sampling(0.9, seed=3), GREEDY, Sampling(0.9, seed=4)]
     contexts = [prompt(5 + 3 * n, salt=n) for n in range(4)]
     pieces = [begin(model, tokens, sampling) for tokens, sampling in zip(contexts, samplings, strict=True)]

@@ -18,6 +18,7 @@ from tiny_models import (
     WIDE,
     Oracle,
     alone,
+    batched,
     begin,
     drafting,
     generate,
@@ -29,7 +30,6 @@ from cache.kv import layers
 from cache.kv.size import KvSize
 from worker.batch import batch as steps
 from worker.batch import cpu, forward
-from worker.batch.batch_kinds import batch_for
 from worker.batch.row_sampler import RowSampler, Sampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.models.model import ModelError, cache_sizes
@@ -60,7 +60,7 @@ def test_rows_with_quantised_kv_get_the_same_tokens_in_a_batch_as_alone(make_mod
     """Joins, leaves and lengths are random, and steps run ahead. Rows of hybrid models run one by one."""
     model, dice = make_model(kind, kv_bits), random.Random(kv_bits)
     waiting = deque((prompt(dice.randint(1, 40), salt), SAMPLINGS[salt % 3]) for salt in range(9))
-    batch = batch_for(model, max_draft=4)
+    batch = batched(model, max_draft=4)
     running: dict[Row, tuple[list[int], Sampling, list[int]]] = {}
     differences: list[float] = []
     num_ahead = num_left = 0
@@ -114,7 +114,7 @@ def test_rows_with_quantised_kv_roll_back_after_a_failed_step_and_lose_no_token(
     make_model, monkeypatch
 ) -> None:
     model = make_model("llama", 8)
-    batch = batch_for(model)
+    batch = batched(model)
     contexts = [prompt(n, salt=n) for n in (10, 255)]  # the second one's caches grow in the step that fails
     pieces = [begin(model, tokens) for tokens in contexts]
     batch.step(pieces)
@@ -246,7 +246,7 @@ def test_a_step_on_quantised_kv_takes_no_more_memory_than_estimated(
     on_cpu = mx.default_device() == mx.cpu
     assert (estimator.fused, estimator.unpacked_bytes) == (False, 2 * 2 * 32 * 4 if on_cpu else 0)
     assert estimator.kv.bytes_per_token == TOKEN_BYTES[kv_bits]
-    batch, caches = batch_for(model), make_prompt_cache(model)
+    batch, caches = batched(model), make_prompt_cache(model)
     for start in range(0, num_cached, 256):
         batch.step([PrefillPiece(caches, start, prompt(256))])
     batch.step([PrefillPiece(make_prompt_cache(model), 0, prompt(num_new))])  # whatever is made once

@@ -8,9 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import append, generate, key, prefill, prompt
+from tiny_models import append, batched, generate, key, prefill, prompt
 
-from worker.batch.batch_kinds import batch_for
 from worker.batch.rows import PrefillPiece, Scores
 from worker.device.turn import Finished
 
@@ -72,7 +71,7 @@ def test_a_scored_prompt_copies_shared_kv_only_up_to_its_first_scored_token(make
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mamba2"])
 def test_a_prompt_is_scored_in_small_pieces_so_that_few_logits_exist_at_once(make_model, kind) -> None:
     model, tokens = make_model(kind), prompt(21)
-    batch, caches, scores, sizes = batch_for(model), make_prompt_cache(model), Scores(9, 1), []
+    batch, caches, scores, sizes = batched(model), make_prompt_cache(model), Scores(9, 1), []
     prefill(model, caches, tokens[:4])
     run = batch._run
 
@@ -95,7 +94,7 @@ def test_a_restarted_prompt_does_not_score_its_tokens_again(make_model) -> None:
     scores = Scores(5)
     turn = append(tokens, scores=scores)
     assert len(turn.reusable) == 4
-    batch = batch_for(model)
+    batch = batched(model)
     batch.score(
         PrefillPiece(make_prompt_cache(model), 0, tokens[:8], following=tokens[5:9], scores=scores), 512
     )

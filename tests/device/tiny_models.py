@@ -16,6 +16,7 @@ from worker.batch.lookup import Lookup
 from worker.batch.row_sampler import RowSampler, Sampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.batch.sampling import draw
+from worker.batch.trials import Trials
 from worker.device.turn import Turn
 from worker.models.model import LoadedModel, cache_sizes
 from worker.text.answer import Answer
@@ -338,10 +339,39 @@ class Oracle(Lookup):
         return drafts
 
 
+class Remembered(Trials):
+    """The results of one model's trials, in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: dict[str, int] = {}
+        self._shipped = self._found
+
+    def _keep(self, name: str, way: int) -> None:
+        self._found[name] = way
+
+
+_remembered: dict[tuple[int, str], tuple[Any, Remembered]] = {}
+
+
+def tried(model: Any, where: str = "") -> Trials:
+    """Return a model's trials, each of which runs once in this process for each `where`.
+
+    Give another `where` if the trials themselves are changed.
+    """
+    _, trials = _remembered.setdefault((id(model), where), (model, Remembered()))
+    return trials
+
+
+def batched(model: Any, *room: Callable[[int], bool], where: str = "", **options: Any) -> Any:
+    """Make a batch; the model's trials run only for its first batch (see `tried`)."""
+    return batch_for(model, *room, trials=tried(model, where), **options)
+
+
 def drafting(model: Any, most: int, *, token_s: float = 0.01, **options: Any) -> Any:
     """Make a batch that drafts up to `most` tokens, with a simulated clock by which drafts pay."""
     clock = PassClock(token_s)
-    return clock.count(batch_for(model, max_draft=most, clock=clock, **options))
+    return clock.count(batched(model, max_draft=most, clock=clock, **options))
 
 
 def prompt(num_tokens: int, salt: int = 3) -> list[int]:

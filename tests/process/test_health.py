@@ -258,11 +258,11 @@ async def test_a_worker_whose_health_port_is_in_use_fails_before_it_makes_a_data
     local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, tmp_path: Path
 ) -> None:
     with socket.create_server(endpoint), pytest.raises(TurnkeepError) as refused:
-        await local_worker(health=endpoint)
+        await local_worker(health=endpoint, data_dir=tmp_path / "new" / "data")
     assert str(refused.value) == (
         f"health: cannot listen on {endpoint} (Address already in use); choose another --health"
     )
-    assert not (tmp_path / "data").exists()
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from anyio import sleep_forever
+from anyio import sleep, sleep_forever
 
 from gateway import conversations, following, lookups
 from gateway.responses import answers
@@ -100,7 +100,7 @@ async def _publish_anyhow(self: Any, key: Any, request_id: str, body: bytes, *_:
         try:
             return int((await self._js.publish(self._subjects.tokens(key, request_id, "chunk"), body)).seq)
         except journal.nats.errors.Error:
-            await journal.sleep(0.1)
+            await sleep(0.1)
 
 
 def _uncounted(self: Any, seq: int, num_tokens: int, **_: Any) -> Any:
@@ -109,7 +109,7 @@ def _uncounted(self: Any, seq: int, num_tokens: int, **_: Any) -> Any:
 
 def _behind_the_rewind(remove: Any) -> Any:
     async def mutated(self: Any, key: Any, request_id: str = "*") -> None:
-        entries, _ = await self.page(key, "in", 0)
+        entries, _ = await self._reads.page(self._subjects.log_stream, self._subjects.of(key, "in"), 0)
         requests = [messages.decode_request(entry.body) for entry in entries]
         rewinds = [i for i, one in enumerate(requests) if isinstance(one, messages.Rewind)]
         for one in requests[max(rewinds, default=0) :]:
@@ -150,7 +150,7 @@ _NO_LOOK: Final[Change] = (undelivered.Undelivered, "run", lambda _: _never)
 
 MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "no fence": ((journal, "EXPECT_HEADER", lambda _: "Nats-Expected-Nothing"),),
-    "ack before commit": ((intake.Intake, "_deliver", _ack_at_once), _NO_LOOK),
+    "ack before commit": ((intake.Intake, "deliver", _ack_at_once), _NO_LOOK),
     "no idempotency": ((session_log.SessionLog, "find_answered", lambda _: _unknown),),
     "chunks not read back": ((chunks.AnswerChunks, "read", lambda _: _no_chunks),),
     "an undecodable result taken for none": (
