@@ -27,6 +27,8 @@ _KINDS: Final = {401: "authentication_error", 403: "permission_error", 404: "not
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+#: The code by which Anthropic's libraries know that they must send a thread's whole conversation.
+NO_THREAD: Final = "thread_not_found"
 #: The cache's token counts before they are known; the gateway never counts writes to the cache.
 CACHE_USAGE: Final = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
 
@@ -41,7 +43,8 @@ def error(fault: Fault) -> dict[str, Any]:
             num_tokens, limit = fault.overflow
             # A prompt that fits, but without room for an answer, counts as one token more.
             message += f": {max(num_tokens, limit + 1)} tokens > {limit} maximum"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": {"error_code": NO_THREAD}} if fault.code == NO_THREAD else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 def usage(result: Generated) -> dict[str, Any]:

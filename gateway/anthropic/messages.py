@@ -9,18 +9,17 @@ import msgspec
 from msgspec import Struct
 
 from gateway.openai import common as openai
-from gateway.turn import Turn, Whole, as_whole, check, parts_checked, prefilled, refused
-from turnkeep_client.content_blocks import block_text, text_of
+from gateway.turn import Fault, Turn, Whole, as_whole, check, parts_checked, prefilled, refused
+from turnkeep_client.content_blocks import Warned, block_text, text_of
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
+from . import client_tools
 from . import common as anthropic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gateway.turn import Fault
-    from turnkeep_client.content_blocks import Warned
     from turnkeep_client.messages import CallPart, Chunk, Generated
 
 #: A line in some clients' system prompts that differs in each request and means nothing to the model.
@@ -77,6 +76,10 @@ class _OutputConfig(Struct, frozen=True):
     format: _Format | None = None
 
 
+class _Thread(Struct, frozen=True):
+    type: str
+
+
 class _Request(openai.Sampled, frozen=True, kw_only=True):
     """A request: Anthropic's fields, and OpenAI's fields for sampling."""
 
@@ -89,6 +92,7 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     output_config: _OutputConfig | None = None
     mcp_servers: Any = None
     container: Any = None
+    thread: _Thread | None = None
 
 
 DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
@@ -99,9 +103,12 @@ def read(body: bytes) -> Turn:
     """Parse a request's body into a `Turn`. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body, ("n",))
     openai.refuse(asked, _REFUSED)
+    if asked.thread is not None and asked.thread.type == "continue":
+        # Anthropic's libraries then send the whole conversation, which continues its session.
+        raise Fault(404, "threads are not kept: send the whole conversation", code=anthropic.NO_THREAD)
     if not asked.messages:
         raise refused("messages is empty", "messages")
-    options = openai.sampling(asked, asked.max_tokens) | _tools(asked)
+    options = openai.sampling(asked, asked.max_tokens) | _tools(asked, warnings)
     if asked.stop_sequences:
         options["stop"] = asked.stop_sequences
     if (budget := _budget(asked.thinking)) is not None:
@@ -201,8 +208,8 @@ def _converted(block: dict[str, Any], kind: type[_T], where: str) -> _T:
         raise refused(str(error), where) from None
 
 
-def _tools(asked: _Request) -> dict[str, Any]:
-    """Return the generate options for tools, without tools that Anthropic's own servers would run."""
+def _tools(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
+    """Return the generate options for tools, without those that Anthropic's servers would run, which warn."""
     tools = []
     for number, tool in enumerate(asked.tools or ()):
         if tool.type == "function":
@@ -210,7 +217,12 @@ def _tools(asked: _Request) -> dict[str, Any]:
         if tool.type in (None, "custom"):
             more = {"description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
             given = {name: value for name, value in more.items() if value is not None}
-            tools.append({"type": "function", "function": {"name": tool.name, **given}})
+        elif (known := client_tools.described(tool.type)) is not None:
+            given = known
+        else:
+            warnings.append(Warned(f"tools[{number}]", f"{tool.type} is left out: nobody would run it"))
+            continue
+        tools.append({"type": "function", "function": {"name": tool.name, **given}})
     choice = asked.tool_choice or _Choice("auto")
     if not tools:
         if choice.type in {"auto", "none"}:

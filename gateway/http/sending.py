@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from .places import Place
 
+#: The headers with an answer's id, by which OpenAI's and Anthropic's libraries name a request to their users.
+IDS: Final = ("x-request-id", "request-id")
 #: How long a stream waits for its first events, or for an error, before it sends status 200.
 _PATIENCE_S: Final = 1.0
 #: The pause before a heartbeat.
@@ -280,7 +282,9 @@ class Answer(Response):
         headers = {"cache-control": "no-store", **told(warnings)}
         if found and self._asker.explain:
             headers["x-turnkeep-explain"] = str(found)
-        return headers | ({"x-turnkeep-session": f"{found.session} {found.how}"} if found else {})
+        if found:
+            headers |= {"x-turnkeep-session": f"{found.session} {found.how}", **dict.fromkeys(IDS, self._id)}
+        return headers
 
     async def _write_json(
         self, send: Send, status: int, body: dict[str, Any], more: Mapping[str, str] | None = None

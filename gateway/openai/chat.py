@@ -69,9 +69,15 @@ class _Tool(Struct, frozen=True):
     function: _ToolFunction | None = None
 
 
+class _Allowed(Struct, frozen=True):
+    mode: str
+    tools: list[_Tool]
+
+
 class _Chosen(Struct, frozen=True):
     type: str = "function"
     function: _ToolFunction | None = None
+    allowed_tools: _Allowed | None = None
 
 
 class _Request(openai.Sampled, frozen=True, kw_only=True):
@@ -147,8 +153,14 @@ def _tools(asked: _Request, sent: _Sent) -> dict[str, Any]:
             raise refused(f"tools of the type {tool.type} are not supported", f"tools[{number}]")
         if tool.function is None:
             raise refused("a tool needs the field function, with its name", f"tools[{number}]")
-    options: dict[str, Any] = {"tools": [_as_sent(tool) for tool in sent.tools or ()]}
+    tools = [_as_sent(tool) for tool in sent.tools or ()]
     choice = asked.tool_choice
+    if isinstance(choice, _Chosen) and (allowed := choice.allowed_tools) is not None:
+        names = {one.function.name for one in allowed.tools if one.function is not None}
+        tools, choice = [tool for tool in tools if tool["function"]["name"] in names], allowed.mode
+        if not tools:
+            raise refused("none of the allowed tools is among the tools", "tool_choice")
+    options: dict[str, Any] = {"tools": tools}
     if isinstance(choice, _Chosen):
         if choice.type != "function" or choice.function is None:
             raise refused(f"a tool_choice of the type {choice.type} is not supported", "tool_choice")

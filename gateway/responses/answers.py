@@ -355,7 +355,7 @@ def usage_of(result: Generated) -> dict[str, Any]:
     used = result.usage
     return {
         "input_tokens": used.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": used.cached_tokens},
+        "input_tokens_details": {"cached_tokens": used.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": used.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": used.reasoning_tokens},
         "total_tokens": used.prompt_tokens + used.completion_tokens,

@@ -14,6 +14,7 @@ from msgspec import Struct
 from gateway.openai import common as openai
 from gateway.recorded import RESPONSES
 from gateway.turn import Turn, Whole, as_whole, check, parts_checked, refused
+from turnkeep_client.content_blocks import Warned
 from turnkeep_client.messages import Message
 
 from .items import Item, called_name, messages
@@ -111,7 +112,7 @@ def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> Turn:
     if not given or not said:
         raise refused("input is empty", "input")
     effort, included = asked.reasoning.effort if asked.reasoning else None, asked.include or ()
-    tools, kinds = _tools(asked)
+    tools, kinds = _tools(asked, warnings)
     options = openai.sampling(asked, asked.max_output_tokens) | openai.reasoning(effort) | tools
     if _LOGPROBS in included:
         options |= {"logprobs": True, "top_logprobs": int(asked.top_logprobs or 0)}
@@ -160,16 +161,16 @@ def _metadata(given: dict[str, str]) -> dict[str, str]:
     return given
 
 
-def _tools(asked: _Request) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+def _tools(asked: _Request, warnings: list[Warned]) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
     """Return the generate options for tools, and by name the fields in which a tool's calls are special.
 
     These are `type`, `name` and `namespace` of custom tools and of tools in namespaces.
 
-    Tools that OpenAI's own servers would run are left out.
+    Tools that OpenAI's own servers would run are left out, with a warning.
     """
     tools, kinds, choice = [], {}, asked.tool_choice
     allowed = _allowed(choice)
-    for namespace, tool in _offered(asked.tools or ()):
+    for namespace, tool in _offered(asked.tools or (), warnings):
         if not tool.name:
             raise refused(f"a {tool.type} has no name: it is beside type, not within function", "tools")
         name = called_name(namespace, tool.name)
@@ -202,12 +203,16 @@ def _allowed(choice: str | _Choice | None) -> set[str] | None:
     return {called_name(one.namespace, one.name) for one in choice.tools or ()}
 
 
-def _offered(tools: Iterable[_Tool], namespace: str | None = None) -> Iterator[tuple[str | None, _Tool]]:
+def _offered(
+    tools: Iterable[_Tool], warnings: list[Warned], namespace: str | None = None
+) -> Iterator[tuple[str | None, _Tool]]:
     for tool in tools:
         if tool.type == "namespace":
-            yield from _offered(tool.tools or (), tool.name)
+            yield from _offered(tool.tools or (), warnings, tool.name)
         elif tool.type in {"function", "custom"}:
             yield namespace, tool
+        else:
+            warnings.append(Warned("tools", f"{tool.type} is left out: nobody would run it"))
 
 
 def _function(name: str, tool: _Tool) -> dict[str, Any]:

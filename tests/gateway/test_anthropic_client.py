@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import pytest
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, beta_async_tool
 
 from tests.parts import TINY_CONTEXT
 
@@ -20,6 +20,8 @@ SKY = {
 }
 TOOL = {"name": "look", "description": "Look at the sky.", "input_schema": SKY}
 LETTERS = {"extra_body": {"logit_bias": {str(token): 100 for token in range(68, 90)}}}
+#: The only tool must be called, and its argument is short.
+FORCED: Any = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
 
 
 @pytest.fixture
@@ -81,3 +83,45 @@ async def test_anthropics_client_lists_models_counts_tokens_and_understands_erro
     with pytest.raises(anthropic.NotFoundError, match="is not served") as refused:
         await client.get("/v1/nothing", cast_to=object)
     assert refused.value.body["type"] == "error", "in this API's shape"
+
+
+async def test_anthropics_tool_runner_continues_the_conversation_without_a_thread_kept_here(
+    client: AsyncAnthropic,
+) -> None:
+    """The library sends only new messages of a thread, and all of them once it hears that there is none."""
+
+    @beta_async_tool
+    async def look(sky: Literal["blue", "grey"]) -> str:
+        """Look at the sky.
+
+        Args:
+            sky: which one
+        """
+        return sky * 3
+
+    runner = client.beta.messages.tool_runner(
+        model="m",
+        max_tokens=400,
+        max_iterations=2,
+        tools=[look],
+        messages=[{"role": "user", "content": "How is the sky?"}],
+        **FORCED,
+    )
+    first, second = [answer async for answer in runner]
+    assert first.stop_reason == "tool_use"
+    assert second.usage.cache_read_input_tokens >= first.usage.input_tokens + first.usage.output_tokens - 1
+
+
+async def test_a_continued_thread_of_anthropics_api_is_not_found_as_the_library_expects(
+    client: AsyncAnthropic,
+) -> None:
+    given: Any = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "Hi."}], **LETTERS}
+    begun = await client.beta.messages.with_raw_response.create(**given, thread={"type": "create"})
+    answer = await begun.parse()
+    assert "x-turnkeep-warnings" not in begun.headers
+    assert begun.headers["request-id"] == begun.headers["x-request-id"]
+    assert answer.id.endswith(begun.headers["request-id"])
+    thread: Any = {"type": "continue", "previous_message_id": answer.id}
+    with pytest.raises(anthropic.NotFoundError) as refused:
+        await client.beta.messages.create(**given, thread=thread)
+    assert refused.value.body["error"]["details"] == {"error_code": "thread_not_found"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from anthropic.types import beta
 from parts import make_tiny_model
 
 from gateway import boundaries
@@ -33,6 +34,10 @@ TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2
 CALL, END = 259, 2
 #: So that answers are text that comes back as it was.
 LETTERS = {str(token): 100 for token in range(68, 90)} | {str(END): -100, str(CALL): -100}
+MEMORY_COMMANDS = [
+    getattr(beta, f"BetaMemoryTool20250818{name}Command")
+    for name in ("View", "Create", "StrReplace", "Insert", "Delete", "Rename")
+]
 TOOL = {
     "name": "weather",
     "description": "The weather in a city",
@@ -329,6 +334,29 @@ def test_anthropic_options_are_mapped_to_turnkeeps_options() -> None:
     assert "reasoning" not in read(thinking={"type": "adaptive"}).options
     named = read(tools=[TOOL], tool_choice={"type": "tool", "name": "weather"})
     assert named.options["tool_choice"] == {"type": "function", "function": {"name": "weather"}}
+
+
+def test_tools_of_anthropics_servers_are_left_out_with_a_warning_and_those_that_clients_run_are_kept() -> (
+    None
+):
+    turn = read(
+        tools=[
+            {"type": "web_search_20250305", "name": "web_search"},
+            {"type": "memory_20250818", "name": "memory"},
+            {"type": "bash_20250124", "name": "bash"},
+            {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+            {"type": "bash_code_execution_20250825", "name": "run"},
+        ],
+        tool_choice={"type": "tool", "name": "bash"},
+    )
+    functions = {one["function"]["name"]: one["function"] for one in turn.options["tools"]}
+    assert [*functions] == ["memory", "bash", "str_replace_based_edit_tool"]
+    assert functions["bash"]["parameters"]["properties"].keys() == {"command", "restart"}
+    commands = functions["memory"]["parameters"]["properties"]["command"]["enum"]
+    assert {*commands} == {one.model_fields["command"].annotation.__args__[0] for one in MEMORY_COMMANDS}
+    given = functions["memory"]["parameters"]["properties"].keys()
+    assert given == {name for one in MEMORY_COMMANDS for name in one.model_fields}
+    assert [str(one.where) for one in turn.warnings] == ["tools[0]", "tools[4]"]
     assert "tools" not in read(tools=[{"type": "web_search_20250305", "name": "web_search"}]).options
 
 

@@ -154,6 +154,7 @@ def test_tools_are_mapped_to_functions_and_tools_hosted_by_openai_are_left_out()
     assert functions[1]["description"] == "Change files.\n\nstart: /.+/"
     assert functions[1]["parameters"]["required"] == ["input"]
     assert not read(tools=HOSTED, tool_choice="auto").options.keys() & {"tools", "tool_choice"}
+    assert [one.what.split()[0] for one in turn.warnings] == [one["type"] for one in HOSTED]
     for choice, expected in [
         ("required", "required"),
         ({"type": "function", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}),
@@ -230,7 +231,7 @@ def test_options_of_the_responses_api_are_mapped_and_repeated_in_the_response() 
     )
     assert body["usage"] == {
         "input_tokens": 10,
-        "input_tokens_details": {"cached_tokens": 7},
+        "input_tokens_details": {"cached_tokens": 7, "cache_write_tokens": 0},
         "output_tokens": 5,
         "output_tokens_details": {"reasoning_tokens": 2},
         "total_tokens": 15,

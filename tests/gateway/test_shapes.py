@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.openai import chat, completions
+from gateway.turn import Fault
 from turnkeep_client.messages import (
     Called,
     CalledFunction,
@@ -40,6 +41,15 @@ def generated(reason: str = "stop", **more: Any) -> Generated:
 def events(written: bytes) -> list[dict[str, Any]]:
     lines = written.decode().strip().split("\n\n")
     return [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
+
+
+def test_a_chat_with_allowed_tools_offers_only_these_and_one_without_any_of_them_is_refused() -> None:
+    one, two = [{"type": "function", "function": {"name": name}} for name in ("one", "two")]
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [two]}}
+    options = asked(tools=[one, two], tool_choice=allowed).options
+    assert (options["tools"], options["tool_choice"]) == ([two], "required")
+    with pytest.raises(Fault, match="none of the allowed tools"):
+        asked(tools=[one], tool_choice=allowed)
 
 
 def test_a_chat_completion_has_reasoning_tool_calls_and_usage_in_openais_fields() -> None:
