@@ -149,6 +149,19 @@ async def test_a_request_that_a_worker_returned_before_it_stopped_counts_no_atte
 
 
 @pytest.mark.usefixtures("_small")
+async def test_a_request_that_waits_for_its_tenants_share_when_the_worker_stops_counts_no_attempt(
+    wire: Start,
+) -> None:
+    one = await wire(max_batch=1, max_attempts=1)
+    seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200)) for n in range(8)]
+    while one.worker.app._intake.num_sessions < len(seqs):  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.05)
+    await one.worker.stop()
+    two = await wire(max_attempts=1)
+    assert [(await two.result(seq))["type"] for seq in seqs] == ["generated"] * len(seqs)
+
+
+@pytest.mark.usefixtures("_small")
 async def test_a_long_queue_of_one_session_is_answered_in_order_across_a_restart(wire: Start) -> None:
     """The queue is longer than one read of the log, and the worker stops in the middle of it."""
     one = await wire(max_waiting=MAX_SESSIONS)

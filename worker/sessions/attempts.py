@@ -121,6 +121,7 @@ class Doubt:
         self._key = key
         self._attempts = attempts
         self._tried_seq = 0  # the request for which this worker has stored a note
+        self._uncounted_seq = 0  # the request whose attempt this worker has last survived
 
     def ring(self, delivery: Delivery) -> None:
         """Set `is_raised` if an earlier delivery of this request may have crashed a worker."""
@@ -142,7 +143,12 @@ class Doubt:
     async def uncount(self, seq: int, num_tokens: int) -> None:
         """Subtract the last attempt from the count, since this worker has survived it."""
         await self._attempts.uncount(self._key, seq, num_tokens, self.note)
-        self._tried_seq = 0
+        self._tried_seq, self._uncounted_seq = 0, seq
+
+    async def excuse(self, seq: int) -> None:
+        """Store that no worker has begun the request at `seq`, if this worker got it first and now stops."""
+        if not self.is_raised and self._uncounted_seq != seq:
+            await self._attempts.excuse({self._key: seq})
 
     async def clear(self) -> None:
         """Remove the session's attempt note, since this worker has survived the request."""

@@ -239,7 +239,7 @@ class Sessions:
                     try:
                         return await session.run()
                     except StoppingError:
-                        return None
+                        return await session.excuse()
                     except Exception as error:
                         log.exception("a session failed; trying again from its log")
                         await self._fail(session, error)
