@@ -337,7 +337,7 @@ class App:
                     self._engine.stop()
                     sessions.stop()
                     work.cancel_scope.deadline = current_time() + _STOP_S
-                    await self._attempts.excuse(intake.first_returned())
+                    await self._attempts.excuse(self._owners.first_routed() | intake.first_returned())
                 await endpoints.close()
                 asides.cancel_scope.cancel()
             await self._members.leave()

@@ -436,7 +436,7 @@ class Supervisor:
             running.add_done_callback(lambda _: self._ended.set())
             await self._ended.wait()
             self._history.note(process.name, "killed" if process.is_dead else "ended")
-            self._history.ends_s.append(loop.time())
+            self._history.deaths_s += [loop.time()] * process.is_dead
             self._history.server.counts["crashes of workers"] += process.is_dead
             await asyncio.sleep(loop.random.expovariate(2))
 
@@ -509,8 +509,8 @@ class History:
         self.num_faults = 0
         #: The name of each worker process, and the time at which it started.
         self.lives: list[tuple[str, float]] = []
-        #: When workers were killed, or ended by themselves.
-        self.ends_s: list[float] = []
+        #: When worker processes were killed.
+        self.deaths_s: list[float] = []
         #: If not empty, the next append kills the workers that run it; its id begins with this text.
         self.poison = ""
         #: The sessions as a fresh worker has read them at the end.

@@ -214,6 +214,11 @@ class Owners:
         if is_first:
             self._tasks.start_soon(self._route, key)
 
+    def first_routed(self) -> dict[SessionKey, int]:
+        """Return, by session, the first request on its way to a worker, if no other worker got it before."""
+        firsts = {key: min(waiting.items()) for key, waiting in self._routed.items() if waiting}
+        return {key: seq for key, (seq, (one, _)) in firsts.items() if not _came_before(one)}
+
     async def _route(self, key: SessionKey) -> None:
         waiting = self._routed[key]
         while waiting and not self._is_leaving:
