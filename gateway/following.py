@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from turnkeep_client.chunks import Assembly
-from turnkeep_client.errors import InvalidMessageError, NoAnswerError, RequestFailedError
+from turnkeep_client.errors import InvalidMessageError, NoAnswerError, NoServerError, RequestFailedError
 from turnkeep_client.messages import Failed, Generated, Opened, decode_result
 from turnkeep_client.subjects import session_key
 
@@ -96,7 +96,7 @@ async def first_copy(client: Client, answer_id: str) -> Recorded | None:
     while True:
         try:
             return (await recorded.find(client, {answer_id}, conversation=False)).get(answer_id)
-        except NoAnswerError:
+        except (NoAnswerError, NoServerError):
             await asyncio.sleep(FIRST_PAUSE_S)
 
 

@@ -341,6 +341,7 @@ class App:
                 await endpoints.close()
                 asides.cancel_scope.cancel()
             await self._members.leave()
+            await self._owners.return_routed()
             await intake.return_anchors()
             await self._engine.store_missing(_STORE_S)
             parts.cancel_scope.cancel()  # last: until here the keep-alive prevents redelivery

@@ -15,8 +15,10 @@ import httpx2
 import openai
 import pytest
 
+from gateway import following, recorded
 from gateway.http import app, sending
 from gateway.keys import Keys
+from turnkeep_client.errors import NoAnswerError, NoServerError
 
 Start = Any
 CHAT = "/v1/chat/completions"
@@ -482,3 +484,21 @@ async def test_a_retrieved_answer_has_its_requests_options_even_those_equal_to_d
     answer = await served.openai.responses.create(input="Begin.", **options(256, **more))
     assert answer.max_output_tokens == 256
     assert await served.openai.responses.retrieve(answer.id) == answer
+
+
+async def test_the_first_copy_of_a_request_is_looked_for_again_after_a_lost_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The log has the request already, so an error would tell its client of a failure that is none."""
+    errors: list[Exception] = [NoAnswerError("no leader"), NoServerError("the connection is lost")]
+
+    async def find(*_: Any, **__: Any) -> dict[str, Any]:
+        if errors:
+            raise errors.pop()
+        return {}
+
+    monkeypatch.setattr(recorded, "find", find)
+    monkeypatch.setattr(following, "FIRST_PAUSE_S", 0.0)
+    client: Any = None
+    assert await following.first_copy(client, "a") is None
+    assert not errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,9 @@ import pytest
 
 from turnkeep_client.client import connect
 from turnkeep_client.log import BUILD_HEADER, words
+from worker.sessions.attempts import Attempts
 from worker.wire import intake, retention
+from worker.wire.owners import Owners
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -169,6 +172,71 @@ async def test_a_drained_worker_answers_no_requests_although_the_other_worker_is
     assert len(loud.results) < len(SESSIONS) - 2 * PLACES, "the flood goes on"
     await loud.end()
     assert loud.makers["second"] == num_before
+
+
+@pytest.fixture
+async def sessions(cluster: Start) -> AsyncIterator[Callable[..., Awaitable[list[Any]]]]:
+    """Yield a function that starts two workers, and has the second one own new sessions of one tenant."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(append: bool) -> list[Any]:
+            first, second = [await cluster(name, max_attempts=1) for name in ("first", "second")]
+            await first.app._members.drain(on=True)  # it keeps no new sessions
+            where = {"prefix": first.settings.prefix, "tenant": "t"}
+            client = await stack.enter_async_context(await connect(first.settings.nats, **where))
+            found = [client.session(f"s{number}") for number in range(PLACES)]
+            if append:
+                await asyncio.gather(*(one.append(text="e") for one in found))
+                await first.app._members.drain(on=False)
+            return [second, *found]
+
+        yield start
+
+
+async def stopping(worker: Any) -> None:
+    """Begin to stop a worker, and return once it begins no more turns."""
+    worker.app.stop()
+    while not worker.app._engine._stopping:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def test_a_request_that_waits_while_its_sessions_worker_stops_counts_no_attempt(
+    sessions: Callable[..., Awaitable[list[Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, *found = await sessions(append=True)
+    excuse = Attempts.excuse
+
+    async def late(self: Attempts, firsts: Any) -> None:
+        if self is worker.app._attempts:
+            await asyncio.sleep(1)  # as if it took so long to end its turns
+        await excuse(self, firsts)
+
+    monkeypatch.setattr(Attempts, "excuse", late)
+    await stopping(worker)
+    answered = await asyncio.gather(*(one.append(text="e") for one in found))
+    assert [one.position for one in answered] == [2] * len(found)
+    await worker.task
+
+
+async def test_a_request_that_a_worker_takes_over_as_it_stops_counts_no_attempt(
+    sessions: Callable[..., Awaitable[list[Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, *found = await sessions(append=False)
+    claiming, stops, claim = asyncio.Event(), asyncio.Event(), Owners._claim
+
+    async def late(self: Owners, *args: Any) -> bool:
+        if self is worker.app._owners:
+            claiming.set()
+            await stops.wait()
+        return await claim(self, *args)
+
+    monkeypatch.setattr(Owners, "_claim", late)
+    calls = asyncio.gather(*(one.append(text="e") for one in found))
+    await claiming.wait()
+    await stopping(worker)
+    stops.set()
+    assert [one.position for one in await calls] == [1] * len(found)
+    await worker.task
 
 
 async def test_only_one_of_two_workers_runs_retention_and_the_other_one_does_once_it_stops(

@@ -161,6 +161,48 @@ async def test_a_request_that_waits_for_its_tenants_share_when_the_worker_stops_
     assert [(await two.result(seq))["type"] for seq in seqs] == ["generated"] * len(seqs)
 
 
+@pytest.mark.parametrize("wait_s", [0.0, 0.001, 0.002])
+async def test_requests_of_a_burst_that_reach_a_stopping_worker_count_no_attempt(
+    wire: Start, wait_s: float
+) -> None:
+    """Some are delivered, and the worker has not read them yet."""
+    one = await wire(max_attempts=1)
+    publishing = [asyncio.create_task(one.publish(f"s{n}", append("r", "ab"))) for n in range(100)]
+    await asyncio.sleep(wait_s)
+    await one.worker.stop()
+    seqs = await asyncio.gather(*publishing)
+    two = await wire(max_attempts=1)
+    found = [one.results[seq][0] if seq in one.results else await two.result(seq) for seq in seqs]
+    assert [result["type"] for result in found] == ["appended"] * len(seqs)
+
+
+@pytest.mark.usefixtures("_small")
+async def test_a_stop_neither_marks_a_forgotten_session_nor_hides_that_a_request_has_crashed_workers(
+    wire: Start,
+) -> None:
+    one = await wire(max_waiting=1, max_waiting_per_tenant=1)
+    busy = await one.publish("busy", generate("r", text="eee", max_tokens=20))
+    gone = await one.publish("secret", append("a", "ab"))  # no room: the worker returns it
+    while not one.worker.app._intake.num_returned:  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.001)
+    await one.result(busy)
+    assert (await one.send("secret", {"type": "close", "id": "c", "forget": True}))["type"] == "closed"
+    await one.result(gone)
+    last = await one.publish("busy", generate("r2", text="eee", max_tokens=200))
+    seq = await one.publish("bad", append("a", "ab"))
+    while one.worker.app._intake.num_returned < 2:  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.001)
+    note = b'{"seq":%d,"attempts":2}' % seq
+    await one.nc.publish("turnkeep.default.bad.attempt", note)
+    await one.worker.stop()
+    assert last not in one.results
+    notes = {subject: body for _, subject, body in await one.entries() if subject.endswith(".attempt")}
+    assert notes.pop("turnkeep.default.bad.attempt") == note
+    assert "turnkeep.default.secret.attempt" not in notes
+    two = await wire()
+    assert [(await two.result(one))["type"] for one in (last, seq)] == ["generated", "appended"]
+
+
 @pytest.mark.usefixtures("_small")
 async def test_a_long_queue_of_one_session_is_answered_in_order_across_a_restart(wire: Start) -> None:
     """The queue is longer than one read of the log, and the worker stops in the middle of it."""

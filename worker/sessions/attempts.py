@@ -97,10 +97,14 @@ class Attempts:
         """Store, for each session in `firsts`, that no worker has begun the request at the given sequence.
 
         Call this for requests that a stopping worker has only returned to the server: without a note, the
-        next worker would count their second delivery as an attempt.
+        next worker would count their second delivery as an attempt. Does nothing for a request that has left
+        the log, or if the session's note counts attempts at a request that has not.
         """
         for key, seq in firsts.items():
-            await self.store(key, AttemptNote(seq))
+            last = await self.note(key)
+            counts = last.attempts > 0 and await self._journal.entry(last.seq) is not None
+            if not counts and await self._journal.entry(seq) is not None:
+                await self.store(key, AttemptNote(seq))
 
     async def end(self, key: SessionKey) -> None:
         """Remove a session's attempt notes from the log."""

@@ -239,13 +239,14 @@ class Sessions:
                     try:
                         return await session.run()
                     except StoppingError:
-                        return await session.excuse()
+                        break
                     except Exception as error:
                         log.exception("a session failed; trying again from its log")
                         await self._fail(session, error)
                 with move_on_after(pause_s):
                     await self._stopping.wait()
                 pause_s = min(pause_s * 2, _MAX_RETRY_S)
+            await session.excuse()
         finally:
             self._at_work.discard(session.key)
             self._update_size(session)

@@ -27,7 +27,6 @@ import structlog
 from anyio import Event, current_time, move_on_after, sleep
 
 from turnkeep_client.subjects import ID_RULE, SessionKey
-from worker.process.concurrency import shielded
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
     from nats.aio.client import Client
     from nats.aio.msg import Msg
+    from nats.aio.subscription import Subscription
 
     from worker.observe.counters import Telemetry
 
@@ -194,11 +194,15 @@ class Intake:
                     for number in itertools.count():
                         await self._pull_some(f"{inbox}.{number}")
                 finally:
-                    with contextlib.suppress(nats.errors.Error):
-                        await shielded(subscription.unsubscribe)
+                    await self._end(subscription)
             except (nats.errors.Error, OSError) as error:  # nats-py reconnects by itself
                 log.warning("pulling requests failed, trying again", error=str(error) or type(error).__name__)
                 await sleep(_RETRY_S)
+
+    async def _end(self, subscription: Subscription) -> None:
+        """Unsubscribe, and take the deliveries that have come: the server counts them as delivered."""
+        with move_on_after(_EXPIRES_S, shield=True), contextlib.suppress(nats.errors.Error):
+            await (subscription.drain() if self._nc.is_connected else subscription.unsubscribe())  # type: ignore[no-untyped-call]
 
     async def _pull_some(self, inbox: str) -> None:
         self._num_to_come = _FETCH

@@ -14,13 +14,14 @@ A worker that is alone claims nothing, and asks nobody.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import nats.errors
 import structlog
-from anyio import get_cancelled_exc_class, move_on_after, sleep
+from anyio import Event, get_cancelled_exc_class, move_on_after, sleep
 from nats.aio.msg import Msg
 from nats.js.errors import APIError, NotFoundError
 
@@ -121,7 +122,7 @@ class Owners:
         self._held: OrderedDict[SessionKey, int] = OrderedDict()  # with the sequences of their claims, or 0
         self._takers: OrderedDict[SessionKey, str] = OrderedDict()  # `boot` of the worker that took it last
         self._routed: dict[SessionKey, dict[int, _Routed]] = {}  # deliveries being passed on, by sequence
-        self._is_leaving = False
+        self._leaving = Event()
         self.intake: Intake  # set before the first request is heard
         self._ring: Ring
         self._answer: Callable[[str, bytes], Awaitable[bytes]]
@@ -151,7 +152,7 @@ class Owners:
 
     def close(self) -> None:
         """Take no more sessions or deliveries from other workers."""
-        self._is_leaving = True
+        self._leaving.set()
         self._members.on_gone = lambda _: None
 
     def _spawning(self, hear: Callable[[Msg], Awaitable[bytes]]) -> Callable[[Msg], Awaitable[None]]:
@@ -221,7 +222,7 @@ class Owners:
 
     async def _route(self, key: SessionKey) -> None:
         waiting = self._routed[key]
-        while waiting and not self._is_leaving:
+        while waiting and not self._leaving.is_set():
             taker = self._takers.pop(key, "")  # that worker is tried first, without a look-up
             member = next((one for one in self._members.others.values() if one.boot == taker), None)
             if member is not None and await self._pass_on(member, waiting) == _TAKEN:
@@ -245,7 +246,14 @@ class Owners:
                 is_over = await self._accept(key, owner.claim_seq, waiting)
             if not is_over:
                 await sleep(_RETRY_S)  # until that worker has ended, or another one has claimed the session
-        del self._routed[key]
+        if not waiting:  # else this worker stops, and returns them
+            del self._routed[key]
+
+    async def return_routed(self) -> None:
+        """Return the deliveries that were not passed on to the server (nak)."""
+        for message, _ in itertools.chain.from_iterable(one.values() for one in self._routed.values()):
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await message.nak()
 
     async def _accept(self, key: SessionKey, claim_seq: int, waiting: dict[int, _Routed]) -> bool:
         """Claim a session and accept its deliveries; return false if another worker was faster.
@@ -256,6 +264,8 @@ class Owners:
         if self.intake.room(key.tenant) and not await self._claim(key, claim_seq):
             return False
         for seq, (_, accept) in list(waiting.items()):
+            if self._leaving.is_set():
+                return False
             del waiting[seq]
             await accept()
         self._leave_if_returned(key)
@@ -412,7 +422,7 @@ class Owners:
     async def _delivered(self, message: Msg) -> bytes:
         passed = msgspec.json.decode(message.data, type=_Passed)
         key = session_of(passed.subject)  # names that break the rule for ids are refused by the session
-        if self._is_leaving or key is None:
+        if self._leaving.is_set() or key is None:
             return _NOT_YET
         entry = await self._journal.entry(passed.seq)
         if entry is None:
@@ -433,6 +443,8 @@ class Owners:
                 self.disown(key)
                 return _GIVEN
             await self._note_returned(key, [passed.seq] if _came_before(delivery) else [])
+            if self._leaving.is_set():
+                return _NOT_YET
             await self.intake.deliver(delivery, self._ring)
             self._leave_if_returned(key)
         elif not self.intake.expects(key, passed.seq):
@@ -481,7 +493,9 @@ class Owners:
         num_taken = Counter[str]()
         for key in keys:
             entry = await self._journal.last(key, "in")
-            if entry is None or self.intake.expects(key, entry.seq) or self._is_leaving:
+            if entry is None or self.intake.expects(key, entry.seq) or self._leaving.is_set():
+                continue
+            if key in self._routed:  # and is claimed there
                 continue
             owner = await self._owner(key)
             has_room = num_taken[key.tenant] < self.intake.room(key.tenant)
