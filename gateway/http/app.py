@@ -44,7 +44,7 @@ from turnkeep_client.subjects import DEFAULT_TENANT
 from . import bodies, guide
 from .durable import HEADERS, Reading
 from .origins import PROGRAMS, is_from_here, is_local, is_loopback, may_be_a_site, name_in
-from .sending import IDS, Answer, Asker
+from .sending import SHOWN, Answer, Asker
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -481,14 +481,7 @@ class _Cors(CORSMiddleware):
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             allow_private_network=True,
-            expose_headers=[
-                "x-turnkeep-session",
-                "x-turnkeep-explain",
-                WARNINGS,
-                "retry-after",
-                *IDS,
-                *HEADERS,
-            ],
+            expose_headers=[*SHOWN, WARNINGS, "retry-after", *HEADERS],
         )
         self._may_ask = may_ask
 

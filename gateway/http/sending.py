@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 #: The headers with an answer's id, by which OpenAI's and Anthropic's libraries name a request to their users.
 IDS: Final = ("x-request-id", "request-id")
+#: The headers of an answer that pages of other origins may read.
+SHOWN: Final = ("x-turnkeep-session", "x-turnkeep-explain", *IDS)
 #: How long a stream waits for its first events, or for an error, before it sends status 200.
 _PATIENCE_S: Final = 1.0
 #: The pause before a heartbeat.
