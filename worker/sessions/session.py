@@ -224,10 +224,8 @@ class Session:
 
     async def excuse(self) -> None:
         """Keep the next worker from counting an attempt at a request that only waited here until the stop."""
-        if self.log.record.pending:
-            await self._doubt.excuse(self.log.record.pending[0].seq)
-        elif self.log.delivered is not None:
-            await self._doubt.excuse(self.log.delivered.seq)
+        if (seq := self.log.next_seq) is not None:
+            await self._doubt.excuse(seq)
 
     async def refresh(self) -> None:
         """Read the log to its end.

@@ -87,6 +87,14 @@ class SessionLog:
         return bool(record.pending) or record.has_more or behind
 
     @property
+    def next_seq(self) -> int | None:
+        """The sequence of the first request without a result, as far as it is known; None without one."""
+        if self.record.pending:
+            return self.record.pending[0].seq
+        known = (self.delivered.seq if self.delivered else 0, self._rung_seq)
+        return next((seq for seq in known if seq > self.record.in_seq), None)
+
+    @property
     def is_stale(self) -> bool:
         """Whether `record` may be out of date: another worker stored a result, or the server restarted."""
         return self.record.overtaken or self.server != self._services.journal.server
