@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import structlog
-from anyio import Event, Semaphore, current_time, sleep, sleep_forever, to_thread
+from anyio import Event, Semaphore, current_time, move_on_after, sleep, sleep_forever, to_thread
 from msgspec import structs
 
 from cache.names.errors import CacheError
@@ -105,6 +105,9 @@ _STUCK_S = 120.0
 
 #: Time for sessions to end; after it, commits that wait for an unreachable log are cancelled.
 _STOP_S = 10.0
+
+#: Time after that to store which requests no worker has begun; without these notes they count one attempt more.
+_NOTES_S = 5.0
 
 #: Time after that to save KV whose snapshots were dropped; then the store writes its queue to disk.
 _STORE_S = 5.0
@@ -337,9 +340,11 @@ class App:
                     self._engine.stop()
                     sessions.stop()
                     work.cancel_scope.deadline = current_time() + _STOP_S
-                    await self._attempts.excuse(self._owners.first_routed() | intake.first_returned())
                 await endpoints.close()
                 asides.cancel_scope.cancel()
+            with move_on_after(_NOTES_S):
+                unbegun = self._owners.first_routed() | intake.first_returned() | sessions.first_waiting()
+                await self._attempts.excuse(unbegun)
             await self._members.leave()
             await self._owners.return_routed()
             await intake.return_anchors()

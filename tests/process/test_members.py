@@ -221,6 +221,20 @@ async def test_a_worker_that_ends_is_reported_gone_once_and_within_a_second(memb
     assert len(gone) == 1, "once, though its record is there for two seconds"
 
 
+async def test_workers_hear_at_once_of_one_that_stops_while_its_record_is_being_renewed(members):
+    first, second = await members("one", "a"), await members("two", "b")
+    await first.join()
+    await second.join()
+    gone = []
+    first.on_gone = lambda member: gone.append(member.worker)
+    at = second._seq
+    await second._renew()
+    second._seq = at  # the renewal is stored, and its ack has not come yet
+    kill(second)
+    await Members.leave(second)
+    assert gone == ["two"]
+
+
 async def test_an_early_check_reports_a_dead_worker_as_gone_but_not_a_reconnecting_one(members, monkeypatch):
     """One request without a responder is no proof: a reconnecting worker does not respond for a moment."""
     monkeypatch.setattr(members_of, "_WATCH_S", 3600.0)

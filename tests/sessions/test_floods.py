@@ -161,6 +161,29 @@ async def test_a_request_that_waits_for_its_tenants_share_when_the_worker_stops_
     assert [(await two.result(seq))["type"] for seq in seqs] == ["generated"] * len(seqs)
 
 
+@pytest.mark.usefixtures("_small")
+async def test_a_request_behind_one_that_is_cancelled_while_the_worker_stops_counts_no_attempt(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = endpoints.Endpoints.close
+
+    async def cancelling(self: endpoints.Endpoints) -> None:
+        assert (await one.control("s7", {"type": "cancel", "id": "r"}))["type"] == "cancelled"
+        await close(self)
+
+    one = await wire(max_batch=1, max_attempts=1)
+    for n in range(8):
+        await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200))
+    behind = await one.publish("s7", generate("r2", text="eee", max_tokens=20))
+    while one.worker.app._intake.num_sessions < 8:  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(endpoints.Endpoints, "close", cancelling)
+        await one.worker.stop()
+    two = await wire(max_attempts=1)
+    assert (await two.result(behind))["type"] == "generated"
+
+
 @pytest.mark.parametrize("wait_s", [0.0, 0.001, 0.002])
 async def test_requests_of_a_burst_that_reach_a_stopping_worker_count_no_attempt(
     wire: Start, wait_s: float

@@ -18,6 +18,8 @@ from anyio import Event
 from msgspec import Struct
 from msgspec.structs import replace
 
+from worker.process.concurrency import task_group
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
@@ -96,15 +98,19 @@ class Attempts:
     async def excuse(self, firsts: Mapping[SessionKey, int]) -> None:
         """Store, for each session in `firsts`, that no worker has begun the request at the given sequence.
 
-        Call this for requests that a stopping worker has only returned to the server: without a note, the
-        next worker would count their second delivery as an attempt. Does nothing for a request that has left
-        the log, or if the session's note counts attempts at a request that has not.
+        Call this for requests that a stopping worker returns to the server: without a note, the next worker
+        would count their second delivery as an attempt. Does nothing for a request that has left the log, or
+        if the session's note counts attempts at a request that has not.
         """
-        for key, seq in firsts.items():
-            last = await self.note(key)
-            counts = last.attempts > 0 and await self._journal.entry(last.seq) is not None
-            if not counts and await self._journal.entry(seq) is not None:
-                await self.store(key, AttemptNote(seq))
+        async with task_group() as tasks:
+            for key, seq in firsts.items():
+                tasks.start_soon(self._excuse, key, seq)
+
+    async def _excuse(self, key: SessionKey, seq: int) -> None:
+        last = await self.note(key)
+        counts = last.attempts > 0 and await self._journal.entry(last.seq) is not None
+        if not counts and await self._journal.entry(seq) is not None:
+            await self.store(key, AttemptNote(seq))
 
     async def end(self, key: SessionKey) -> None:
         """Remove a session's attempt notes from the log."""
@@ -149,10 +155,9 @@ class Doubt:
         await self._attempts.uncount(self._key, seq, num_tokens, self.note)
         self._tried_seq, self._uncounted_seq = 0, seq
 
-    async def excuse(self, seq: int) -> None:
-        """Store that no worker has begun the request at `seq`, if this worker got it first and now stops."""
-        if not self.is_raised and self._uncounted_seq != seq:
-            await self._attempts.excuse({self._key: seq})
+    def may_count(self, seq: int) -> bool:
+        """Whether the log has, or may have, a note of attempts at the request at `seq`."""
+        return self.is_raised or self._uncounted_seq == seq
 
     async def clear(self) -> None:
         """Remove the session's attempt note, since this worker has survived the request."""

@@ -162,6 +162,12 @@ class Session:
             return decode_request(self.log.delivered.body) if self.log.delivered else None
         return None
 
+    @property
+    def first_waiting(self) -> int | None:
+        """The sequence of the first request without a result; None if an attempt at it may count."""
+        seq = self.log.next_seq
+        return None if seq is None or self._doubt.may_count(seq) else seq
+
     def ring(self, delivery: Delivery) -> None:
         """Note that the log has a request at the delivery's sequence, and start the session's task."""
         self.log.ring(delivery)
@@ -221,11 +227,6 @@ class Session:
                 self.forget()
             except CutOffError:
                 self.log.reset(whole=True)  # a request needs an early part of the session
-
-    async def excuse(self) -> None:
-        """Keep the next worker from counting an attempt at a request that only waited here until the stop."""
-        if (seq := self.log.next_seq) is not None:
-            await self._doubt.excuse(seq)
 
     async def refresh(self) -> None:
         """Read the log to its end.

@@ -123,6 +123,14 @@ class Sessions:
                 if session.used_s < horizon_s and self._is_idle(key):
                     self._evict(key)
 
+    def first_waiting(self) -> dict[SessionKey, int]:
+        """Return, by session, the first request without a result, unless an attempt at it may count.
+
+        Call this once the worker has stopped and all tasks have ended.
+        """
+        firsts = {key: one.first_waiting for key, one in self._sessions.items() if one.has_work}
+        return {key: seq for key, seq in firsts.items() if seq is not None}
+
     def stop(self) -> None:
         """Start no more tasks. Running turns continue until the engine is stopped."""
         self._stopping.set()
@@ -246,7 +254,6 @@ class Sessions:
                 with move_on_after(pause_s):
                     await self._stopping.wait()
                 pause_s = min(pause_s * 2, _MAX_RETRY_S)
-            await session.excuse()
         finally:
             self._at_work.discard(session.key)
             self._update_size(session)

@@ -306,10 +306,11 @@ class Members:
         if not self._is_joined:
             return
         self._is_joined = False
-        with suppress(APIError, nats.errors.Error, OSError), move_on_after(TTL_S):  # else it expires
-            await self._js.delete_msg(self.stream, self._seq)
+        with move_on_after(TTL_S):
+            with suppress(APIError, nats.errors.Error, OSError):  # else it expires, or a renewal replaced it
+                await self._js.delete_msg(self.stream, self._seq)
             for member in list(self.others.values()):
-                with suppress(nats.errors.Error):
+                with suppress(nats.errors.Error, OSError):
                     leaving = msgspec.json.encode(self.me)
                     await self._nc.request(self.address(member, "bye"), leaving, timeout=_RENEW_S)
 
