@@ -106,7 +106,7 @@ _STUCK_S = 120.0
 #: Time for sessions to end; after it, commits that wait for an unreachable log are cancelled.
 _STOP_S = 10.0
 
-#: Time after that to store which requests no worker has begun; without these notes they count one attempt more.
+#: Time after that to store which requests no worker has begun; else these count one attempt more.
 _NOTES_S = 5.0
 
 #: Time after that to save KV whose snapshots were dropped; then the store writes its queue to disk.

@@ -39,6 +39,7 @@ from .merged_rows import MergedRows
 from .own_pass import OwnPass, run_alone
 from .parts import OwnPart
 from .pools import Pools
+from .products import products_for
 from .rows import Keeping, PrefillPiece
 from .trials import Trials
 
@@ -92,6 +93,7 @@ def batch_for(
         log.info("this model's prompts run one after the other; its answers decode together")
     elif not shares:
         log.warning("this model's sessions run one after the other: they cannot share a pass or be merged")
+    forward.products = products_for(model, trials)
     return Batch(
         forward if shares else OwnPass(model, rotations),
         keeping,
@@ -126,6 +128,7 @@ def draft_model_for(
         raise ValueError(f"its layers of {', '.join(sorted(others))} cannot undo a draft")
     if not shares:
         raise ValueError("its rows cannot share a pass")
+    forward.products = products_for(model, trials)
     return DraftModel(forward, make, pass_share, vocabularies)
 
 
@@ -332,7 +335,7 @@ def _tolerance(model: Any) -> float:
     """
     rounds = mx.default_device() != mx.cpu and os.environ.get("MLX_ENABLE_TF32") != "0"
     quantised = any(type(cache) is QuantizedKVCache for _, cache in leaves(make_prompt_cache(model)))
-    is_widened = any(type(module) in _WIDE for module in model.modules())
+    is_widened = any(isinstance(module, tuple(_WIDE)) for module in model.modules())
     return _COARSE if rounds or quantised or not is_widened else _TOLERANCE
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .parts import Part
+    from .products import Products
     from .ring_attention import Rotate
     from .rows import PrefillPiece
 
@@ -132,6 +133,7 @@ class Forward:
         #: How each layer rotates queries; None if that cannot be determined, so that rings cannot be used.
         self.rotations = ring_attention.rotations(model, self._num_layers)
         self._selected = _select_hidden(model)
+        self.products: Products | None = None  # of the model's linear layers, if a core each computes a part
         _patch_functions(model)
 
     def __call__(
@@ -156,6 +158,8 @@ class Forward:
         prompts = zip(pieces, ends[num_parts:], strict=True)
         wanted += [at for piece, end in prompts for at in range(end - piece.num_logits, end)]
         offsets = _Offsets(parts)
+        if self.products is not None:
+            self.products.begin(ends[-1] if ends else 0)
         views = [
             _LayerView(i, parts, ends, offsets.of(i), self.rotations[i] if self.rotations else None)
             for i in range(self._num_layers)

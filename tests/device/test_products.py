@@ -1,0 +1,128 @@
+"""Products of few tokens, divided among the cores of a CPU, are those that MLX computes at once."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from worker.batch import products as products_of
+from worker.batch.batch_kinds import batch_for
+from worker.batch.parts import OwnPart
+from worker.batch.products import Products, pays, products_for
+from worker.batch.trials import Trials
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="this is the way on a CPU alone")
+
+
+class Threads:
+    """Stands for OpenBLAS's threads; notes how many were to be used."""
+
+    num = 3
+
+    def __init__(self) -> None:
+        self.used: list[int] = []
+
+    def use(self, num: int) -> None:
+        self.used.append(num)
+
+
+class Found(Trials):
+    """Trials that have run, with one result."""
+
+    def __init__(self, result: int) -> None:
+        super().__init__()
+        self._result = result
+        self.names: list[str] = []
+
+    def way(self, name: str, run: Callable[[], int | None], num_ways: int) -> int | None:
+        if name.startswith("products"):
+            self.names.append(name)
+            return self._result
+        return super().way(name, run, num_ways)
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products_of, "Threads", Threads)
+    monkeypatch.setattr(products_of, "_LEAST_ELEMENTS", 16)
+
+
+@pytest.mark.parametrize("num_rows", [5, 96, 97])
+@pytest.mark.parametrize("num", [*range(1, 18), 128])
+def test_a_divided_product_equals_the_whole_one(num: int, num_rows: int) -> None:
+    x = mx.random.normal((num, 1, 64), key=mx.random.key(num))
+    weight = mx.random.normal((num_rows, 64), key=mx.random.key(1))
+    divided = Products(Threads())
+    for some in (x, x.swapaxes(0, 1)):
+        found = divided(some, weight)
+        assert found.shape == (*some.shape[:-1], num_rows)
+        assert mx.allclose(found, some @ weight.T, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "exaone4"])
+def test_a_model_has_the_same_logits_with_divided_products(
+    family: str, build_model: Callable[..., Any]
+) -> None:
+    """One of the two has its embedding as output head."""
+    model = build_model(family)
+    plain = batch_for(model, trials=Found(0))._run
+    expected = [logits(plain, num) for num in (1, 3, 8, 20)]
+    assert plain.products is None
+    trials = Found(1)
+    forward = batch_for(model, trials=trials)._run
+    assert trials.names == ["products on 3"]
+    for num, one in zip((1, 3, 8, 20), expected, strict=True):
+        assert mx.allclose(logits(forward, num), one, atol=1e-4)
+    assert forward.products._threads.used == [3, 1, 1, 3], "OpenBLAS divides the others"
+    assert batch_for(model, trials=Found(0))._run.products is forward.products, "its layers have them already"
+
+
+def logits(forward: Any, num: int) -> mx.array:
+    caches = make_prompt_cache(forward._model)
+    found: mx.array = forward([OwnPart(caches, 0, num)], [5] * num)
+    mx.eval(found)
+    return found
+
+
+@pytest.mark.parametrize(("divided_s", "expected"), [(0.8, True), (1.2, False)])
+def test_products_are_divided_where_that_takes_less_time(divided_s: float, expected: bool) -> None:
+    times = itertools.chain(
+        [0.0], *([1.0, 0.0] for _ in range(7)), [1.0], *([0.0, divided_s] for _ in range(8))
+    )
+    divided = Products(Threads())
+    assert pays(divided, [mx.ones((8, 8))], lambda: next(times)) is expected
+    assert divided._threads.used[-1] == 3, "as before the trial"
+
+
+def test_products_are_not_divided_on_one_core(
+    monkeypatch: pytest.MonkeyPatch, build_model: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(Threads, "num", 1)
+    assert products_for(build_model("llama"), Found(1)) is None
+
+
+def test_products_are_not_divided_in_models_with_quantised_weights_or_experts(
+    build_model: Callable[..., Any],
+) -> None:
+    """OpenBLAS's threads are of use there."""
+    quantised = build_model("llama")
+    nn.quantize(quantised, group_size=32)
+    for model in (quantised, Experts()):
+        assert products_for(model, Found(1)) is None
+
+
+class Experts(nn.Module):
+    """A model of which few weights belong to linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = mx.ones((4, 32, 32))
+        self.head = nn.Linear(32, 8)

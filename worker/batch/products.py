@@ -1,0 +1,174 @@
+"""Multiplies few tokens with a model's weights on all cores, on a Linux CPU. Device thread only.
+
+OpenBLAS divides products of one token, and of many tokens, well among its threads, but not those of 2 to 15
+tokens: these took as long on two cores as on one. Here each core multiplies with some rows of the weights, by
+a stream of MLX and a single thread of OpenBLAS. So several answers, and drafts of several tokens, take little
+more time than one token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import mlx.core as mx
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.utils import tree_flatten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .trials import Trials
+
+#: The numbers of tokens whose products are divided. All but 2 are filled up to a multiple of `_TILE`.
+_FEW: Final = range(2, 16)
+_TILE: Final = 4
+#: Weights with fewer elements are not divided: it takes longer than it saves.
+_LEAST_ELEMENTS: Final = 1 << 18
+#: The most cores among which a product is divided.
+_MOST_CORES: Final = 8
+#: Other layers than linear ones need OpenBLAS's threads; they may have this share of the weights at most.
+_OTHERS: Final = 0.1
+#: A trial multiplies these numbers of tokens, several times each.
+_TRIED: Final = (4, 8)
+_ROUNDS: Final = 4
+#: The bytes of the weights in a trial: more than processors have in their caches.
+_TRIED_BYTES: Final = 96 * 2**20
+#: The share of OpenBLAS's time that the divided products must stay below.
+_PAYING: Final = 0.9
+
+
+class Products:
+    """Divides the products of a model's passes over few tokens among the cores."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._streams = [mx.default_stream(mx.cpu)]
+        self._streams += [mx.new_stream(mx.cpu) for _ in range(min(threads.num, _MOST_CORES) - 1)]
+
+    def begin(self, num_tokens: int) -> None:
+        """Choose OpenBLAS's threads for the pass over `num_tokens` tokens that is built next."""
+        self._threads.use(1 if num_tokens in _FEW else self._threads.num)
+
+    def __call__(self, x: mx.array, weight: mx.array) -> mx.array:
+        """Return the product of `x`, (..., K), and `weight`, (N, K): an array (..., N)."""
+        num = x.size // x.shape[-1]
+        if num not in _FEW or weight.size < _LEAST_ELEMENTS:
+            return x @ weight.T
+        tokens = x.reshape(num, -1)
+        if missing := -num % _TILE if num > _FEW[0] else 0:
+            tokens = mx.pad(tokens, [(0, missing), (0, 0)])
+        each = -(-len(weight) // len(self._streams))
+        parts = [
+            mx.matmul(
+                tokens, mx.swapaxes(weight[i * each : (i + 1) * each], 0, 1, stream=stream), stream=stream
+            )
+            for i, stream in enumerate(self._streams)
+        ]
+        return mx.concatenate(parts, axis=-1)[:num].reshape(*x.shape[:-1], -1)
+
+
+class Threads:
+    """The number of OpenBLAS's threads, for the products that begin from now on."""
+
+    def __init__(self) -> None:
+        """Raises `AttributeError` if MLX does not use OpenBLAS."""
+        library = ctypes.CDLL(None)
+        self._set: Callable[[int], Any] = library.openblas_set_num_threads
+        #: The number that OpenBLAS uses by itself.
+        self.num = self._now = int(library.openblas_get_num_threads())
+
+    def use(self, num: int) -> None:
+        """Have OpenBLAS use `num` threads. What runs already keeps its threads."""
+        if num != self._now:
+            self._set(num)
+            self._now = num
+
+
+class _Linear:
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        product: mx.array = self.products(x, self["weight"])
+        return product + self["bias"] if "bias" in self else product
+
+
+class _Embedding:
+    def as_linear(self: Any, x: mx.array) -> mx.array:
+        product: mx.array = self.products(x, self["weight"])
+        return product
+
+
+#: By class of layer: the methods that replace its own.
+_FASTER: Final[dict[type, type]] = {Linear: _Linear, Embedding: _Embedding}
+
+
+def install(model: Any, products: Products) -> None:
+    """Make the model's linear layers, and its output head, use `products`; later calls change nothing."""
+    kinds = {
+        kind: type(kind.__name__, (faster, kind), {"__module__": kind.__module__, "products": products})
+        for kind, faster in _FASTER.items()
+    }
+    for module in model.modules():
+        if type(module) in kinds:
+            module.__class__ = kinds[type(module)]
+
+
+def products_for(model: Any, trials: Trials) -> Products | None:
+    """Make a model divide its products if that is faster, by a trial; return them, or None.
+
+    Only for a model in float32 on a Linux CPU with OpenBLAS and several cores.
+    """
+    for module in model.modules():
+        if isinstance(earlier := getattr(type(module), "products", None), Products):
+            return earlier  # another batch runs this model, too
+    if sys.platform != "linux" or mx.default_device() != mx.cpu or not _is_linear(model):
+        return None
+    try:
+        threads = Threads()
+    except AttributeError:
+        return None
+    weights = [one["weight"] for one in model.modules() if type(one) is Linear]
+    weights = [one for one in weights if one.size >= _LEAST_ELEMENTS and one.nbytes <= _TRIED_BYTES]
+    while sum(weight.nbytes for weight in weights) > _TRIED_BYTES:
+        weights.pop()
+    if threads.num == 1 or not weights:
+        return None
+    products = Products(threads)
+    if not trials.way(f"products on {threads.num}", lambda: int(pays(products, weights)), 2):
+        return None
+    install(model, products)
+    return products
+
+
+def _is_linear(model: Any) -> bool:
+    """Whether nearly all weights belong to linear layers and embeddings, and are in float32."""
+    arrays: Any = tree_flatten(model.parameters())
+    ours = [one["weight"] for one in model.modules() if type(one) in _FASTER]
+    size = sum(one.size for one in ours if one.dtype == mx.float32)
+    is_most: bool = size >= (1 - _OTHERS) * sum(array.size for _, array in arrays)
+    return is_most
+
+
+def pays(
+    products: Products, weights: Sequence[mx.array], clock: Callable[[], float] = time.perf_counter
+) -> bool:
+    """Whether these products with some weights take less time than OpenBLAS's own."""
+
+    def seconds(num: int, *, divided: bool) -> float:
+        tokens = [mx.ones((num, weight.shape[1])) for weight in weights]
+        mx.eval(tokens)
+        products.begin(num if divided else 1)
+        began_s = clock()
+        pairs = zip(tokens, weights, strict=True)
+        mx.eval([products(some, weight) if divided else some @ weight.T for some, weight in pairs])
+        return clock() - began_s
+
+    # The shortest times count: other programs, and threads of OpenBLAS that wait in a loop, only add to them.
+    plain_s, divided_s = (
+        sum(min(seconds(num, divided=divided) for _ in range(_ROUNDS)) for num in _TRIED)
+        for divided in (False, True)
+    )
+    products.begin(1)
+    return divided_s < _PAYING * plain_s
