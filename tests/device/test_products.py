@@ -51,7 +51,7 @@ class Found(Trials):
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products_of, "Threads", Threads)
+    monkeypatch.setattr(products_of, "openblas", Threads)
     monkeypatch.setattr(products_of, "_LEAST_ELEMENTS", 16)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
@@ -79,13 +80,17 @@ class Threads:
         library = ctypes.CDLL(None)
         self._set: Callable[[int], Any] = library.openblas_set_num_threads
         #: The number that OpenBLAS uses by itself.
-        self.num = self._now = int(library.openblas_get_num_threads())
+        self.num = int(library.openblas_get_num_threads())
 
     def use(self, num: int) -> None:
         """Have OpenBLAS use `num` threads. What runs already keeps its threads."""
-        if num != self._now:
-            self._set(num)
-            self._now = num
+        self._set(num)
+
+
+@cache
+def openblas() -> Threads:
+    """Return OpenBLAS's threads, which all models of the process share. Raises `AttributeError`."""
+    return Threads()
 
 
 class _Linear:
@@ -126,7 +131,7 @@ def products_for(model: Any, trials: Trials) -> Products | None:
     if sys.platform != "linux" or mx.default_device() != mx.cpu or not _is_linear(model):
         return None
     try:
-        threads = Threads()
+        threads = openblas()
     except AttributeError:
         return None
     weights = [one["weight"] for one in model.modules() if type(one) is Linear]
