@@ -157,8 +157,7 @@ class Gateway:
         self._placeholders = placeholders
         self.counters = Counters()
         self._name = name
-        #: By tenant and model.
-        self._conversations: dict[tuple[str, str], Conversations] = {}
+        self._conversations: dict[tuple[str, str], Conversations] = {}  # by tenant and model
         self._connecting = asyncio.Lock()
         self._listing = Models(self._of, models or ("",))
         self._lookups = Lookups(self._of, self._listing.names)
@@ -421,11 +420,14 @@ class Gateway:
 
     async def _of(self, tenant: str, model: str) -> Conversations:
         async with self._connecting:
-            if (tenant, model) not in self._conversations:
+            made = self._conversations.get((tenant, model))
+            if made is None or made.client.closed:  # credentials expire; a message may exceed a limit
                 client = await self._connect(tenant, model)
+                if made is not None:
+                    await made.close()
                 made = Conversations(client, idle_s=self._idle_s, is_stopping=self._stops)
                 self._conversations[tenant, model] = made
-            return self._conversations[tenant, model]
+            return made
 
 
 def _without_slash(app: ASGIApp) -> ASGIApp:

@@ -502,3 +502,20 @@ async def test_the_first_copy_of_a_request_is_looked_for_again_after_a_lost_conn
     client: Any = None
     assert await following.first_copy(client, "a") is None
     assert not errors
+
+
+async def test_a_gateway_connects_again_after_the_nats_server_has_closed_its_connection_for_good(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    """As if its credentials had expired, or a client's message had exceeded a limit of its account."""
+    said = [{"role": "user", "content": "Begin."}]
+    first = (await http.post(CHAT, json=asked(CHAT, 4, messages=said))).json()["choices"][0]["message"]
+    client = served.gateway._conversations["default", ""].client
+    client._wire._nats._transport.write(b"NONSENSE\r\n")
+    async with asyncio.timeout(10):
+        while not client._wire.closed:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    said += [first, {"role": "user", "content": "Go on."}]
+    answer = await http.post(CHAT, json=asked(CHAT, 4, messages=said))
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-turnkeep-session"].endswith(" continued")
