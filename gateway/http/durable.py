@@ -101,17 +101,18 @@ class Reading(Response):
         """
         written, clock = self._events.start(0), asyncio.get_running_loop().time
         until_s = clock() + (_POLL_S if self._live else _COLLECT_S)
+        is_endless = self._live == "sse"
         while not self._is_closed:
-            if written:
-                yield self._new(written)
+            if written or (is_endless and clock() >= until_s):
+                yield self._new(written)  # without events a heartbeat
+                until_s = clock() + _POLL_S if is_endless else until_s
             written = b""
             try:
-                async with asyncio.timeout_at(clock() + _POLL_S if self._live == "sse" else until_s):
+                async with asyncio.timeout_at(until_s):
                     written = self._next(*await answering.events.get())
             except TimeoutError:
-                if self._live != "sse":
+                if not is_endless:
                     raise
-                yield []  # a heartbeat
             while not answering.events.empty():
                 written += self._next(*answering.events.get_nowait())
         yield self._new(written)

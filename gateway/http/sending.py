@@ -90,6 +90,8 @@ class Answer(Response):
         #: The worker's warnings, which come with the first chunk of an answer.
         self._warnings: dict[str, None] = {}
         self._has_begun = self._has_failed = False
+        #: The event loop's time at which the stream's last bytes were sent.
+        self._told_s = 0.0
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answers, unless the client disconnects first."""
@@ -172,7 +174,7 @@ class Answer(Response):
             events, start, failure = self._unmarked_events(), b"", error
         except TurnkeepError as error:
             failure = error
-        await send(_part(start + first))
+        await self._tell(send, start + first)
         try:
             if failure is not None:
                 raise failure
@@ -198,25 +200,30 @@ class Answer(Response):
 
     async def _write_next(self, answering: Answering, events: Events, send: Send) -> Events:
         """Send the next events, or a heartbeat; return the encoder of later ones. Raises `TurnkeepError`."""
-        written, failure = b"", None
+        written, failure, due_s = b"", None, self._told_s + _HEARTBEAT_S
         try:
-            async with asyncio.timeout(_HEARTBEAT_S):
+            async with asyncio.timeout_at(due_s):
                 taken = await answering.events.get()
-        except TimeoutError:
-            await send(_part(events.heartbeat))
-            return events
-        try:
             events, written = self._moved_or_next(events, *taken)
             while not answering.events.empty():  # what came while a slow client was reading
                 events, more = self._moved_or_next(events, *answering.events.get_nowait())
                 written += more
+        except TimeoutError:
+            pass
         except TurnkeepError as error:
             failure = error
+        # Chunks may add nothing for long: a call is told when it is complete.
+        if not written and failure is None and asyncio.get_running_loop().time() >= due_s:
+            written = events.heartbeat
         if written:
-            await send(_part(written))
+            await self._tell(send, written)
         if failure is not None:
             raise failure
         return events
+
+    async def _tell(self, send: Send, written: bytes) -> None:
+        await send(_part(written))
+        self._told_s = asyncio.get_running_loop().time()
 
     def _moved_or_next(self, events: Events, index: int, event: Any) -> tuple[Events, bytes]:
         """Encode an event; if it moves the answer to another session, return a new encoder, for its new id.
