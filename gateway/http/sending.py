@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -19,7 +19,7 @@ from turnkeep_client.messages import Chunk, Generated
 from .places import Marked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
 
     from starlette.types import Receive, Scope, Send
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from gateway.turn import Turn
 
     from .places import Place
+
+_T = TypeVar("_T")
 
 #: The headers with an answer's id, by which OpenAI's and Anthropic's libraries name a request to their users.
 IDS: Final = ("x-request-id", "request-id")
@@ -100,16 +102,9 @@ class Answer(Response):
 
     async def _answer(self, receive: Receive, send: Send) -> None:
         self._answering = answering = self._begin()
-        writing = asyncio.create_task(self._write(answering, send))
-        leaving = asyncio.create_task(_departure(receive))
         try:
-            await asyncio.wait([writing, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
+            await while_connected(receive, self._write(answering, send))
         finally:
-            for task in (writing, leaving):
-                task.cancel()
-            await asyncio.gather(writing, leaving, return_exceptions=True)
             if answering.stays and not self._is_over:
                 self._conversations.beside(self._drain(answering, self._asker.running.pop_all()))
             else:
@@ -302,6 +297,18 @@ class Answer(Response):
         headers = {"content-type": "application/json", "content-length": str(len(written))}
         await send(_head(status, self._own_headers() | headers | dict(more or {})))
         await send(_part(written, more=False))
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:
+    """Do some work for a client; cancel it and return None if the client disconnects first."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_departure(receive))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _departure(receive: Receive) -> None:
