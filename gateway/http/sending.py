@@ -21,6 +21,7 @@ from .places import Marked
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
+    from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
     from gateway.answering import Answering
@@ -309,6 +310,13 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def unless_left(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Do some work for a request whose body was read. Raises `Fault` if the client disconnects first."""
+    if (done := await while_connected(request.receive, work)) is None:
+        raise Fault(400, "the client went away")
+    return done
 
 
 async def _departure(receive: Receive) -> None:
