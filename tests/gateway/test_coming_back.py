@@ -535,3 +535,14 @@ async def test_a_durable_stream_that_its_client_has_left_is_not_followed_any_fur
             await asyncio.sleep(0.05)
     assert (await served.openai.responses.retrieve(running.id)).status == "in_progress"
     await served.openai.responses.cancel(running.id)
+
+
+async def test_an_answer_that_took_longer_than_conversations_may_be_idle_can_be_retrieved_after_its_end(
+    worker: Any, door: Start
+) -> None:
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1.5)
+    begun = await served.openai.responses.create(input="Begin.", background=True, **options(30_000))
+    await asyncio.sleep(2.5)
+    stopped = await served.openai.responses.cancel(begun.id)
+    await asyncio.sleep(0.8)
+    assert await served.openai.responses.retrieve(begun.id) == stopped
