@@ -393,9 +393,10 @@ class Execution:
             answer,
             _sampling(key, request, pending, self._own_sampling, grammar),
         )
-        turn = await self._engine.run(
-            asked, lambda: pending.stopped, lambda chunk: chunks.publish(chunk, warnings), pending.phases
-        )
+        async with chunks.kept():
+            turn = await self._engine.run(
+                asked, lambda: pending.stopped, lambda chunk: chunks.publish(chunk, warnings), pending.phases
+            )
         if turn is not None and not num_known and not request.echo:
             self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
         if turn is not None and len(answer.tokens) > num_known:
