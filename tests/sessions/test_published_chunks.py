@@ -14,6 +14,7 @@ from raw_wire import Start, Wire, append, generate
 from structlog.testing import capture_logs
 
 from turnkeep_client.chunks import Assembly
+from turnkeep_client.log import SEALED_HEADER
 from turnkeep_client.messages import Chunk, decode_chunk
 from worker.device.runner import Runner
 from worker.process import clock
@@ -170,3 +171,18 @@ async def test_an_answer_that_pauses_for_longer_than_the_token_stream_keeps_chun
     assert result["finish_reason"] == "cancelled"
     assert len(result["text"]) >= 20
     assert result["text"].startswith("".join(chunk.text for chunk in whole(heard)))
+
+
+async def test_an_answer_that_a_worker_has_sealed_at_its_deadline_before_it_crashed_has_expired(
+    wire: Start,
+) -> None:
+    w = await wire()
+    await w.send("s", append("a"))
+    await w.worker.stop()
+    seq = await w.publish("s", generate("g", text="abc", deadline_s=0.2))
+    subject = f"{w.prefix}.default.s.chunk.g"
+    await w.js.publish(subject, json.dumps({"i": 0, "tokens": [50], "text": "x", "seq": seq}).encode())
+    await w.js.publish(subject, b"", headers={SEALED_HEADER: f"{seq} another"})
+    await asyncio.sleep(0.4)
+    result = await (await wire()).result(seq)
+    assert (result["tokens"], result["finish_reason"]) == ([50], "expired")

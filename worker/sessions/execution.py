@@ -303,7 +303,7 @@ class Execution:
             published = await reading
         if published.has_ended and await self._journal.last_seq(key, "out") > pending.after:
             raise FencedError("the answer has a result already")  # a lagging replica did not show it
-        if published.is_sealed:  # another worker is ending it, or died while ending it
+        if published.is_sealed and not pending.expired:  # another worker is ending it, or died doing so
             pending.cancelled = True
         pending.base = history.digest()
         if published.num_tokens and published.base not in ("", pending.base):
