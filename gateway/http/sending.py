@@ -47,6 +47,7 @@ _HEARTBEAT_S: Final = 5.0
 #: The heartbeat before the first event.
 _COMMENT: Final = b": the log does not have the request yet\n\n"
 _CANCELLED: Final = "the answer was cancelled; send an Idempotency-Key, and it goes on without its client"
+_CANCELLED_KEY: Final = "the answer was cancelled; another one needs an Idempotency-Key of its own"
 
 
 class Asker(NamedTuple):
@@ -273,9 +274,11 @@ class Answer(Response):
                 self._warnings |= dict.fromkeys(event.warnings)
             case Generated():
                 self._warnings |= dict.fromkeys(event.warnings)
-                is_of_log = self._answering.following is not None and self._dialect.begun is None
-                if is_of_log and event.finish_reason == "cancelled":  # else a part would look like the whole
-                    raise RequestFailedError("cancelled", _CANCELLED, retryable=False)
+                is_of_log = self._answering.following is not None or self._found[index].how == "repeated"
+                is_cut = event.finish_reason == "cancelled" and self._dialect.begun is None
+                if is_of_log and is_cut:  # else a part would look like the whole
+                    why = _CANCELLED_KEY if self._answering.key_id else _CANCELLED
+                    raise RequestFailedError("cancelled", why, retryable=False)
                 self._results[index] = event
 
     def _in_order(self) -> list[Generated]:

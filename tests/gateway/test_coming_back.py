@@ -546,3 +546,16 @@ async def test_an_answer_that_took_longer_than_conversations_may_be_idle_can_be_
     stopped = await served.openai.responses.cancel(begun.id)
     await asyncio.sleep(0.8)
     assert await served.openai.responses.retrieve(begun.id) == stopped
+
+
+async def test_a_cancelled_answer_that_is_asked_for_again_by_its_key_is_an_error(
+    http: httpx2.AsyncClient,
+) -> None:
+    """A part would look like the whole answer."""
+    body, key = asked(CHAT, 30_000, stream=True), {"idempotency-key": "stopped"}
+    async with http.stream("POST", CHAT, json=body, headers=key) as answer:
+        begun = await read(answer, 5)
+    await http.post(f"{CHAT}/{begun[0].id.partition('.')[0]}/cancel")
+    again = events((await http.post(CHAT, json=body, headers=key)).text)
+    error = json.loads(again[-1]["data"])["error"]
+    assert (error["code"], "Idempotency-Key of its own" in error["message"]) == ("cancelled", True)
