@@ -44,7 +44,7 @@ SHOWN: Final = ("x-turnkeep-session", "x-turnkeep-explain", *IDS)
 _PATIENCE_S: Final = 1.0
 #: The pause before a heartbeat.
 _HEARTBEAT_S: Final = 5.0
-#: The heartbeat before the first event.
+#: The heartbeat before the first event, in streams of server-sent events.
 _COMMENT: Final = b": the log does not have the request yet\n\n"
 _CANCELLED: Final = "the answer was cancelled; send an Idempotency-Key, and it goes on without its client"
 _CANCELLED_KEY: Final = "the answer was cancelled; another one needs an Idempotency-Key of its own"
@@ -193,7 +193,7 @@ class Answer(Response):
                 async with asyncio.timeout(_HEARTBEAT_S):
                     self._take(*await answering.events.get())
             except TimeoutError:
-                await send(_part(_COMMENT))
+                await send(_part(_COMMENT if self._dialect.is_marked else self._unmarked_events().heartbeat))
 
     async def _write_next(self, answering: Answering, events: Events, send: Send) -> Events:
         """Send the next events, or a heartbeat; return the encoder of later ones. Raises `TurnkeepError`."""
