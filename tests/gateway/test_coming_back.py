@@ -559,3 +559,14 @@ async def test_a_cancelled_answer_that_is_asked_for_again_by_its_key_is_an_error
     again = events((await http.post(CHAT, json=body, headers=key)).text)
     error = json.loads(again[-1]["data"])["error"]
     assert (error["code"], "Idempotency-Key of its own" in error["message"]) == ("cancelled", True)
+
+
+async def test_a_stream_ends_with_the_reason_if_the_nats_server_closes_the_gateways_connection_for_good(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    async with http.stream("POST", CHAT, json=asked(CHAT, 30_000, stream=True)) as answer:
+        transport = served.gateway._conversations["default", ""].client._wire._nats._transport
+        asyncio.get_running_loop().call_later(0.5, transport.write, b"NONSENSE\r\n")
+        told = await read(answer)
+    error = json.loads(told[-1]["data"])["error"]
+    assert (error["code"], "was closed" in error["message"]) == ("no_worker", True), error
