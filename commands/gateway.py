@@ -89,7 +89,7 @@ def gateway(
         async def connect(tenant: str, model: str) -> Client:
             own = models.get(model, settings)
             is_first = own.prefix == settings.prefix and tenant == DEFAULT_TENANT
-            return client if is_first else await connected(own, tenant)
+            return client if is_first and not client.closed else await connected(own, tenant)
 
         listener = listening(*listen)
         address, at = listener.getsockname()[:2]

@@ -67,6 +67,7 @@ class _Stream:
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
         self._has_begun = False
+        self._is_told = False  # whether a worker that is slow to reply was told to stop the answer
         self._stopping: asyncio.Task[None] | None = None
 
     async def run(self) -> bool:
@@ -99,6 +100,8 @@ class _Stream:
 
     def _what_becomes_of_it(self) -> str:
         """Return a phrase that says what happens to a question in the log after the user stops waiting."""
+        if self._kept and self._is_told:
+            return "is in the log, and the worker was told to stop its answer"
         if self._kept:
             return "is in the log and will be answered"
         if self._session.connected:
@@ -145,7 +148,8 @@ class _Stream:
                     await self._generation.cancel()
             except RequestFailedError:  # the worker does not have the request yet, or has answered it
                 await asyncio.sleep(_POLL_S)
-            except (NoWorkerError, TimeoutError):
+            except (NoWorkerError, TimeoutError) as error:
+                self._is_told = isinstance(error, TimeoutError) and self._session.connected
                 self._reading.cancel()
             else:
                 return

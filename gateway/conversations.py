@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from msgspec import structs
@@ -310,6 +311,7 @@ class Conversations:
             self._leave(asked, answering)
             if plan.how != "repeated":
                 held.num_running -= 1
+                self.index.use(held, time.time())  # an answer may take longer than sessions may be idle
                 if asked.state == "running":  # the gateway stops: the next one finds the running answer
                     pass
                 elif turn.messages is None:

@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from turnkeep_client.content_blocks import ContentError, sentences
 from turnkeep_client.errors import (
+    ClientClosedError,
     InvalidMessageError,
     MessageTooLargeError,
     NoServerError,
@@ -277,6 +278,8 @@ def fault_of(error: TurnkeepError) -> Fault:
         case NoWorkerError():
             missing = "NATS server can be reached" if isinstance(error, NoServerError) else "worker answers"
             message = f"no {missing}; `turnkeep serve` starts one"
+            if isinstance(error, ClientClosedError):  # the answer goes on
+                message = "the gateway's connection to the NATS server was closed; ask again"
             return Fault(503, message, kind="server_error", code="no_worker", retry_after_s=_START_S)
         case MessageTooLargeError():
             return Fault(413, str(error).partition(": send it")[0], code="request_too_large")

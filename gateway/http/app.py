@@ -44,10 +44,10 @@ from turnkeep_client.subjects import DEFAULT_TENANT
 from . import bodies, guide
 from .durable import HEADERS, Reading
 from .origins import PROGRAMS, is_from_here, is_local, is_loopback, may_be_a_site, name_in
-from .sending import SHOWN, Answer, Asker
+from .sending import SHOWN, Answer, Asker, unless_left
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from .places import Place
 
     _Handler = Callable[[Request], Awaitable[Response]]
-    _Asking = Callable[[Client, bytes], Awaitable[tuple[dict[str, Any], int]]]
+    _Asking = Callable[[Client, bytes], Coroutine[Any, Any, tuple[dict[str, Any], int]]]
 
 MAX_BODY_BYTES: Final = 32 * 2**20
 _PUBLISH_S: Final = 5.0
@@ -157,8 +157,7 @@ class Gateway:
         self._placeholders = placeholders
         self.counters = Counters()
         self._name = name
-        #: By tenant and model.
-        self._conversations: dict[tuple[str, str], Conversations] = {}
+        self._conversations: dict[tuple[str, str], Conversations] = {}  # by tenant and model
         self._connecting = asyncio.Lock()
         self._listing = Models(self._of, models or ("",))
         self._lookups = Lookups(self._of, self._listing.names)
@@ -267,7 +266,7 @@ class Gateway:
                 body = await bodies.read(request, self._max_body_bytes)
                 conversations = await self._of(key.tenant, self._listing.chosen(body))
                 await conversations.presence.worker(patience_s=self._patience_s)
-                reply, num_tokens = await ask(conversations.client, body)
+                reply, num_tokens = await unless_left(request, ask(conversations.client, body))
                 key.spend(num_tokens)
                 return _json(reply)
 
@@ -421,11 +420,14 @@ class Gateway:
 
     async def _of(self, tenant: str, model: str) -> Conversations:
         async with self._connecting:
-            if (tenant, model) not in self._conversations:
+            made = self._conversations.get((tenant, model))
+            if made is None or made.client.closed:  # credentials expire; a message may exceed a limit
                 client = await self._connect(tenant, model)
+                if made is not None:
+                    await made.close()
                 made = Conversations(client, idle_s=self._idle_s, is_stopping=self._stops)
                 self._conversations[tenant, model] = made
-            return self._conversations[tenant, model]
+            return made
 
 
 def _without_slash(app: ASGIApp) -> ASGIApp:

@@ -19,6 +19,7 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 
 from .places import Marked, behind_number
+from .sending import while_connected
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -57,14 +58,12 @@ class Reading(Response):
         self._events = Marked(Events(answer.turn, answer.id, answer.note.created), answer.id, after)
         self._is_closed = False
 
-    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        """Send the events from the offset on."""
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events from the offset on, unless the client disconnects first."""
         answering = self._conversations.follow(self._answer)
+        write = self._stream if self._live == "sse" else self._page
         try:
-            if self._live == "sse":
-                await self._stream(answering, send)
-            else:
-                await self._page(answering, send)
+            await while_connected(receive, write(answering, send))
         finally:
             self._conversations.abandon(answering)
 
@@ -101,17 +100,18 @@ class Reading(Response):
         """
         written, clock = self._events.start(0), asyncio.get_running_loop().time
         until_s = clock() + (_POLL_S if self._live else _COLLECT_S)
+        is_endless = self._live == "sse"
         while not self._is_closed:
-            if written:
-                yield self._new(written)
+            if written or (is_endless and clock() >= until_s):
+                yield self._new(written)  # without events a heartbeat
+                until_s = clock() + _POLL_S if is_endless else until_s
             written = b""
             try:
-                async with asyncio.timeout_at(clock() + _POLL_S if self._live == "sse" else until_s):
+                async with asyncio.timeout_at(until_s):
                     written = self._next(*await answering.events.get())
             except TimeoutError:
-                if self._live != "sse":
+                if not is_endless:
                     raise
-                yield []  # a heartbeat
             while not answering.events.empty():
                 written += self._next(*answering.events.get_nowait())
         yield self._new(written)

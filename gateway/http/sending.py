@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -19,8 +19,9 @@ from turnkeep_client.messages import Chunk, Generated
 from .places import Marked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
 
+    from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
     from gateway.answering import Answering
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     from .places import Place
 
+_T = TypeVar("_T")
+
 #: The headers with an answer's id, by which OpenAI's and Anthropic's libraries name a request to their users.
 IDS: Final = ("x-request-id", "request-id")
 #: The headers of an answer that pages of other origins may read.
@@ -41,9 +44,10 @@ SHOWN: Final = ("x-turnkeep-session", "x-turnkeep-explain", *IDS)
 _PATIENCE_S: Final = 1.0
 #: The pause before a heartbeat.
 _HEARTBEAT_S: Final = 5.0
-#: The heartbeat before the first event.
+#: The heartbeat before the first event, in streams of server-sent events.
 _COMMENT: Final = b": the log does not have the request yet\n\n"
 _CANCELLED: Final = "the answer was cancelled; send an Idempotency-Key, and it goes on without its client"
+_CANCELLED_KEY: Final = "the answer was cancelled; another one needs an Idempotency-Key of its own"
 
 
 class Asker(NamedTuple):
@@ -90,6 +94,8 @@ class Answer(Response):
         #: The worker's warnings, which come with the first chunk of an answer.
         self._warnings: dict[str, None] = {}
         self._has_begun = self._has_failed = False
+        #: The event loop's time at which the stream's last bytes were sent.
+        self._told_s = 0.0
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answers, unless the client disconnects first."""
@@ -98,16 +104,9 @@ class Answer(Response):
 
     async def _answer(self, receive: Receive, send: Send) -> None:
         self._answering = answering = self._begin()
-        writing = asyncio.create_task(self._write(answering, send))
-        leaving = asyncio.create_task(_departure(receive))
         try:
-            await asyncio.wait([writing, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
+            await while_connected(receive, self._write(answering, send))
         finally:
-            for task in (writing, leaving):
-                task.cancel()
-            await asyncio.gather(writing, leaving, return_exceptions=True)
             if answering.stays and not self._is_over:
                 self._conversations.beside(self._drain(answering, self._asker.running.pop_all()))
             else:
@@ -172,7 +171,7 @@ class Answer(Response):
             events, start, failure = self._unmarked_events(), b"", error
         except TurnkeepError as error:
             failure = error
-        await send(_part(start + first))
+        await self._tell(send, start + first)
         try:
             if failure is not None:
                 raise failure
@@ -194,29 +193,34 @@ class Answer(Response):
                 async with asyncio.timeout(_HEARTBEAT_S):
                     self._take(*await answering.events.get())
             except TimeoutError:
-                await send(_part(_COMMENT))
+                await send(_part(_COMMENT if self._dialect.is_marked else self._unmarked_events().heartbeat))
 
     async def _write_next(self, answering: Answering, events: Events, send: Send) -> Events:
         """Send the next events, or a heartbeat; return the encoder of later ones. Raises `TurnkeepError`."""
-        written, failure = b"", None
+        written, failure, due_s = b"", None, self._told_s + _HEARTBEAT_S
         try:
-            async with asyncio.timeout(_HEARTBEAT_S):
+            async with asyncio.timeout_at(due_s):
                 taken = await answering.events.get()
-        except TimeoutError:
-            await send(_part(events.heartbeat))
-            return events
-        try:
             events, written = self._moved_or_next(events, *taken)
             while not answering.events.empty():  # what came while a slow client was reading
                 events, more = self._moved_or_next(events, *answering.events.get_nowait())
                 written += more
+        except TimeoutError:
+            pass
         except TurnkeepError as error:
             failure = error
+        # Chunks may add nothing for long: a call is told when it is complete.
+        if not written and failure is None and asyncio.get_running_loop().time() >= due_s:
+            written = events.heartbeat
         if written:
-            await send(_part(written))
+            await self._tell(send, written)
         if failure is not None:
             raise failure
         return events
+
+    async def _tell(self, send: Send, written: bytes) -> None:
+        await send(_part(written))
+        self._told_s = asyncio.get_running_loop().time()
 
     def _moved_or_next(self, events: Events, index: int, event: Any) -> tuple[Events, bytes]:
         """Encode an event; if it moves the answer to another session, return a new encoder, for its new id.
@@ -270,9 +274,11 @@ class Answer(Response):
                 self._warnings |= dict.fromkeys(event.warnings)
             case Generated():
                 self._warnings |= dict.fromkeys(event.warnings)
-                is_of_log = self._answering.following is not None and self._dialect.begun is None
-                if is_of_log and event.finish_reason == "cancelled":  # else a part would look like the whole
-                    raise RequestFailedError("cancelled", _CANCELLED, retryable=False)
+                is_of_log = self._answering.following is not None or self._found[index].how == "repeated"
+                is_cut = event.finish_reason == "cancelled" and self._dialect.begun is None
+                if is_of_log and is_cut:  # else a part would look like the whole
+                    why = _CANCELLED_KEY if self._answering.key_id else _CANCELLED
+                    raise RequestFailedError("cancelled", why, retryable=False)
                 self._results[index] = event
 
     def _in_order(self) -> list[Generated]:
@@ -295,6 +301,25 @@ class Answer(Response):
         headers = {"content-type": "application/json", "content-length": str(len(written))}
         await send(_head(status, self._own_headers() | headers | dict(more or {})))
         await send(_part(written, more=False))
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:
+    """Do some work for a client; cancel it and return None if the client disconnects first."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_departure(receive))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def unless_left(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Do some work for a request whose body was read. Raises `Fault` if the client disconnects first."""
+    if (done := await while_connected(request.receive, work)) is None:
+        raise Fault(400, "the client went away")
+    return done
 
 
 async def _departure(receive: Receive) -> None:

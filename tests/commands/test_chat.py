@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from turnkeep_client.client import Client
 from turnkeep_client.generation import Generation
 from turnkeep_client.messages import Append, Generate, Generated, Request, decode_request, decode_result
 from turnkeep_client.session import Session
+from worker.device.runner import Runner
 
 PROMPT = r">\x08? ?$"
 END = r"\n\s*>\x08? ?$"
@@ -292,6 +294,41 @@ async def test_retry_refuses_while_the_question_still_waits_for_a_worker(
         await asyncio.to_thread(run)
         asked = ["first question", "second question"]
         assert [one.question for one in await last_exchanges(client, "s", 9)] == asked
+
+
+async def test_leaving_an_answer_that_stops_only_after_a_long_step_does_not_say_that_it_will_be_answered(
+    local_worker: Callable[..., Any], endless_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, run_step = threading.Event(), Runner._run_step
+    goes_on.set()
+
+    def step(*given: Any, **how: Any) -> None:
+        goes_on.wait(30)
+        run_step(*given, **how)
+
+    monkeypatch.setattr(Runner, "_run_step", step)
+    worker = await local_worker(model=str(endless_model))
+
+    def script(terminal: Terminal) -> None:
+        terminal.wait_for(PROMPT)
+        terminal.type("first question\r")
+        terminal.wait_for(END)
+        goes_on.clear()
+        terminal.type("second question\r")
+        terminal.wait_for("prefill|waiting")
+        terminal.type("\x03")
+        terminal.wait_for("not waiting any longer")
+        terminal.wait_for(PROMPT)
+        goes_on.set()
+        terminal.type("\x04")
+
+    text = await on_terminal(script, worker)
+    assert "will be answered" not in text
+    assert "was told to stop" in text
+    async with asyncio.timeout(20):
+        while len(await answers(worker.client)) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert [len(answer.tokens) for answer in await answers(worker.client)] == [5, 0]
 
 
 async def test_rewind_and_retry_in_chat_remove_nothing_if_another_answer_ends_before_them(

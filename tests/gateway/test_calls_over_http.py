@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from parts import make_tiny_model
 
@@ -136,3 +137,17 @@ async def test_openais_client_gets_structured_output_and_a_required_tool_call(se
     call = answer.choices[0].message.tool_calls[0]
     assert call.function.name == "look"
     assert json.loads(call.function.arguments)["sky"] in ("blue", "grey")
+
+
+async def test_a_stream_sends_heartbeats_while_a_long_call_is_written(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call is told when it is complete: chunks have no text until then, perhaps for minutes."""
+    monkeypatch.setattr("gateway.http.sending._HEARTBEAT_S", 0.1)
+    text = {"type": "string", "minLength": 400, "maxLength": 400}
+    schema = {"type": "object", "properties": {"text": text}, "required": ["text"]}
+    tool = {"type": "function", "function": {"name": "write", "parameters": schema}}
+    body = {"messages": [QUESTION], "tools": [tool], "tool_choice": "required", "max_tokens": 1000}
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        answer = await http.post("/v1/chat/completions", json={**body, "stream": True})
+    assert answer.text.count("\n: waiting\n") >= 3

@@ -502,3 +502,71 @@ async def test_the_first_copy_of_a_request_is_looked_for_again_after_a_lost_conn
     client: Any = None
     assert await following.first_copy(client, "a") is None
     assert not errors
+
+
+async def test_a_gateway_connects_again_after_the_nats_server_has_closed_its_connection_for_good(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    """As if its credentials had expired, or a client's message had exceeded a limit of its account."""
+    said = [{"role": "user", "content": "Begin."}]
+    first = (await http.post(CHAT, json=asked(CHAT, 4, messages=said))).json()["choices"][0]["message"]
+    client = served.gateway._conversations["default", ""].client
+    client._wire._nats._transport.write(b"NONSENSE\r\n")
+    async with asyncio.timeout(10):
+        while not client._wire.closed:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    said += [first, {"role": "user", "content": "Go on."}]
+    answer = await http.post(CHAT, json=asked(CHAT, 4, messages=said))
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-turnkeep-session"].endswith(" continued")
+
+
+async def test_a_durable_stream_that_its_client_has_left_is_not_followed_any_further(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    running = await served.openai.responses.create(input="Begin.", background=True, **options(30_000))
+    tasks = served.gateway._conversations["default", ""]._tasks
+    for _ in range(3):
+        path = f"/v1/responses/{running.id}/stream"
+        async with http.stream("GET", path, params={"live": "sse"}) as answer:
+            await anext(answer.aiter_text())
+    async with asyncio.timeout(5):
+        while any(one.get_coro().__name__ == "_follow" for one in tasks):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert (await served.openai.responses.retrieve(running.id)).status == "in_progress"
+    await served.openai.responses.cancel(running.id)
+
+
+async def test_an_answer_that_took_longer_than_conversations_may_be_idle_can_be_retrieved_after_its_end(
+    worker: Any, door: Start
+) -> None:
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1.5)
+    begun = await served.openai.responses.create(input="Begin.", background=True, **options(30_000))
+    await asyncio.sleep(2.5)
+    stopped = await served.openai.responses.cancel(begun.id)
+    await asyncio.sleep(0.8)
+    assert await served.openai.responses.retrieve(begun.id) == stopped
+
+
+async def test_a_cancelled_answer_that_is_asked_for_again_by_its_key_is_an_error(
+    http: httpx2.AsyncClient,
+) -> None:
+    """A part would look like the whole answer."""
+    body, key = asked(CHAT, 30_000, stream=True), {"idempotency-key": "stopped"}
+    async with http.stream("POST", CHAT, json=body, headers=key) as answer:
+        begun = await read(answer, 5)
+    await http.post(f"{CHAT}/{begun[0].id.partition('.')[0]}/cancel")
+    again = events((await http.post(CHAT, json=body, headers=key)).text)
+    error = json.loads(again[-1]["data"])["error"]
+    assert (error["code"], "Idempotency-Key of its own" in error["message"]) == ("cancelled", True)
+
+
+async def test_a_stream_ends_with_the_reason_if_the_nats_server_closes_the_gateways_connection_for_good(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    async with http.stream("POST", CHAT, json=asked(CHAT, 30_000, stream=True)) as answer:
+        transport = served.gateway._conversations["default", ""].client._wire._nats._transport
+        asyncio.get_running_loop().call_later(0.5, transport.write, b"NONSENSE\r\n")
+        told = await read(answer)
+    error = json.loads(told[-1]["data"])["error"]
+    assert (error["code"], "was closed" in error["message"]) == ("no_worker", True), error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -83,3 +84,21 @@ async def test_an_invalid_embedding_request_is_refused_with_the_field_at_fault(
 ) -> None:
     answer = await posted(served, "/v1/embeddings", **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_list_whose_client_has_disconnected_is_not_embedded_any_further(
+    local_worker: Start, door: Start, embedding_model: Path
+) -> None:
+    worker = await local_worker(model=str(embedding_model))
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    asking = asyncio.create_task(posted(served, "/v1/embeddings", input=["Is water wet? " * 20] * 2048))
+    calls = worker.app._telemetry.calls["ctl"]
+    async with asyncio.timeout(20):
+        while calls.num < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    asking.cancel()
+    await asyncio.sleep(1)
+    num_asked = calls.num
+    await asyncio.sleep(1)
+    assert calls.num <= num_asked + 1
+    assert num_asked < 100

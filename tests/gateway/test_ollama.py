@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,9 +10,11 @@ import httpx2
 import pytest
 from test_responses_shapes import generated
 
+from gateway.http import sending
 from gateway.ollama import answers, requests
 from gateway.turn import Fault
 from turnkeep_client.chunks import Assembly
+from turnkeep_client.generation import Generation
 
 Start = Any
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -206,3 +209,21 @@ async def test_the_tokenize_and_detokenize_endpoints_convert_texts_and_tokens(
         ("detokenize", {"tokens": [10**6]}),
     ]:
         assert (await http.post(f"/{path}", json=wrong)).status_code == 400
+
+
+async def test_a_stream_has_only_lines_of_json_also_while_the_log_does_not_have_its_request_yet(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(sending, "_HEARTBEAT_S", 0.1)
+    send = Generation.send
+
+    async def slowly(self: Generation) -> None:
+        await asyncio.sleep(0.5)
+        await send(self)
+
+    monkeypatch.setattr(Generation, "send", slowly)
+    body = {"model": "m", "messages": HELLO, "options": {"num_predict": 3}}
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        answer = await http.post("/api/chat", json=body, headers={"idempotency-key": "slow"})
+    assert [one["done"] for one in lines(answer)][-1]

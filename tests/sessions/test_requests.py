@@ -559,6 +559,16 @@ async def test_an_ask_at_a_worker_that_stops_is_told_so_and_its_result_is_stored
     assert (await w.result(1))["type"] == "generated"
 
 
+async def test_an_ask_whose_answer_takes_long_is_told_so_and_must_not_be_sent_again(wire: Start) -> None:
+    """Its answer goes on: another ask would be a second request."""
+    w = await wire(token_ttl_s=0.2)
+    told = await w.nc.request(w.subject("s", "ask"), json.dumps(LONG).encode(), timeout=PATIENCE_S)
+    late = json.loads(told.data)
+    assert (late["type"], late["code"], late["retryable"]) == ("failed", "overloaded", False)
+    assert "comes on the session's out" in late["message"]
+    assert (await w.result(1))["type"] == "generated"
+
+
 # Who sees what
 
 

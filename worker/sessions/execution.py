@@ -303,7 +303,7 @@ class Execution:
             published = await reading
         if published.has_ended and await self._journal.last_seq(key, "out") > pending.after:
             raise FencedError("the answer has a result already")  # a lagging replica did not show it
-        if published.is_sealed:  # another worker is ending it, or died while ending it
+        if published.is_sealed and not pending.expired:  # another worker is ending it, or died doing so
             pending.cancelled = True
         pending.base = history.digest()
         if published.num_tokens and published.base not in ("", pending.base):
@@ -393,9 +393,10 @@ class Execution:
             answer,
             _sampling(key, request, pending, self._own_sampling, grammar),
         )
-        turn = await self._engine.run(
-            asked, lambda: pending.stopped, lambda chunk: chunks.publish(chunk, warnings), pending.phases
-        )
+        async with chunks.kept():
+            turn = await self._engine.run(
+                asked, lambda: pending.stopped, lambda chunk: chunks.publish(chunk, warnings), pending.phases
+            )
         if turn is not None and not num_known and not request.echo:
             self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
         if turn is not None and len(answer.tokens) > num_known:

@@ -35,13 +35,14 @@ from turnkeep_client.messages import (
 )
 from turnkeep_client.subjects import session_key
 from worker.process.clock import monotonic, time
-from worker.process.concurrency import task_group
+from worker.process.concurrency import background, task_group
 from worker.wire.chunks import Published
 from worker.wire.fence import FencedError
 
 from .attempts import Doubt
 from .history import RefusedError
 from .port import DeviceFaultError, NoMemoryError, StoppingError
+from .record import Pending
 from .results import failed, withdrawn
 from .session_log import SessionLog
 from .spans import turn_times
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from worker.wire.intake import Delivery
 
     from .history import History
-    from .record import Pending
     from .services import Services
     from .session_log import AnsweredRequest
 
@@ -168,6 +168,14 @@ class Session:
         seq = self.log.next_seq
         return None if seq is None or self._doubt.may_count(seq) else seq
 
+    @property
+    def next_deadline_s(self) -> float | None:
+        """The deadline of `next_request` in seconds since 1970; None without one."""
+        if self.log.record.pending:
+            return self.log.record.pending[0].deadline_s
+        one = self.log.delivered
+        return Pending(one.seq, self.next_request, "", one.stored).deadline_s if one else None
+
     def ring(self, delivery: Delivery) -> None:
         """Note that the log has a request at the delivery's sequence, and start the session's task."""
         self.log.ring(delivery)
@@ -202,7 +210,7 @@ class Session:
                     at_once=is_stopped,
                     max_new=request.max_tokens if isinstance(request, Generate) else 0,
                 )
-                async with share:
+                async with background(self._admit_late), share:
                     async with task_group() as asides:
                         self.log.delivered = None
                         await self.log.catch_up()
@@ -227,6 +235,12 @@ class Session:
                 self.forget()
             except CutOffError:
                 self.log.reset(whole=True)  # a request needs an early part of the session
+
+    async def _admit_late(self) -> None:
+        """Let the next request in once its deadline has passed: it waits no longer, and needs no device."""
+        if (deadline_s := self.next_deadline_s) is not None:
+            await sleep(max(deadline_s - time(), 0.0))
+            self._services.shares.admit(self.key)
 
     async def refresh(self) -> None:
         """Read the log to its end.

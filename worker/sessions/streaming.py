@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
+from anyio import Lock, sleep
 from msgspec.structs import replace
 
 from turnkeep_client.messages import encode, joined
-from worker.process.clock import time
+from worker.process.clock import monotonic, time
+from worker.process.concurrency import task_group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
@@ -40,22 +43,46 @@ class AnswerStream:
         self._pending = pending
         self._ttl_s = ttl_s
         self._said = list(published.chunks)
-        self._said_s = pending.stored.timestamp()  # no chunk is older than the request
+        age_s = max(time() - pending.stored.timestamp(), 0.0)  # no chunk is older than the request
+        self._said_s = monotonic() - age_s
         self._last_seq = published.last_seq
         self._is_heard = True
+        self._lock = Lock(fast_acquire=True)
 
     async def publish(self, chunk: Chunk, warnings: tuple[str, ...]) -> None:
         """Publish the next chunk; the first one gets the `warnings`. Raises `FencedError`."""
-        if self._said and time() - self._said_s > _COPY_AT * self._ttl_s:
+        async with self._lock:
+            await self._copy_old()
+            if not self._said:
+                self._said_s = monotonic()
+            chunk = replace(chunk, seq=self._pending.seq, warnings=() if chunk.i else warnings)
+            await self._publish(chunk)
+            self._said.append(chunk)
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Publish old chunks again while the block runs, also if an answer that pauses has no new ones.
+
+        Raises `FencedError`.
+        """
+        async with task_group() as tasks:
+            tasks.start_soon(self._keep)
+            yield
+            async with self._lock:  # a chunk whose publication is cancelled would seem another worker's
+                tasks.cancel_scope.cancel()
+
+    async def _keep(self) -> None:
+        while True:
+            await sleep(_COPY_AT * self._ttl_s / 2)
+            async with self._lock:
+                await self._copy_old()
+
+    async def _copy_old(self) -> None:
+        if self._said and monotonic() - self._said_s > _COPY_AT * self._ttl_s:
             self._said = list(_batches(self._said))
-            self._said_s = time()
+            self._said_s = monotonic()
             for copy in self._said:
                 await self._publish(copy)
-        elif not self._said:
-            self._said_s = time()
-        chunk = replace(chunk, seq=self._pending.seq, warnings=() if chunk.i else warnings)
-        await self._publish(chunk)
-        self._said.append(chunk)
 
     async def seal(self) -> None:
         """Prevent all workers from publishing a later chunk. Raises `FencedError`."""

@@ -10,7 +10,7 @@ from uuid import uuid4
 import nats.errors
 import structlog
 from anyio import current_time, fail_after, get_cancelled_exc_class, move_on_after
-from msgspec import Raw
+from msgspec import Raw, structs
 from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
@@ -181,7 +181,8 @@ class Endpoints:
                 return await self._result(results, key, request.id, seq)
         except TimeoutError:
             text = f"no result within {self._ask_timeout_s:g} s; it comes on the session's out"
-            return failure(request.id, "overloaded", text)
+            late = failure(request.id, "overloaded", text)
+            return structs.replace(late, retryable=False)  # it would be a second request
         finally:
             await shielded(results.unsubscribe)
 
