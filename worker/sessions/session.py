@@ -517,18 +517,19 @@ class Session:
             parent = await self._parent(self.key, request.from_)
             return self._services.execution.fork(request, request.from_, pending, parent)
         if isinstance(request, Close):
+            had = await self.log.all_tokens() if request.forget else ()
             return await self._services.execution.close(
-                self.key, request, pending, history, self._count_shared
+                self.key, request, pending, history, had, self._count_shared
             )
         return await self._services.execution.carry_out(self.key, request, pending, history)
 
-    async def _count_shared(self, history: History) -> int:
-        """Count the first tokens of `history` that another open session has too.
+    async def _count_shared(self, tokens: Tokens) -> int:
+        """Count the first ones of these tokens that another open session has too.
 
         If this session may have crashed a worker, its parent is not read: that may have caused the crash.
         """
-        parent = None if self._doubt.is_raised else history.parent
-        return await self._num_shared(self.key, history.tokens, parent)
+        parent = None if self._doubt.is_raised else self.history.parent
+        return await self._num_shared(self.key, tokens, parent)
 
     async def _repeated(self, request: Request, pending: Pending, known: AnsweredRequest) -> Result | None:
         """Answer a request whose id was used before with the first result of that id.
