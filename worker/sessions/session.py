@@ -143,9 +143,13 @@ class Session:
         """
         history = self.history
         is_closing = self.active is not None and isinstance(self.active.request, Close)
-        is_known = self.log.record.folded and not self.log.is_stale and self.diverged is None
-        is_needed = is_known and history.exists and not (history.closed or is_closing)
+        is_needed = self.is_read and history.exists and not (history.closed or is_closing)
         return history.tokens if is_needed else None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether `history` is what the log says, as far as this worker knows."""
+        return self.log.record.folded and not self.log.is_stale and self.diverged is None
 
     @property
     def size_bytes(self) -> int:

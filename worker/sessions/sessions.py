@@ -102,9 +102,12 @@ class Sessions:
                 await _read(session)
                 had = await session.log.all_tokens()
             shared = partial(self._num_shared, key, parent=session.history.parent)
+            # A turn that still runs here may have stored KV that continues these tokens. Then a note tells
+            # this worker to erase all of it after the turn; see `erasures`.
+            is_all = session.is_read and session.active is None
             _, settled, _ = await erase_all(self._services.engine, key, had, shared)
             session.forget()
-            return settled
+            return is_all and settled
 
     def let_go(self, is_meant: Callable[[SessionKey], bool]) -> set[SessionKey]:
         """Drop idle sessions for which `is_meant` is true from memory, and their KV from the device.
