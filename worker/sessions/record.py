@@ -321,6 +321,8 @@ class Record:
         self.out_seq = self._last_out = out_seq
         before, self.history = self.history, history
         self._note_branch(before, pending.request, result)
+        if isinstance(result, Closed) and result.repeat_of is None:
+            self.diverged = None  # the next session of this name begins anew
         self._num_since_checkpoint += 1
         self._num_committed += 1
         if pending.request is not None and _is_first(result):

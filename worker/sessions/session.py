@@ -515,7 +515,7 @@ class Session:
         if pending.expired and not await self._is_streamed(pending):
             return withdrawn(pending, history, self.log.record.position), history
         if self.log.record.diverged is not None:
-            raise RefusedError("history_diverged", self.log.record.diverged)
+            return await self._end_diverged(request, pending, self.log.record.diverged)
         self._services.fold.check(history, request)
         if isinstance(request, Open) and request.from_ is not None:
             parent = await self._parent(self.key, request.from_)
@@ -526,6 +526,21 @@ class Session:
                 self.key, request, pending, history, had, self._count_shared
             )
         return await self._services.execution.carry_out(self.key, request, pending, history)
+
+    async def _end_diverged(self, request: Request, pending: Pending, why: str) -> tuple[Result, History]:
+        """Remove a session that this worker cannot continue, if a close asks to forget it; else refuse.
+
+        Not all of its tokens are known, so some of their KV may stay.
+        """
+        if not (isinstance(request, Close) and request.forget):
+            raise RefusedError("history_diverged", why)
+        position, had = self.log.record.position, await self.log.all_tokens()
+        if request.expect_position not in (None, position):
+            raise RefusedError("position_conflict", f"the session is at position {position}")
+        closed, history = await self._services.execution.close(
+            self.key, request, pending, self.history, had, self._count_shared
+        )
+        return msgspec.structs.replace(closed, position=position, settled=False), history
 
     async def _count_shared(self, tokens: Tokens) -> int:
         """Count the first ones of these tokens that another open session has too.
