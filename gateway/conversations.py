@@ -431,6 +431,9 @@ class Conversations:
             self._note_moved(held)
         elif error.code in MISTAKEN - {"id_conflict"}:
             self.index.drop(held)
+            if error.code == "unknown_session" and not plan.is_apart:  # the log has the refused request there
+                held.position = 0
+                self.beside(remove(self.client, self.index, held))
         elif plan.how == "repeated":  # the recorded answer is no longer usable
             return RequestFailedError("id_conflict", error.message, retryable=False)
         return error
