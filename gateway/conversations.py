@@ -262,7 +262,7 @@ class Conversations:
         self, turn: Turn, plan: Plan, answering: Answering, tell: Callable[[Event], None]
     ) -> Generated:
         """Send a turn as planned, pass its chunks to `tell`, add its result to the index, and return it."""
-        asked, held = plan.asked, plan.asked.held
+        asked, held, is_unsure = plan.asked, plan.asked.held, False
         asked.num_users += 1
         answering.running.add(asked)
         if answering.is_abandoned:
@@ -302,6 +302,7 @@ class Conversations:
             self._note_failed(plan)
             if not isinstance(error, MessageTooLargeError):  # such a request was never sent
                 self.index.drop(held)  # whether it was answered is unknown
+                held.position, is_unsure = None, True
             raise
         else:
             return _with_appended(result, sent)
@@ -312,6 +313,8 @@ class Conversations:
                 held.num_running -= 1
                 if asked.state == "running":  # the gateway stops: the next one finds the running answer
                     pass
+                elif is_unsure:
+                    self.index.add(held)  # without its conversation: a sweep finds its result, and removes it
                 elif turn.messages is None:
                     self.beside(remove(self.client, self.index, held, forget=False))
                 elif not held.marks and held.name in self.index.sessions and not answering.stays:
