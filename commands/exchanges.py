@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import (
+    Appended,
     Closed,
     Failed,
     Generate,
@@ -31,7 +32,7 @@ class Exchange:
     """One question and its answer: the session's tokens from `start` to `end`.
 
     `start` is None if unknown: either the part of the log that was read starts with this exchange, or the
-    chat template rewrote the text before it.
+    chat template rewrote the text before it, then or in a later turn.
     """
 
     question: str
@@ -81,6 +82,9 @@ def _exchanges(entries: Iterable[Entry], position: int | None = None) -> tuple[l
             match result:
                 case _ if isinstance(result, Failed) or result.repeat_of is not None:
                     continue  # the request changed nothing
+                case Appended(rewritten_from=int(kept)) | Generated(rewritten_from=int(kept)):
+                    found = [one if (one.start or 0) <= kept else replace(one, start=None) for one in found]
+            match result:
                 case Generated() if isinstance(request, Generate) and result.tokens:
                     start = position if result.rewritten_from is None else None
                     found.append(Exchange(_question(request), result.text, start, result.position))

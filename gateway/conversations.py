@@ -263,7 +263,7 @@ class Conversations:
         self, turn: Turn, plan: Plan, answering: Answering, tell: Callable[[Event], None]
     ) -> Generated:
         """Send a turn as planned, pass its chunks to `tell`, add its result to the index, and return it."""
-        asked, held = plan.asked, plan.asked.held
+        asked, held, is_unsure = plan.asked, plan.asked.held, False
         asked.num_users += 1
         answering.running.add(asked)
         if answering.is_abandoned:
@@ -303,6 +303,7 @@ class Conversations:
             self._note_failed(plan)
             if not isinstance(error, MessageTooLargeError):  # such a request was never sent
                 self.index.drop(held)  # whether it was answered is unknown
+                held.position, is_unsure = None, True
             raise
         else:
             return _with_appended(result, sent)
@@ -314,6 +315,8 @@ class Conversations:
                 self.index.use(held, time.time())  # an answer may take longer than sessions may be idle
                 if asked.state == "running":  # the gateway stops: the next one finds the running answer
                     pass
+                elif is_unsure:
+                    self.index.add(held)  # without its conversation: a sweep finds its result, and removes it
                 elif turn.messages is None:
                     self.beside(remove(self.client, self.index, held, forget=False))
                 elif not held.marks and held.name in self.index.sessions and not answering.stays:
@@ -433,6 +436,9 @@ class Conversations:
             self._note_moved(held)
         elif error.code in MISTAKEN - {"id_conflict"}:
             self.index.drop(held)
+            if error.code == "unknown_session" and not plan.is_apart:  # the log has the refused request there
+                held.position = 0
+                self.beside(remove(self.client, self.index, held))
         elif plan.how == "repeated":  # the recorded answer is no longer usable
             return RequestFailedError("id_conflict", error.message, retryable=False)
         return error

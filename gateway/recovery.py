@@ -122,6 +122,9 @@ def _fold(
             continue
         name = RequestName.parse(result.id or "")
         match result:
+            case Closed():
+                index.cut(held, -1)
+                end = _End(None, 0)
             case Opened():
                 index.cut(held, -1)
                 base = base_of(result.tags)

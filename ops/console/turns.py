@@ -16,6 +16,7 @@ from turnkeep_client.messages import (
     Open,
     Opened,
     Rewind,
+    Rewound,
     UnknownResult,
     Usage,
 )
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ops.log.conversation import Turn
-    from turnkeep_client.messages import Called, Message, ToolCall
+    from turnkeep_client.messages import Called, Message, Result, ToolCall
 
     from .markdown import Node
 
@@ -72,7 +73,11 @@ class Spent(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Shown(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A turn as the page shows it. `note` says what a turn without text did, or why and how a turn ended."""
+    """A turn as the page shows it. `note` says what a turn without text did, or why and how a turn ended.
+
+    The session was at position `start` before the turn; None if the chat template has changed earlier text in
+    it, so that no position is that place. Of the tokens before the turn the first `kept` stayed.
+    """
 
     seq: int
     id: str | None
@@ -83,6 +88,8 @@ class Shown(Struct, frozen=True, kw_only=True, omit_defaults=True):
     note: str = ""
     parent: str | None = None
     position: int | None = None
+    start: int | None = None
+    kept: int | None = None
     spent: Spent | None = None
 
 
@@ -90,6 +97,7 @@ def shown(turn: Turn, inherited: Sequence[Message] = ()) -> Shown:
     """Convert a turn for the page; a fork's `open` is shown with the messages that the fork `inherited`."""
     request, result = turn.request, turn.result
     has_failed = isinstance(result, Failed) or request is None
+    start, kept = _places(result)
     return Shown(
         seq=turn.seq,
         id=request.id if request else None,
@@ -100,8 +108,26 @@ def shown(turn: Turn, inherited: Sequence[Message] = ()) -> Shown:
         note=", ".join(filter(None, (_note(turn), _taken_over(result)))),
         parent=result.parent.session if isinstance(result, Opened) and result.parent else None,
         position=result.position if result else None,
+        start=start,
+        kept=kept,
         spent=_spent(result),
     )
+
+
+def _places(result: Result | None) -> tuple[int | None, int | None]:
+    """Return `start` and `kept` of a turn with this result; see `Shown`."""
+    if result is None or result.repeat_of is not None:
+        return None, None
+    match result:
+        case Failed(position=position):
+            return position, None
+        case Appended(change=change) | Generated(change=change) if change is not None:
+            return change.kept if result.rewritten_from is None else None, change.kept
+        case Generated(position=position, tokens=()):
+            return position, None
+        case Rewound(position=position):
+            return None, position
+    return None, None
 
 
 def _said(turn: Turn) -> Iterator[Said]:

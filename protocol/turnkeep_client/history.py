@@ -9,13 +9,13 @@ from __future__ import annotations
 from contextlib import suppress
 from itertools import chain
 from math import inf
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from .errors import InvalidMessageError
-from .log import entry
+from .log import BEGAN_HEADER, entry
 from .messages import (
     Append,
     Appended,
@@ -39,9 +39,20 @@ if TYPE_CHECKING:
     from .messages import Request
 
 _Changing: TypeAlias = Opened | Appended | Generated | Rewound
-#: A request, its result, and the result's sequence.
-_Exchange: TypeAlias = "tuple[Request, _Changing, int]"
 _CHANGING: Final = (Opened, Appended, Generated, Rewound)
+
+
+class _Exchange(NamedTuple):
+    """A request, its result, the result's sequence, and the digest of the session's tokens after it.
+
+    In a log that was imported (`is_copy`), another session may have the name of a fork's parent.
+    """
+
+    request: Request
+    result: _Changing
+    seq: int
+    digest: str
+    is_copy: bool
 
 
 class Turn(Struct, frozen=True, kw_only=True):
@@ -102,17 +113,20 @@ async def read_history(wire: Wire, key: SessionKey, end: float = inf) -> History
     while True:
         if key not in found:  # the end of a later read of the same session is an earlier one
             found[key] = await _exchanges(wire, key, end)
-        parts.append(_since_open([one for one in found[key] if one[2] < end]))
+        parts.append(_since_open([one for one in found[key] if one.seq < end]))
         match parts[-1][:1]:
-            case [(_, Opened(parent=Parent() as parent), seq)]:
+            case [_Exchange(_, Opened(parent=Parent() as parent), seq)]:
                 key, end = SessionKey(key.tenant, parent.session), seq
             case _:
                 break
     turns: list[Turn] = []
+    digests: list[tuple[int, str]] = []  # of the tokens up to ascending positions
     is_whole, position = True, 0
-    for request, result, _ in chain.from_iterable(reversed(parts)):
+    for request, result, _, digest, is_copy in chain.from_iterable(reversed(parts)):
         match request, result:
             case _, Opened(parent=Parent() as parent):
+                if is_copy and dict(digests).get(parent.position) != digest:
+                    turns = []  # those of another session
                 is_whole = is_whole and (turns[-1].position if turns else 0) >= parent.position
                 turns = _until(turns, parent.position)
             case _, Rewound():
@@ -120,6 +134,10 @@ async def read_history(wire: Wire, key: SessionKey, end: float = inf) -> History
             case (Append() | Generate()) as asked, Appended() | Generated():
                 turns.append(_turn(asked, result, position))
         position = result.position
+        kept = getattr(result, "rewritten_from", None)
+        while digests and digests[-1][0] > (position if kept is None else kept):
+            digests.pop()
+        digests.append((position, digest))
     return History(turns=tuple(turns), is_whole=is_whole)
 
 
@@ -130,24 +148,26 @@ async def _exchanges(wire: Wire, key: SessionKey, end: float) -> list[_Exchange]
     stored += await wire.read_all(subjects.log_stream, subjects.of(key, "out"), end=end)
     requests: dict[int, Request] = {}
     found: list[_Exchange] = []
+    is_copy = False
     for message in sorted(stored, key=lambda one: one.seq):
         one = entry(subjects, message.seq, message.body, message.headers)
         with suppress(InvalidMessageError):  # a request that was refused, or a body that no worker wrote
             if one is None:
                 continue
             if one.kind == "in":
+                is_copy = is_copy or BEGAN_HEADER in message.headers
                 requests[one.seq] = decode_request(one.body)
                 continue
             result = decode_result(one.body)
             if not isinstance(result, _CHANGING) or result.repeat_of is not None or one.history is None:
                 continue
             if (request := requests.pop(result.seq, None)) is not None:
-                found.append((request, result, one.seq))
+                found.append(_Exchange(request, result, one.seq, one.history, is_copy))
     return found
 
 
 def _since_open(exchanges: list[_Exchange]) -> list[_Exchange]:
-    opened = (number for number, (_, result, _) in enumerate(exchanges) if isinstance(result, Opened))
+    opened = (number for number, one in enumerate(exchanges) if isinstance(one.result, Opened))
     return exchanges[max(opened, default=0) :]
 
 

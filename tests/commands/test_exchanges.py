@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from commands.close import rewind_last
 from commands.exchanges import last_exchanges
 from turnkeep_client import wire
-from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.errors import InvalidMessageError, RequestFailedError
 
 
 def user(text: str) -> dict[str, Any]:
@@ -76,3 +77,25 @@ async def test_an_exchange_has_no_start_position_if_the_template_rewrote_the_ses
     await session.generate(**user("one"))
     assert (await session.generate(**user("two"))).rewritten_from is not None
     assert [one.start for one in await last_exchanges(worker.client, "s", 9)] == [0, None]
+
+
+async def test_an_exchange_has_no_start_position_if_a_later_one_has_moved_its_tokens(
+    local_worker: Callable[..., Any],
+) -> None:
+    worker = await local_worker()
+    session = worker.client.session("s")
+    for word in ("one", "two"):
+        await session.generate(**user(word))
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
+    assert (await session.generate(**user("three"), tools=tools)).rewritten_from == 1
+    assert [one.start for one in await last_exchanges(worker.client, "s", 9)] == [0, None, None]
+    with pytest.raises(InvalidMessageError, match="rewind further"):
+        await rewind_last(worker.client, "s", 2, 20)
+    await session.append(messages=[{"role": "system", "content": "Be brief."}], tools=[])
+    await session.generate(**user("four"))
+    assert [one.start is None for one in await last_exchanges(worker.client, "s", 9)] == [
+        False,
+        True,
+        True,
+        False,
+    ]

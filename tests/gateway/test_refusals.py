@@ -17,6 +17,7 @@ from gateway.keys import Keys
 from gateway.turn import fault_of
 from ops.log.sessions import list_sessions
 from tests.parts import TINY_CONTEXT
+from turnkeep_client.client import connect as client_connect
 from turnkeep_client.errors import (
     InvalidMessageError,
     MessageTooLargeError,
@@ -368,6 +369,60 @@ async def test_the_session_of_a_refused_conversation_is_forgotten(local_worker: 
         await served.openai.chat.completions.create(
             model="m", messages=[{"role": "user", "content": "x" * TINY_CONTEXT}]
         )
+    async with asyncio.timeout(20):
+        while [row.state for row in await list_sessions(worker.client, "default")] != ["forgotten"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_a_turn_that_a_removed_session_has_refused_is_not_left_in_its_log(
+    local_worker: Start, door: Start
+) -> None:
+    """Another gateway or an operator has removed the session; the turn is answered in a new one."""
+    worker = await local_worker()
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    said = [{"role": "user", "content": "One?"}]
+    first = await served.openai.chat.completions.create(model="m", messages=said, max_tokens=4)
+    ((row,), secret) = await list_sessions(worker.client, "default"), b"a late secret"
+    await worker.client.session(row.session).close(forget=True)
+    said += [first.choices[0].message, {"role": "user", "content": secret.decode()}]
+    assert (await served.openai.chat.completions.create(model="m", messages=said, max_tokens=4)).choices
+    async with asyncio.timeout(20):
+        while any(secret in one.body for one in await worker.client.log(row.session)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_a_new_gateway_removes_what_a_removed_session_has_refused(
+    local_worker: Start, door: Start
+) -> None:
+    worker = await local_worker()
+    session, secret = worker.client.session(f"gw-{'0' * 32}"), b"a late secret"
+    await session.append(text="x")
+    await session.close(forget=True)
+    with pytest.raises(RequestFailedError, match="unknown_session"):
+        await session.append(text=secret.decode())
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=0.4)
+    await served.openai.completions.create(model="m", prompt="x", max_tokens=1)
+    async with asyncio.timeout(20):
+        while any(secret in one.body for one in await worker.client.log(session.key.session)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_a_session_whose_answer_came_too_late_is_removed_once_it_is_idle(
+    local_worker: Start, door: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(client_connect.__kwdefaults__, "timeout_s", 0.5)
+    worker = await local_worker()
+    engine = worker.app._engine
+    run = engine.run
+
+    async def slow(*asked: Any, **more: Any) -> Any:
+        await asyncio.sleep(1)
+        return await run(*asked, **more)
+
+    monkeypatch.setattr(engine, "run", slow)
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1.0)
+    async with httpx2.AsyncClient(base_url=served.url) as http:
+        assert (await http.post(CHAT, json=HELLO)).status_code == 500
     async with asyncio.timeout(20):
         while [row.state for row in await list_sessions(worker.client, "default")] != ["forgotten"]:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from commands.screen import printable
 from ops.log.sessions import SessionRow
 from ops.log.tree import trees
@@ -106,6 +108,29 @@ async def test_an_exported_fork_continues_in_another_log_with_its_inherited_conv
     assert answers[0].position == answers[1].position
     done = await command("replay", "red", "--speed", "max", *where(worker))
     assert "there is nothing to replay" in done.stderr
+
+
+@pytest.mark.parametrize("of", ["its parent", "another session"])
+async def test_an_imported_fork_shows_the_turns_of_its_parent_and_none_of_another_session_of_that_name(
+    local_worker: Start, tmp_path: Path, of: str
+) -> None:
+    worker = await family(local_worker)
+    second = await local_worker(prefix=f"other{tmp_path.name}", data_dir=tmp_path / "other")
+    if of == "another session":
+        said = [{"role": "user", "content": "A stranger's secret. " * 9}]
+        await second.client.session("garden").generate(messages=said, max_tokens=4)
+    for name in ("garden", "red") if of == "its parent" else ("red",):
+        file = tmp_path / name
+        for done in (
+            await command("export", name, file, *where(worker)),
+            await command("import", file, *where(second)),
+        ):
+            assert done.returncode == 0, done.stderr
+    history = await second.client.session("red").history()
+    expected = await worker.client.session("red").history()
+    assert expected.messages
+    assert history.is_whole == (of == "its parent")
+    assert history.messages == (expected.messages if history.is_whole else [])
 
 
 def test_sessions_forked_from_each_other_in_a_circle_are_shown_once() -> None:

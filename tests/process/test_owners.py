@@ -350,6 +350,22 @@ def _stored(store: Any, tokens: Any) -> int:
     return int(match.num_tokens)
 
 
+async def test_a_worker_that_still_runs_a_session_does_not_confirm_that_its_kv_is_erased(
+    cluster: Start,
+) -> None:
+    """What its turn stores continues the session's tokens, so these stay until the turn has ended."""
+    first = await cluster("first")
+    session, key = first.client.session("s"), SessionKey("default", "s")
+    await session.append(text="x" * (12 * 32 + 1))
+    async with session.generate(text="y" * 100, max_tokens=20_000) as answer:
+        async for chunk in answer:
+            tokens = first.app._sessions._get(key).history.tokens
+            if chunk.i > 100 and _stored(first.app._store, tokens):
+                break
+        assert not await first.app._sessions.erase(key), "as another worker asks for it"
+        assert _stored(first.app._store, tokens)
+
+
 @pytest.mark.parametrize("name", ["s", "not~a~name"])
 async def test_a_malformed_forwarded_request_does_not_stop_the_worker_that_receives_it(
     cluster: Start, look: Any, name: str

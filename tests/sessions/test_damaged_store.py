@@ -10,8 +10,10 @@ import pytest
 
 from ops.log.verifying import verify
 from tests.sessions.test_restored_server import Server
+from turnkeep_client.calls import expect
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.messages import Close, Closed
 from turnkeep_client.subjects import SessionKey
 from worker.wire import streams
 
@@ -107,6 +109,29 @@ async def test_a_flipped_bit_in_a_log_entry_stops_only_the_session_of_that_entry
 
     log.damage(flip)
     assert await log.check(local_worker) == "diverged"
+
+
+async def test_a_damaged_session_can_be_removed_and_its_name_used_again(
+    log: Damaged, local_worker: Start
+) -> None:
+    """The worker does not know all tokens whose KV is to be erased, and says so."""
+
+    def flip(content: bytearray) -> None:
+        content[content.index(b'"text":"turn 003') + 9] ^= 0x10
+
+    log.damage(flip)
+    assert await log.check(local_worker) == "diverged"
+    async with await connect(log.server.url, prefix=log.prefix) as client:
+        session = client.session("hit")
+        conflicting = await client.submit(session.key, Close(id="c", forget=True, expect_position=1))
+        with pytest.raises(RequestFailedError, match="position_conflict"):
+            expect(Closed, await conflicting)
+        closed = await session.close(forget=True, timeout_s=15)
+        assert (closed.settled, closed.position) == (False, log.positions[-1])
+        bodies = {seq: body for seq, body in (await log.read()).items() if b"turn 0" in body}
+        assert not bodies
+        await session.open(timeout_s=15)
+        assert (await session.append(text="more", timeout_s=15)).position == 4
 
 
 @pytest.mark.parametrize("how", ["cut", "zeros", "taken out"])

@@ -48,6 +48,8 @@ from .streaming import AnswerStream
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from cache.names.tokens import Tokens
+    from cache.store import Forgotten
     from turnkeep_client.messages import (
         CallPart,
         FinishReason,
@@ -79,7 +81,6 @@ _LITTLE: Final = 256
 #: Bytes of a result and its headers besides the tokens of input and answer and their text. This includes
 #: text held back for a stop string: 256 characters of up to 6 bytes each as JSON.
 _RESULT_BYTES: Final = 4096
-
 
 _MOST_INPUT: Final = 8192
 
@@ -181,21 +182,21 @@ class Execution:
         request: Close,
         pending: Pending,
         history: History,
-        shared: Callable[[History], Awaitable[int]],
+        had: Sequence[Tokens],
+        shared: Callable[[Tokens], Awaitable[int]],
     ) -> tuple[Result, History]:
-        """Close a session; with `forget` also erase its KV, except of its first `shared(history)` tokens."""
+        """Close a session; with `forget` also erase the KV of all tokens that it `had`; see `erase_all`."""
         removed = await self._retention.note_close(key, forget=request.forget)
         closed = Closed(id=request.id, seq=pending.seq, position=history.position, removed_entries=removed)
         if not request.forget:
             self._engine.forget(key)
             return closed, self._fold.closed(history)
         # Erase before the result is stored: after a crash in between, the next attempt erases the rest.
-        # No await between count and removal: a session that shares the tokens may be forgotten any time.
-        num_shared = await shared(history)
-        erased = await self._engine.erase(key, history.tokens, num_shared)
-        have = {**await self._erase_elsewhere(key), self._directory: erased.settled}
-        await self._erasures.note(key, history.tokens, num_shared, [name for name in have if have[name]])
-        closed = structs.replace(closed, forgotten=erased.num_snapshots, settled=all(have.values()))
+        num_snapshots, settled, shares = await erase_all(self._engine, key, had, shared)
+        have = {**await self._erase_elsewhere(key), self._directory: settled}
+        for tokens, num_shared in zip(had, shares, strict=True):
+            await self._erasures.note(key, tokens, num_shared, [name for name in have if have[name]])
+        closed = structs.replace(closed, forgotten=num_snapshots, settled=all(have.values()))
         return closed, self._fold.closed(history)
 
     async def _append(
@@ -402,6 +403,25 @@ class Execution:
         if turn is not None and len(answer.tokens) > num_known:
             self._telemetry.time_to_first_token.observe(turn.first_token_s - pending.received_s)
         return turn
+
+
+async def erase_all(
+    engine: EnginePort, key: SessionKey, had: Sequence[Tokens], shared: Callable[[Tokens], Awaitable[int]]
+) -> tuple[int, bool, list[int]]:
+    """Erase the KV of all tokens that a session `had`, except what others share.
+
+    Of each of these sequences the first `shared(tokens)` stay, and those that the next one begins with: they
+    go with that. If one cannot be settled, only the last one is still tried. Returns how many snapshots were
+    removed, whether all is settled, and of how many tokens of each sequence the KV stays.
+    """
+    shares: list[int] = []
+    done: list[Forgotten] = []
+    for tokens, after in zip_longest(had, had[1:]):
+        # No await between count and removal: a session that shares the tokens may be forgotten any time.
+        shares.append(max(await shared(tokens), after.num_common(tokens) if after is not None else 0))
+        if after is None or all(one.settled for one in done):
+            done.append(await engine.erase(key, tokens, shares[-1]))
+    return sum(one.num_snapshots for one in done), all(one.settled for one in done), shares
 
 
 def _check_not_empty(prompt: Sequence[int]) -> None:

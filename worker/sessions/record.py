@@ -19,12 +19,15 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BEGAN_HEADER, BUILD_HEADER, EXPECT_HEADER, HISTORY_HEADER, PARTS_HEADER, words
 from turnkeep_client.messages import (
     Append,
+    Appended,
     Close,
     Closed,
     Failed,
     Generate,
     Generated,
     Open,
+    Opened,
+    Rewound,
     UnknownResult,
     decode_request,
     decode_result,
@@ -121,6 +124,8 @@ class Pending:
 
 #: Number of results between two checkpoints; opening a session replays about as many.
 _CHECKPOINT_EVERY: Final = 512
+#: Codes of failures that may follow a prefill. A request that ended with `internal` may crash a worker again.
+_AFTER_PREFILL: Final = {"expired", "memory_exceeded"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +164,12 @@ class Record:
         self.diverged: str | None = None
         #: Sequence of the last applied request whose result has a digest of the history; 0 if there is none.
         self.proven_seq = 0
+        #: Whether there may be KV of tokens with which the present ones do not begin: those before a rewind,
+        #: of an earlier session of this name, or of a request that then changed nothing.
+        self.has_branched = False
+        #: These tokens, in order, as histories, or as histories and the requests that would have extended
+        #: them; None if they are not all known. Only reading a log with `whole` collects them.
+        self.branches: list[tuple[History, Append | Generate | None]] | None = [] if whole else None
         #: The last result's sequence, its request, and the result.
         self.last: tuple[int, Pending, Result] | None = None
         self._first_in = 0  # sequence of the first request that was read, or of the checkpoint's
@@ -182,6 +193,7 @@ class Record:
         # Not the sequence of the checkpoint's result: results of later requests may lie before it.
         self.in_seq = self.out_seq = self._checkpoint_seq = self._first_in = checkpoint.in_seq
         self._is_begun = not self.history.closed  # a closing result may have left the log
+        self.has_branched = True
 
     @property
     def position(self) -> int:
@@ -307,7 +319,10 @@ class Record:
         else:
             self._answered_unread.add(pending.seq)
         self.out_seq = self._last_out = out_seq
-        self.history = history
+        before, self.history = self.history, history
+        self._note_branch(before, pending.request, result)
+        if isinstance(result, Closed) and result.repeat_of is None:
+            self.diverged = None  # the next session of this name begins anew
         self._num_since_checkpoint += 1
         self._num_committed += 1
         if pending.request is not None and _is_first(result):
@@ -349,8 +364,23 @@ class Record:
             self.last = (out.seq, pending, result)
         if request is not None and _is_first(result):
             self.answered_ids.add(request.id, AnsweredAt(entry.seq, out.seq))
+        before = self.history
         if self.diverged is None and changes:
             self._replay(entry, request, recorded, parts, proves=proves)
+        self._note_branch(before, request, result)
+
+    def _note_branch(self, before: History, request: Request | None, result: Result) -> None:
+        """Note tokens that the session had before a result and has no longer, or that a request prefilled."""
+        asked = request if isinstance(request, Append | Generate) and _changes_nothing(result) else None
+        if isinstance(result, Failed) and result.code not in _AFTER_PREFILL:
+            asked = None
+        if result.repeat_of is not None or (asked is None and _kept(result, before) == before.position):
+            return
+        self.has_branched = True
+        if self.folded:
+            self.branches = None
+        elif self.branches is not None:
+            self.branches.append((before, asked))
 
     def _replay(
         self,
@@ -430,6 +460,18 @@ def _early_result(entry: Entry) -> _EarlyResult | None:
         return None
     is_valid = _is_failure(result) or HISTORY_HEADER in entry.headers
     return _EarlyResult(result, entry) if is_valid else None
+
+
+def _kept(result: Result, before: History) -> int:
+    """Return how many tokens of the history before a result stayed in the session."""
+    match result:
+        case Opened():
+            return 0
+        case Rewound(position=position):
+            return position
+        case Appended(change=change) | Generated(change=change) if change is not None:
+            return change.kept
+    return before.position
 
 
 def _changes_nothing(result: Result) -> bool:

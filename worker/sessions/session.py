@@ -143,9 +143,13 @@ class Session:
         """
         history = self.history
         is_closing = self.active is not None and isinstance(self.active.request, Close)
-        is_known = self.log.record.folded and not self.log.is_stale and self.diverged is None
-        is_needed = is_known and history.exists and not (history.closed or is_closing)
+        is_needed = self.is_read and history.exists and not (history.closed or is_closing)
         return history.tokens if is_needed else None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether `history` is what the log says, as far as this worker knows."""
+        return self.log.record.folded and not self.log.is_stale and self.diverged is None
 
     @property
     def size_bytes(self) -> int:
@@ -525,24 +529,40 @@ class Session:
         if pending.expired and not await self._is_streamed(pending):
             return withdrawn(pending, history, self.log.record.position), history
         if self.log.record.diverged is not None:
-            raise RefusedError("history_diverged", self.log.record.diverged)
+            return await self._end_diverged(request, pending, self.log.record.diverged)
         self._services.fold.check(history, request)
         if isinstance(request, Open) and request.from_ is not None:
             parent = await self._parent(self.key, request.from_)
             return self._services.execution.fork(request, request.from_, pending, parent)
         if isinstance(request, Close):
+            had = await self.log.all_tokens() if request.forget else ()
             return await self._services.execution.close(
-                self.key, request, pending, history, self._count_shared
+                self.key, request, pending, history, had, self._count_shared
             )
         return await self._services.execution.carry_out(self.key, request, pending, history)
 
-    async def _count_shared(self, history: History) -> int:
-        """Count the first tokens of `history` that another open session has too.
+    async def _end_diverged(self, request: Request, pending: Pending, why: str) -> tuple[Result, History]:
+        """Remove a session that this worker cannot continue, if a close asks to forget it; else refuse.
+
+        Not all of its tokens are known, so some of their KV may stay.
+        """
+        if not (isinstance(request, Close) and request.forget):
+            raise RefusedError("history_diverged", why)
+        position, had = self.log.record.position, await self.log.all_tokens()
+        if request.expect_position not in (None, position):
+            raise RefusedError("position_conflict", f"the session is at position {position}")
+        closed, history = await self._services.execution.close(
+            self.key, request, pending, self.history, had, self._count_shared
+        )
+        return msgspec.structs.replace(closed, position=position, settled=False), history
+
+    async def _count_shared(self, tokens: Tokens) -> int:
+        """Count the first ones of these tokens that another open session has too.
 
         If this session may have crashed a worker, its parent is not read: that may have caused the crash.
         """
-        parent = None if self._doubt.is_raised else history.parent
-        return await self._num_shared(self.key, history.tokens, parent)
+        parent = None if self._doubt.is_raised else self.history.parent
+        return await self._num_shared(self.key, tokens, parent)
 
     async def _repeated(self, request: Request, pending: Pending, known: AnsweredRequest) -> Result | None:
         """Answer a request whose id was used before with the first result of that id.

@@ -26,14 +26,17 @@ from turnkeep_client.messages import (
     encode,
     encode_repeat,
 )
+from worker.process.concurrency import in_thread
 from worker.wire.fence import FencedError
 from worker.wire.journal import TooLargeError
 
 from .attachments import SessionAttachments
+from .history import RefusedError
 from .record import Record, pending_at
 from .results import failed
 
 if TYPE_CHECKING:
+    from cache.names.tokens import Tokens
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
     from worker.wire.consistent_reads import Entry
@@ -259,6 +262,25 @@ class SessionLog:
         if whole.history.digest() != history.digest() or not whole.history.is_whole:
             raise CutOffError("the log no longer has all of the session")
         return whole.history
+
+    async def all_tokens(self) -> list[Tokens]:
+        """Return all tokens that the session has had, and that may have KV; the present ones are the last.
+
+        If the session may have crashed a worker, requests that changed nothing are not tokenised again.
+        Raises `CutOffError` if its log must be read from the beginning for this.
+        """
+        record = self.record
+        found: list[Tokens] = []
+        if record.has_branched and record.branches is None:
+            raise CutOffError("earlier tokens of the session are not in memory")
+        for history, request in record.branches or ():
+            if request is None:
+                found.append(history.tokens)
+            elif not self._doubt.is_raised:
+                with suppress(RefusedError):
+                    extended = await in_thread(self._services.fold.extend, history, request)
+                    found.append(extended.history.tokens)
+        return [*found, record.history.tokens]
 
     async def waiting(self, active: Pending | None, skip: int, limit: int) -> tuple[list[str], int]:
         """Return the ids of up to `limit` waiting requests after the first `skip`, and how many wait in all.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -19,6 +20,7 @@ from turnkeep_client.subjects import SessionKey
 from worker.process.clock import monotonic
 from worker.wire.fence import FencedError
 
+from .execution import erase_all
 from .history import RefusedError
 from .port import StoppingError
 from .session import Session
@@ -93,11 +95,19 @@ class Sessions:
         """Drop the KV of a session that another worker forgets; return whether no KV of it is left here."""
         with self.in_use(key) as session:
             await _read(session)
-            history = session.history
-            shared = await self._num_shared(key, history.tokens, history.parent)
-            erased = await self._services.engine.erase(key, history.tokens, shared)
+            try:
+                had = await session.log.all_tokens()
+            except CutOffError:
+                session.log.reset(whole=True)
+                await _read(session)
+                had = await session.log.all_tokens()
+            shared = partial(self._num_shared, key, parent=session.history.parent)
+            # A turn that still runs here may have stored KV that continues these tokens. Then a note tells
+            # this worker to erase all of it after the turn; see `erasures`.
+            is_all = session.is_read and session.active is None
+            _, settled, _ = await erase_all(self._services.engine, key, had, shared)
             session.forget()
-            return erased.settled
+            return is_all and settled
 
     def let_go(self, is_meant: Callable[[SessionKey], bool]) -> set[SessionKey]:
         """Drop idle sessions for which `is_meant` is true from memory, and their KV from the device.

@@ -36,7 +36,12 @@ export function session(main, given, about) {
       return false;
     }
   }
-  async function fork(position) {
+  /* Whether the session still has its tokens up to a position as they were after the turn at `seq`. */
+  const stands = (position, seq) => position !== undefined && [...turns.values()].every(({ turn: later }) => later.seq <= seq || !(later.kept < position));
+  const moved = () => toast("The text before it has changed since: a rewind, or the chat template, has replaced some of it.", true);
+
+  async function fork(position, seq) {
+    if (position && !stands(position, seq)) return moved();
     const text = position ? `It begins with the first ${exact(position)} tokens of ${name}.` : `It begins with all tokens of ${name}.`;
     const chosen = await asked({ title: "Fork", text: `${text} Both go on apart.`, yes: "Fork", name: `${name.slice(0, 50)}-fork` });
     if (chosen && await act("fork", { name: chosen, ...(position ? { position } : {}) })) location.hash = address(chosen);
@@ -61,8 +66,8 @@ export function session(main, given, about) {
 
   /* Ask again from a turn on, in a fork of what was before it. */
   async function again(one, text) {
-    const before_ = [...turns.values()].map((other) => other.turn).filter((other) => other.seq < one.seq && other.position !== undefined && other.state === "done");
-    const base = name.slice(0, 56).replace(/-v\d+$/, ""), position = before_.at(-1)?.position ?? 0;
+    if (!stands(one.start, one.seq)) return moved();
+    const base = name.slice(0, 56).replace(/-v\d+$/, ""), position = one.start;
     const words = (role) => one.said.find((said) => said.role === role)?.text ?? "";
     try {
       const taken = new Set((await get(`api/sessions?${new URLSearchParams({ brief: 1, words: `${base}-v` })}`)).rows.map((found) => found.session));

@@ -54,7 +54,7 @@ function deeds(turn, acts) {
     acts && isOver && isQuestion && link("Regenerate", () => acts.again(turn), "Another answer, in a fork of this conversation"),
     acts && isOver && isQuestion && link("Edit", () => acts.edit(turn), "Another question here, in a fork of this conversation"),
     acts && turn.state === "done" && turn.position > 0 && turn.kind !== "close"
-      && link("Fork here", () => acts.fork(turn.position), `Fork at position ${turn.position}`)];
+      && link("Fork here", () => acts.fork(turn.position, turn.seq), `Fork at position ${turn.position}`)];
 }
 
 export function element(turn, acts) {

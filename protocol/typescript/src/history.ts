@@ -7,6 +7,8 @@ import type { Wire } from "./wire.js";
 
 /** Header of a result that a worker made: digest of the session's tokens after it. */
 const HISTORY_HEADER = "Turnkeep-History";
+/** Header of the first request of a session that was imported. */
+const BEGAN_HEADER = "Turnkeep-Began";
 
 /**
  * An append, or a generate with its answer.
@@ -38,24 +40,33 @@ export interface History {
 }
 
 type Changing = Opened | Appended | Generated | Rewound;
-/** A request that changed the session, its result, and the result's sequence. */
-type Exchange = { request: Request; result: Changing; seq: number };
+/**
+ * A request that changed the session, its result, the result's sequence, and the digest of the tokens after it.
+ *
+ * In a log that was imported (`isCopy`), another session may have the name of a fork's parent.
+ */
+type Exchange = { request: Request; result: Changing; seq: number; digest: string; isCopy: boolean };
 
 export async function readHistory(wire: Wire, key: SessionKey): Promise<History> {
   let turns: Turn[] = [];
   let isWhole = true;
   let position = 0;
-  for (const { request, result } of (await parts(wire, key)).reverse().flat()) {
+  const digests: [number, string][] = []; // of the tokens up to ascending positions
+  for (const { request, result, digest, isCopy } of (await parts(wire, key)).reverse().flat()) {
     if (result.type === "rewound") {
       turns = until(turns, result.position);
     } else if (result.type === "opened") {
       const at = result.parent?.position ?? 0;
+      if (result.parent != null && isCopy && new Map(digests).get(at) !== digest) turns = []; // of another session
       isWhole &&= (turns.at(-1)?.position ?? 0) >= at;
       turns = until(turns, at);
     } else if (request.type === "append" || request.type === "generate") {
       turns.push(turnOf(request, result, position));
     }
     position = result.position;
+    const kept = "rewritten_from" in result ? (result.rewritten_from ?? position) : position;
+    while ((digests.at(-1)?.[0] ?? 0) > kept) digests.pop();
+    digests.push([position, digest]);
   }
   return { turns, isWhole, messages: turns.flatMap(messagesOf), position: turns.at(-1)?.position ?? 0 };
 }
@@ -82,14 +93,17 @@ async function parts(wire: Wire, key: SessionKey): Promise<Exchange[][]> {
 async function exchanges(wire: Wire, key: SessionKey, end: number): Promise<Exchange[]> {
   const { subjects } = wire;
   const read = (kind: "in" | "out") => wire.readAll(subjects.logStream, subjects.of(key, kind), 1, end);
-  const requests = new Map((await read("in")).map(({ seq, body }) => [seq, body]));
+  const asks = await read("in");
+  const requests = new Map(asks.map(({ seq, body }) => [seq, body]));
+  const copied = asks.find(({ headers }) => headers.has(BEGAN_HEADER))?.seq ?? Infinity;
   const found: Exchange[] = [];
   for (const { seq, body, headers } of await read("out")) {
     const result = decode<Result>(body);
     if (!isChanging(result) || result.repeat_of != null || !headers.has(HISTORY_HEADER)) continue;
     const asked = result.seq == null ? undefined : requests.get(result.seq);
     const request = asked && decode<Request>(asked);
-    if (request !== undefined && requests.delete(result.seq ?? 0)) found.push({ request, result, seq });
+    if (request === undefined || !requests.delete(result.seq ?? 0)) continue;
+    found.push({ request, result, seq, digest: headers.get(HISTORY_HEADER), isCopy: copied < seq });
   }
   return found;
 }
