@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import structlog
-from anyio import Event, Semaphore, current_time, move_on_after, sleep, sleep_forever, to_thread
+from anyio import Event, current_time, move_on_after, sleep, sleep_forever, to_thread
 from msgspec import structs
 
 from cache.names.errors import CacheError
@@ -39,6 +39,7 @@ from worker.sessions.execution import Execution
 from worker.sessions.fold import Fold
 from worker.sessions.history import digests_of
 from worker.sessions.limits import Limits
+from worker.sessions.rotation import Rotation
 from worker.sessions.services import Services
 from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
@@ -510,7 +511,7 @@ class App:
             attachments=Attachments(journal, loaded.tokenizer, asides, max_message_bytes=max_bytes),
             ack=ack,
             disown=self._owners.disown,
-            reading=Semaphore(_MAX_READINGS),
+            reading=Rotation(_MAX_READINGS),
             shares=Shares(settings.max_batch),
             attempts=self._attempts,
             retention=self._retention,

@@ -286,6 +286,32 @@ async def test_control_requests_of_one_tenant_leave_capacity_for_other_tenants(
     assert {answer["code"] for answer in await asyncio.gather(*asked)} == {"unknown_session"}
 
 
+@pytest.mark.real
+async def test_a_tenants_questions_about_many_sessions_do_not_delay_another_tenants_request(
+    wire: Start,
+) -> None:
+    """After a restart the worker reads the log of each of these sessions, a few at a time."""
+    one = await wire()
+    for n in range(NUM_FLOOD):
+        await one.send(f"s{n}", append("r"), tenant="loud")
+    await one.send("s", append("warm"), tenant="quiet")
+    await one.worker.stop()
+    two, num_answered = await wire(), 0
+
+    async def ask(number: int) -> None:
+        nonlocal num_answered
+        assert (await two.control(f"s{number}", {"type": "info"}, tenant="loud"))["position"] == 5
+        num_answered += 1
+
+    asked = [asyncio.create_task(ask(n)) for n in range(NUM_FLOOD)]
+    await asyncio.sleep(0)
+    assert (await two.send("s", append("mine"), tenant="quiet"))["type"] == "appended"
+    num_before = num_answered
+    print("BEFORE", num_before)
+    await asyncio.gather(*asked)
+    assert num_before < NUM_FLOOD // 2
+
+
 def peak_bytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (peak,) = [line.split()[1] for line in lines if line.startswith("VmHWM")]

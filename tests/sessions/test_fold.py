@@ -16,7 +16,7 @@ from typing import Any
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from anyio import Semaphore, TaskHandle
+from anyio import TaskHandle
 from hypothesis import given
 
 from cache.names.policy import FULL, Policy
@@ -52,6 +52,7 @@ from worker.sessions.history import History
 from worker.sessions.limits import Limits
 from worker.sessions.port import Asked, TurnResult
 from worker.sessions.results import withdrawn
+from worker.sessions.rotation import Rotation
 from worker.sessions.services import Services
 from worker.sessions.session import Session
 from worker.sessions.shares import Shares
@@ -284,7 +285,7 @@ class World:
             outbox=self.outbox,  # type: ignore[arg-type]
             ack=self._release,
             disown=lambda _: None,
-            reading=Semaphore(2),
+            reading=Rotation(2),
             shares=Shares(4),
             attempts=Attempts(self.log, 3),
             device_lock=SharedLock(),
