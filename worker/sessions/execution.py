@@ -151,7 +151,7 @@ class Execution:
                 self._limits.check_precision(cache.kv_bits)
                 after = self._fold.opened(history, self._limits.chosen(cache), request.tags)
                 self._limits.check_policy(after.policy)
-                self._limits.note(after.policy)
+                self._limits.note(after.policy, key.tenant)
                 return opened(request, pending, after), after
             case Rewind(position=position):
                 after = self._fold.rewound(history, position)
