@@ -280,8 +280,11 @@ class Gateway:
             conversations = await self._of(key.tenant, self._listing.chosen(body))
             worker = await conversations.presence.worker(patience_s=self._patience_s)
             if request.url.path.endswith("/detokenize"):
-                return _json(await tokenizing.detokenize(conversations, body))
-            return _json(await tokenizing.tokenize(conversations, body, worker.context_tokens))
+                reply, num_tokens = await tokenizing.detokenize(conversations, body)
+            else:
+                reply, num_tokens = await tokenizing.tokenize(conversations, body, worker.context_tokens)
+            key.spend(num_tokens)
+            return _json(reply)
 
     def _count_tokens(self, dialect: Dialect) -> _Handler:
         async def count(request: Request) -> Response:
