@@ -129,6 +129,23 @@ async def test_tokens_that_the_worker_prefills_to_tokenize_a_text_count_against_
             assert (answer.status_code, "30 tokens a minute" in answer.text) == (429, True)
 
 
+async def test_an_answer_that_is_cancelled_in_its_prompt_counts_against_an_api_keys_token_limit(
+    local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("few acme tokens=30/min\n")
+    worker = await local_worker(model=str(endless_model))
+    served = await door(worker.settings.nats, worker.settings.prefix, keys=Keys.read(tmp_path / "keys"))
+    headers = {"authorization": "Bearer few"}
+    async with httpx2.AsyncClient(base_url=served.url, timeout=30, headers=headers) as http:
+        with pytest.raises(httpx2.TimeoutException):
+            await http.post(CHAT, json=asked(text="word " * 10_000), timeout=1.0)
+        async with asyncio.timeout(20):
+            while (await http.post(CHAT, json=asked())).status_code == 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        answer = await http.post(CHAT, json=asked())
+        assert int(answer.headers["retry-after"]) > 300, "thousands of tokens were prefilled"
+
+
 @pytest.mark.parametrize(
     "limits", ["requests=60", "requests=0/min", "at_once=4/min", "at_once=1 at_once=2", "speed=1/min", "9"]
 )

@@ -247,7 +247,7 @@ class Execution:
             answer.finish_reason = "length"
         await _settle(pending, answer, grammar, chunks, is_begun_by_other=is_begun_by_other)
         if not answer.tokens and answer.finish_reason != "length":
-            return withdrawn(pending, history, history.position), history
+            return withdrawn(pending, history, history.position, turn), history
         message = spoken(answer.text, answer.reasoning, answer.calls)
         after = self._fold.answered(extended.history, request, answer.tokens, message)
         live_bytes = turn.live_bytes if turn else self._engine.live_bytes(key, after.tokens, after.policy)
