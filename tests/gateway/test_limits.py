@@ -146,6 +146,13 @@ async def test_an_answer_that_is_cancelled_in_its_prompt_counts_against_an_api_k
         assert int(answer.headers["retry-after"]) > 300, "thousands of tokens were prefilled"
 
 
+def test_a_key_that_two_lines_of_the_key_file_name_is_refused(tmp_path: Path) -> None:
+    """Otherwise only the limits of one of them would hold."""
+    (tmp_path / "keys").write_text("k acme requests=60/min\nj acme\nk acme at_once=4\n")
+    with pytest.raises(TurnkeepError, match=r"line 3: .* line 1"):
+        Keys.read(tmp_path / "keys")
+
+
 @pytest.mark.parametrize(
     "limits", ["requests=60", "requests=0/min", "at_once=4/min", "at_once=1 at_once=2", "speed=1/min", "9"]
 )
