@@ -131,6 +131,11 @@ class Keys:
         return cls(found)
 
     @property
+    def tenant(self) -> str:
+        """The tenant as which the gateway itself asks; its NATS user may have no rights for any other."""
+        return next(iter((self._keys or {b"": self._anybody}).values())).tenant
+
+    @property
     def are_needed(self) -> bool:
         """Whether requests must have an API key."""
         return self._keys is not None

@@ -39,7 +39,6 @@ from gateway.turn import WARNINGS, Fault, Turn, all_read, fault_of, refused, tol
 from turnkeep_client import __version__
 from turnkeep_client.content_blocks import printed
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.subjects import DEFAULT_TENANT
 
 from . import bodies, guide
 from .durable import HEADERS, Reading
@@ -202,7 +201,7 @@ class Gateway:
             message = self.counters.message(self._name, self._num_known(), _PUBLISH_S)
             for model in self._listing.names:
                 with contextlib.suppress(TurnkeepError):  # the next ones follow soon
-                    await (await self._of(DEFAULT_TENANT, model)).client.publish_gateway(message)
+                    await (await self._of(self._keys.tenant, model)).client.publish_gateway(message)
             await asyncio.sleep(_PUBLISH_S)
 
     def _num_known(self) -> int:
@@ -225,7 +224,7 @@ class Gateway:
         return _json(guide.openapi())
 
     async def _health(self, _: Request) -> Response:
-        ids = [one["id"] for one in await self._listing.described(DEFAULT_TENANT, now=True)]
+        ids = [one["id"] for one in await self._listing.described(self._keys.tenant, now=True)]
         return _json({"status": "ok"} | ({"models": ids} if self._listing.are_several else {"model": ids[0]}))
 
     async def _metrics(self, request: Request) -> Response:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import nats
 import nats.errors
 import nats.js.errors
@@ -20,6 +21,8 @@ from click.testing import CliRunner
 from nats.aio.client import Client
 from parts import free_port, nats_server_program
 
+from gateway.http.app import Gateway
+from gateway.keys import Keys
 from ops.nats.tenants import main
 from tests.commands.command_runs import command
 from turnkeep_client.client import connect
@@ -131,6 +134,22 @@ async def test_a_tenant_reads_its_result_from_the_log_after_reconnecting(server:
         entries = await client.log("s")
     assert [entry.seq for entry in entries] == [1, 2]  # the log's own sequences
     assert list(result.tokens) == list(json.loads(entries[-1].body)["tokens"])
+
+
+async def test_a_gateway_in_a_tenants_account_is_healthy_and_answers(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("k acme\n")
+
+    async def connected(tenant: str, _model: str) -> Any:
+        return await connect(server.url, tenant=tenant, nkeys_seed=server.seed("acme.client"))
+
+    gateway = Gateway(connected, Keys.read(tmp_path / "keys"), idle_s=60.0)
+    asked = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}
+    transport = httpx2.ASGITransport(gateway.app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as http:
+        answer = await http.post("/v1/chat/completions", json=asked, headers={"x-api-key": "k"})
+        assert answer.status_code == 200, answer.text
+        assert (await http.get("/health")).status_code == 200
+    await gateway.close()
 
 
 async def test_a_tenant_may_not_publish_as_another_tenant_or_as_a_worker(server: Server) -> None:
