@@ -32,6 +32,7 @@ from worker.device.engine import Engine
 from worker.models import model
 from worker.models.model_files import text_config
 from worker.models.pooling import NO_ANSWERS, is_encoder, judging, no_embeddings
+from worker.process.rotation import Rotation
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
 from worker.sessions.embedding import Embedder
@@ -39,7 +40,6 @@ from worker.sessions.execution import Execution
 from worker.sessions.fold import Fold
 from worker.sessions.history import digests_of
 from worker.sessions.limits import Limits
-from worker.sessions.rotation import Rotation
 from worker.sessions.services import Services
 from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from worker.sessions.rotation import Rotation
+from worker.process.rotation import Rotation
 
 
 class Crowd:

@@ -44,6 +44,7 @@ from turnkeep_client.messages import (
 from turnkeep_client.subjects import SessionKey
 from worker.models.tokenizer import Tokenizer
 from worker.observe.counters import Telemetry
+from worker.process.rotation import Rotation
 from worker.sessions.attachments import Attachments
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.execution import Execution
@@ -52,7 +53,6 @@ from worker.sessions.history import History
 from worker.sessions.limits import Limits
 from worker.sessions.port import Asked, TurnResult
 from worker.sessions.results import withdrawn
-from worker.sessions.rotation import Rotation
 from worker.sessions.services import Services
 from worker.sessions.session import Session
 from worker.sessions.shares import Shares

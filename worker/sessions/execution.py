@@ -269,9 +269,9 @@ class Execution:
         # Context and memory limit an answer; the tokens that a dead worker has published stay in any case.
         most = len(prompt) + request.max_tokens if policy.is_endless else self._limits.context_tokens
         most = max(self._engine.most_tokens(most, policy) - len(prompt), published.num_tokens)
-        splitter = await self._formats.splitter(f"{key}:{pending.seq}", request, extended.history)
+        splitter = await self._formats.splitter(key.tenant, f"{key}:{pending.seq}", request, extended.history)
         grammar, warnings = await self._formats.grammar(
-            request, extended.history, splits=splitter is not None
+            key.tenant, request, extended.history, splits=splitter is not None
         )
         warnings = extended.warnings + warnings
         room = self._max_answer_bytes - echo_bytes - min(len(extended.change.input), self.most_input)

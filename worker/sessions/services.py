@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
     from worker.observe.counters import Telemetry
     from worker.observe.otlp import Traces
+    from worker.process.rotation import Rotation
     from worker.wire.journal import Journal
     from worker.wire.outbox import Outbox
     from worker.wire.retention import Retention
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from .execution import Execution
     from .fold import Fold
     from .port import EnginePort
-    from .rotation import Rotation
     from .shares import Shares
 
 
