@@ -26,7 +26,13 @@ from gateway.keys import Keys
 from ops.nats.tenants import main
 from tests.commands.command_runs import command
 from turnkeep_client.client import connect
-from turnkeep_client.errors import ClientClosedError, NotPermittedError, NoWorkerError
+from turnkeep_client.errors import (
+    ClientClosedError,
+    NotPermittedError,
+    NoWorkerError,
+    RequestFailedError,
+    ResultRemovedError,
+)
 from turnkeep_client.wire import Backlog
 
 
@@ -134,6 +140,26 @@ async def test_a_tenant_reads_its_result_from_the_log_after_reconnecting(server:
         entries = await client.log("s")
     assert [entry.seq for entry in entries] == [1, 2]  # the log's own sequences
     assert list(result.tokens) == list(json.loads(entries[-1].body)["tokens"])
+
+
+async def test_a_caller_whose_request_a_full_mirror_has_dropped_is_told_that_it_may_be_answered(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FIRST_POLL_S", "LAST_POLL_S", "DOUBT_S"):
+        monkeypatch.setattr(f"turnkeep_client.calls.{name}", 0.1)
+    await add(server.folder, "--max-mib", "4", "--nats", server.url)
+    async with connect(server.url, tenant="acme", nkeys_seed=server.seed("acme.client")) as client:
+        endless = client.session("s").generate(text="eee", max_tokens=1900, ignore_eos=True)
+        asked = asyncio.create_task(endless.wait())
+        for number in range(10):
+            with pytest.raises(RequestFailedError, match="context_exceeded"):
+                await client.session(f"t{number}").append(text="x" * 200_000)
+        with pytest.raises(ResultRemovedError, match="or its tenant's mirror of the log is full"):
+            await asked
+        async with asyncio.timeout(60):
+            while (await client.session("s").info()).state != "idle":  # noqa: ASYNC110
+                await asyncio.sleep(0.5)
+        assert (await client.session("s").info()).position == 1903
 
 
 async def test_a_gateway_in_a_tenants_account_is_healthy_and_answers(server: Server, tmp_path: Path) -> None:
