@@ -249,6 +249,24 @@ async def test_a_forged_reply_subject_cannot_write_into_another_tenants_account(
     await beta.close()
 
 
+async def test_a_tenant_that_guesses_a_session_name_of_another_learns_only_its_last_sequence(
+    server: Server,
+) -> None:
+    """A weakness of nats-server that docs/security.md names; once this fails, the page can say so."""
+    acme, beta = await server.raw("acme.client"), await server.raw("beta.client")
+    body = json.dumps({"type": "append", "id": "a", "text": "x"}).encode()
+    stored = await beta.jetstream().publish("turnkeep.beta.secret.in", body)
+    for name, told in (("secret", stored.seq), ("other", 0)):
+        headers = {
+            "Nats-Expected-Last-Subject-Sequence": "999",
+            "Nats-Expected-Last-Subject-Sequence-Subject": f"turnkeep.beta.{name}.in",
+        }
+        reply = await acme.request("turnkeep.acme.s.in", body, headers=headers)
+        assert json.loads(reply.data)["error"]["description"] == f"wrong last sequence: {told}"
+    await acme.close()
+    await beta.close()
+
+
 async def test_the_metrics_user_sees_the_workers_metrics_and_the_backlog(server: Server) -> None:
     seed = server.seed("metrics")
     async with connect(server.url, nkeys_seed=seed) as client:
