@@ -16,14 +16,15 @@ class Rotation:
     """Places for tasks: one tenant's waiting tasks, however many, delay another's by few. Event loop only."""
 
     def __init__(self, most: int) -> None:
-        self._num_free = most
+        #: Number of places that no task has.
+        self.num_free = most
         self._waiting: dict[str, deque[Event]] = {}  # by tenant, the next one first
 
     @asynccontextmanager
     async def enter(self, tenant: str) -> AsyncIterator[None]:
         """Wait for a place, and keep it inside the block."""
-        if self._num_free:
-            self._num_free -= 1
+        if self.num_free:
+            self.num_free -= 1
         else:
             await self._wait(tenant)
         try:
@@ -48,7 +49,7 @@ class Rotation:
     def _pass_on(self) -> None:
         """Give a place to the next tenant's first task; that tenant is last from then on."""
         if not self._waiting:
-            self._num_free += 1
+            self.num_free += 1
             return
         tenant = next(iter(self._waiting))
         queue = self._waiting.pop(tenant)
