@@ -243,6 +243,17 @@ def test_small_turns_overtake_a_large_one_and_pause_once_that_frees_enough_memor
     assert told(admission.begin(small[1], 10)) == ["large"]
 
 
+def test_a_large_turn_is_older_than_all_turns_that_overtake_it_at_the_same_time() -> None:
+    ledger = Ledger(CAPACITY)
+    admission = Admission(ledger)
+    first, second = begin(admission, "first", 40), begin(admission, "second", 55)
+    for name, size in (("large", 95), ("one", 15), ("two", 15)):
+        begin(admission, name, size)
+        assert said == []
+    assert leave(admission, first) == ["one", "two"]
+    assert leave(admission, second) == ["pause two", "pause one"]
+
+
 def test_a_growing_answer_drops_idle_sessions_and_then_pauses_the_youngest_turn() -> None:
     admission = Admission(Ledger(CAPACITY))
     old = begin(admission, "old", 30)

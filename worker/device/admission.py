@@ -190,10 +190,10 @@ class Admission:
                 refused = refused or claim
                 continue
             if refused is not None and self._overtaken is None:
-                self._overtaken = refused
                 self._served(refused, wanted=refused.wanted)
                 refused.age = next(self._ages)
                 self._aged.append(refused)
+                self._overtaken = refused  # not earlier: `_served` ends the protection of a turn
             self._grant(claim, decision)
         return decision
 
