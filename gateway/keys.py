@@ -106,6 +106,7 @@ class Keys:
     def read(cls, path: Path) -> Keys:
         """Read a file with a key, its tenant and optional limits in each line. Raises `TurnkeepError`."""
         found: dict[bytes, Key] = {}
+        places: dict[bytes, int] = {}
         try:
             lines = path.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -116,13 +117,23 @@ class Keys:
                 continue
             if len(words) < 2:
                 raise TurnkeepError(f"{path}, line {number}: it must be a key, a tenant, and perhaps limits")
+            digest = _digest(words[0])
+            if (first := places.setdefault(digest, number)) != number:
+                raise TurnkeepError(
+                    f"{path}, line {number}: it has the key of line {first}; each key has one line"
+                )
             try:
-                found[_digest(words[0])] = Key(check_id("tenant", words[1]), _limits(words[2:]))
+                found[digest] = Key(check_id("tenant", words[1]), _limits(words[2:]))
             except InvalidMessageError as error:
                 raise TurnkeepError(f"{path}, line {number}: {error}") from None
         if not found:
             raise TurnkeepError(f"{path} has no keys: nobody could ask anything")
         return cls(found)
+
+    @property
+    def tenant(self) -> str:
+        """The tenant as which the gateway itself asks; its NATS user may have no rights for any other."""
+        return next(iter((self._keys or {b"": self._anybody}).values())).tenant
 
     @property
     def are_needed(self) -> bool:

@@ -42,8 +42,11 @@ _TOKENIZE: Final = msgspec.json.Decoder(Tokenize)
 _DETOKENIZE: Final = msgspec.json.Decoder(Detokenize)
 
 
-async def tokenize(conversations: Conversations, body: bytes, context: int) -> dict[str, Any]:
-    """Return the tokens of a request's text or messages. Raises `Fault`, `TurnkeepError`."""
+async def tokenize(conversations: Conversations, body: bytes, context: int) -> tuple[dict[str, Any], int]:
+    """Return the tokens of a request's text or messages, and how many were prefilled for that.
+
+    Raises `Fault`, `TurnkeepError`.
+    """
     asked = decoded(_TOKENIZE, body)
     text = asked.prompt if asked.content is None else asked.content
     if (text is None) == (asked.messages is None):
@@ -51,30 +54,36 @@ async def tokenize(conversations: Conversations, body: bytes, context: int) -> d
     given: dict[str, Any] = {"text": text}
     if text is None:
         given = {"messages": chat.read(body).messages}
-    found = await _prefilled(conversations, **given) if text != "" else ()
+    found, num_prefilled = await _prefilled(conversations, **given) if text != "" else ((), 0)
     ids = [one.id for one in found]
     told: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": context}
     if asked.with_pieces:
         told["tokens"] = [{"id": one.id, "piece": one.token} for one in found]
     if asked.return_token_strs:
         told["token_strs"] = [one.token for one in found]
-    return told
+    return told, num_prefilled
 
 
-async def detokenize(conversations: Conversations, body: bytes) -> dict[str, Any]:
-    """Return the text of a request's tokens. Raises `Fault`, `TurnkeepError`."""
+async def detokenize(conversations: Conversations, body: bytes) -> tuple[dict[str, Any], int]:
+    """Return the text of a request's tokens, and how many were prefilled for that.
+
+    Raises `Fault`, `TurnkeepError`.
+    """
     tokens = decoded(_DETOKENIZE, body).tokens
-    found = await _prefilled(conversations, tokens=tokens) if tokens else ()
+    found, num_prefilled = await _prefilled(conversations, tokens=tokens) if tokens else ((), 0)
     parts = (one.token.encode() if one.bytes is None else bytes(one.bytes) for one in found)
     text = b"".join(parts).decode(errors="replace")
-    return {"content": text, "prompt": text}
+    return {"content": text, "prompt": text}, num_prefilled
 
 
-async def _prefilled(conversations: Conversations, **prompt: Any) -> tuple[PromptToken, ...]:
-    """Let the worker prefill a prompt in a temporary session, without an answer; return its tokens."""
+async def _prefilled(conversations: Conversations, **prompt: Any) -> tuple[tuple[PromptToken, ...], int]:
+    """Let the worker prefill a prompt in a temporary session, without an answer.
+
+    Returns the prompt's tokens, and how many of them had no KV yet.
+    """
     name = new_name()
     try:
         result = await conversations.client.session(name).generate(**prompt, max_tokens=0, echo=True)
     finally:
         conversations.beside(conversations.forget(name))
-    return result.prompt_logprobs
+    return result.prompt_logprobs, result.usage.prefilled_tokens

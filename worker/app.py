@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import structlog
-from anyio import Event, Semaphore, current_time, move_on_after, sleep, sleep_forever, to_thread
+from anyio import Event, current_time, move_on_after, sleep, sleep_forever, to_thread
 from msgspec import structs
 
 from cache.names.errors import CacheError
@@ -32,6 +32,7 @@ from worker.device.engine import Engine
 from worker.models import model
 from worker.models.model_files import text_config
 from worker.models.pooling import NO_ANSWERS, is_encoder, judging, no_embeddings
+from worker.process.rotation import Rotation
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
 from worker.sessions.embedding import Embedder
@@ -510,7 +511,7 @@ class App:
             attachments=Attachments(journal, loaded.tokenizer, asides, max_message_bytes=max_bytes),
             ack=ack,
             disown=self._owners.disown,
-            reading=Semaphore(_MAX_READINGS),
+            reading=Rotation(_MAX_READINGS),
             shares=Shares(settings.max_batch),
             attempts=self._attempts,
             retention=self._retention,

@@ -39,7 +39,6 @@ from gateway.turn import WARNINGS, Fault, Turn, all_read, fault_of, refused, tol
 from turnkeep_client import __version__
 from turnkeep_client.content_blocks import printed
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.subjects import DEFAULT_TENANT
 
 from . import bodies, guide
 from .durable import HEADERS, Reading
@@ -201,7 +200,7 @@ class Gateway:
             message = self.counters.message(self._name, self._num_known(), _PUBLISH_S)
             for model in self._listing.names:
                 with contextlib.suppress(TurnkeepError):  # the next ones follow soon
-                    await (await self._of(DEFAULT_TENANT, model)).client.publish_gateway(message)
+                    await (await self._of(self._keys.tenant, model)).client.publish_gateway(message)
             await asyncio.sleep(_PUBLISH_S)
 
     def _num_known(self) -> int:
@@ -224,7 +223,7 @@ class Gateway:
         return _json(guide.openapi())
 
     async def _health(self, _: Request) -> Response:
-        ids = [one["id"] for one in await self._listing.described(DEFAULT_TENANT, now=True)]
+        ids = [one["id"] for one in await self._listing.described(self._keys.tenant, now=True)]
         return _json({"status": "ok"} | ({"models": ids} if self._listing.are_several else {"model": ids[0]}))
 
     async def _metrics(self, request: Request) -> Response:
@@ -279,8 +278,11 @@ class Gateway:
             conversations = await self._of(key.tenant, self._listing.chosen(body))
             worker = await conversations.presence.worker(patience_s=self._patience_s)
             if request.url.path.endswith("/detokenize"):
-                return _json(await tokenizing.detokenize(conversations, body))
-            return _json(await tokenizing.tokenize(conversations, body, worker.context_tokens))
+                reply, num_tokens = await tokenizing.detokenize(conversations, body)
+            else:
+                reply, num_tokens = await tokenizing.tokenize(conversations, body, worker.context_tokens)
+            key.spend(num_tokens)
+            return _json(reply)
 
     def _count_tokens(self, dialect: Dialect) -> _Handler:
         async def count(request: Request) -> Response:

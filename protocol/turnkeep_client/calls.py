@@ -369,7 +369,8 @@ class Call:
         if not self.is_resolved() and await feed.is_removed(self.seq) and not self.is_resolved():
             raise ResultRemovedError(
                 f"request {self.id} was removed from the log before its result was received: its session was"
-                " closed with forget, or closed long ago; whether the request was answered is unknown"
+                " closed with forget, or closed long ago, or its tenant's mirror of the log is full; whether"
+                " the request was answered is unknown"
             )
 
     @asynccontextmanager

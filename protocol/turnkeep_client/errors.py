@@ -80,7 +80,10 @@ class ResultTimeoutError(TurnkeepError, TimeoutError):
 
 
 class ResultRemovedError(TurnkeepError):
-    """A close of the session removed the request from the log before its result was received."""
+    """The request left the log, by a close of its session, before its result was received.
+
+    A tenant's mirror of the log also drops its oldest entries when it is full; such a request is answered.
+    """
 
 
 class AnswerNotParsedError(TurnkeepError):

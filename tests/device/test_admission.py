@@ -243,6 +243,17 @@ def test_small_turns_overtake_a_large_one_and_pause_once_that_frees_enough_memor
     assert told(admission.begin(small[1], 10)) == ["large"]
 
 
+def test_a_large_turn_is_older_than_all_turns_that_overtake_it_at_the_same_time() -> None:
+    ledger = Ledger(CAPACITY)
+    admission = Admission(ledger)
+    first, second = begin(admission, "first", 40), begin(admission, "second", 55)
+    for name, size in (("large", 95), ("one", 15), ("two", 15)):
+        begin(admission, name, size)
+        assert said == []
+    assert leave(admission, first) == ["one", "two"]
+    assert leave(admission, second) == ["pause two", "pause one"]
+
+
 def test_a_growing_answer_drops_idle_sessions_and_then_pauses_the_youngest_turn() -> None:
     admission = Admission(Ledger(CAPACITY))
     old = begin(admission, "old", 30)
@@ -334,6 +345,25 @@ def test_a_tenants_turns_start_within_its_share_of_memory_and_a_single_turn_may_
     assert admission.release(large).granted == [small]
     assert admission.begin(late, 200).granted == [late]
     assert admission.num_waiting == 0
+
+
+def test_a_turn_that_waits_for_its_tenants_share_of_memory_is_overtaken_only_for_a_limited_time() -> None:
+    ledger = Ledger(1000)
+    admission = Admission(ledger, 300)
+
+    def claim(arrived_s: float, tenant: str = "a") -> Claim:
+        return Claim(SessionKey(tenant, str(arrived_s)), 0, place(arrived_s, 0))
+
+    first, large, soon, late, other = claim(0.0), claim(1.0), claim(2.0), claim(99.0), claim(99.0, "b")
+    assert admission.begin(first, 200).granted == [first]
+    assert admission.begin(large, 250).granted == []
+    assert admission.begin(soon, 50).granted == [soon]
+    assert admission.begin(late, 50).granted == [], (
+        "else a tenant with many small turns never starts a large one"
+    )
+    assert admission.begin(other, 50).granted == [other]
+    assert admission.release(first).granted == [large]
+    assert admission.release(soon).granted == [late]
 
 
 async def test_a_session_can_start_a_turn_while_the_device_still_runs_its_cancelled_one(make_engine) -> None:

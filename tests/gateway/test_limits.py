@@ -114,6 +114,45 @@ async def test_a_request_counts_as_running_until_it_ends_or_its_client_disconnec
         assert (await http.post(CHAT, json=asked())).status_code == 200, "a bad one has ended too"
 
 
+async def test_tokens_that_the_worker_prefills_to_tokenize_a_text_count_against_an_api_keys_limit(
+    local_worker: Start, door: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("few acme tokens=30/min\n")
+    worker = await local_worker()
+    served = await door(worker.settings.nats, worker.settings.prefix, keys=Keys.read(tmp_path / "keys"))
+    headers = {"authorization": "Bearer few"}
+    async with httpx2.AsyncClient(base_url=served.url, timeout=30, headers=headers) as http:
+        for path, body in (("/tokenize", {"content": "a" * 500}), ("/detokenize", {"tokens": [70] * 500})):
+            served.gateway._keys.of(headers)._tokens._left = 30.0
+            assert (await http.post(path, json=body)).status_code == 200
+            answer = await http.post(CHAT, json=asked())
+            assert (answer.status_code, "30 tokens a minute" in answer.text) == (429, True)
+
+
+async def test_an_answer_that_is_cancelled_in_its_prompt_counts_against_an_api_keys_token_limit(
+    local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("few acme tokens=30/min\n")
+    worker = await local_worker(model=str(endless_model))
+    served = await door(worker.settings.nats, worker.settings.prefix, keys=Keys.read(tmp_path / "keys"))
+    headers = {"authorization": "Bearer few"}
+    async with httpx2.AsyncClient(base_url=served.url, timeout=30, headers=headers) as http:
+        with pytest.raises(httpx2.TimeoutException):
+            await http.post(CHAT, json=asked(text="word " * 10_000), timeout=1.0)
+        async with asyncio.timeout(20):
+            while (await http.post(CHAT, json=asked())).status_code == 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        answer = await http.post(CHAT, json=asked())
+        assert int(answer.headers["retry-after"]) > 300, "thousands of tokens were prefilled"
+
+
+def test_a_key_that_two_lines_of_the_key_file_name_is_refused(tmp_path: Path) -> None:
+    """Otherwise only the limits of one of them would hold."""
+    (tmp_path / "keys").write_text("k acme requests=60/min\nj acme\nk acme at_once=4\n")
+    with pytest.raises(TurnkeepError, match=r"line 3: .* line 1"):
+        Keys.read(tmp_path / "keys")
+
+
 @pytest.mark.parametrize(
     "limits", ["requests=60", "requests=0/min", "at_once=4/min", "at_once=1 at_once=2", "speed=1/min", "9"]
 )

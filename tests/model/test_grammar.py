@@ -271,3 +271,20 @@ async def test_other_threads_run_while_a_grammar_is_compiled(grammars: Grammars)
         took_s = loop.time() - began_s
         over.set()
     assert num > took_s / 0.005 / 4
+
+
+async def test_one_tenants_many_grammars_that_compile_slowly_do_not_delay_another_tenants(
+    grammars: Grammars,
+) -> None:
+    order: list[str] = []
+
+    async def compiled(tenant: str, step: int) -> None:
+        asked = JsonSchemaFormat(JsonSchema({"type": "integer", "multipleOf": step}))
+        assert await grammars.compiled(asked, tenant) is not None
+        order.append(tenant)
+
+    slow = [asyncio.create_task(compiled("loud", 9_000 + n)) for n in range(12)]
+    await asyncio.sleep(0)
+    await compiled("quiet", 7)
+    await asyncio.gather(*slow)
+    assert order.index("quiet") <= 2

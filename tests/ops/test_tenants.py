@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import nats
 import nats.errors
 import nats.js.errors
@@ -20,10 +21,18 @@ from click.testing import CliRunner
 from nats.aio.client import Client
 from parts import free_port, nats_server_program
 
+from gateway.http.app import Gateway
+from gateway.keys import Keys
 from ops.nats.tenants import main
 from tests.commands.command_runs import command
 from turnkeep_client.client import connect
-from turnkeep_client.errors import ClientClosedError, NotPermittedError, NoWorkerError
+from turnkeep_client.errors import (
+    ClientClosedError,
+    NotPermittedError,
+    NoWorkerError,
+    RequestFailedError,
+    ResultRemovedError,
+)
 from turnkeep_client.wire import Backlog
 
 
@@ -133,6 +142,42 @@ async def test_a_tenant_reads_its_result_from_the_log_after_reconnecting(server:
     assert list(result.tokens) == list(json.loads(entries[-1].body)["tokens"])
 
 
+async def test_a_caller_whose_request_a_full_mirror_has_dropped_is_told_that_it_may_be_answered(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FIRST_POLL_S", "LAST_POLL_S", "DOUBT_S"):
+        monkeypatch.setattr(f"turnkeep_client.calls.{name}", 0.1)
+    await add(server.folder, "--max-mib", "4", "--nats", server.url)
+    async with connect(server.url, tenant="acme", nkeys_seed=server.seed("acme.client")) as client:
+        endless = client.session("s").generate(text="eee", max_tokens=1900, ignore_eos=True)
+        asked = asyncio.create_task(endless.wait())
+        for number in range(10):
+            with pytest.raises(RequestFailedError, match="context_exceeded"):
+                await client.session(f"t{number}").append(text="x" * 200_000)
+        with pytest.raises(ResultRemovedError, match="or its tenant's mirror of the log is full"):
+            await asked
+        async with asyncio.timeout(60):
+            while (await client.session("s").info()).state != "idle":  # noqa: ASYNC110
+                await asyncio.sleep(0.5)
+        assert (await client.session("s").info()).position == 1903
+
+
+async def test_a_gateway_in_a_tenants_account_is_healthy_and_answers(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("k acme\n")
+
+    async def connected(tenant: str, _model: str) -> Any:
+        return await connect(server.url, tenant=tenant, nkeys_seed=server.seed("acme.client"))
+
+    gateway = Gateway(connected, Keys.read(tmp_path / "keys"), idle_s=60.0)
+    asked = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}
+    transport = httpx2.ASGITransport(gateway.app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as http:
+        answer = await http.post("/v1/chat/completions", json=asked, headers={"x-api-key": "k"})
+        assert answer.status_code == 200, answer.text
+        assert (await http.get("/health")).status_code == 200
+    await gateway.close()
+
+
 async def test_a_tenant_may_not_publish_as_another_tenant_or_as_a_worker(server: Server) -> None:
     refused: list[str] = []
     beta = await server.raw("beta.client", refused)
@@ -200,6 +245,24 @@ async def test_a_forged_reply_subject_cannot_write_into_another_tenants_account(
     assert all(subject.startswith("turnkeep.beta.s.") for subject in read)
     await acme.flush()
     assert (forged.pending_msgs, inbox.pending_msgs) == (0, 0)
+    await acme.close()
+    await beta.close()
+
+
+async def test_a_tenant_that_guesses_a_session_name_of_another_learns_only_its_last_sequence(
+    server: Server,
+) -> None:
+    """A weakness of nats-server that docs/security.md names; once this fails, the page can say so."""
+    acme, beta = await server.raw("acme.client"), await server.raw("beta.client")
+    body = json.dumps({"type": "append", "id": "a", "text": "x"}).encode()
+    stored = await beta.jetstream().publish("turnkeep.beta.secret.in", body)
+    for name, told in (("secret", stored.seq), ("other", 0)):
+        headers = {
+            "Nats-Expected-Last-Subject-Sequence": "999",
+            "Nats-Expected-Last-Subject-Sequence-Subject": f"turnkeep.beta.{name}.in",
+        }
+        reply = await acme.request("turnkeep.acme.s.in", body, headers=headers)
+        assert json.loads(reply.data)["error"]["description"] == f"wrong last sequence: {told}"
     await acme.close()
     await beta.close()
 

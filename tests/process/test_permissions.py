@@ -52,5 +52,13 @@ async def test_the_documented_permissions_let_a_client_use_its_sessions_but_not_
         with pytest.raises((nats.errors.Error, asyncio.TimeoutError)):
             await nc.jetstream().publish(subject, b"{}", timeout=0.3)
     await nc.flush()
+    # A weakness that docs/security.md names: replies are published by the worker and the server.
+    other = await nats.connect(url.replace("//", "//worker:w@"))
+    heard = await other.subscribe("turnkeep.other.s.in")
+    await other.flush()
+    for kind in ("ctl", "in"):
+        await nc.publish(f"turnkeep.acme.s.{kind}", b"{}", reply="turnkeep.other.s.in")
+        await heard.next_msg(10)
+    await other.close()
     await nc.close()
     assert [subject for subject in subjects if any(f'"{subject}"' in line for line in refused)] == subjects

@@ -167,6 +167,23 @@ async def test_requests_are_still_held_if_a_worker_dies_as_it_is_about_to_get_th
     await nc.close()
 
 
+async def test_one_tenants_questions_to_a_model_that_is_being_loaded_leave_room_for_another_tenants(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.wire.activator._MOST_HELD", 8)
+    nc, subjects = await nats.connect(nats_url), Subjects("crowded")
+    activator = Activator(nc, subjects, lambda: None, lambda: None)  # type: ignore[arg-type, return-value]
+    await activator.begin()
+    asked = {tenant: await nc.subscribe(f"_INBOX.crowded.{tenant}") for tenant in ("loud", "quiet")}
+    for tenant, number in (("loud", 12), ("quiet", 6)):
+        for _ in range(number):
+            await nc.publish(f"crowded.{tenant}.s.ask", b"{}", reply=f"_INBOX.crowded.{tenant}")
+        await nc.flush()
+    await until(lambda: asked["quiet"].pending_msgs == 2)
+    assert asked["loud"].pending_msgs == 4, "refused"
+    await nc.close()
+
+
 @pytest.mark.process
 async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any) -> None:
     at = await house(unload_after_s="1", pooling="'last'")

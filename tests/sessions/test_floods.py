@@ -138,6 +138,25 @@ async def test_returning_a_request_because_the_worker_is_full_counts_as_no_attem
 
 
 @pytest.mark.usefixtures("_small")
+async def test_a_request_that_waits_for_its_tenants_room_does_not_wait_for_another_tenants_flood(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker returns both to the log; those of the flood come again one after another."""
+    monkeypatch.setattr(intake, "_RETURNS_PER_S", 2)
+    one = await wire(max_waiting_per_tenant=1)
+    flood = [
+        await one.publish(f"s{n}", generate("r", text="eee", max_tokens=2), tenant="loud")
+        for n in range(NUM_FLOOD)
+    ]
+    mine = [await one.publish(f"s{n}", generate("r", text="eee"), tenant="quiet") for n in range(2)]
+    for seq in (*mine, *flood):
+        async with asyncio.timeout(600):
+            while seq not in one.results:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+    assert await answered_before(one, mine[1], "loud") < NUM_FLOOD // 4
+
+
+@pytest.mark.usefixtures("_small")
 async def test_a_request_that_a_worker_returned_before_it_stopped_counts_no_attempt(wire: Start) -> None:
     one = await wire(max_waiting=1, max_waiting_per_tenant=1, max_attempts=1)
     seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200)) for n in range(3)]
@@ -284,6 +303,35 @@ async def test_control_requests_of_one_tenant_leave_capacity_for_other_tenants(
     assert (await one.control("s", info, tenant="quiet"))["code"] == "unknown_session"
     go_on.set()
     assert {answer["code"] for answer in await asyncio.gather(*asked)} == {"unknown_session"}
+
+
+async def test_a_tenants_questions_about_many_sessions_do_not_delay_another_tenants_request(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart the worker reads the log of each of these sessions, a few at a time."""
+    one, fold, num_answered = await wire(), SessionLog._fold, 0
+    for n in range(NUM_FLOOD):
+        await one.send(f"s{n}", append("r"), tenant="loud")
+    await one.send("s", append("warm"), tenant="quiet")
+    await one.worker.stop()
+
+    async def slow(log: SessionLog, record: Record) -> None:
+        await asyncio.sleep(0.5)
+        await fold(log, record)
+
+    async def ask(number: int) -> None:
+        nonlocal num_answered
+        assert (await two.control(f"s{number}", {"type": "info"}, tenant="loud"))["position"] == 5
+        num_answered += 1
+
+    monkeypatch.setattr(SessionLog, "_fold", slow)
+    two = await wire()
+    asked = [asyncio.create_task(ask(n)) for n in range(NUM_FLOOD)]
+    await asyncio.sleep(0.1)
+    assert (await two.send("s", append("mine"), tenant="quiet"))["type"] == "appended"
+    num_before = num_answered
+    await asyncio.gather(*asked)
+    assert num_before < 20
 
 
 def peak_bytes(pid: int) -> int:

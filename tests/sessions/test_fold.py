@@ -16,7 +16,7 @@ from typing import Any
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from anyio import Semaphore, TaskHandle
+from anyio import TaskHandle
 from hypothesis import given
 
 from cache.names.policy import FULL, Policy
@@ -44,6 +44,7 @@ from turnkeep_client.messages import (
 from turnkeep_client.subjects import SessionKey
 from worker.models.tokenizer import Tokenizer
 from worker.observe.counters import Telemetry
+from worker.process.rotation import Rotation
 from worker.sessions.attachments import Attachments
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.execution import Execution
@@ -284,7 +285,7 @@ class World:
             outbox=self.outbox,  # type: ignore[arg-type]
             ack=self._release,
             disown=lambda _: None,
-            reading=Semaphore(2),
+            reading=Rotation(2),
             shares=Shares(4),
             attempts=Attempts(self.log, 3),
             device_lock=SharedLock(),

@@ -24,7 +24,8 @@ from turnkeep_client.messages import (
     SessionCache,
 )
 from worker.models.tokenizer import Tokenizer
-from worker.sessions.limits import MOST_POLICIES
+from worker.sessions.history import RefusedError
+from worker.sessions.limits import MOST_POLICIES, Limits
 from worker.sessions.policies import misfit
 from worker.sessions.port import Asked
 
@@ -96,6 +97,18 @@ async def test_clients_can_choose_only_a_bounded_number_of_different_policies(wo
     await world.ask(Close(id="last"))
     assert (await reopened(102, chosen[-1])).cache.window == chosen[-1].window
     await world.assert_fold_is_life()
+
+
+def test_one_tenants_many_policies_leave_some_for_another_tenant() -> None:
+    limits = Limits(None, FULL, context_tokens=4096, block_tokens=32, vocab_size=9, kv_bits=None)  # type: ignore[arg-type]
+    for window in range(MOST_POLICIES):
+        limits.note(Policy(4, 40 + window), "loud")
+    for number in range(MOST_POLICIES // 2):
+        limits.note(Policy(5, 40 + number), "quiet")
+    for tenant in ("loud", "quiet"):
+        with pytest.raises(RefusedError, match="since this worker started"):
+            limits.note(Policy(6, 40), tenant)
+    limits.note(Policy(5, 40), "loud")
 
 
 async def test_a_session_logged_without_a_policy_stays_under_the_policy_full(world: World) -> None:

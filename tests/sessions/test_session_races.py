@@ -92,15 +92,17 @@ async def test_a_request_whose_result_a_restarted_server_lost_is_not_acknowledge
     released: list[int] = []
     infos: list[asyncio.Task[None]] = []
 
+    async def read() -> None:
+        async with world.session._services.reading.enter("other"):
+            await asyncio.sleep(0.05)
+
     async def purge(*_: Any) -> None:
         if infos:
             return
         monkeypatch.setattr(world.log, "server", "two")
         world.log.entries.pop()
-        reading = world.session._services.reading
-        for _ in range(2):
-            reading.acquire_nowait()
-            asyncio.get_running_loop().call_later(0.05, reading.release)
+        infos.extend(asyncio.create_task(read()) for _ in range(2))
+        await asyncio.sleep(0)
         infos.append(asyncio.create_task(world.session.refresh()))
         await asyncio.sleep(0.01)
 
@@ -113,7 +115,7 @@ async def test_a_request_whose_result_a_restarted_server_lost_is_not_acknowledge
     seq = world.log.add("in", encode(Append(id="a", text="one")))
     world.ring(seq, again=True)
     await world.session.run()
-    await infos[0]
+    await asyncio.gather(*infos)
     assert released == [1]
 
 

@@ -383,6 +383,6 @@ class Worker(App):
             "runs": len(self.device_of_hashes.runs),
             "at work": len(self._sessions._at_work),
             "shares": sum(one.at_work.total() + one.num_waiting for one in shares),
-            "readers": services.reading.value - app._MAX_READINGS,
+            "readers": services.reading.num_free - app._MAX_READINGS,
             "alone": services.device_lock._num,
         }

@@ -9,11 +9,14 @@ it grows. `Admission` decides who gets memory; the engine carries the decision o
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain, count, zip_longest
 from operator import attrgetter
 from typing import TYPE_CHECKING
+
+from worker.sessions.order import PRIORITY_S
 
 from .residency import Residency
 
@@ -135,9 +138,10 @@ class Admission:
     New turns come next. Of the first turns of all priorities, the one with the lowest `place_s` (see
     `sessions.order`) comes first; within a priority, tenants rotate, each with its lowest `place_s` first. A
     new turn that would bring its tenant above `max_tenant_bytes` waits until it fits, or until it is the
-    tenant's only turn. A turn that fits may overtake a turn that does not; from then on the overtaken turn
-    counts as older than the turns that overtake it. So no turn waits for ever, and the oldest always
-    continues.
+    tenant's only turn; other turns of the tenant overtake it only if their `place_s` is at most 10 s higher.
+
+    A turn that fits may overtake a turn that does not; from then on the overtaken turn counts as older than
+    the turns that overtake it. So no turn waits for ever, and the oldest always continues.
     """
 
     def __init__(self, ledger: Ledger, max_tenant_bytes: int | None = None) -> None:
@@ -183,17 +187,20 @@ class Admission:
             if not self._grant(claim, decision) and self._pause_younger(claim, decision):
                 return decision
         refused: Claim | None = None
+        over: dict[str, float] = {}  # by tenant: the place of the first turn that exceeds its share
         for claim in self._rotation():
-            if self._is_over_share(claim):
+            tenant = claim.key.tenant
+            if self._is_over_share(claim) or claim.place_s > over.get(tenant, math.inf) + PRIORITY_S:
+                over.setdefault(tenant, claim.place_s)
                 continue
             if self._ledger.excess(claim, claim.wanted) > 0:
                 refused = refused or claim
                 continue
             if refused is not None and self._overtaken is None:
-                self._overtaken = refused
                 self._served(refused, wanted=refused.wanted)
                 refused.age = next(self._ages)
                 self._aged.append(refused)
+                self._overtaken = refused  # not earlier: `_served` ends the protection of a turn
             self._grant(claim, decision)
         return decision
 

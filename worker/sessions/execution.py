@@ -152,7 +152,7 @@ class Execution:
                 self._limits.check_precision(cache.kv_bits)
                 after = self._fold.opened(history, self._limits.chosen(cache), request.tags)
                 self._limits.check_policy(after.policy)
-                self._limits.note(after.policy)
+                self._limits.note(after.policy, key.tenant)
                 return opened(request, pending, after), after
             case Rewind(position=position):
                 after = self._fold.rewound(history, position)
@@ -248,7 +248,7 @@ class Execution:
             answer.finish_reason = "length"
         await _settle(pending, answer, grammar, chunks, is_begun_by_other=is_begun_by_other)
         if not answer.tokens and answer.finish_reason != "length":
-            return withdrawn(pending, history, history.position), history
+            return withdrawn(pending, history, history.position, turn), history
         message = spoken(answer.text, answer.reasoning, answer.calls)
         after = self._fold.answered(extended.history, request, answer.tokens, message)
         live_bytes = turn.live_bytes if turn else self._engine.live_bytes(key, after.tokens, after.policy)
@@ -270,9 +270,9 @@ class Execution:
         # Context and memory limit an answer; the tokens that a dead worker has published stay in any case.
         most = len(prompt) + request.max_tokens if policy.is_endless else self._limits.context_tokens
         most = max(self._engine.most_tokens(most, policy) - len(prompt), published.num_tokens)
-        splitter = await self._formats.splitter(f"{key}:{pending.seq}", request, extended.history)
+        splitter = await self._formats.splitter(key.tenant, f"{key}:{pending.seq}", request, extended.history)
         grammar, warnings = await self._formats.grammar(
-            request, extended.history, splits=splitter is not None
+            key.tenant, request, extended.history, splits=splitter is not None
         )
         warnings = extended.warnings + warnings
         room = self._max_answer_bytes - echo_bytes - min(len(extended.change.input), self.most_input)

@@ -10,8 +10,6 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-import anyio
-
 from turnkeep_client.messages import (
     ChoiceFormat,
     JsonObjectFormat,
@@ -22,6 +20,7 @@ from turnkeep_client.messages import (
     TextFormat,
 )
 from worker.process.concurrency import in_thread
+from worker.process.rotation import Rotation
 from worker.text.arguments import Offered
 from worker.text.calling import calls_grammar, json_rule
 from worker.text.grammar import GrammarError, Grammars
@@ -49,9 +48,9 @@ class Formats:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._grammars = Grammars(tokenizer)
-        self._compiling = anyio.Lock()  # one answer's patterns at a time, so that many do not take all CPUs
+        self._compiling = Rotation(1)  # one answer's patterns at a time, so that many do not take all CPUs
 
-    async def splitter(self, place: str, request: Generate, prompt: History) -> Splitter | None:
+    async def splitter(self, tenant: str, place: str, request: Generate, prompt: History) -> Splitter | None:
         """Return the splitter of an answer; None if the whole answer is text.
 
         `place` names the session and the request's sequence; ids of tool calls are derived from it. Raises
@@ -79,7 +78,7 @@ class Formats:
             tools = [one for one in tools if one["function"]["name"] == choice.function.name]
         tools = tools if choice != "none" else []
         calls = Calls(
-            await self._offered(tools),
+            await self._offered(tenant, tools),
             lambda index: call_id(place, index),
             max_calls=1 if isinstance(choice, NamedTool) or not request.parallel_tool_calls else None,
             ends_at_repeat=choice == "required",  # small models repeat a call until `max_tokens`
@@ -93,15 +92,15 @@ class Formats:
             return None
         return MarkedSplitter(markup, calls, in_reasoning=conversation.in_reasoning(prompt.tokens))
 
-    async def _offered(self, tools: list[dict[str, Any]]) -> Offered:
+    async def _offered(self, tenant: str, tools: list[dict[str, Any]]) -> Offered:
         """Compile the patterns of tools on a thread: later, calls are checked on the device's thread."""
         if not tools:
             return Offered(())
-        async with self._compiling:
+        async with self._compiling.enter(tenant):
             return await in_thread(Offered, tools)
 
     async def grammar(
-        self, request: Generate, prompt: History, *, splits: bool
+        self, tenant: str, request: Generate, prompt: History, *, splits: bool
     ) -> tuple[Grammar | None, tuple[str, ...]]:
         """Return an answer's grammar (None if it may be any text), and warnings about ineffective options.
 
@@ -115,9 +114,9 @@ class Formats:
         warnings: tuple[str, ...] = ()
         try:
             if tools and (is_forced or has_strict or asked is not None):
-                found, warnings = await self._of_calls(request, tools, is_forced=is_forced)
+                found, warnings = await self._of_calls(tenant, request, tools, is_forced=is_forced)
             elif asked is not None:
-                found = await self._grammars.compiled(asked)
+                found = await self._grammars.compiled(asked, tenant)
                 warnings = found.warnings if found is not None else ()
         except GrammarError as error:
             what = "the tools" if tools else "response_format"
@@ -131,7 +130,7 @@ class Formats:
         return found, warnings
 
     async def _of_calls(
-        self, request: Generate, tools: list[dict[str, Any]], *, is_forced: bool
+        self, tenant: str, request: Generate, tools: list[dict[str, Any]], *, is_forced: bool
     ) -> tuple[Grammar | None, tuple[str, ...]]:
         """Compile a grammar of tool calls. Raises `GrammarError`.
 
@@ -142,40 +141,40 @@ class Formats:
             tools = [one for one in tools if one["function"]["name"] == request.tool_choice.function.name]
         answer = None if is_forced else await in_thread(_answer_rule, request)
         try:
-            return await self._compiled(request, tools, answer)
+            return await self._compiled(tenant, request, tools, answer)
         except GrammarError as error:
             lenient = [tool["function"] for tool in tools if not tool["function"].get("strict")]
-            for dropped in filter(None, (await self._unusable(tools), lenient)):
+            for dropped in filter(None, (await self._unusable(tenant, tools), lenient)):
                 for function in dropped:
                     function.pop("parameters", None)
                 with contextlib.suppress(GrammarError):
-                    found, warnings = await self._compiled(request, tools, answer)
+                    found, warnings = await self._compiled(tenant, request, tools, answer)
                     names = ", ".join(function["name"] for function in dropped)
                     return found, (*warnings, f"arguments are not held to the schemas of {names}: {error}")
             raise
 
-    async def _unusable(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    async def _unusable(self, tenant: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the functions whose schemas cannot be compiled. Raises `GrammarError` if one is strict."""
         found = []
         for tool in tools:
             try:
-                await self._check_schema(tool["function"])
+                await self._check_schema(tenant, tool["function"])
             except GrammarError:
                 if tool["function"].get("strict"):
                     raise
                 found.append(tool["function"])
         return found
 
-    async def _check_schema(self, function: dict[str, Any]) -> None:
+    async def _check_schema(self, tenant: str, function: dict[str, Any]) -> None:
         """Check that a tool's schema compiles. Raises `GrammarError` with the tool's name."""
         schema = JsonSchema(function.get("parameters") or {}, strict=bool(function.get("strict")))
         try:
-            await self._grammars.compiled(JsonSchemaFormat(schema))
+            await self._grammars.compiled(JsonSchemaFormat(schema), tenant)
         except GrammarError as error:
             raise GrammarError(f"the schema of {function['name']}: {error}") from error
 
     async def _compiled(
-        self, request: Generate, tools: list[dict[str, Any]], answer: str | None
+        self, tenant: str, request: Generate, tools: list[dict[str, Any]], answer: str | None
     ) -> tuple[Grammar | None, tuple[str, ...]]:
         tokenizer = self._tokenizer
         source = await in_thread(  # it compiles patterns to see which can be enforced
@@ -186,7 +185,7 @@ class Formats:
             answer=answer,
             several=request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool),
         )
-        found = await self._grammars.compiled(LarkFormat(source))
+        found = await self._grammars.compiled(LarkFormat(source), tenant)
         return found, found.warnings if found is not None else ()
 
     def _behind_reasoning(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from cache.names.policy import FULL
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from .port import EnginePort
 
 
-#: The worker accepts this many different cache policies: each takes memory, and slows down a forget.
+#: Limit of different cache policies, each of which takes memory, and slows down a forget. At the limit, only
+#: tenants that have chosen less than an equal share of them may choose further ones.
 MOST_POLICIES: Final = 64
 
 
@@ -55,7 +57,8 @@ class Limits:
         self._block_tokens = block_tokens
         self._kv_bits = kv_bits
         self._refusal = refusal
-        self._policies: set[Policy] = set()  # of all sessions opened, without the default and full
+        #: The policies of all sessions opened, without the default and full, and the tenant that was first.
+        self._policies: dict[Policy, str] = {}
 
     def check_bias(self, request: Generate) -> None:
         """Refuse a request whose `logit_bias` names tokens that the model does not have."""
@@ -94,20 +97,22 @@ class Limits:
         if why := why or self._engine.refusal(policy):
             raise RefusedError("invalid_request", why)
 
-    def note(self, policy: Policy) -> None:
-        """Record the policy of an `open` request; refuse a new policy if there are `MOST_POLICIES` already.
+    def note(self, policy: Policy, tenant: str) -> None:
+        """Record the policy of an `open` request; refuse a new policy if the tenant has chosen its share.
 
         Sessions that are open already are not affected.
         """
         if policy in (FULL, self._default, *self._policies):
             return
-        if len(self._policies) == MOST_POLICIES:
+        chosen = Counter(self._policies.values())
+        share = MOST_POLICIES // (len(chosen) or 1)
+        if len(self._policies) >= MOST_POLICIES and chosen[tenant] >= share:
             raise RefusedError(
                 "invalid_request",
-                f"sessions were opened under {MOST_POLICIES} cache policies since this worker started, and it"
-                f" takes no other: choose one of those, or leave cache.policy out for {self._default}",
+                f"sessions were opened under {len(self._policies)} cache policies since this worker started,"
+                f" and it takes no other: choose one of those, or leave cache.policy out for {self._default}",
             )
-        self._policies.add(policy)
+        self._policies[policy] = tenant
 
     def check_size(self, num_prompt: int, policy: Policy, *, room: int) -> None:
         """Refuse a prompt that, with `room` tokens for its answer, exceeds the context or all KV memory."""

@@ -65,16 +65,18 @@ def turned(before: History, extended: Input, *, holds_answer: bool = False) -> d
     }
 
 
-def withdrawn(pending: Pending, history: History, position: int) -> Result:
+def withdrawn(pending: Pending, history: History, position: int, turn: TurnResult | None = None) -> Result:
     """Build the result of a request that was cancelled or expired before it changed the session.
 
-    `position` is the session's position: if the log cannot be read, `history` may be incomplete.
+    `position` is the session's position: if the log cannot be read, `history` may be incomplete. A generate's
+    result has the cost of its `turn`, which was ended in the prompt.
     """
     if pending.expired and not pending.cancelled:
         return failed(pending, position, "expired", "its deadline passed; nothing was added")
     if not isinstance(pending.request, Generate):
         return failed(pending, position, "expired", "cancelled before it was carried out; nothing was added")
     waited_s = monotonic() - pending.received_s
+    cached, prefilled = (turn.num_cached, turn.num_prefilled) if turn else (0, 0)
     return Generated(
         id=pending.request.id,
         seq=pending.seq,
@@ -82,8 +84,18 @@ def withdrawn(pending: Pending, history: History, position: int) -> Result:
         text="",
         tokens=(),
         finish_reason="cancelled",
-        usage=Usage(prompt_tokens=0, cached_tokens=0, prefilled_tokens=0, completion_tokens=0),
-        seconds=Seconds(queued=waited_s, prefill=0.0, first_token=waited_s, total=waited_s),
+        usage=Usage(
+            prompt_tokens=cached + prefilled,
+            cached_tokens=cached,
+            prefilled_tokens=prefilled,
+            completion_tokens=0,
+        ),
+        seconds=Seconds(
+            queued=turn.started_s - pending.received_s if turn else waited_s,
+            prefill=turn.prefill_s if turn else 0.0,
+            first_token=waited_s,
+            total=waited_s,
+        ),
         kv_live_bytes=0,
         **seen(history),
     )

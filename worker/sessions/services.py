@@ -9,11 +9,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from typing import Any
 
-    from anyio import Semaphore
-
     from turnkeep_client.subjects import SessionKey
     from worker.observe.counters import Telemetry
     from worker.observe.otlp import Traces
+    from worker.process.rotation import Rotation
     from worker.wire.journal import Journal
     from worker.wire.outbox import Outbox
     from worker.wire.retention import Retention
@@ -32,8 +31,8 @@ class Services:
 
     `ack` acknowledges the deliveries of a session that has answered all its requests; `disown` notes that
     another worker has stored a result of a session. `shares` limits how many sessions of a tenant work at
-    once, `reading` how many logs are read at once. `build` is the header of every result that names the
-    worker, its version, device and precision.
+    once, `reading` how many logs are read at once, for whichever tenant. `build` is the header of every
+    result that names the worker, its version, device and precision.
     """
 
     journal: Journal
@@ -45,7 +44,7 @@ class Services:
     attachments: Attachments
     ack: Callable[[SessionKey], Coroutine[Any, Any, None]]
     disown: Callable[[SessionKey], None]
-    reading: Semaphore
+    reading: Rotation
     shares: Shares
     attempts: Attempts
     retention: Retention

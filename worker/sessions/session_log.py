@@ -130,7 +130,7 @@ class SessionLog:
             num_foreign = record.num_foreign
             if not record.folded:
                 services, key = self._services, self.key
-                async with services.reading, services.retention.lock(key):
+                async with services.reading.enter(key.tenant), services.retention.lock(key):
                     try:
                         try:
                             await self._fold(record)

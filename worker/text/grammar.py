@@ -16,7 +16,6 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
-import anyio
 import msgspec
 import numpy as np
 
@@ -29,6 +28,7 @@ from turnkeep_client.messages import (
     TextFormat,
 )
 from worker.process.concurrency import in_thread
+from worker.process.rotation import Rotation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -76,14 +76,14 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
-        self._lock = anyio.Lock()  # compiles one at a time, so that many do not take all CPUs
+        self._compiling = Rotation(1)  # one at a time, so that many do not take all CPUs
         self._vocabulary: Any = None
         self._tokenize: Callable[[bytes], list[int]] = lambda _: []
 
-    async def compiled(self, asked: ResponseFormat) -> Grammar | None:
+    async def compiled(self, asked: ResponseFormat, tenant: str = "") -> Grammar | None:
         """Return a format's grammar, cached or compiled on a thread; None if the format allows any text.
 
-        Raises `GrammarError`.
+        Tenants take turns in the compiling. Raises `GrammarError`.
         """
         if isinstance(asked, TextFormat):
             return None
@@ -92,7 +92,7 @@ class Grammars:
             raise GrammarError(f"it has {len(named)} bytes, the limit is {MOST_BYTES}")
         name = blake2b(named, digest_size=16).digest()
         if name not in self._kept:
-            async with self._lock:
+            async with self._compiling.enter(tenant):
                 if name not in self._kept:  # another request may have compiled it meanwhile
                     self._kept[name] = await in_thread(self._compile, asked)
         self._kept.move_to_end(name)

@@ -8,6 +8,7 @@ published again once the worker has subscribed, so that the worker replies to th
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 import nats.errors
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import Subjects
     from worker.process.settings import Settings
 
-#: Most requests to hold for the worker; further ones get `overloaded`.
+#: Limit of requests held for the worker; above it, a tenant with at least an equal share gets `overloaded`.
 _MOST_HELD: Final = 256
 #: How long unsubscribing may take.
 _END_S: Final = 30.0
@@ -132,12 +133,22 @@ class Activator:
 
     async def _hold(self, message: Msg) -> None:
         is_look = _is_look(message.data)
-        if not is_look and len(self._held) < _MOST_HELD:
+        if not is_look and self._has_room(message):
             self._held.append(message)
             await self._notice(message)
         elif message.reply:
             answer = self._metrics() if is_look else failure(None, "overloaded", _TOO_MANY)
             await self._outbox.reply(message.reply, answer)
+
+    def _has_room(self, message: Msg) -> bool:
+        if len(self._held) < _MOST_HELD:
+            return True
+        held = Counter(map(_tenant, self._held))
+        return held[_tenant(message)] < _MOST_HELD // len(held)
+
+
+def _tenant(message: Msg) -> str:
+    return message.subject.rsplit(".", 3)[1]
 
 
 def _is_look(body: bytes) -> bool:

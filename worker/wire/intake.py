@@ -49,7 +49,7 @@ _FETCH: Final = 64
 _FETCH_BYTES: Final = 8 * 2**20
 _EXPIRES_S: Final = 5.0
 _RETRY_S: Final = 0.5
-#: The server redelivers returned deliveries after `_RETURN_S` or later, `_RETURNS_PER_S` a second at most.
+#: The server redelivers returned deliveries after `_RETURN_S` or later, about `_RETURNS_PER_S` a second.
 _RETURN_S: Final = 1.0
 _RETURNS_PER_S: Final = 200
 #: If a returned delivery is late by this much, its request has left the log, for example by a close.
@@ -156,6 +156,7 @@ class Intake:
         self._anchors: dict[SessionKey, Msg] = {}
         self._tenants: Counter[str] = Counter()
         self._returned: dict[int, _Returned] = {}  # by the sequence of the request
+        self._dues: dict[str, float] = {}  # by tenant: when the last delivery returned for it comes again
         self._refused: dict[int, None] = {}  # sequences refused last, the oldest first
         self._first_seq = 0  # the first request that no other worker got
         self._server = journal.server  # the server process that has delivered the anchors
@@ -260,7 +261,7 @@ class Intake:
             return
         anchor = self._anchors.get(key)
         if anchor is None and not self.room(key.tenant):
-            delay_s = max(_RETURN_S, (len(self._returned) + 1) / _RETURNS_PER_S)
+            delay_s = self._next_return_s(key.tenant)
             self._returned[seq] = _Returned(key, again, current_time() + delay_s)
             with contextlib.suppress(nats.errors.Error, OSError):
                 await message.nak(delay=delay_s)
@@ -279,6 +280,17 @@ class Intake:
         if older.metadata.sequence.stream != newer.metadata.sequence.stream:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await older.ack()
+
+    def _next_return_s(self, tenant: str) -> float:
+        """Return the seconds after which a delivery that is returned now is to come again.
+
+        A tenant's deliveries come again one after another, so those of a flood delay no other tenant's.
+        """
+        now_s = current_time()
+        pause_s = len(self._dues.keys() | {tenant}) / _RETURNS_PER_S
+        due_s = max(now_s + _RETURN_S, self._dues.get(tenant, 0.0) + pause_s)
+        self._dues[tenant] = due_s
+        return due_s - now_s
 
     async def _refuse(self, message: Msg, seq: int) -> None:
         """Refuse a request whose tenant or session cannot be named in a subject; terminate its delivery.
@@ -346,7 +358,9 @@ class Intake:
             for message in list(self._anchors.values()):
                 with contextlib.suppress(nats.errors.Error, OSError):
                     await message.in_progress()
-            gone_s = current_time() - _GONE_S
+            now_s = current_time()
+            self._dues = {tenant: due_s for tenant, due_s in self._dues.items() if due_s > now_s}
+            gone_s = now_s - _GONE_S
             for seq in [seq for seq, one in self._returned.items() if one.due_s < gone_s]:
                 del self._returned[seq]
 

@@ -266,7 +266,8 @@ export class Call {
     if (this.result === undefined && (await feed.isRemoved(seq)) && this.result === undefined) {
       throw new ResultRemovedError(
         `request ${this.request.id} was removed from the log before its result was received: its session was closed` +
-          " with forget, or closed long ago; whether the request was answered is unknown",
+          " with forget, or closed long ago, or its tenant's mirror of the log is full; whether the request was" +
+          " answered is unknown",
       );
     }
   }
