@@ -129,7 +129,7 @@ class NatsWire:
                     reconnected_cb=self._on_reconnected,
                     closed_cb=self._on_closed,
                     max_reconnect_attempts=-1,
-                    reconnect_time_wait=RECONNECT_PAUSE_S,  # type: ignore[arg-type]  # nats-py only sleeps for it
+                    reconnect_time_wait=RECONNECT_PAUSE_S,
                     **options,
                 )
         except _RefusedError as error:
