@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _LINE_END: Final = b"\r\n"
 _ABANDON_S: Final = 0.5
+#: How long the last bytes to a server may take when the connection is closed.
+_CLOSE_S: Final = 2.0
 #: A server counts as lost if nothing has come from it while this many pings, `PING_S` apart, were sent.
 PING_S: Final = 5.0
 NUM_PINGS: Final = 3
@@ -140,9 +142,33 @@ class Nats(Client):
     async def _attempt_reconnect(self) -> None:
         # nats-py waits until the lost connection is closed, and asyncio closes it only once its last bytes
         # are written: to a silent server, that is after a quarter of an hour.
+        self._abort()
+        await super()._attempt_reconnect()
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        # Else a silent server would keep a connection with bytes to write open, and its program from ending.
+        transport: Any = self._transport
+        drain = getattr(transport, "drain", None)
+
+        async def drained() -> None:
+            with contextlib.suppress(OSError):  # it was aborted; nats-py would not call its callbacks
+                await drain()  # type: ignore[misc]
+
+        if drain is not None:
+            transport.drain = drained
+        ending = asyncio.get_running_loop().call_later(_CLOSE_S, self._abort)
+        try:
+            await super()._close(status, do_cbs)
+        finally:
+            ending.cancel()
+            while self._flush_queue and not self._flush_queue.empty():  # publishers that nobody flushes for
+                flushed = self._flush_queue.get_nowait()
+                if not flushed.done():
+                    flushed.set_result(None)
+
+    def _abort(self) -> None:
         if (writer := getattr(self._transport, "_io_writer", None)) is not None:
             writer.transport.abort()
-        await super()._attempt_reconnect()
 
     async def _process_pong(self) -> None:
         # nats-py stops reading at the PONG of a flush that was cancelled or timed out.

@@ -11,6 +11,7 @@ from scripted_worker import FakeWorker, NatsServer
 
 from turnkeep_client import nats_client
 from turnkeep_client.client import connect
+from turnkeep_client.errors import ClientClosedError
 
 
 class Passage:
@@ -78,3 +79,18 @@ async def test_requests_go_another_way_soon_after_a_server_has_fallen_silent(
         passage.fall_silent()
         async with asyncio.timeout(20):
             await asyncio.gather(*(session.append(text="b" * size) for _ in range(20)))
+
+
+async def test_a_client_closes_although_its_server_has_fallen_silent(
+    passage: Passage, worker: FakeWorker
+) -> None:
+    client = await connect(passage.url)
+    await client.session("s1").append(text="a")
+    passage.fall_silent()
+    asking = [asyncio.create_task(client.session("s1").append(text="b" * 500_000)) for _ in range(20)]
+    await asyncio.sleep(0.5)
+    async with asyncio.timeout(20):
+        await client.close()
+    for one in asking:
+        with pytest.raises(ClientClosedError):
+            await one
