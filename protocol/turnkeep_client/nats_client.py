@@ -170,6 +170,11 @@ class Nats(Client):
         if (writer := getattr(self._transport, "_io_writer", None)) is not None:
             writer.transport.abort()
 
+    def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
+        super()._remove_sub(sid, max_msgs)
+        if self.is_reconnecting:  # nats-py sends no UNSUB then, although the SUB may still wait to be sent
+            self._pending.append(b"UNSUB %d\r\n" % sid)
+
     async def _process_pong(self) -> None:
         # nats-py stops reading at the PONG of a flush that was cancelled or timed out.
         if self._pongs and self._pongs[0].done():
