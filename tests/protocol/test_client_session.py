@@ -456,6 +456,11 @@ async def test_a_lost_server_raises_no_server_error_which_is_also_a_connection_e
     await until(lambda: not client.connected)
     with pytest.raises(NoServerError, match="could not be read"):
         await client.log()
+    client._control_timeout_s = 0.1
+    with pytest.raises(NoServerError, match="the connection to the NATS server is lost"):
+        await client.session("s1").info()
+    with pytest.raises(NoServerError, match="the connection to the NATS server is lost"):
+        await client.ask("s1", text="a", timeout_s=0.1)
     await server.start()
     for reason in (ClientClosedError, NoServerError, NoAnswerError):
         assert issubclass(reason, NoWorkerError)
