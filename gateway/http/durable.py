@@ -19,6 +19,7 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 
 from .places import Marked, behind_number
+from .sending import until_departure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -57,14 +58,12 @@ class Reading(Response):
         self._events = Marked(Events(answer.turn, answer.id, answer.note.created), answer.id, after)
         self._is_closed = False
 
-    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
-        """Send the events from the offset on."""
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events from the offset on, unless the client disconnects first."""
         answering = self._conversations.follow(self._answer)
+        write = self._stream if self._live == "sse" else self._page
         try:
-            if self._live == "sse":
-                await self._stream(answering, send)
-            else:
-                await self._page(answering, send)
+            await until_departure(write(answering, send), receive)
         finally:
             self._conversations.abandon(answering)
 

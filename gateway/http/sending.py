@@ -19,7 +19,7 @@ from turnkeep_client.messages import Chunk, Generated
 from .places import Marked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
 
     from starlette.types import Receive, Scope, Send
 
@@ -98,16 +98,9 @@ class Answer(Response):
 
     async def _answer(self, receive: Receive, send: Send) -> None:
         self._answering = answering = self._begin()
-        writing = asyncio.create_task(self._write(answering, send))
-        leaving = asyncio.create_task(_departure(receive))
         try:
-            await asyncio.wait([writing, leaving], return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
+            await until_departure(self._write(answering, send), receive)
         finally:
-            for task in (writing, leaving):
-                task.cancel()
-            await asyncio.gather(writing, leaving, return_exceptions=True)
             if answering.stays and not self._is_over:
                 self._conversations.beside(self._drain(answering, self._asker.running.pop_all()))
             else:
@@ -295,6 +288,19 @@ class Answer(Response):
         headers = {"content-type": "application/json", "content-length": str(len(written))}
         await send(_head(status, self._own_headers() | headers | dict(more or {})))
         await send(_part(written, more=False))
+
+
+async def until_departure(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Run `work` to its end, or until the client disconnects."""
+    writing, leaving = asyncio.create_task(work), asyncio.create_task(_departure(receive))
+    try:
+        await asyncio.wait([writing, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if writing.done():
+            writing.result()
+    finally:
+        for task in (writing, leaving):
+            task.cancel()
+        await asyncio.gather(writing, leaving, return_exceptions=True)
 
 
 async def _departure(receive: Receive) -> None:
