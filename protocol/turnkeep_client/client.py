@@ -299,6 +299,11 @@ class Client:
         """Whether the client is connected now; if not, it is reconnecting, or closed."""
         return self._wire.connected
 
+    @property
+    def closed(self) -> bool:
+        """Whether the client was closed, by its program or by the NATS server: it does not reconnect."""
+        return self._wire.closed
+
     async def backlog(self) -> Backlog:
         """Return how many requests of all tenants the workers have not acknowledged.
 
