@@ -161,9 +161,11 @@ class NatsWire:
             except NoStreamResponseError:
                 num_refusals += 1
                 if num_refusals >= (NUM_TRIES_OF_SEVERAL if self.is_clustered else NUM_TRIES):
+                    why = "no worker was ever started on this NATS server"
+                    if self.is_clustered:
+                        why = "too few servers of the NATS cluster run, or no worker was ever started there"
                     raise NoAnswerError(
-                        f"no stream stores {subject}: no worker was ever started on this NATS server"
-                        f" with the prefix {self.subjects.prefix!r}"
+                        f"no stream stores {subject}: {why} with the prefix {self.subjects.prefix!r}"
                     ) from None
                 await asyncio.sleep(TRY_PAUSE_S)
             except APIError as error:

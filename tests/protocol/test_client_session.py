@@ -566,6 +566,21 @@ async def test_a_request_waits_while_the_nats_servers_elect_a_leader(tmp_path: P
     server.kill()
 
 
+async def test_a_request_to_a_cluster_with_too_few_servers_raises_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnkeep_client.wire.NUM_TRIES_OF_SEVERAL", 2)
+    routes = [f"nats://127.0.0.1:{free_port()}" for _ in range(2)]
+    server = NatsServer(
+        tmp_path, ("--cluster", routes[0], "--cluster_name", "c", "--routes", routes[1], "-n", "n")
+    )
+    await server.start()
+    async with connect(server.url) as client:
+        with pytest.raises(NoAnswerError, match="too few servers of the NATS cluster run, or no worker"):
+            await client.session("s1").append(text="a")
+    server.kill()
+
+
 async def test_a_request_that_is_already_in_the_log_does_not_fail_when_its_repeat_is_refused(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
