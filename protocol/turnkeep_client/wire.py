@@ -160,7 +160,8 @@ class NatsWire:
                 )
             except NoStreamResponseError:
                 num_refusals += 1
-                if num_refusals >= (NUM_TRIES_OF_SEVERAL if self.is_clustered else NUM_TRIES):
+                most = NUM_TRIES_OF_SEVERAL if self.is_clustered else NUM_TRIES
+                if num_refusals >= most and not is_doubtful:  # else the caller's time limit ends this
                     why = "no worker was ever started on this NATS server"
                     if self.is_clustered:
                         why = "too few servers of the NATS cluster run, or no worker was ever started there"

@@ -478,6 +478,28 @@ async def test_reading_the_durable_stream_of_a_running_answer_returns_and_leaves
     await served.openai.responses.cancel(running.id)
 
 
+async def test_a_durable_stream_stays_open_while_the_log_cannot_be_read(
+    served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = await served.openai.responses.create(input="Begin.", background=True, **options(20))
+    await ended(served, begun.id)
+    path = f"/v1/responses/{begun.id}/stream"
+
+    async def failing(*_: Any) -> Any:
+        raise NoServerError("the connection is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gateway.conversations.follow", failing)
+        cut = await http.get(path, params={"live": "long-poll"})
+        events_of = (await http.get(path, params={"live": "sse"})).text
+    assert "stream-closed" not in cut.headers
+    assert "streamClosed" not in events_of
+    assert {one["type"] for one in cut.json()} == {"response.created", "response.in_progress"}
+    offset = cut.headers["stream-next-offset"]
+    rest = await http.get(path, params={"offset": offset})
+    assert (rest.json()[-1]["type"], rest.headers["stream-closed"]) == ("response.incomplete", "true")
+
+
 async def test_a_durable_stream_ends_when_its_reader_disconnects(
     served: Any, http: httpx2.AsyncClient
 ) -> None:

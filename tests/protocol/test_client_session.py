@@ -14,7 +14,7 @@ import nats
 import pytest
 from nats.aio.msg import Msg
 from nats.js.api import StreamConfig
-from nats.js.errors import APIError
+from nats.js.errors import APIError, NoStreamResponseError
 from scripted_worker import (
     KEY,
     SUBJECTS,
@@ -579,6 +579,27 @@ async def test_a_request_to_a_cluster_with_too_few_servers_raises_an_error_that_
         with pytest.raises(NoAnswerError, match="too few servers of the NATS cluster run, or no worker"):
             await client.session("s1").append(text="a")
     server.kill()
+
+
+async def test_a_request_whose_acknowledgement_is_lost_is_sent_again_until_a_server_takes_it(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster elects a leader meanwhile; the log may have the request, so no error may say otherwise."""
+    publish, num = client._wire._jetstream.publish, 0
+    monkeypatch.setattr("turnkeep_client.wire.TRY_PAUSE_S", 0.01)
+
+    async def failing(*given: Any, **named: Any) -> Any:
+        nonlocal num
+        num += 1
+        if num == 1:
+            await publish(*given, **named)
+            raise nats.errors.TimeoutError
+        if num < 10:
+            raise NoStreamResponseError
+        return await publish(*given, **named)
+
+    monkeypatch.setattr(client._wire._jetstream, "publish", failing)
+    assert (await client.submit(KEY, Append(id="a", text="a"))).seq > 1, "not the first one"
 
 
 async def test_a_request_that_is_already_in_the_log_does_not_fail_when_its_repeat_is_refused(

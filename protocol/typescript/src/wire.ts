@@ -124,7 +124,7 @@ export class Wire {
         }
         const isClustered = Boolean(this.connection.info?.cluster);
         const mostRefusals = isClustered ? NUM_TRIES_OF_SEVERAL : NUM_TRIES;
-        if (has(error, "NoResponders") && ++numRefusals >= mostRefusals) {
+        if (has(error, "NoResponders") && ++numRefusals >= mostRefusals && !isDoubtful) {
           const why = isClustered
             ? "too few servers of the NATS cluster run, or no worker was ever started there"
             : "no worker was ever started on this NATS server";
