@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from turnkeep_client.errors import NoServerError, NoWorkerError
+from turnkeep_client.errors import NoServerError, NoWorkerError, RequestFailedError, TurnkeepError
 from turnkeep_client.messages import UNLOADED
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class Presence:
     async def worker(self, *, patience_s: float = 0.0, now: bool = False) -> Metrics:
         """Return the worker's metrics, at most a second old; with `now`, fetch new ones.
 
-        Wait up to `patience_s` for a worker that has answered before. Raises `NoWorkerError`.
+        Wait up to `patience_s` for a worker that has answered before, also if the worker stops now. Raises
+        `NoWorkerError`, and `RequestFailedError` if the worker refuses to answer.
         """
         if now:
             self._seen_s = float("-inf")
@@ -41,8 +42,9 @@ class Presence:
         while self._metrics is None or time.monotonic() - self._seen_s > _SEEN_S:
             try:
                 self._metrics = await self._client.worker_metrics()
-            except NoWorkerError:
-                if time.monotonic() >= until_s:
+            except (NoWorkerError, RequestFailedError) as error:
+                may_try = isinstance(error, NoWorkerError) or error.retryable
+                if time.monotonic() >= until_s or not may_try:
                     raise
                 await asyncio.sleep(_BETWEEN_S)
             else:
@@ -67,8 +69,8 @@ class Presence:
         return self._metrics.max_message_bytes if self._metrics else 0
 
     async def is_loaded(self) -> bool:
-        """Whether the worker has its model loaded; also True if no worker answers."""
+        """Whether the worker has its model loaded; also True if no worker answers, or it stops."""
         try:
             return (await self.worker()).device != UNLOADED
-        except NoWorkerError:
+        except TurnkeepError:
             return True

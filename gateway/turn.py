@@ -105,6 +105,10 @@ class Turn(Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, text=text, tokens=tokens, prompts=()), own
 
 
+#: The code of a `Fault` that says that no worker, or no NATS server, can be reached.
+NO_WORKER: Final = "no_worker"
+
+
 class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in its own shape
     """The error of a request, with its HTTP status and OpenAI's type, code and parameter."""
 
@@ -280,7 +284,7 @@ def fault_of(error: TurnkeepError) -> Fault:
             message = f"no {missing}; `turnkeep serve` starts one"
             if isinstance(error, ClientClosedError):  # the answer goes on
                 message = "the gateway's connection to the NATS server was closed; ask again"
-            return Fault(503, message, kind="server_error", code="no_worker", retry_after_s=_START_S)
+            return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_START_S)
         case MessageTooLargeError():
             return Fault(413, str(error).partition(": send it")[0], code="request_too_large")
     # A request was valid, so an invalid message is the worker's.

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from gateway.dialect import EVENT_STREAM
 from gateway.responses.answers import Events
 from gateway.turn import fault_of, number_in, refused
-from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 
 from .places import Marked, behind_number
@@ -57,6 +57,7 @@ class Reading(Response):
         after = behind_number(self._num_known - 1) if self._num_known else None
         self._events = Marked(Events(answer.turn, answer.id, answer.note.created), answer.id, after)
         self._is_closed = False
+        self._is_cut = False  # the rest of the answer cannot be read now
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events from the offset on, unless the client disconnects first."""
@@ -101,7 +102,7 @@ class Reading(Response):
         written, clock = self._events.start(0), asyncio.get_running_loop().time
         until_s = clock() + (_POLL_S if self._live else _COLLECT_S)
         is_endless = self._live == "sse"
-        while not self._is_closed:
+        while not (self._is_closed or self._is_cut):
             if written or (is_endless and clock() >= until_s):
                 yield self._new(written)  # without events a heartbeat
                 until_s = clock() + _POLL_S if is_endless else until_s
@@ -123,6 +124,8 @@ class Reading(Response):
             case Generated():
                 self._is_closed = True
                 return self._events.finish(index, event)
+            case NoWorkerError():  # the client reads on from here
+                self._is_cut = True
             case TurnkeepError():
                 self._is_closed = True
                 return self._events.error(fault_of(event))

@@ -10,7 +10,7 @@ import msgspec
 
 from gateway.anthropic.common import event, signature
 from gateway.openai import common as openai
-from gateway.turn import ALL_THAT_FITS, fault_of
+from gateway.turn import ALL_THAT_FITS, NO_WORKER, fault_of
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Generated
 
@@ -158,10 +158,11 @@ class Events:
     def error(self, fault: Fault) -> bytes:
         """Encode the error that ends the stream, as two events: each client understands only one of them.
 
-        Before the stream's first event, encode only `error`, which does not have the answer's id.
+        Before the stream's first event, encode only `error`, which does not have the answer's id. The same
+        if no worker can be reached: a request in the log has not failed, and is answered later.
         """
         written = b""
-        if self.num_events:
+        if self.num_events and fault.code != NO_WORKER:
             failed = _response(self._turn, self._id, self._created, [], fault=fault)
             written = self._event("response.failed", response=failed)
         told = {"code": fault.code, "message": fault.message, "param": fault.param, **openai.error(fault)}

@@ -129,7 +129,7 @@ class NatsWire:
                     reconnected_cb=self._on_reconnected,
                     closed_cb=self._on_closed,
                     max_reconnect_attempts=-1,
-                    reconnect_time_wait=RECONNECT_PAUSE_S,  # type: ignore[arg-type]  # nats-py only sleeps for it
+                    reconnect_time_wait=RECONNECT_PAUSE_S,
                     **options,
                 )
         except _RefusedError as error:
@@ -160,10 +160,13 @@ class NatsWire:
                 )
             except NoStreamResponseError:
                 num_refusals += 1
-                if num_refusals >= (NUM_TRIES_OF_SEVERAL if self.is_clustered else NUM_TRIES):
+                most = NUM_TRIES_OF_SEVERAL if self.is_clustered else NUM_TRIES
+                if num_refusals >= most and not is_doubtful:  # else the caller's time limit ends this
+                    why = "no worker was ever started on this NATS server"
+                    if self.is_clustered:
+                        why = "too few servers of the NATS cluster run, or no worker was ever started there"
                     raise NoAnswerError(
-                        f"no stream stores {subject}: no worker was ever started on this NATS server"
-                        f" with the prefix {self.subjects.prefix!r}"
+                        f"no stream stores {subject}: {why} with the prefix {self.subjects.prefix!r}"
                     ) from None
                 await asyncio.sleep(TRY_PAUSE_S)
             except APIError as error:
@@ -198,11 +201,13 @@ class NatsWire:
             return (await _cancellable(self._nats.request(subject, body, timeout=timeout_s))).data
         except nats.errors.NoRespondersError:
             raise NoAnswerError(f"no worker serves {subject}") from None
-        except nats.errors.TimeoutError:
+        except nats.errors.TimeoutError as error:
             self._check_permission(subject)
+            if not self.connected:
+                raise self._unreached(f"{subject} could not be asked", error) from None
             raise NoAnswerError(f"no worker answered on {subject} within {timeout_s} s") from None
         except _NATS_ERRORS as error:
-            raise _unreached(f"{subject} could not be asked", error) from None
+            raise self._unreached(f"{subject} could not be asked", error) from None
 
     async def read(self, stream: str, subject: str, seq: int) -> list[Stored]:
         """Return the messages of `subject` in `stream` from `seq` on, in order; stop at any error."""
@@ -224,7 +229,7 @@ class NatsWire:
         try:
             await self._read_on(stream, subject, start, found, end)
         except _NATS_ERRORS as error:
-            raise _unreached(f"{stream} could not be read", error) from None
+            raise self._unreached(f"{stream} could not be read", error) from None
         return [one for one in found if one.seq < end]
 
     async def batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
@@ -238,7 +243,7 @@ class NatsWire:
             raise StreamError(str(error), TOO_MANY) from None
         except _NATS_ERRORS as error:
             self._check_permission(f"$JS.API.DIRECT.GET.{stream}")
-            raise _unreached(f"{stream} could not be read", error) from None
+            raise self._unreached(f"{stream} could not be read", error) from None
 
     async def send(self, subject: str, body: bytes, headers: dict[str, str]) -> None:
         """Publish without waiting for an acknowledgement."""
@@ -246,7 +251,7 @@ class NatsWire:
         try:
             await self._nats.publish(subject, body, headers=headers)
         except _NATS_ERRORS as error:
-            raise _unreached(f"{subject} could not be published", error) from None
+            raise self._unreached(f"{subject} could not be published", error) from None
 
     async def api(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
         """Call JetStream's API, or publish to a stream, and return the answer. Raises `StreamError`."""
@@ -255,7 +260,7 @@ class NatsWire:
             reply = await _cancellable(self._nats.request(subject, body, timeout=API_S, headers=headers))
         except _NATS_ERRORS as error:
             self._check_permission(subject)
-            raise _unreached(f"JetStream does not answer on {subject}", error) from None
+            raise self._unreached(f"JetStream does not answer on {subject}", error) from None
         answer: dict[str, Any] = msgspec.json.decode(reply.data or b"{}")
         if (refused := answer.get("error")) is not None:
             raise StreamError(
@@ -273,7 +278,7 @@ class NatsWire:
         try:
             reply = await _cancellable(call)
         except _NATS_ERRORS as error:
-            raise _unreached(f"{stream} could not be read", error) from None
+            raise self._unreached(f"{stream} could not be read", error) from None
         return int((reply.headers or {}).get("Nats-Sequence", "0"))
 
     @property
@@ -299,7 +304,9 @@ class NatsWire:
         try:
             found = await _cancellable(call)
         except _NATS_ERRORS as error:
-            raise _unreached(f"the consumer of {self.subjects.log_stream} cannot be read", error) from None
+            raise self._unreached(
+                f"the consumer of {self.subjects.log_stream} cannot be read", error
+            ) from None
         return Backlog(found.num_pending or 0, found.num_ack_pending or 0, found.num_redelivered or 0)
 
     async def lacks(self, stream: str, subject: str, seq: int, *, is_old: bool) -> bool:
@@ -366,7 +373,7 @@ class NatsWire:
         try:
             return await self._nats.subscribe(subject, **options)
         except _NATS_ERRORS as error:
-            raise _unreached(f"cannot subscribe to {subject}", error) from None
+            raise self._unreached(f"cannot subscribe to {subject}", error) from None
 
     def _check(self, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
         if self.closed:
@@ -385,6 +392,15 @@ class NatsWire:
         for denial in self._denials:
             if f'"{subject.lower()}"' in denial:
                 raise NotPermittedError(f"this user may not {deed} {subject}: {denial}")
+
+    def _unreached(self, what: str, error: Exception) -> NoWorkerError:
+        """Return the error to raise after `what` failed with an error of nats-py."""
+        why = getattr(error, "description", None) or str(error) or type(error).__name__
+        if self.closed:
+            return ClientClosedError(f"{what}: {self.why_closed}")
+        if isinstance(error, _LOST) or not self.connected:
+            return NoServerError(f"{what}: the connection to the NATS server is lost ({why})")
+        return NoAnswerError(f"{what}: {why}")
 
     def _wake(self) -> None:
         for watcher in self.watchers:
@@ -435,13 +451,6 @@ async def _cancellable(call: Awaitable[_T]) -> _T:
     finally:
         if task and task.cancelling() > num_before:
             raise asyncio.CancelledError
-
-
-def _unreached(what: str, error: Exception) -> NoWorkerError:
-    """Return the error to raise after `what` failed with an error of nats-py."""
-    why = getattr(error, "description", None) or str(error) or type(error).__name__
-    kind = NoServerError if isinstance(error, _LOST) else NoAnswerError
-    return kind(f"{what}: {why}")
 
 
 def _refusal(error: APIError) -> TurnkeepError:

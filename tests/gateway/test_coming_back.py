@@ -478,6 +478,43 @@ async def test_reading_the_durable_stream_of_a_running_answer_returns_and_leaves
     await served.openai.responses.cancel(running.id)
 
 
+async def test_a_durable_stream_stays_open_while_the_log_cannot_be_read(
+    served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = await served.openai.responses.create(input="Begin.", background=True, **options(20))
+    await ended(served, begun.id)
+    path = f"/v1/responses/{begun.id}/stream"
+
+    async def failing(*_: Any) -> Any:
+        raise NoServerError("the connection is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gateway.conversations.follow", failing)
+        cut = await http.get(path, params={"live": "long-poll"})
+        events_of = (await http.get(path, params={"live": "sse"})).text
+    assert "stream-closed" not in cut.headers
+    assert "streamClosed" not in events_of
+    assert {one["type"] for one in cut.json()} == {"response.created", "response.in_progress"}
+    offset = cut.headers["stream-next-offset"]
+    rest = await http.get(path, params={"offset": offset})
+    assert (rest.json()[-1]["type"], rest.headers["stream-closed"]) == ("response.incomplete", "true")
+
+
+async def test_a_durable_stream_ends_when_its_reader_disconnects(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    """Also while the answer gets no further, as without a worker."""
+    running = await served.openai.responses.create(input="Begin.", background=True, **options(30_000))
+    path, live = f"/v1/responses/{running.id}/stream", {"live": "sse"}
+    for _ in range(3):
+        async with http.stream("GET", path, params=live) as answer:
+            await anext(answer.aiter_text())
+    async with asyncio.timeout(10):
+        while served.gateway.counters.num_running:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await served.openai.responses.cancel(running.id)
+
+
 async def test_a_retrieved_answer_has_its_requests_options_even_those_equal_to_defaults(served: Any) -> None:
     """The log leaves out options that are equal to its defaults, such as 256 tokens."""
     more = {"temperature": 0, "top_p": 1, "parallel_tool_calls": True, "tool_choice": "auto"}

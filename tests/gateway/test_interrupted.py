@@ -17,7 +17,16 @@ import httpx2
 import pytest
 from parts import free_port
 
-from turnkeep_client.messages import Close, Generated, decode_request, decode_result
+from turnkeep_client.messages import (
+    Close,
+    Generated,
+    MetricsRequest,
+    decode_control,
+    decode_request,
+    decode_result,
+    failure,
+)
+from worker.sessions.control import Control
 
 pytestmark = pytest.mark.process
 
@@ -256,6 +265,36 @@ async def test_an_idle_conversation_is_removed_once_the_log_has_room_for_its_clo
     (name,) = served.index.sessions
     await asyncio.sleep(1)
     await js.update_stream(log)
+    async with asyncio.timeout(20):
+        while any(b"secret" in entry.body for entry in await worker.client.log(name)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_a_worker_that_stops_delays_requests_and_removals_and_ends_neither(
+    local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that stops refuses to tell its metrics, for which the gateway asks before both."""
+    real, num, stops = Control.answer, 0, False
+
+    async def answer(control: Control, subject: str, body: bytes) -> Any:
+        nonlocal num
+        if stops and isinstance(decode_control(body), MetricsRequest):
+            num += 1
+            return failure(None, "overloaded", "the worker stops: ask again")
+        return await real(control, subject, body)
+
+    monkeypatch.setattr(Control, "answer", answer)
+    worker = await local_worker(model=str(endless_model))
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        assert (await http.post(CHAT, json=question("My secret.", 4))).status_code == 200
+        (name,) = served.index.sessions
+        stops = True
+        await asyncio.sleep(1.5)  # the conversation is idle by now, and is to be removed
+        asking = asyncio.create_task(http.post(CHAT, json=question("Again.", 4)))
+        await until(lambda: num > 2)
+        stops = False
+        assert (await asking).status_code == 200
     async with asyncio.timeout(20):
         while any(b"secret" in entry.body for entry in await worker.client.log(name)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -10,8 +10,9 @@ import pytest
 from gateway import boundaries
 from gateway.responses import answers
 from gateway.responses import requests as responses
-from gateway.turn import Fault
+from gateway.turn import Fault, fault_of
 from turnkeep_client.chunks import Assembly
+from turnkeep_client.errors import NoServerError
 from turnkeep_client.messages import (
     Called,
     CalledFunction,
@@ -367,3 +368,11 @@ def test_an_error_in_a_stream_of_the_responses_api_is_sent_as_response_failed_an
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     assert failed["response"]["error"] == {"code": "server_error", "message": "broken"}
     assert (error["type"], error["message"], error["error"]["message"]) == ("error", "broken", "broken")
+
+
+def test_a_stream_of_the_responses_api_does_not_say_failed_if_no_worker_can_be_reached() -> None:
+    """The log may have the request; then a worker answers it later."""
+    writer = answers.Events(read(), "x", 5)
+    writer.start(0)
+    (error,) = events(writer.error(fault_of(NoServerError("the connection is lost"))))
+    assert (error["type"], error["error"]["code"]) == ("error", "no_worker")

@@ -14,7 +14,7 @@ import nats
 import pytest
 from nats.aio.msg import Msg
 from nats.js.api import StreamConfig
-from nats.js.errors import APIError
+from nats.js.errors import APIError, NoStreamResponseError
 from scripted_worker import (
     KEY,
     SUBJECTS,
@@ -456,6 +456,11 @@ async def test_a_lost_server_raises_no_server_error_which_is_also_a_connection_e
     await until(lambda: not client.connected)
     with pytest.raises(NoServerError, match="could not be read"):
         await client.log()
+    client._control_timeout_s = 0.1
+    with pytest.raises(NoServerError, match="the connection to the NATS server is lost"):
+        await client.session("s1").info()
+    with pytest.raises(NoServerError, match="the connection to the NATS server is lost"):
+        await client.ask("s1", text="a", timeout_s=0.1)
     await server.start()
     for reason in (ClientClosedError, NoServerError, NoAnswerError):
         assert issubclass(reason, NoWorkerError)
@@ -559,6 +564,42 @@ async def test_a_request_waits_while_the_nats_servers_elect_a_leader(tmp_path: P
         assert (await sending).seq == 7
         await leader.close()
     server.kill()
+
+
+async def test_a_request_to_a_cluster_with_too_few_servers_raises_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnkeep_client.wire.NUM_TRIES_OF_SEVERAL", 2)
+    routes = [f"nats://127.0.0.1:{free_port()}" for _ in range(2)]
+    server = NatsServer(
+        tmp_path, ("--cluster", routes[0], "--cluster_name", "c", "--routes", routes[1], "-n", "n")
+    )
+    await server.start()
+    async with connect(server.url) as client:
+        with pytest.raises(NoAnswerError, match="too few servers of the NATS cluster run, or no worker"):
+            await client.session("s1").append(text="a")
+    server.kill()
+
+
+async def test_a_request_whose_acknowledgement_is_lost_is_sent_again_until_a_server_takes_it(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster elects a leader meanwhile; the log may have the request, so no error may say otherwise."""
+    publish, num = client._wire._jetstream.publish, 0
+    monkeypatch.setattr("turnkeep_client.wire.TRY_PAUSE_S", 0.01)
+
+    async def failing(*given: Any, **named: Any) -> Any:
+        nonlocal num
+        num += 1
+        if num == 1:
+            await publish(*given, **named)
+            raise nats.errors.TimeoutError
+        if num < 10:
+            raise NoStreamResponseError
+        return await publish(*given, **named)
+
+    monkeypatch.setattr(client._wire._jetstream, "publish", failing)
+    assert (await client.submit(KEY, Append(id="a", text="a"))).seq > 1, "not the first one"
 
 
 async def test_a_request_that_is_already_in_the_log_does_not_fail_when_its_repeat_is_refused(

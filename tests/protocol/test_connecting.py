@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from nats.aio.client import Client
+from scripted_worker import NatsServer
 
+from tests.parts import free_port
 from turnkeep_client.client import connect
-from turnkeep_client.errors import NoServerError
+from turnkeep_client.errors import NoServerError, ResultTimeoutError
 from turnkeep_client.nats_client import Nats
 
 INFO = b'INFO {"server_id":"A","version":"2.15.0","headers":true,"max_payload":1048576}\r\n'
@@ -89,6 +94,34 @@ async def test_closing_a_client_while_it_reconnects_ends_its_reconnection_task(
     await nc.close()
     done, _ = await asyncio.wait([task], timeout=5)
     assert done
+
+
+async def test_calls_that_end_during_an_outage_leave_no_subscription_at_the_server(tmp_path: Path) -> None:
+    """Each would get a copy of all that comes later, and counts towards the account's limit."""
+    port = free_port()
+    server = NatsServer(tmp_path, ("-m", str(port)))
+
+    def subscribed() -> list[str]:
+        with urlopen(f"http://127.0.0.1:{port}/connz?subs=1") as answer:
+            (one,) = json.load(answer)["connections"]
+        return [subject for subject in one.get("subscriptions_list", []) if subject.startswith("turnkeep")]
+
+    await server.start()
+    async with connect(server.url) as client:
+        server.kill()
+        for _ in range(3):
+            with pytest.raises(ResultTimeoutError):
+                async for _ in client.session("s1").generate(text="a", timeout_s=0.1):
+                    pass
+        kept = await client._wire.listen("turnkeep.kept", lambda _: None)
+        await server.start()
+        async with asyncio.timeout(20):
+            while not client.connected:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await client._wire._nats.flush()
+        assert await asyncio.to_thread(subscribed) == ["turnkeep.kept"]
+        await kept()
+    server.kill()
 
 
 @pytest.mark.parametrize("url", ["nats://127.0.0.1:69983", "nats://"])

@@ -91,8 +91,8 @@ async def _open(client: Nats, urls: str, watch: _Watch, timeout_s: float, **opti
         reconnected_cb=watch.reconnected,
         closed_cb=watch.closed,
         max_reconnect_attempts=-1,
-        reconnect_time_wait=0.25,  # type: ignore[arg-type]  # only passed to sleep, so a float works
-        connect_timeout=timeout_s,  # type: ignore[arg-type]  # only passed to asyncio.wait_for
+        reconnect_time_wait=0.25,  # only passed to sleep, so a float works
+        connect_timeout=timeout_s,  # only passed to asyncio.wait_for
         **options,
     )
 

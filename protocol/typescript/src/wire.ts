@@ -122,11 +122,13 @@ export class Wire {
           timeout = Math.min(2 * timeout, LAST_ACK_MS);
           continue;
         }
-        const mostRefusals = this.connection.info?.cluster ? NUM_TRIES_OF_SEVERAL : NUM_TRIES;
-        if (has(error, "NoResponders") && ++numRefusals >= mostRefusals) {
-          throw new NoAnswerError(
-            `no stream stores ${subject}: no worker was ever started on this NATS server with the prefix ${this.subjects.prefix}`,
-          );
+        const isClustered = Boolean(this.connection.info?.cluster);
+        const mostRefusals = isClustered ? NUM_TRIES_OF_SEVERAL : NUM_TRIES;
+        if (has(error, "NoResponders") && ++numRefusals >= mostRefusals && !isDoubtful) {
+          const why = isClustered
+            ? "too few servers of the NATS cluster run, or no worker was ever started there"
+            : "no worker was ever started on this NATS server";
+          throw new NoAnswerError(`no stream stores ${subject}: ${why} with the prefix ${this.subjects.prefix}`);
         }
         await delay(TRY_PAUSE_MS); // also between two connections
       }
