@@ -195,8 +195,8 @@ class Gateway:
         self.app = _without_slash(self.counters.counting(app, [one.path for one in self.routes]))
 
     async def publish(self) -> None:
-        """Publish metrics now and every few seconds, until the NATS server closes a connection for good."""
-        while not any(one.client.closed for one in self._conversations.values()):
+        """Publish metrics now and every few seconds, until cancelled."""
+        while True:
             message = self.counters.message(self._name, self._num_known(), _PUBLISH_S)
             for model in self._listing.names:
                 with contextlib.suppress(TurnkeepError):  # the next ones follow soon

@@ -89,21 +89,10 @@ def server(gateway: Gateway) -> uvicorn.Server:
 
 
 async def serve(gateway: Gateway, server: uvicorn.Server, listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM, then wait for running answers and close the gateway.
-
-    Raises `TurnkeepError` if the NATS server closes a connection for good: then no request could be answered.
-    """
-
-    async def publish() -> None:
-        await gateway.publish()
-        server.should_exit = True
-
-    publishing = asyncio.create_task(publish())
+    """Serve until SIGINT or SIGTERM, then wait for running answers and close the gateway."""
+    publishing = asyncio.create_task(gateway.publish())
     try:
         await server.serve(sockets=[listener])
-        if publishing.done():
-            publishing.result()
-            raise TurnkeepError("the NATS server has closed the connection; its log says why")
     finally:
         publishing.cancel()
         await gateway.close()

@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.http import app
 from gateway.keys import Keys
 from gateway.seen import Seen
-from turnkeep_client.errors import TurnkeepError
 
 Start = Any
 CHAT = "/v1/chat/completions"
@@ -61,23 +60,6 @@ async def test_a_gateway_publishes_its_counts_over_nats(
     assert (told.gateway, told.conversations) == ("laptop-8080", 1)
     assert told.answers == {"begun": 1}
     assert told.tokens["generated"] == 4
-
-
-async def test_a_gateway_ends_with_an_error_if_the_nats_server_closes_its_connection_for_good(
-    local_worker: Start, door: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after a change of its credentials. Whoever supervises it starts it again."""
-    monkeypatch.setattr(app, "_PUBLISH_S", 0.2)
-    worker = await local_worker()
-    served = await door(worker.settings.nats, worker.settings.prefix)
-    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
-        assert (await http.post(CHAT, json=body(user("Hello.")))).status_code == 200
-    nc = served.gateway._conversations["default", ""].client._wire._nats
-    nc._max_payload = 2**30
-    await nc.publish("any", b"x" * 2**26)
-    with pytest.raises(TurnkeepError, match="the NATS server has closed the connection"):
-        async with asyncio.timeout(20):
-            await served.task
 
 
 async def test_metrics_count_requests_conversations_and_tokens(
