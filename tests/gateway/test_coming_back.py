@@ -500,21 +500,6 @@ async def test_a_durable_stream_stays_open_while_the_log_cannot_be_read(
     assert (rest.json()[-1]["type"], rest.headers["stream-closed"]) == ("response.incomplete", "true")
 
 
-async def test_a_durable_stream_ends_when_its_reader_disconnects(
-    served: Any, http: httpx2.AsyncClient
-) -> None:
-    """Also while the answer gets no further, as without a worker."""
-    running = await served.openai.responses.create(input="Begin.", background=True, **options(30_000))
-    path, live = f"/v1/responses/{running.id}/stream", {"live": "sse"}
-    for _ in range(3):
-        async with http.stream("GET", path, params=live) as answer:
-            await anext(answer.aiter_text())
-    async with asyncio.timeout(10):
-        while served.gateway.counters.num_running:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    await served.openai.responses.cancel(running.id)
-
-
 async def test_a_retrieved_answer_has_its_requests_options_even_those_equal_to_defaults(served: Any) -> None:
     """The log leaves out options that are equal to its defaults, such as 256 tokens."""
     more = {"temperature": 0, "top_p": 1, "parallel_tool_calls": True, "tool_choice": "auto"}
