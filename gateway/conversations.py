@@ -262,7 +262,7 @@ class Conversations:
         self, turn: Turn, plan: Plan, answering: Answering, tell: Callable[[Event], None]
     ) -> Generated:
         """Send a turn as planned, pass its chunks to `tell`, add its result to the index, and return it."""
-        asked, held = plan.asked, plan.asked.held
+        asked, held, is_known = plan.asked, plan.asked.held, True
         asked.num_users += 1
         answering.running.add(asked)
         if answering.is_abandoned:
@@ -301,7 +301,8 @@ class Conversations:
         except Exception as error:
             self._note_failed(plan)
             if not isinstance(error, MessageTooLargeError):  # such a request was never sent
-                self.index.drop(held)  # whether it was answered is unknown
+                self.index.cut(held, -1)  # whether it was answered is unknown
+                held.position, is_known = None, False
             raise
         else:
             return _with_appended(result, sent)
@@ -314,6 +315,8 @@ class Conversations:
                     pass
                 elif turn.messages is None:
                     self.beside(remove(self.client, self.index, held, forget=False))
+                elif not is_known:  # it is removed once it is idle, and the log says where it stands
+                    pass
                 elif not held.marks and held.name in self.index.sessions and not answering.stays:
                     self.beside(remove(self.client, self.index, held))
 
