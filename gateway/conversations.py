@@ -391,6 +391,7 @@ class Conversations:
                     raise RequestFailedError("id_conflict", error.message, retryable=True) from None
                 if error.code == "position_conflict":
                     await self._catch_up(plan.parent, plan.parent_position)
+                if error.code == "position_conflict" or error.retryable:
                     raise
                 self.index.drop(plan.parent)
                 raise RequestFailedError("unknown_session", error.message, retryable=False) from None

@@ -272,6 +272,33 @@ async def test_an_idle_conversation_is_removed_once_the_log_has_room_for_its_clo
             await asyncio.sleep(0.05)
 
 
+async def test_a_conversation_that_a_full_log_could_not_fork_is_forked_later_and_removed_when_idle(
+    local_worker: Start, door: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1.5)
+    js = worker.app._nc.jetstream()
+    log = (await js.stream_info(worker.client.subjects.log_stream)).config
+    asked = question("My secret.", 4)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        said = (await http.post(CHAT, json=asked)).json()["choices"][0]["message"]
+        (name,) = served.index.sessions
+        on, other = (
+            asked | {"messages": [*asked["messages"], said, {"role": "user", "content": text}]}
+            for text in ("On.", "Or.")
+        )
+        assert (await http.post(CHAT, json=on)).status_code == 200
+        await js.update_stream(log.evolve(max_bytes=1))
+        assert (await http.post(CHAT, json=other)).status_code == 429
+        await js.update_stream(log)
+        answer = await http.post(CHAT, json=other)
+        assert answer.headers["x-turnkeep-session"].endswith(" forked")
+    async with asyncio.timeout(20):
+        while any(b"secret" in entry.body for entry in await worker.client.log(name)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await until(lambda: not served.index.sessions)
+
+
 @pytest.mark.parametrize("is_stored", [False, True])
 async def test_a_conversation_is_removed_when_idle_although_what_became_of_its_last_request_is_unknown(
     local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool
