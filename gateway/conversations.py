@@ -313,10 +313,10 @@ class Conversations:
                 held.num_running -= 1
                 if asked.state == "running":  # the gateway stops: the next one finds the running answer
                     pass
-                elif turn.messages is None:
-                    self.beside(remove(self.client, self.index, held, forget=False))
                 elif not is_known:  # it is removed once it is idle, and the log says where it stands
                     pass
+                elif turn.messages is None:
+                    self.beside(remove(self.client, self.index, held, forget=False))
                 elif not held.marks and held.name in self.index.sessions and not answering.stays:
                     self.beside(remove(self.client, self.index, held))
 
