@@ -52,9 +52,9 @@ async def _drain(settings: Settings, name: str, *, on: bool) -> None:
             raise TurnkeepError(f"no other worker takes the sessions of {name}; start one first")
         click.echo(f"{name} gives its sessions to {', '.join(takers)}")
         shown = 0
-        while (member := (await workers.there()).get(name)) is not None and member.load:
-            if member.load != shown:
-                shown = member.load
+        while load := await workers.load(name):
+            if load != shown:
+                shown = load
                 click.echo(f"sessions at work there: {shown}", err=True)
             await asyncio.sleep(_POLL_S)
         undo = f"turnkeep drain {name} --undo"

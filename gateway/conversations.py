@@ -263,7 +263,7 @@ class Conversations:
         self, turn: Turn, plan: Plan, answering: Answering, tell: Callable[[Event], None]
     ) -> Generated:
         """Send a turn as planned, pass its chunks to `tell`, add its result to the index, and return it."""
-        asked, held, is_unsure = plan.asked, plan.asked.held, False
+        asked, held, is_known = plan.asked, plan.asked.held, True
         asked.num_users += 1
         answering.running.add(asked)
         if answering.is_abandoned:
@@ -302,8 +302,8 @@ class Conversations:
         except Exception as error:
             self._note_failed(plan)
             if not isinstance(error, MessageTooLargeError):  # such a request was never sent
-                self.index.drop(held)  # whether it was answered is unknown
-                held.position, is_unsure = None, True
+                self.index.cut(held, -1)  # whether it was answered is unknown
+                held.position, is_known = None, False
             raise
         else:
             return _with_appended(result, sent)
@@ -315,8 +315,8 @@ class Conversations:
                 self.index.use(held, time.time())  # an answer may take longer than sessions may be idle
                 if asked.state == "running":  # the gateway stops: the next one finds the running answer
                     pass
-                elif is_unsure:
-                    self.index.add(held)  # without its conversation: a sweep finds its result, and removes it
+                elif not is_known:  # it is removed once it is idle, and the log says where it stands
+                    pass
                 elif turn.messages is None:
                     self.beside(remove(self.client, self.index, held, forget=False))
                 elif not held.marks and held.name in self.index.sessions and not answering.stays:
@@ -393,6 +393,7 @@ class Conversations:
                     raise RequestFailedError("id_conflict", error.message, retryable=True) from None
                 if error.code == "position_conflict":
                     await self._catch_up(plan.parent, plan.parent_position)
+                if error.code == "position_conflict" or error.retryable:
                     raise
                 self.index.drop(plan.parent)
                 raise RequestFailedError("unknown_session", error.message, retryable=False) from None

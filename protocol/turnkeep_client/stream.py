@@ -26,6 +26,9 @@ _SUBJECTS_AT_ONCE: Final = 1000
 #: Batch size for reading everything: per batch the server counts the subject's remaining messages.
 _MANY: Final = 8192
 _MANY_BYTES: Final = 32 * 2**20
+#: Limit of a batch of one session, as callers read many sessions at once: a server disconnects a client that
+#: has more than `max_pending` (64 MB) to read.
+_SOME_BYTES: Final = 2 * 2**20
 #: Pauses between two reads of a replica that lags behind the leader.
 _LAGS_S: Final = (0.01, 0.05, 0.1, 0.3, 0.5, 1.0)
 _NO_STREAM: Final = 10059
@@ -142,8 +145,10 @@ class LogStream:
         session, a client with `$JS.API.STREAM.MSG.GET.<log>` waits until it has all stored before the call.
         """
         subject = f"{self._subjects.log(_pattern(key.tenant, key.session))[:-1]}{kind}"
-        until = 0 if "*" in (key.tenant, key.session) else await self._last_seq(subject)
-        request = {"next_by_subj": subject, "batch": _MANY, "max_bytes": _MANY_BYTES}
+        is_one = "*" not in (key.tenant, key.session)
+        until = await self._last_seq(subject) if is_one else 0
+        most_bytes = _SOME_BYTES if is_one else _MANY_BYTES
+        request = {"next_by_subj": subject, "batch": _MANY, "max_bytes": most_bytes}
         for pause_s in (*_LAGS_S, None):
             async for batch in self._api.batches(self.name, request | {"seq": start}):
                 for one in batch:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_runs import WAIT_S, command, where
+from nats.js.errors import NotFoundError
 
 
 @pytest.fixture
@@ -47,3 +49,36 @@ async def test_draining_an_unknown_worker_fails_and_lists_the_running_ones(two: 
     prefix = one.settings.prefix
     assert done.returncode == 1
     assert done.stderr == f"turnkeep: no worker three serves the prefix {prefix!r}; there are: one, two\n"
+
+
+@pytest.mark.parametrize("loses", ["records", "stream"])
+async def test_drain_waits_for_a_worker_whose_record_a_restarted_server_has_lost(
+    local_worker: Callable[..., Awaitable[Any]], tmp_path: Path, endless_model: Path, loses: str
+) -> None:
+    """The worker is still at work, and makes its record again."""
+    one, _ = [
+        await local_worker(data_dir=tmp_path / name, worker=name, model=str(endless_model))
+        for name in ("one", "two")
+    ]
+    js, stream = one.app._nc.jetstream(), one.app._members.stream
+    answering = asyncio.create_task(busy(one))
+    await asyncio.sleep(1)
+    draining = asyncio.create_task(command("drain", "one", *where(one)))
+    await asyncio.sleep(1)
+    for _ in range(20):
+        with contextlib.suppress(NotFoundError):
+            await (js.purge_stream(stream) if loses == "records" else js.delete_stream(stream))
+        await asyncio.sleep(0.05)
+    assert not draining.done(), draining.result()
+    answering.cancel()
+    await asyncio.gather(answering, return_exceptions=True)
+    assert (await draining).stdout.endswith(
+        "stop it, or let it take sessions again: turnkeep drain one --undo\n"
+    )
+
+
+async def busy(worker: Any) -> None:
+    """Keep the worker at work until cancelled."""
+    async with worker.client.session("s").generate(text="a", max_tokens=30_000) as answer:
+        async for _ in answer:
+            pass

@@ -17,6 +17,7 @@ import httpx2
 import pytest
 from parts import free_port
 
+from turnkeep_client.errors import NoAnswerError
 from turnkeep_client.messages import (
     Close,
     Generated,
@@ -26,6 +27,7 @@ from turnkeep_client.messages import (
     decode_result,
     failure,
 )
+from turnkeep_client.wire import NatsWire
 from worker.sessions.control import Control
 
 pytestmark = pytest.mark.process
@@ -268,6 +270,83 @@ async def test_an_idle_conversation_is_removed_once_the_log_has_room_for_its_clo
     async with asyncio.timeout(20):
         while any(b"secret" in entry.body for entry in await worker.client.log(name)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+
+
+async def test_a_conversation_that_a_full_log_could_not_fork_is_forked_later_and_removed_when_idle(
+    local_worker: Start, door: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1.5)
+    js = worker.app._nc.jetstream()
+    log = (await js.stream_info(worker.client.subjects.log_stream)).config
+    asked = question("My secret.", 4)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        said = (await http.post(CHAT, json=asked)).json()["choices"][0]["message"]
+        (name,) = served.index.sessions
+        on, other = (
+            asked | {"messages": [*asked["messages"], said, {"role": "user", "content": text}]}
+            for text in ("On.", "Or.")
+        )
+        assert (await http.post(CHAT, json=on)).status_code == 200
+        await js.update_stream(log.evolve(max_bytes=1))
+        assert (await http.post(CHAT, json=other)).status_code == 429
+        await js.update_stream(log)
+        answer = await http.post(CHAT, json=other)
+        assert answer.headers["x-turnkeep-session"].endswith(" forked")
+    async with asyncio.timeout(20):
+        while any(b"secret" in entry.body for entry in await worker.client.log(name)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await until(lambda: not served.index.sessions)
+
+
+async def test_a_completion_is_removed_when_idle_although_what_became_of_it_is_unknown(
+    local_worker: Start, door: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await local_worker()
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1)
+    publish = NatsWire.publish
+
+    async def failing(wire: NatsWire, subject: str, body: bytes, headers: Any = None) -> int:
+        await publish(wire, subject, body, headers)
+        raise NoAnswerError("there is no leader")
+
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        with monkeypatch.context() as patch:
+            patch.setattr(NatsWire, "publish", failing)
+            answer = await http.post("/v1/completions", json={"prompt": "my secret", "max_tokens": 4})
+            assert answer.status_code == 503
+    async with asyncio.timeout(20):
+        while any(b"secret" in one.body for one in await worker.client.log()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+async def test_a_conversation_is_removed_when_idle_although_what_became_of_its_last_request_is_unknown(
+    local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool
+) -> None:
+    """As if the NATS servers had no leader for a while, before or after the log has stored the request."""
+    worker = await local_worker(model=str(endless_model))
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1)
+    publish = NatsWire.publish
+
+    async def failing(wire: NatsWire, subject: str, body: bytes, headers: Any = None) -> int:
+        if is_stored:
+            await publish(wire, subject, body, headers)
+        raise NoAnswerError("there is no leader")
+
+    asked = question("My secret.", 4)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        said = (await http.post(CHAT, json=asked)).json()["choices"][0]["message"]
+        asked["messages"] += [said, {"role": "user", "content": "On."}]
+        (name,) = served.index.sessions
+        with monkeypatch.context() as patch:
+            patch.setattr(NatsWire, "publish", failing)
+            assert (await http.post(CHAT, json=asked)).status_code == 503
+        assert (await http.post(CHAT, json=asked)).status_code == 200
+    async with asyncio.timeout(20):
+        while any(b"secret" in entry.body for entry in await worker.client.log(name)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await until(lambda: not served.index.sessions)
 
 
 async def test_a_worker_that_stops_delays_requests_and_removals_and_ends_neither(

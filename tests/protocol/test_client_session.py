@@ -64,6 +64,7 @@ from turnkeep_client.messages import (
 )
 from turnkeep_client.nats_client import Nats
 from turnkeep_client.session import Sampling, Session
+from turnkeep_client.subjects import SessionKey
 
 
 async def silent(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -530,6 +531,31 @@ async def test_a_client_lists_more_sessions_than_one_server_answer_can_hold(
     found = await client.sessions()
     assert [one.name for one in found] == names[::-1]
     assert all((one.is_waiting, one.position, one.is_closed) == (True, None, False) for one in found)
+
+
+async def test_a_client_that_reads_many_large_sessions_at_once_is_not_disconnected(tmp_path: Path) -> None:
+    """As a gateway does when it starts. The server has room for a fifth of what it has by default."""
+    (tmp_path / "conf").write_text("max_pending: 14MB\n")
+    server = NatsServer(tmp_path / "js", ("-c", str(tmp_path / "conf")))
+    await server.start()
+    nc = await nats.connect(server.url)
+    js = nc.jetstream()
+    await js.add_stream(
+        StreamConfig(name=SUBJECTS.log_stream, subjects=[SUBJECTS.every("out")], allow_direct=True)
+    )
+    keys = [SessionKey("default", f"s{number}") for number in range(5)]
+    for key in keys:
+        stored = (js.publish(SUBJECTS.of(key, "out"), b"x" * 100_000, timeout=30) for _ in range(100))
+        await asyncio.gather(*stored)
+    async with connect(server.url) as client:
+
+        async def read(key: SessionKey) -> int:
+            return len([one async for one in client.stored.every(key, "out")])
+
+        assert await asyncio.gather(*map(read, keys)) == [100] * 5
+        assert client._wire._nats.stats["reconnects"] == 0
+    await nc.close()
+    server.kill()
 
 
 async def test_a_client_connects_if_one_of_two_servers_answers(server: NatsServer) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import nats.errors
+from anyio import current_time, sleep
 from nats.js.errors import APIError
 
 from turnkeep_client.direct import DirectGets
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from .members import Member
 
 _TIMEOUT_S: Final = 5.0
+#: How long a record may be missing while its worker runs: a server that restarts loses the records.
+_MISSING_S: Final = 10.0
+_LOOK_S: Final = 0.2
 
 
 class Workers:
@@ -53,6 +57,16 @@ class Workers:
     async def there(self) -> dict[str, Member]:
         """Return the recorded workers by name; a killed worker's record stays for 2 s."""
         return {one.worker: one for one in await recorded(self._gets, self._subjects)}
+
+    async def load(self, name: str) -> int:
+        """Return the number of sessions at work at a worker. Raises `BrokerError` if it has ended."""
+        until_s = current_time() + _MISSING_S
+        while current_time() < until_s:
+            with suppress(nats.errors.Error, APIError, OSError):
+                if (found := (await self.there()).get(name)) is not None:
+                    return found.load
+            await sleep(_LOOK_S)
+        raise BrokerError(f"the worker {name} has ended, or it or NATS cannot be reached")
 
     async def drain(self, member: Member, *, on: bool) -> list[str]:
         """Ask a worker to start or stop draining; return the workers that take its sessions.
