@@ -313,9 +313,7 @@ class Conversations:
             if plan.how != "repeated":
                 held.num_running -= 1
                 self.index.use(held, time.time())  # an answer may take longer than sessions may be idle
-                if asked.state == "running":  # the gateway stops: the next one finds the running answer
-                    pass
-                elif not is_known:  # it is removed once it is idle, and the log says where it stands
+                if asked.state == "running" or not is_known:  # the gateway stops: the next one finds the running answer
                     pass
                 elif turn.messages is None:
                     self.beside(remove(self.client, self.index, held, forget=False))
