@@ -311,12 +311,10 @@ class Conversations:
             self._leave(asked, answering)
             if plan.how != "repeated":
                 held.num_running -= 1
-                if asked.state == "running":  # the gateway stops: the next one finds the running answer
-                    pass
+                if asked.state == "running" or not is_known:
+                    pass  # the gateway stops, and the next finds the answer; or the session ends when idle
                 elif turn.messages is None:
                     self.beside(remove(self.client, self.index, held, forget=False))
-                elif not is_known:  # it is removed once it is idle, and the log says where it stands
-                    pass
                 elif not held.marks and held.name in self.index.sessions and not answering.stays:
                     self.beside(remove(self.client, self.index, held))
 

@@ -299,6 +299,27 @@ async def test_a_conversation_that_a_full_log_could_not_fork_is_forked_later_and
     await until(lambda: not served.index.sessions)
 
 
+async def test_a_completion_is_removed_when_idle_although_what_became_of_it_is_unknown(
+    local_worker: Start, door: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await local_worker()
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1)
+    publish = NatsWire.publish
+
+    async def failing(wire: NatsWire, subject: str, body: bytes, headers: Any = None) -> int:
+        await publish(wire, subject, body, headers)
+        raise NoAnswerError("there is no leader")
+
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        with monkeypatch.context() as patch:
+            patch.setattr(NatsWire, "publish", failing)
+            answer = await http.post("/v1/completions", json={"prompt": "my secret", "max_tokens": 4})
+            assert answer.status_code == 503
+    async with asyncio.timeout(20):
+        while any(b"secret" in one.body for one in await worker.client.log()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
 @pytest.mark.parametrize("is_stored", [False, True])
 async def test_a_conversation_is_removed_when_idle_although_what_became_of_its_last_request_is_unknown(
     local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool
