@@ -313,8 +313,8 @@ class Conversations:
             if plan.how != "repeated":
                 held.num_running -= 1
                 self.index.use(held, time.time())  # an answer may take longer than sessions may be idle
-                if asked.state == "running" or not is_known:  # the gateway stops: the next one finds the running answer
-                    pass
+                if asked.state == "running" or not is_known:
+                    pass  # the gateway stops, and the next finds the answer; or the session ends when idle
                 elif turn.messages is None:
                     self.beside(remove(self.client, self.index, held, forget=False))
                 elif not held.marks and held.name in self.index.sessions and not answering.stays:

@@ -171,6 +171,7 @@ export async function connectBy(
       name: "turnkeep-client",
       maxReconnectAttempts: -1,
       reconnectTimeWait: 250,
+      pingInterval: 5000, // a server that is gone without a word is left after three
       ...credentials(addresses),
       ...options,
       servers: bare,
