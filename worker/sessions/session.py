@@ -35,7 +35,7 @@ from turnkeep_client.messages import (
 )
 from turnkeep_client.subjects import session_key
 from worker.process.clock import monotonic, time
-from worker.process.concurrency import background, task_group
+from worker.process.concurrency import task_group
 from worker.wire.chunks import Published
 from worker.wire.fence import FencedError
 
@@ -173,12 +173,14 @@ class Session:
         return None if seq is None or self._doubt.may_count(seq) else seq
 
     @property
-    def next_deadline_s(self) -> float | None:
-        """The deadline of `next_request` in seconds since 1970; None without one."""
+    def _left_s(self) -> float | None:
+        """The seconds until the deadline of `next_request`; None without one."""
+        deadline_s = None
         if self.log.record.pending:
-            return self.log.record.pending[0].deadline_s
-        one = self.log.delivered
-        return Pending(one.seq, self.next_request, "", one.stored).deadline_s if one else None
+            deadline_s = self.log.record.pending[0].deadline_s
+        elif (one := self.log.delivered) is not None:
+            deadline_s = Pending(one.seq, self.next_request, "", one.stored).deadline_s
+        return None if deadline_s is None else max(deadline_s - time(), 0.0)
 
     def ring(self, delivery: Delivery) -> None:
         """Note that the log has a request at the delivery's sequence, and start the session's task."""
@@ -213,8 +215,9 @@ class Session:
                     request.priority if isinstance(request, Append | Generate) else 0,
                     at_once=is_stopped,
                     max_new=request.max_tokens if isinstance(request, Generate) else 0,
+                    most_s=self._left_s,
                 )
-                async with background(self._admit_late), share:
+                async with share:
                     async with task_group() as asides:
                         self.log.delivered = None
                         await self.log.catch_up()
@@ -239,12 +242,6 @@ class Session:
                 self.forget()
             except CutOffError:
                 self.log.reset(whole=True)  # a request needs an early part of the session
-
-    async def _admit_late(self) -> None:
-        """Let the next request in once its deadline has passed: it waits no longer, and needs no device."""
-        if (deadline_s := self.next_deadline_s) is not None:
-            await sleep(max(deadline_s - time(), 0.0))
-            self._services.shares.admit(self.key)
 
     async def refresh(self) -> None:
         """Read the log to its end.
@@ -425,8 +422,9 @@ class Session:
                 if is_new:  # not earlier: a waiting request cannot crash a worker
                     await doubt.store(note)
                 return await self._result(pending)
-        except (StoppingError, CutOffError):  # this worker has survived it
-            await doubt.uncount(pending.seq, await self._num_published(pending))
+        except (StoppingError, CutOffError) as error:  # this worker has survived it
+            if doubt.is_raised or isinstance(error, StoppingError):  # else it goes on here, without a note
+                await doubt.uncount(pending.seq, await self._num_published(pending))
             raise
 
     async def _num_published(self, pending: Pending) -> int:

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from anyio import Event
+from anyio import Event, move_on_after
 
 from worker.process.clock import monotonic
 
@@ -92,12 +92,19 @@ class Shares:
 
     @asynccontextmanager
     async def enter(
-        self, key: SessionKey, priority: int, *, at_once: bool, max_new: int = sys.maxsize
+        self,
+        key: SessionKey,
+        priority: int,
+        *,
+        at_once: bool,
+        max_new: int = sys.maxsize,
+        most_s: float | None = None,
     ) -> AsyncIterator[None]:
         """Count the session as at work inside the block; its next answer has at most `max_new` tokens.
 
-        Unless `at_once`, first wait until the tenant has fewer sessions at work than its limit. Raises
-        `StoppingError` if the worker stops before that.
+        Unless `at_once`, first wait, for `most_s` seconds at most, until the tenant has fewer sessions at
+        work than its limit. Raises `StoppingError` if the worker stops before that. There is no await after
+        the block: its caller relies on that.
         """
         if self._is_stopped:
             raise StoppingError
@@ -110,7 +117,9 @@ class Shares:
             self.admit(key)
         self._admit_waiting()
         try:
-            await entry.admitted.wait()
+            with move_on_after(most_s):
+                await entry.admitted.wait()
+            mine.admit(entry)  # after `most_s` without a place, which it no longer needs
         except BaseException:
             if entry.admitted.is_set():  # admitted already
                 self._leave(key.tenant, entry)
