@@ -344,8 +344,8 @@ class App:
                 await endpoints.close()
                 asides.cancel_scope.cancel()
             with move_on_after(_NOTES_S):
-                unbegun = self._owners.first_routed() | intake.first_returned() | sessions.first_waiting()
-                await self._attempts.excuse(unbegun)
+                unbegun = self._owners.first_routed() | intake.first_returned()
+                await self._attempts.excuse(unbegun | sessions.first_waiting(intake.at_work))
             await self._members.leave()
             await self._owners.return_routed()
             await intake.return_anchors()

@@ -26,7 +26,7 @@ from .port import StoppingError
 from .session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from anyio.abc import TaskGroup
 
@@ -133,12 +133,13 @@ class Sessions:
                 if session.used_s < horizon_s and self._is_idle(key):
                     self._evict(key)
 
-    def first_waiting(self) -> dict[SessionKey, int]:
+    def first_waiting(self, keys: Iterable[SessionKey]) -> dict[SessionKey, int]:
         """Return, by session, the first request without a result, unless an attempt at it may count.
 
-        Call this once the worker has stopped and all tasks have ended.
+        Call this once the worker has stopped and all tasks have ended. `keys` are the sessions with requests
+        here: of others, which another worker may run, some are only read.
         """
-        firsts = {key: one.first_waiting for key, one in self._sessions.items() if one.has_work}
+        firsts = {key: self._sessions[key].first_waiting for key in keys if key in self._sessions}
         return {key: seq for key, seq in firsts.items() if seq is not None}
 
     def stop(self) -> None:
