@@ -224,6 +224,10 @@ def _check_result(
     request = log.requests[seq]
     if isinstance(result, UnknownResult):
         log.is_beyond = True
+    if log.is_beyond and isinstance(result, Closed) and result.repeat_of is None:
+        log.state, log.closed, log.forgotten = FOLD.closed(log.state), message, _EMPTY
+        log.is_beyond = False  # a session that cannot be continued was removed; it may begin anew
+        return
     if log.is_unknown:  # then only the number of results can be checked
         return
     if result.id != request.id:
