@@ -607,12 +607,11 @@ async def test_a_request_to_a_cluster_with_too_few_servers_raises_an_error_that_
     server.kill()
 
 
-async def test_a_request_whose_acknowledgement_is_lost_is_sent_again_until_a_server_takes_it(
-    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+def lose_ack(
+    client: Client, monkeypatch: pytest.MonkeyPatch, later: Callable[[int], Exception | None]
 ) -> None:
-    """A cluster elects a leader meanwhile; the log may have the request, so no error may say otherwise."""
+    """Have the log store what is published first without an acknowledgement; `later(n)` fails attempt n."""
     publish, num = client._wire._jetstream.publish, 0
-    monkeypatch.setattr("turnkeep_client.wire.TRY_PAUSE_S", 0.01)
 
     async def failing(*given: Any, **named: Any) -> Any:
         nonlocal num
@@ -620,11 +619,19 @@ async def test_a_request_whose_acknowledgement_is_lost_is_sent_again_until_a_ser
         if num == 1:
             await publish(*given, **named)
             raise nats.errors.TimeoutError
-        if num < 10:
-            raise NoStreamResponseError
+        if (error := later(num)) is not None:
+            raise error
         return await publish(*given, **named)
 
     monkeypatch.setattr(client._wire._jetstream, "publish", failing)
+
+
+async def test_a_request_whose_acknowledgement_is_lost_is_sent_again_until_a_server_takes_it(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster elects a leader meanwhile; the log may have the request, so no error may say otherwise."""
+    monkeypatch.setattr("turnkeep_client.wire.TRY_PAUSE_S", 0.01)
+    lose_ack(client, monkeypatch, lambda num: NoStreamResponseError() if num < 10 else None)
     assert (await client.submit(KEY, Append(id="a", text="a"))).seq > 1, "not the first one"
 
 
@@ -632,17 +639,8 @@ async def test_a_request_that_is_already_in_the_log_does_not_fail_when_its_repea
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The acknowledgement of the first attempt is lost, and at the second attempt the log is full."""
-    publish, num = client._wire._jetstream.publish, 0
-
-    async def failing(*given: Any, **named: Any) -> Any:
-        nonlocal num
-        num += 1
-        if num == 1:
-            await publish(*given, **named)
-            raise nats.errors.TimeoutError
-        raise APIError(code=503, err_code=10077, description="maximum bytes exceeded")
-
-    monkeypatch.setattr(client._wire._jetstream, "publish", failing)
+    full = APIError(code=503, err_code=10077, description="maximum bytes exceeded")
+    lose_ack(client, monkeypatch, lambda _: full)
     assert (await client.submit(KEY, Append(id="a", text="a"))).seq == 1
     with pytest.raises(RequestFailedError, match="maximum bytes exceeded"):
         await client.submit(KEY, Append(id="b", text="b"))
