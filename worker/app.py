@@ -446,7 +446,7 @@ class App:
             names,
             self._telemetry,
             journal,
-            holds=self._owners.holds,
+            accepts=self._owners.accepts,
             route=self._owners.route,
             ack_wait_s=settings.ack_wait_s,
             max_sessions=settings.max_waiting,

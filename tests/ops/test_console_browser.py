@@ -436,7 +436,7 @@ async def test_the_page_workers_lists_all_workers_and_charts_the_selected_one(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
     worker = await local_worker()
-    watched = Watched(600, "w1", "<b>w2</b>")
+    watched = Watched(600, "1st", "<b>w2</b>")  # the first one is shown until another is chosen
 
     def look(url: str) -> None:
         browser.open(f"{url}/?token={TOKEN}")

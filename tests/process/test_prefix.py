@@ -121,6 +121,28 @@ async def test_a_joining_worker_answers_a_part_of_the_many_requests_that_wait_in
     assert not loud.noted
 
 
+async def test_a_request_that_comes_again_while_a_worker_asks_who_returned_it_has_crashed_no_worker(
+    cluster: Start, flood: Callable[[str], Flood], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await cluster("first", max_attempts=1)
+    loud = flood(first.settings.prefix)
+    await loud.begin(100)
+    await returned(first, 20)
+    ask = Owners._ask
+
+    async def slow(self: Owners, member: Any, verb: str, *given: Any, **more: Any) -> bytes | None:
+        answer = await ask(self, member, verb, *given, **more)
+        if verb == "returned":
+            await asyncio.sleep(0.3)  # the server delivers a returned request again after 0.1 s
+        return answer
+
+    monkeypatch.setattr(Owners, "_ask", slow)
+    await cluster("second", max_attempts=1)
+    await loud.end()
+    assert {kind for _, kind in loud.results} == {"generated"}
+    assert not loud.noted
+
+
 async def test_a_tenant_is_answered_while_another_tenants_requests_fill_both_workers(
     cluster: Start, flood: Callable[[str], Flood]
 ) -> None:

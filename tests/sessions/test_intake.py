@@ -39,7 +39,7 @@ def intake_for(max_sessions: int, max_sessions_per_tenant: int = 1, **journal: A
     parts: Any = [None, None, Telemetry(), SimpleNamespace(server="s", **journal)]
     return Intake(
         *parts,
-        holds=lambda _: True,
+        accepts=lambda *_: True,
         route=lambda *_: None,
         ack_wait_s=0.03,
         max_sessions=max_sessions,

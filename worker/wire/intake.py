@@ -130,14 +130,14 @@ class Intake:
         telemetry: Telemetry,
         journal: Journal,
         *,
-        holds: Callable[[SessionKey], bool],
+        accepts: Callable[[SessionKey, Msg], bool],
         route: Callable[[SessionKey, Msg, Callable[[], Awaitable[None]]], None],
         ack_wait_s: float,
         max_sessions: int,
         max_sessions_per_tenant: int,
         max_message_bytes: int,
     ) -> None:
-        """`holds` says whether a session is this worker's; else `route` passes a delivery on, or accepts it.
+        """`accepts` says whether a delivery is this worker's; else `route` passes it on, or accepts it later.
 
         The server redelivers a message to another worker `ack_wait_s` after the last `keep_alive` for it.
         `max_sessions` limits the sessions with an anchor, `max_sessions_per_tenant` those of one tenant. At
@@ -147,7 +147,7 @@ class Intake:
         self._names = names
         self._telemetry = telemetry
         self._journal = journal
-        self._holds = holds
+        self._accepts = accepts
         self._route = route
         self._ack_wait_s = ack_wait_s
         self._max_sessions = max_sessions
@@ -236,7 +236,7 @@ class Intake:
             if self._num_to_come <= 0:
                 self._pull_over.set()
             key = session_of(message.subject)
-            if key is None or self._holds(key) or self._returns_again(key, message):
+            if key is None or self._accepts(key, message) or self._returns_again(key, message):
                 await self.deliver(message, ring)
             else:
                 self._route(key, message, partial(self.deliver, message, ring))

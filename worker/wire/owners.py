@@ -187,6 +187,14 @@ class Owners:
             return not self._members.me.drains
         return key in self._held and self._heir() is None
 
+    def accepts(self, key: SessionKey, message: Msg) -> bool:
+        """Whether this worker accepts a delivery of a session without asking other workers about it.
+
+        They are asked whose session it is, and whether one of them only returned the request to the server.
+        """
+        came_before = bool(self._members.others) and _came_before(message)
+        return self.holds(key) and not (came_before and not self.intake.expects(key, _seq(message)))
+
     def disown(self, key: SessionKey) -> None:
         """Give up this worker's ownership of a session, and remove its claim."""
         if claim_seq := self._held.pop(key, 0):
@@ -207,7 +215,7 @@ class Owners:
 
         If the server redelivers a request while that worker does not answer, only the last delivery counts.
         """
-        is_first, seq = key not in self._routed, message.metadata.sequence.stream
+        is_first, seq = key not in self._routed, _seq(message)
         waiting = self._routed.setdefault(key, {})
         if seq in waiting and not _came_before(waiting[seq][0]):
             self.intake.note_unbegun(key, [seq])
@@ -260,13 +268,14 @@ class Owners:
 
         If this worker has no room, it returns the deliveries to the server, and does not claim the session.
         """
-        await self._note_returned(key, [seq for seq, (one, _) in waiting.items() if _came_before(one)])
+        seqs = list(waiting)  # what comes meanwhile is asked about later
+        await self._note_returned(key, [seq for seq in seqs if _came_before(waiting[seq][0])])
         if self.intake.room(key.tenant) and not await self._claim(key, claim_seq):
             return False
-        for seq, (_, accept) in list(waiting.items()):
+        for seq in seqs:
             if self._leaving.is_set():
                 return False
-            del waiting[seq]
+            _, accept = waiting.pop(seq)
             await accept()
         self._leave_if_returned(key)
         return True
@@ -504,6 +513,10 @@ class Owners:
                 if not owner.is_known:
                     await self._note_returned(key, [entry.seq])
                 self._ring(_lost(key, entry, again=not self.intake.expects(key, entry.seq)))
+
+
+def _seq(message: Msg) -> int:
+    return message.metadata.sequence.stream
 
 
 def _came_before(message: Msg) -> bool:
