@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PLAIN_S = 0.05
-ANSWER = 200
 
 
 class Drafts(Lookup):
@@ -52,22 +51,28 @@ class World:
     """Simulates answers, `num_rows` at a time, with the real `Speculation` but no model."""
 
     def __init__(
-        self, num_rows: int, late: float, checked: float, drafts: tuple[tuple[float, float], ...]
+        self,
+        num_rows: int,
+        late: float,
+        checked: float,
+        drafts: tuple[tuple[float, float], ...],
+        seed: int = 4,
+        answer: int = 200,
     ) -> None:
         """A step not launched ahead takes `late` times as long; a draft token adds the share `checked`."""
-        self.dice, self.now_s = random.Random(4), 0.0
-        self._num_rows, self._late, self._checked = num_rows, late, checked
+        self.dice, self.now_s = random.Random(seed), 0.0
+        self._num_rows, self._late, self._checked, self._answer = num_rows, late, checked, answer
         self._speculation = Speculation([Drafts(self, *one) for one in drafts], 8, lambda: self.now_s)
 
     def rate(self, num_answers: int) -> float:
         for _ in range(num_answers):
             samplers = [RowSampler(Sampling()) for _ in range(self._num_rows)]
-            rows = [Row([], array("I", [1]), sampler, 1, ANSWER) for sampler in samplers]
+            rows = [Row([], array("I", [1]), sampler, 1, self._answer) for sampler in samplers]
             is_ahead = could = False
             while rows:
                 is_ahead = self._step(rows, is_ahead, could)
                 could = True
-        return num_answers * self._num_rows * ANSWER / self.now_s
+        return num_answers * self._num_rows * self._answer / self.now_s
 
     def _step(self, rows: list[Row], is_ahead: bool, could: bool) -> bool:
         num_rows, began_s = len(rows), self.now_s
@@ -109,3 +114,13 @@ def test_speculation_slows_answers_by_at_most_3_percent_and_good_drafts_make_the
     plain = World(num_rows, late, checked, ()).rate(20)
     drafting = World(num_rows, late, checked, ((right / 2, 0.0), (right, pass_share))).rate(20)
     assert drafting > (least if num_rows == 1 else 0.97) * plain
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
+def test_the_first_short_answers_pay_little_to_find_out_that_drafts_do_not_pay(num_rows: int) -> None:
+    """Reading the prompt, of 200 tokens, with the draft model would be most of the cost."""
+    drafts = ((0.3, 0.0), (0.5, 0.35))
+    rates = [
+        World(num_rows, 1.0, 0.1, some, seed, answer=48).rate(1) for seed in range(8) for some in ((), drafts)
+    ]
+    assert sum(rates[1::2]) > 0.97 * sum(rates[::2])

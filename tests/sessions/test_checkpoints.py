@@ -243,13 +243,16 @@ async def test_the_memory_of_an_open_session_beyond_its_tokens_hardly_grows_with
     for turns in (range(60), range(60, 360)):
         await converse(world, turns)
         await opened(world)  # fills caches that later openings share
-        with monkeypatch.context() as patch:
-            patch.setattr(world.log, "store_checkpoint", nothing)  # the log is in memory too
-            tracemalloc.start()
-            session = await opened(world)
-        gc.collect()
-        sizes.append(tracemalloc.get_traced_memory()[0])
-        tracemalloc.stop()
+        found = []
+        for _ in range(3):
+            with monkeypatch.context() as patch:
+                patch.setattr(world.log, "store_checkpoint", nothing)  # the log is in memory too
+                tracemalloc.start()
+                session = await opened(world)
+            gc.collect()
+            found.append(tracemalloc.get_traced_memory()[0])
+            tracemalloc.stop()
+        sizes.append(min(found))  # other threads of this process may have allocated memory meanwhile
         lengths.append(session.history.position)
         del session
     num_kept = lengths[1] - lengths[0] if world.session.history.policy == FULL else 1024

@@ -13,6 +13,7 @@ from test_fold import PAGE, STORED, World
 from cache.names.policy import FULL
 from turnkeep_client.messages import (
     Append,
+    Cancelled,
     Chunk,
     Close,
     ForkPoint,
@@ -202,6 +203,29 @@ async def test_cancelling_a_waiting_request_with_forged_tokens_stops_no_other_re
     world.log.chunks.stored = []
     go_on.set()
     await running
+
+
+async def test_a_cancelled_request_keeps_its_tokens_if_the_server_lost_the_result_before_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk names the digest of the session, as a worker's do: the request was the first one then."""
+    there, go_on = held_up(world, monkeypatch)
+    for n in range(2):
+        world.publish(Generate(id=f"r{n}", text="a", max_tokens=2))
+    running = asyncio.create_task(world.session.run())
+    await there.wait()
+
+    async def read(_: Any, request_id: str, seq: int, __: Any) -> Published:
+        known = [Chunk(0, (97,), "a", seq)] if request_id == "r1" else []
+        return Published(known, seq, base=world.session.history.digest())
+
+    monkeypatch.setattr(world.log.chunks, "read", read)
+    cancelling = asyncio.create_task(world.session.cancel("r1"))
+    await asyncio.sleep(0.01)
+    go_on.set()
+    await running
+    assert isinstance(await cancelling, Cancelled)
+    assert [(one.finish_reason, one.tokens) for one in world.results][1] == ("cancelled", (97,))
 
 
 async def test_no_request_is_answered_twice_if_a_read_of_the_log_failed_before(

@@ -257,6 +257,9 @@ class Batch:
             return None
         if self.speculation.may_draft(self._able(rows), len(rows)):
             return None
+        begin: Any = mx.async_eval
+        if not launched.ahead[0]:  # separately, so that its tokens can be read while the next step runs
+            begin(launched.choice, launched.logprobs and launched.logprobs.arrays)
         self._keeping.commit()
         found = self._parts(rows, {}, num_ahead=1)
         if found is None:
@@ -266,8 +269,7 @@ class Batch:
         draws = [draw for row, _ in drafts for draw in row.sampler.draws(num_ahead=1)]
         choice = draw_all(logits, draws)
         logprobs = Logprobs(logits, choice.tokens, draws)
-        begin: Any = mx.async_eval
-        begin(*launched.choice, *choice, *logprobs.arrays)
+        begin(*choice, *logprobs.arrays)
         return _LaunchedStep(drafts, [], choice, logprobs, [], began_s, (True, True))
 
     def _able(self, rows: Sequence[Row]) -> list[Row]:

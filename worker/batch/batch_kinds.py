@@ -65,7 +65,7 @@ def batch_for(
     drafters: Sequence[Drafter] = (_LOOKUP,),
     pooled_rows: int = 3,
     merged_rows: int = 2,
-    runs_ahead: bool = False,
+    runs_ahead: bool = True,
     trials: Trials | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Batch:
@@ -73,8 +73,8 @@ def batch_for(
 
     `room(n)` says whether `n` more bytes may be allocated. The `drafters` draft up to `max_draft` tokens for
     a row. At least `pooled_rows` rows of similar length form a pool; in models without pools, at least
-    `merged_rows` rows are merged. `runs_ahead` allows the slower kinds, too, to launch a step before the
-    previous tokens are read. `clock` times the steps, in seconds.
+    `merged_rows` rows are merged. `runs_ahead` allows to launch a step before the previous tokens are read.
+    `clock` times the steps, in seconds.
     """
     trials = trials or Trials()
     forward = Forward(model)
@@ -100,7 +100,7 @@ def batch_for(
         is_plain=is_plain,
         drafters=drafters,
         max_draft=max_draft if sharing else 0,
-        runs_ahead=sharing or runs_ahead,
+        runs_ahead=runs_ahead,
         has_rings=has_rings,
         windows_are_rings=sharing and has_rings,
         sketched=_sketched(model, forward, trials) if sharing and has_rings else (),

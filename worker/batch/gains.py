@@ -136,6 +136,10 @@ class Times:
         if self._num_drafted >= _PAYING:
             self._patience = _FORGOTTEN[0]
 
+    def is_measured(self, num_rows: int) -> bool:
+        """Whether enough steps with drafts have been measured to know what a draft token costs."""
+        return self._each[num_rows].known is not None
+
     def checked(self, num_rows: int, num_drafted: float) -> float:
         """Estimate the time of a step with draft tokens, in units of a plain step not launched ahead."""
         return 1 + num_drafted * max(self._each[num_rows].or_before(_CHECKED), 0.0)

@@ -30,6 +30,8 @@ _OF_ALL: Final = (0.98, 0.999)
 _OF_ROW: Final = (0.93, 0.99)
 #: Time per token of a pass over many tokens, as a share of a pass over one, until it is measured.
 _PREPARED: Final = 0.1
+#: Unless the cost of drafts is measured, a row is prepared only if that should save this many times as much.
+_UNSURE: Final = 3.0
 #: At least this many tokens are run to prepare a row, even if they take longer than a plain step.
 _LEAST_PIECE: Final = 16
 #: At most this many tokens are run to prepare a row.
@@ -259,8 +261,9 @@ class Speculation:
         num_drawn = row.sampler.num_drawn
         num_expected = min(row.num_left, max(self._usual - num_drawn, num_drawn, _LEAST_PIECE))
         saved_s = num_expected * plain_s / num_rows * (1 - 1 / gained)
-        pays = gained > LEAST and saved_s > num_missing * source.token_s(plain_s)
-        return num_missing if pays else None
+        is_measured = self._times.is_measured(num_rows)
+        worth_s = saved_s if is_measured else saved_s / _UNSURE
+        return num_missing if gained > LEAST and worth_s > num_missing * source.token_s(plain_s) else None
 
     def _prepare(self, source: _Source, row: Row, num_missing: int, plain_s: float) -> None:
         """Run some of the tokens that a drafter lacks for a row, in about the time of a plain step."""

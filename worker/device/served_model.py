@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 #: The most tokens of a draft, unless a setting limits them.
 _MAX_DRAFT: Final = 8
+#: On a CPU, MLX waits in a launch until all but about 100 operations have run. So steps of larger models are
+#: not launched ahead there: the previous step's tokens would be read a step later, and nothing be faster.
+_SMALL_BYTES: Final = 64 * 2**20
 
 
 def trial_key(loaded: LoadedModel, caches: str) -> str:
@@ -164,7 +167,7 @@ class ServedModel:
             drafters=drafters,
             pooled_rows=device.pooled_rows,
             merged_rows=device.merged_rows,
-            runs_ahead=not machine.on_cpu(),
+            runs_ahead=not machine.on_cpu() or loaded.weight_bytes < _SMALL_BYTES,
             trials=_trials(loaded, trials),
         )
 

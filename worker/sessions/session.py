@@ -321,13 +321,15 @@ class Session:
     async def _begun(self, pending: Pending) -> bool:
         """Return whether the request was started, here or by a worker that died.
 
-        If it was, its published tokens stay. Only the first pending request can have been started: chunks of
-        any other request do not come from a worker.
+        If it was, its published tokens stay. Only the first pending request can have been started, unless the
+        server has lost results. So chunks of any other request do not come from a worker, unless they name
+        the digest of the session before the answer.
         """
         if pending is self.active:
             return True
-        is_next = self.log.record.is_next(pending)
-        return is_next and (await self._is_streamed(pending) or pending is self.active)
+        if self.log.record.is_next(pending):
+            return await self._is_streamed(pending) or pending is self.active
+        return bool((await self._published(pending)).base)
 
     async def _is_streamed(self, pending: Pending) -> bool:
         """Return whether clients may have seen tokens of a request; if not, seal its token stream.
