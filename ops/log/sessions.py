@@ -1,7 +1,8 @@
 """Lists the sessions in the log with their states, derived from the last result and the number of entries.
 
-Reads one entry of each session (two if requests wait), so 100,000 sessions take seconds. For sizes it reads
-all entries, and for first words the first entries of each session.
+Reads one entry of each session (two if requests wait, more if its last request repeats an earlier one), so
+100,000 sessions take seconds. For sizes it reads all entries, and for first words the first entries of each
+session.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class _Outcome(Struct):
     position: int | None = None
     code: str = ""
     forgotten: int | None = None
+    repeat_of: int | None = None
 
 
 #: Most characters of a session's first words.
@@ -96,23 +98,44 @@ async def _rows(client: Client, counts: Mapping[SessionKey, Mapping[str, int]]) 
     results = {key: one async for key, one in client.stored.last(counts, "out")}
     waiting = [key for key, kinds in counts.items() if kinds.get("in", 0) > kinds.get("out", 0)]
     requests = {key: one async for key, one in client.stored.last(waiting, "in")}
+    outcomes = await _outcomes(client, results)
     return [
-        _row(key, kinds, results.get(key), requests.get(key))
+        _row(key, kinds, outcomes.get(key, _Outcome()), results.get(key), requests.get(key))
         for key, kinds in counts.items()
         if key in results or key in requests  # else the session was removed meanwhile
     ]
 
 
+async def _outcomes(client: Client, results: Mapping[SessionKey, Stored]) -> dict[SessionKey, _Outcome]:
+    """Return what each session's last result says of it; a repeat says nothing, so an earlier one is read."""
+    found = {key: _outcome(one) for key, one in results.items()}
+    places = asyncio.Semaphore(_AT_ONCE)
+
+    async def read_back(key: SessionKey) -> None:
+        async with places:
+            before = map(_outcome, reversed(await client.last_results(key, None, results[key])))
+        changes = (one for one in before if one.type != "failed" and one.repeat_of is None)
+        found[key] = next(changes, found[key])
+
+    await asyncio.gather(*(read_back(key) for key, one in found.items() if one.repeat_of is not None))
+    return found
+
+
+def _outcome(result: Stored) -> _Outcome:
+    try:
+        return _OUTCOME.decode(result.body)
+    except (msgspec.DecodeError, UnicodeDecodeError):  # not written by a worker
+        return _Outcome()
+
+
 def _row(
-    key: SessionKey, kinds: Mapping[str, int], result: Stored | None, request: Stored | None
+    key: SessionKey,
+    kinds: Mapping[str, int],
+    outcome: _Outcome,
+    result: Stored | None,
+    request: Stored | None,
 ) -> SessionRow:
-    outcome, headers = _Outcome(), dict[str, str]()
-    if result is not None:
-        headers = dict(result.headers)
-        try:
-            outcome = _OUTCOME.decode(result.body)
-        except (msgspec.DecodeError, UnicodeDecodeError):  # not written by a worker
-            outcome = _Outcome()
+    headers = {} if result is None else dict(result.headers)
     last = max(one.headers["Nats-Time-Stamp"] for one in (result, request) if one is not None)
     return SessionRow(
         tenant=key.tenant,

@@ -240,16 +240,20 @@ class Client:
 
         async def read_back(key: SessionKey) -> None:
             async with places:
-                results[key] = await self._results(key, requests.get(key), results[key])
+                results[key] = await self.last_results(key, requests.get(key), results[key][0])
 
         unclear = [key for key, found in results.items() if not is_enough(requests.get(key), found)]
         await asyncio.gather(*map(read_back, unclear))
         return listed(requests, results)
 
-    async def _results(self, key: SessionKey, asked: Stored | None, found: list[Stored]) -> list[Stored]:
-        """Return the last results of a session, given the last one: as many as show its state."""
+    async def last_results(self, key: SessionKey, asked: Stored | None, last: Stored) -> list[Stored]:
+        """Return a session's last results, oldest first: as many as show its state (`listing.is_enough`).
+
+        `last` is the last one, `asked` the last request if it may be without a result. Raises
+        `NoWorkerError`.
+        """
         log, subject = self._wire.subjects.log_stream, self._wire.subjects.of(key, "out")
-        end, num_entries = found[0].seq, wire.READ_BATCH
+        found, end, num_entries = [last], last.seq, wire.READ_BATCH
         while end > 1 and not is_enough(asked, found):
             start = max(1, end - num_entries)
             found = await self._wire.read_all(log, subject, start, end) + found

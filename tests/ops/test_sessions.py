@@ -70,6 +70,15 @@ async def test_sessions_are_listed_with_their_state_position_worker_model_and_en
     assert shown.stdout.splitlines()[-1] == "5 of 5 sessions"
 
 
+async def test_a_closed_session_is_listed_as_closed_after_a_repeated_request(local_worker: Start) -> None:
+    worker = await local_worker()
+    session = worker.client.session("s")
+    await session.append(tokens=[5] * 10, request_id="r")
+    await session.close()
+    await session.append(tokens=[5] * 10, request_id="r")
+    assert [row["state"] for row in await listed(worker)] == ["closed"]
+
+
 async def test_the_command_sessions_filters_and_sorts_its_list(local_worker: Start) -> None:
     worker = await filled(local_worker)
 
