@@ -86,7 +86,7 @@ export class Wire {
     return this.#whyClosed;
   }
 
-  /** Store `body` in the log at least once; return its stream sequence. */
+  /** Store `body` in the log at least once, or not at all if `signal` is aborted before; return its stream sequence. */
   async publish(
     subject: string,
     body: Uint8Array,
@@ -101,6 +101,7 @@ export class Wire {
     for (;;) {
       while (!this.#connected && !this.closed) await unlessAborted(this.#changed.wait(RECONNECT_MS), signal);
       this.#check(body);
+      signal?.throwIfAborted();
       try {
         const sent = this.#jetstream.publish(subject, body, { timeout, headers });
         const ack = await unlessAborted(sent, signal);

@@ -329,6 +329,15 @@ test("a signal ends the wait and not the answer, which a cancel ends", async () 
   assert.ok(!(await session.info()).waiting.length);
 });
 
+test("a call whose signal is aborted before it begins sends nothing", async () => {
+  const session = client.session("unsent");
+  const signal = AbortSignal.abort(new Error("too late"));
+  await assert.rejects(session.append({ text: "x" }, { signal }), /^Error: too late$/);
+  await assert.rejects(session.generate({ text: "x", max_tokens: 3 }, { signal }).result, /^Error: too late$/);
+  await session.append({ text: "x", id: "first" });
+  assert.deepEqual((await session.history()).turns.map(({ request }) => request.id), ["first"]);
+});
+
 test("calls that wait for one session share a subscription, and all get their own results", async () => {
   const session = client.session("many");
   const positions = await Promise.all(Array.from({ length: 20 }, () => session.append({ text: "ab" })));
