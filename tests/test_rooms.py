@@ -174,7 +174,9 @@ def test_only_the_listed_modules_import_mlx():
 
 def test_only_the_listed_modules_of_gateway_and_console_import_http_libraries():
     """The gateway's dialects, `boundaries` and `turn` do not import asyncio either."""
-    of_gateway = {f"gateway/http/{name}.py" for name in ("app", "bodies", "durable", "sending", "serving")}
+    of_gateway = {
+        f"gateway/http/{name}.py" for name in ("app", "bodies", "durable", "replies", "sending", "serving")
+    }
     of_console = {f"ops/console/{name}.py" for name in ("app", "door", "serving")}
     assert users("starlette", "uvicorn") == of_gateway | of_console
     dialects = [path for name in DIALECTS for path in (ROOT / "gateway" / name).glob("*.py")]

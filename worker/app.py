@@ -497,7 +497,12 @@ class App:
             await self._owners.settle(key)
 
         settings, loaded, me = self._settings, self._model.loaded, self._members.me.boot
-        self._attempts = Attempts(journal, settings.max_attempts, me=me, runs=self._members.runs)
+        self._attempts = Attempts(
+            *(journal, settings.max_attempts),
+            me=me,
+            runs=self._members.runs,
+            num_busy=self._owners.num_busy,
+        )
         goes_on = settings.other_model == "continue"
         fold = Fold(loaded.tokenizer, settings.cache_policy, self._maker, takes_over=goes_on)
         max_bytes = settings.max_message_bytes

@@ -35,7 +35,7 @@ from gateway.openai import common as openai
 from gateway.reranking import rerank
 from gateway.responses import answers, compacting, items
 from gateway.responses import requests as responses
-from gateway.turn import WARNINGS, Fault, Turn, all_read, fault_of, refused, told
+from gateway.turn import WARNINGS, Fault, Turn, all_read, refused, told
 from turnkeep_client import __version__
 from turnkeep_client.content_blocks import printed
 from turnkeep_client.errors import TurnkeepError
@@ -43,6 +43,7 @@ from turnkeep_client.errors import TurnkeepError
 from . import bodies, guide
 from .durable import HEADERS, Reading
 from .origins import PROGRAMS, is_from_here, is_local, is_loopback, may_be_a_site, name_in
+from .replies import MESSAGES_PATH, as_json, on_error, on_fault, on_http
 from .sending import SHOWN, Answer, Asker, unless_left
 
 if TYPE_CHECKING:
@@ -101,12 +102,11 @@ _OLLAMA: Final = {
 
 #: The page has no scripts, and loads nothing.
 _PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
-_MESSAGES_PATH: Final = "/v1/messages"
 _RESPONSES_PATH: Final = "/v1/responses"
 _PATHS: Final = {
     "/v1/chat/completions": _CHAT,
     "/v1/completions": _COMPLETIONS,
-    _MESSAGES_PATH: _MESSAGES,
+    MESSAGES_PATH: _MESSAGES,
     _RESPONSES_PATH: _RESPONSES,
 }
 #: The handlers of requests for which a model generates no answer: embeddings and reranking.
@@ -169,7 +169,7 @@ class Gateway:
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
                 *(Route(path, self._asking(ask), methods=["POST"]) for path, ask in _ASKED.items()),
-                Route(f"{_MESSAGES_PATH}/count_tokens", self._count_tokens(_MESSAGES), methods=["POST"]),
+                Route(f"{MESSAGES_PATH}/count_tokens", self._count_tokens(_MESSAGES), methods=["POST"]),
                 Route(f"{_RESPONSES_PATH}/input_tokens", self._count_tokens(_RESPONSES), methods=["POST"]),
                 Route(f"{_RESPONSES_PATH}/compact", self._answering(_COMPACTING), methods=["POST"]),
                 Route(f"{_RESPONSES_PATH}/{{id}}/input_items", self._input_items, methods=["GET"]),
@@ -188,7 +188,7 @@ class Gateway:
                 ),
                 Route("/api/{name}", self._not_here, methods=["POST", "DELETE"]),
             ],
-            exception_handlers={Fault: _on_fault, TurnkeepError: _on_error, HTTPException: _on_http},
+            exception_handlers={Fault: on_fault, TurnkeepError: on_error, HTTPException: on_http},
             middleware=[Middleware(_Cors, may_ask=self._may_ask)],
         )
         self.routes = [one for one in app.routes if isinstance(one, Route)]
@@ -217,14 +217,16 @@ class Gateway:
     async def _root(self, request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):
             return HTMLResponse(guide.page(str(request.base_url)), headers=_PAGE_HEADERS)
-        return _json({"service": "turnkeep", "paths": [*guide.SERVED]})
+        return as_json({"service": "turnkeep", "paths": [*guide.SERVED]})
 
     async def _openapi(self, _: Request) -> Response:
-        return _json(guide.openapi())
+        return as_json(guide.openapi())
 
     async def _health(self, _: Request) -> Response:
         ids = [one["id"] for one in await self._listing.described(self._keys.tenant, now=True)]
-        return _json({"status": "ok"} | ({"models": ids} if self._listing.are_several else {"model": ids[0]}))
+        return as_json(
+            {"status": "ok"} | ({"models": ids} if self._listing.are_several else {"model": ids[0]})
+        )
 
     async def _metrics(self, request: Request) -> Response:
         if not is_from_here(request):
@@ -233,30 +235,30 @@ class Gateway:
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _models(self, request: Request) -> Response:
-        return _json(models.page(await self._listing.described(self._key(request).tenant)))
+        return as_json(models.page(await self._listing.described(self._key(request).tenant)))
 
     async def _one_model(self, request: Request) -> Response:
-        return _json(await self._listing.one(self._key(request).tenant, request.path_params["model"]))
+        return as_json(await self._listing.one(self._key(request).tenant, request.path_params["model"]))
 
     async def _version(self, request: Request) -> Response:
         self._key(request)
-        return _json({"version": __version__})
+        return as_json({"version": __version__})
 
     async def _tags(self, request: Request) -> Response:
         found = await self._listing.described(self._key(request).tenant)
-        return _json((ollama.running if request.url.path.endswith("/ps") else ollama.tags)(found))
+        return as_json((ollama.running if request.url.path.endswith("/ps") else ollama.tags)(found))
 
     async def _shown(self, request: Request) -> Response:
         key = self._key(request)
         body = await bodies.read(request, self._max_body_bytes)
-        return _json(ollama.shown(await self._listing.one(key.tenant, models.wanted(body))))
+        return as_json(ollama.shown(await self._listing.one(key.tenant, models.wanted(body))))
 
     async def _not_here(self, request: Request) -> Response:
         self._key(request)
         raise ollama_requests.no_such(request.path_params["name"])
 
     async def _models_v0(self, request: Request) -> Response:
-        return _json(models.page_v0(await self._listing.described(self._key(request).tenant)))
+        return as_json(models.page_v0(await self._listing.described(self._key(request).tenant)))
 
     def _asking(self, ask: _Asking) -> _Handler:
         async def answer(request: Request) -> Response:
@@ -267,7 +269,7 @@ class Gateway:
                 await conversations.presence.worker(patience_s=self._patience_s)
                 reply, num_tokens = await unless_left(request, ask(conversations.client, body))
                 key.spend(num_tokens)
-                return _json(reply)
+                return as_json(reply)
 
         return answer
 
@@ -282,7 +284,7 @@ class Gateway:
             else:
                 reply, num_tokens = await tokenizing.tokenize(conversations, body, worker.context_tokens)
             key.spend(num_tokens)
-            return _json(reply)
+            return as_json(reply)
 
     def _count_tokens(self, dialect: Dialect) -> _Handler:
         async def count(request: Request) -> Response:
@@ -293,7 +295,7 @@ class Gateway:
                 turn = await self._turn(key.tenant, dialect, body)
                 named = {"object": "response.input_tokens"} if dialect is _RESPONSES else {}
                 counted = {**named, "input_tokens": await conversations.count(turn)}
-                return _json(counted, more=told(turn.warnings))
+                return as_json(counted, more=told(turn.warnings))
 
         return count
 
@@ -326,7 +328,7 @@ class Gateway:
                 body = await bodies.read(request, self._max_body_bytes)
                 model, digest = self._listing.chosen(body), recorded.digest(dialect.name, body)
                 if (told_at_once := dialect.at_once(body)) is not None:
-                    return _json(told_at_once)
+                    return as_json(told_at_once)
                 if cut := await self._lookups.cut(key.tenant, request.headers, digest):
                     turn = self._readable(dialect.read(body))
                     return self._followed(dialect, *cut, key, running, stream=turn.stream)
@@ -369,12 +371,12 @@ class Gateway:
             if request.method == "DELETE":
                 await found.conversations.forget(found.answer.session)
                 kind = dialect.name if dialect is _RESPONSES else f"{dialect.name}.deleted"
-                return _json({"id": wanted, "object": kind, "deleted": True})
+                return as_json({"id": wanted, "object": kind, "deleted": True})
             place = after(found.answer, request.headers, request.query_params)
             is_stream = EVENT_STREAM in request.headers.get("accept", "") or place is not None
             is_stream = is_stream or request.query_params.get("stream") == "true"
             if dialect is _RESPONSES and not is_stream:
-                return _json(answers.recorded(found.answer, own_id(wanted)))
+                return as_json(answers.recorded(found.answer, own_id(wanted)))
             return self._followed(dialect, found, place, key, contextlib.ExitStack(), stream=is_stream)
 
         return show
@@ -385,8 +387,8 @@ class Gateway:
             conversations, answer = await self._lookups.kept(tenant, wanted, dialect.name)
             answer = await following.cancel(conversations.client, answer.id) or answer
             if dialect is _RESPONSES:
-                return _json(answers.recorded(answer, own_id(wanted)))
-            return _json({"id": wanted, "object": dialect.name, "is_running": answer.result is None})
+                return as_json(answers.recorded(answer, own_id(wanted)))
+            return as_json({"id": wanted, "object": dialect.name, "is_running": answer.result is None})
 
         return cancel
 
@@ -397,7 +399,7 @@ class Gateway:
     async def _input_items(self, request: Request) -> Response:
         tenant, wanted = self._key(request).tenant, request.path_params["id"]
         _, answer = await self._lookups.kept(tenant, wanted, _RESPONSES.name)
-        return _json(items.page(answer, request.query_params))
+        return as_json(items.page(answer, request.query_params))
 
     def _key(self, request: Request) -> Key:
         """Return a request's API key. Raises `Fault` if key, origin or host is not allowed."""
@@ -444,38 +446,6 @@ def _without_slash(app: ASGIApp) -> ASGIApp:
     return stripped
 
 
-def _json(body: dict[str, Any], status: int = 200, more: Mapping[str, str] | None = None) -> Response:
-    # After an error the connection is closed, without waiting for the rest of the request's body.
-    headers = {**(more or {}), **({"connection": "close"} if status >= 400 else {})}
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
-
-
-async def _on_fault(request: Request, fault: Exception) -> Response:
-    if not isinstance(fault, Fault):
-        raise fault
-    path, write = request.url.path, openai.error
-    if path.startswith(_MESSAGES_PATH) or "anthropic-version" in request.headers:
-        write = anthropic.error
-    elif path.startswith("/api/"):
-        write = ollama.error
-    return _json(write(fault), fault.status, fault.headers)
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    if not isinstance(error, TurnkeepError):
-        raise error
-    return await _on_fault(request, fault_of(error))
-
-
-async def _on_http(request: Request, error: Exception) -> Response:
-    if not isinstance(error, HTTPException):
-        raise error
-    message = error.detail
-    if error.status_code in {404, 405}:
-        message = f"{request.method} {request.url.path} is not served{_instead(request.url.path, error)}"
-    return await _on_fault(request, Fault(error.status_code, message))
-
-
 class _Cors(CORSMiddleware):
     """Lets web pages of allowed origins send requests and read the headers of answers."""
 
@@ -491,12 +461,3 @@ class _Cors(CORSMiddleware):
 
     def is_allowed_origin(self, origin: str) -> bool:
         return self._may_ask(origin)
-
-
-def _instead(path: str, error: HTTPException) -> str:
-    """Return the end of a 404 or 405 message: the right method or base URL; empty if neither explains it."""
-    if allowed := (error.headers or {}).get("Allow"):
-        return f", only {allowed}"
-    if path.startswith("/v1/v1/") or not path.startswith("/v1/"):
-        return ": the base URL ends with /v1 for OpenAI's clients, and is without /v1 for Anthropic's"
-    return ""

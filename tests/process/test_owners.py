@@ -126,6 +126,22 @@ async def test_each_session_stays_with_one_worker_and_prefills_only_its_new_toke
     assert not await look(first.settings.prefix).num_claims(), "the log says whose each is"
 
 
+async def test_a_worker_learns_whether_another_one_has_requests_of_a_session(cluster: Start) -> None:
+    workers = [await cluster("first"), await cluster("second")]
+    generation = workers[0].client.session("s").generate(text="eee", max_tokens=1500)
+    await generation.send()
+    key = SessionKey("default", "s")
+    async with asyncio.timeout(PATIENCE_S):
+        while not any(key in one.app._intake.at_work for one in workers):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert sorted([await one.app._owners.num_busy(key) for one in workers]) == [0, 1]
+    await generation.cancel()
+    await generation
+    async with asyncio.timeout(PATIENCE_S):
+        while any([await one.app._owners.num_busy(key) for one in workers]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def test_info_and_cancel_requests_reach_the_worker_that_runs_the_answer(
     cluster: Start, look: Any
 ) -> None:

@@ -13,9 +13,11 @@ from test_fold import PAGE, STORED, World
 from cache.names.policy import FULL
 from turnkeep_client.messages import (
     Append,
+    Appended,
     Cancelled,
     Chunk,
     Close,
+    Failed,
     ForkPoint,
     Generate,
     Generated,
@@ -402,6 +404,23 @@ def streamed(world: World, monkeypatch: pytest.MonkeyPatch, seq: int) -> Chunk:
     chunk = Chunk(0, tuple(world._tokenizer.encode("ab", at_start=False)), "ab", seq)
     monkeypatch.setattr(world.log.chunks, "stored", [chunk])
     return chunk
+
+
+@pytest.mark.parametrize("num_busy", [0, 1])
+async def test_an_attempt_of_a_worker_that_seemed_to_have_ended_and_still_has_the_request_does_not_count(
+    world: World, monkeypatch: pytest.MonkeyPatch, num_busy: int
+) -> None:
+    """As after the sleep of a laptop with two workers."""
+
+    async def busy(_: Any) -> int:
+        return num_busy
+
+    monkeypatch.setattr(world.session._services.attempts, "_num_busy", busy)
+    seq = world.log.add("in", encode(Append(id="a", text="one")))
+    world.log.notes.append(b'{"seq":%d,"attempts":3}' % seq)
+    world.ring(seq, again=True)
+    await world.session.run()
+    assert isinstance(world.result(seq), Appended if num_busy else Failed)
 
 
 @pytest.mark.parametrize("attempts", [3, 4])

@@ -60,12 +60,17 @@ class Attempts:
         *,
         me: str = "",
         runs: Callable[[str], Awaitable[bool]] | None = None,
+        num_busy: Callable[[SessionKey], Awaitable[int]] | None = None,
     ) -> None:
-        """`me` identifies this worker process (`Member.boot`); `runs(boot)` says whether another runs."""
+        """`me` identifies this worker process (`Member.boot`); `runs(boot)` says whether another runs.
+
+        `num_busy` counts the other running workers that have requests of a session.
+        """
         self._journal = journal
         self.max_attempts = max_attempts
         self._me = me
         self._runs = runs
+        self._num_busy = num_busy
 
     async def note(self, key: SessionKey) -> AttemptNote:
         """Read a session's attempt note; an empty one if no worker has written any."""
@@ -80,6 +85,14 @@ class Attempts:
         Then the attempt has not crashed a worker.
         """
         return self._runs is not None and note.by != self._me and await self._runs(note.by)
+
+    async def without_alive(self, key: SessionKey, note: AttemptNote) -> AttemptNote:
+        """Return the note without attempts of other workers that still run, and have the session's requests.
+
+        Such a worker seemed to have ended, as while its machine was asleep.
+        """
+        num_busy = await self._num_busy(key) if self._num_busy is not None else 0
+        return replace(note, attempts=max(note.attempts - num_busy, 1))
 
     async def store(self, key: SessionKey, note: AttemptNote) -> AttemptNote:
         """Store an attempt's note before the attempt begins; return the note, which now names this worker."""

@@ -413,6 +413,8 @@ class Session:
             is_first = 0 < doubt.first_seq <= pending.seq
             if note.seq != pending.seq or not await self._services.attempts.is_under_way(note):
                 note = note.then(pending.seq, await self._num_published(pending), is_first=is_first)
+            if note.attempts > limit:
+                note = await self._services.attempts.without_alive(self.key, note)
         if note.attempts > limit:
             if is_new:
                 await doubt.store(note)  # ending it may crash a worker too

@@ -137,6 +137,7 @@ class Owners:
             "deliver": self._delivered,
             "control": self._asked,
             "erase": self._erased,
+            "busy": self._has_requests,
             "returned": self._returned,
             "drain": self._drained,
         }
@@ -349,6 +350,16 @@ class Owners:
         names = msgspec.json.encode([key.tenant, key.session])
         others = list(self._members.others.values())
         return {one.directory: await self._ask(one, "erase", names, _ERASE_S) == _TAKEN for one in others}
+
+    async def num_busy(self, key: SessionKey) -> int:
+        """Count the other workers that have requests of a session."""
+        names = msgspec.json.encode([key.tenant, key.session])
+        others = list(self._members.others.values())
+        return [await self._ask(one, "busy", names, _PASS_S) for one in others].count(_TAKEN)
+
+    async def _has_requests(self, message: Msg) -> bytes:
+        tenant, session = msgspec.json.decode(message.data, type=tuple[str, str])
+        return _TAKEN if SessionKey(tenant, session) in self.intake.at_work else _NOT_YET
 
     async def _owner(self, key: SessionKey) -> _Owner:
         name, claim_seq = await self._claimed(key)
