@@ -12,6 +12,8 @@ from test_shared_forgotten import SECRET, all_gone, forget
 
 from ops.log.ending import end
 from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.subjects import SessionKey
+from worker.sessions import sessions
 
 Start = Any  # of `local_worker`
 
@@ -89,4 +91,32 @@ async def test_removing_a_closed_session_leaves_no_snapshot_of_it(
     await settled(session)
     await session.close()
     assert (await end(worker.client, "s", 20, forget=True)).settled
+    assert await all_gone(worker.client, tmp_path)
+
+
+async def test_a_session_is_erased_although_its_log_changes_while_it_is_read_from_the_beginning(
+    local_worker: Start, endless_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker forgets the session; meanwhile the server is restarted, for example."""
+    worker = await started(local_worker, endless_model)
+    session = worker.client.session("s")
+    await session.append(tokens=SOME)
+    await session.rewind(len(SECRET))
+    await settled(session)
+    await worker.stop()
+    worker = await local_worker(model=str(endless_model))
+    await worker.client.session("s").append(tokens=OTHER)
+    read, num_read = sessions._read, 0
+
+    async def interrupted(one: Any) -> None:
+        nonlocal num_read
+        num_read += 1
+        await read(one)
+        if num_read == 2:
+            one.forget()
+            await read(one)
+
+    monkeypatch.setattr(sessions, "_read", interrupted)
+    await worker.app._sessions.erase(SessionKey("default", "s"))
+    assert num_read >= 3
     assert await all_gone(worker.client, tmp_path)

@@ -95,12 +95,15 @@ class Sessions:
         """Drop the KV of a session that another worker forgets; return whether no KV of it is left here."""
         with self.in_use(key) as session:
             await _read(session)
-            try:
-                had = await session.log.all_tokens()
-            except CutOffError:
-                session.log.reset(whole=True)
-                await _read(session)
-                had = await session.log.all_tokens()
+            while True:
+                try:
+                    had = await session.log.all_tokens()
+                    break
+                except CutOffError:
+                    if session.active is not None:  # its task reads it anew
+                        return False
+                    session.log.reset(whole=True)
+                    await _read(session)  # forgets it instead, if it has changed or the server was restarted
             shared = partial(self._num_shared, key, parent=session.history.parent)
             # A turn that still runs here may have stored KV that continues these tokens. Then a note tells
             # this worker to erase all of it after the turn; see `erasures`.
