@@ -406,21 +406,30 @@ def streamed(world: World, monkeypatch: pytest.MonkeyPatch, seq: int) -> Chunk:
     return chunk
 
 
-@pytest.mark.parametrize("num_busy", [0, 1])
+@pytest.mark.parametrize(("num_busy", "noted", "is_tried"), [(0, 3, False), (1, 3, True), (1, 4, False)])
 async def test_an_attempt_of_a_worker_that_seemed_to_have_ended_and_still_has_the_request_does_not_count(
-    world: World, monkeypatch: pytest.MonkeyPatch, num_busy: int
+    world: World, monkeypatch: pytest.MonkeyPatch, num_busy: int, noted: int, *, is_tried: bool
 ) -> None:
-    """As after the sleep of a laptop with two workers."""
+    """As after the sleep of a laptop with two workers. The attempts of others still add up."""
 
     async def busy(_: Any) -> int:
         return num_busy
 
     monkeypatch.setattr(world.session._services.attempts, "_num_busy", busy)
     seq = world.log.add("in", encode(Append(id="a", text="one")))
-    world.log.notes.append(b'{"seq":%d,"attempts":3}' % seq)
+    world.log.notes.append(b'{"seq":%d,"attempts":%d}' % (seq, noted))
+    stored: list[bytes] = []
+    append = world.log.append
+
+    async def note(key: Any, kind: str, body: bytes) -> None:
+        stored.append(body)
+        await append(key, kind, body)
+
+    monkeypatch.setattr(world.log, "append", note)
     world.ring(seq, again=True)
     await world.session.run()
-    assert isinstance(world.result(seq), Appended if num_busy else Failed)
+    assert isinstance(world.result(seq), Appended if is_tried else Failed)
+    assert b'"attempts":%d' % (noted + 1) in stored[0], "for the next worker, if this one crashes"
 
 
 @pytest.mark.parametrize("attempts", [3, 4])

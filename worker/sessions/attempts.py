@@ -86,13 +86,12 @@ class Attempts:
         """
         return self._runs is not None and note.by != self._me and await self._runs(note.by)
 
-    async def without_alive(self, key: SessionKey, note: AttemptNote) -> AttemptNote:
-        """Return the note without attempts of other workers that still run, and have the session's requests.
+    async def num_busy(self, key: SessionKey) -> int:
+        """Count the other workers that still run, and have requests of the session.
 
-        Such a worker seemed to have ended, as while its machine was asleep.
+        Their attempts have crashed none, although they seemed to have ended, as while a machine is asleep.
         """
-        num_busy = await self._num_busy(key) if self._num_busy is not None else 0
-        return replace(note, attempts=max(note.attempts - num_busy, 1))
+        return await self._num_busy(key) if self._num_busy is not None else 0
 
     async def store(self, key: SessionKey, note: AttemptNote) -> AttemptNote:
         """Store an attempt's note before the attempt begins; return the note, which now names this worker."""

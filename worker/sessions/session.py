@@ -413,16 +413,17 @@ class Session:
             is_first = 0 < doubt.first_seq <= pending.seq
             if note.seq != pending.seq or not await self._services.attempts.is_under_way(note):
                 note = note.then(pending.seq, await self._num_published(pending), is_first=is_first)
-            if note.attempts > limit:
-                note = await self._services.attempts.without_alive(self.key, note)
-        if note.attempts > limit:
+        num_attempts = note.attempts
+        if num_attempts > limit:
+            num_attempts -= await self._services.attempts.num_busy(self.key)
+        if num_attempts > limit:
             if is_new:
                 await doubt.store(note)  # ending it may crash a worker too
-            keeps = note.attempts == limit + 1
+            keeps = num_attempts == limit + 1
             why = "it has ended every worker that began it"
-            return await self._give_up(pending, note.attempts - 1, why, keeps=keeps)
+            return await self._give_up(pending, num_attempts - 1, why, keeps=keeps)
         try:
-            async with device_lock.enter(lambda: pending.stopped, alone=note.attempts == limit > 1):
+            async with device_lock.enter(lambda: pending.stopped, alone=num_attempts == limit > 1):
                 if is_new:  # not earlier: a waiting request cannot crash a worker
                     await doubt.store(note)
                 return await self._result(pending)
