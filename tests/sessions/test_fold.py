@@ -81,7 +81,10 @@ class AnswerChunks:
     async def seal(self, *_: Any, **__: Any) -> None:
         pass
 
-    async def remove(self, _: SessionKey) -> None:
+    async def ids(self, _: SessionKey) -> set[str]:
+        return set()
+
+    async def remove(self, *_: Any) -> None:
         pass
 
     async def read(self, _: SessionKey, request_id: str, __: int, ___: datetime) -> Published:

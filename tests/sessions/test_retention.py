@@ -225,6 +225,28 @@ async def test_the_next_worker_removes_a_session_whose_forget_was_interrupted(
     assert not tokens.state.subjects, "what was published of its answers is gone too"
 
 
+async def test_the_removal_of_a_forgotten_session_leaves_the_chunks_of_the_next_one(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker may serve the next session already, while this one still removes the forgotten one."""
+    w = await quiet_wire()
+    remove_before = Retention._remove_before
+
+    async def slowly(keeper: Retention, *asked: Any) -> None:
+        await remove_before(keeper, *asked)
+        seq = await w.publish("s", generate("next", text="eee", max_tokens=3))
+        chunk = {"i": 0, "tokens": [101], "text": "e", "seq": seq}
+        await w.js.publish(f"{w.prefix}.default.s.chunk.next", json.dumps(chunk).encode())
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Retention, "_remove_before", slowly)
+        patched.setattr(retention, "_PERIOD_S", 60.0)
+        await w.send("s", generate("g", text="a secret"))
+        await w.send("s", FORGET)
+        await w.send("s", {"type": "open", "id": "o"})
+    assert (await w.js.get_last_msg(f"{w.prefix}_tok", f"{w.prefix}.default.s.tok.next")).data
+
+
 async def test_the_next_worker_removes_chunks_of_a_forgotten_session_whose_requests_are_gone(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

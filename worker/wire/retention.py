@@ -15,6 +15,7 @@ Therefore the close of a recently closed session, and its result, stay.
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -32,6 +33,7 @@ from .journal import answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Set as AbstractSet
 
     from turnkeep_client.subjects import SessionKey
 
@@ -107,9 +109,9 @@ class Retention:
     async def forget(self, key: SessionKey, close_seq: int, closed_seq: int) -> None:
         """Remove a session's entries before a close, given the sequences of the close and its result."""
         try:
-            await self._journal.chunks.remove(key)
+            names = await self._remove_chunks(key, close_seq)
             await self._remove_before(key, close_seq, closed_seq)
-            await self._journal.chunks.remove(key)  # chunks of a worker that still saw its request
+            await self._remove_chunks(key, close_seq, names)  # of a worker that still saw its request
         except (nats.errors.Error, APIError, OSError) as error:
             log.warning("a session's log could not be removed yet", session=str(key), error=str(error))
 
@@ -174,32 +176,46 @@ class Retention:
                 if stale := _age_s(note) > _STALE_S:
                     await self._journal.delete(note.seq)
                 return stale
-            names = await self._names(key, closed.result.seq or 0) if closed.forgets else set()
-            await self._remove_chunks(key, names)
+            close_seq, names = closed.result.seq or 0, set[str]()
+            if closed.forgets:
+                names = await self._remove_chunks(key, close_seq)
             if due or closed.forgets:
-                await self._remove_before(key, closed.result.seq or 0, closed.entry.seq)
+                await self._remove_before(key, close_seq, closed.entry.seq)
             if due:
                 await self._remove(key, note, closed)
-            await self._remove_chunks(key, names)  # chunks of a worker that still saw its request
+            if closed.forgets:
+                await self._remove_chunks(key, close_seq, names)  # of a worker that still saw its request
         self._forgotten.add(note.seq)
         return True
 
-    async def _names(self, key: SessionKey, close_seq: int) -> set[str]:
-        """Return the ids of the requests before a close, also of those that have left the log."""
-        before, behind = set[str](), set[str]()
-        after, more = 0, 1
-        while more:
+    async def _remove_chunks(
+        self, key: SessionKey, close_seq: int, known: AbstractSet[str] = frozenset()
+    ) -> set[str]:
+        """Remove the chunks of the requests before a close; return their ids. A new session's chunks stay.
+
+        `known` has ids of such requests, which may have left the log. If the new session uses an id again,
+        its chunks are removed, too.
+        """
+        ids = await self._journal.chunks.ids(key)  # first: a request is stored before its chunks
+        behind = await self._ids(key, close_seq)
+        before = ids - behind | known
+        if again := ids & behind - known:
+            before |= again & await self._ids(key, 0, close_seq)
+        for name in before:
+            await self._journal.chunks.remove(key, name)
+        return before
+
+    async def _ids(self, key: SessionKey, after: int, end: float = math.inf) -> set[str]:
+        """Return the ids of the requests in the log after the sequence `after`, up to `end`."""
+        found, more = set[str](), 1
+        while more and after < end:
             requests, more = await self._journal.page(key, "in", after)
             for entry in requests:
                 after = entry.seq
                 with contextlib.suppress(InvalidMessageError):
-                    (before if after < close_seq else behind).add(decode_request(entry.body).id)
-        return before | (await self._journal.chunks.ids(key) - behind)
-
-    async def _remove_chunks(self, key: SessionKey, names: set[str]) -> None:
-        """Remove the chunks of the answers to these requests; the chunks of a new session stay."""
-        for name in names:
-            await self._journal.chunks.remove(key, name)
+                    if after < end:
+                        found.add(decode_request(entry.body).id)
+        return found
 
     async def _remove(self, key: SessionKey, note: Entry, closed: _Closing) -> None:
         """Remove a close and its result, unless a worker may still know an older one as the session's last.
