@@ -406,6 +406,25 @@ def streamed(world: World, monkeypatch: pytest.MonkeyPatch, seq: int) -> Chunk:
     return chunk
 
 
+async def test_a_workers_own_attempt_that_others_took_for_a_crash_does_not_count(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asleep, and seemed to have ended; of the workers that took the request then, two crashed."""
+    run = world.engine.run
+    seq = world.log.add("in", encode(Append(id="a", text="one")))
+
+    async def sleeps(*_: Any, **__: Any) -> None:
+        monkeypatch.setattr(world.engine, "run", run)
+        world.log.notes.append(b'{"seq":%d,"attempts":3}' % seq)
+        world.ring(seq, again=True)
+        raise FencedError("it was changed elsewhere")
+
+    monkeypatch.setattr(world.engine, "run", sleeps)
+    world.ring(seq)
+    await world.session.run()
+    assert isinstance(world.result(seq), Appended)
+
+
 @pytest.mark.parametrize(("num_busy", "noted", "is_tried"), [(0, 3, False), (1, 3, True), (1, 4, False)])
 async def test_an_attempt_of_a_worker_that_seemed_to_have_ended_and_still_has_the_request_does_not_count(
     world: World, monkeypatch: pytest.MonkeyPatch, num_busy: int, noted: int, *, is_tried: bool

@@ -139,6 +139,7 @@ class Doubt:
         self.is_raised = False
         self.note = AttemptNote()  # empty unless raised
         self.first_seq = 0  # all requests below this sequence were delivered before
+        self.begun_seq = 0  # the request that this worker has begun last, and survived until now
         self.num_failures = 0  # consecutive failures of this worker for unknown reasons
         self._key = key
         self._attempts = attempts
@@ -165,7 +166,8 @@ class Doubt:
     async def uncount(self, seq: int, num_tokens: int) -> None:
         """Subtract the last attempt from the count, since this worker has survived it."""
         await self._attempts.uncount(self._key, seq, num_tokens, self.note)
-        self._tried_seq, self._uncounted_seq = 0, seq
+        self._tried_seq = self.begun_seq = 0
+        self._uncounted_seq = seq
 
     def may_count(self, seq: int) -> bool:
         """Whether the log has, or may have, a note of attempts at the request at `seq`."""

@@ -410,8 +410,10 @@ class Session:
         note, limit = doubt.note, self._services.attempts.max_attempts
         is_new = doubt.is_new(pending.seq)
         if is_new:
-            is_first = 0 < doubt.first_seq <= pending.seq
-            if note.seq != pending.seq or not await self._services.attempts.is_under_way(note):
+            is_mine = doubt.begun_seq == pending.seq  # others may have counted that attempt
+            is_first = is_mine or 0 < doubt.first_seq <= pending.seq
+            is_counted = is_mine or await self._services.attempts.is_under_way(note)
+            if note.seq != pending.seq or not is_counted:
                 note = note.then(pending.seq, await self._num_published(pending), is_first=is_first)
         num_attempts = note.attempts
         if num_attempts > limit:
@@ -426,6 +428,7 @@ class Session:
             async with device_lock.enter(lambda: pending.stopped, alone=num_attempts == limit > 1):
                 if is_new:  # not earlier: a waiting request cannot crash a worker
                     await doubt.store(note)
+                doubt.begun_seq = pending.seq
                 return await self._result(pending)
         except (StoppingError, CutOffError) as error:  # this worker has survived it
             if doubt.is_raised or isinstance(error, StoppingError):  # else it goes on here, without a note
