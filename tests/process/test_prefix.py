@@ -143,6 +143,31 @@ async def test_a_request_that_comes_again_while_a_worker_asks_who_returned_it_ha
     assert not loud.noted
 
 
+async def test_a_request_that_comes_again_while_a_worker_looks_up_its_owner_has_crashed_no_worker(
+    cluster: Start, flood: Callable[[str], Flood], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile the other worker ends. As if this one had been asleep."""
+    first, second = [await cluster(name, max_attempts=1, ack_wait_s=0.5) for name in ("first", "second")]
+    owner, is_over = Owners._owner, asyncio.Event()
+
+    async def slow(self: Owners, key: Any) -> Any:
+        if self is first.app._owners:
+            await is_over.wait()
+        return await owner(self, key)
+
+    monkeypatch.setattr(Owners, "_owner", slow)
+    loud = flood(first.settings.prefix)
+    await loud.begin(3)
+    async with asyncio.timeout(PATIENCE_S):
+        while not loud.results:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    await second.stop()
+    await asyncio.sleep(2.0)
+    is_over.set()
+    await loud.end()
+    assert {kind for _, kind in loud.results} == {"generated"}
+
+
 async def test_a_tenant_is_answered_while_another_tenants_requests_fill_both_workers(
     cluster: Start, flood: Callable[[str], Flood]
 ) -> None:

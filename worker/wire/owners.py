@@ -192,9 +192,12 @@ class Owners:
         """Whether this worker accepts a delivery of a session without asking other workers about it.
 
         They are asked whose session it is, and whether one of them only returned the request to the server.
+        A delivery waits behind earlier ones of its session that are being passed on, perhaps of its request.
         """
+        if key in self._routed or not self.holds(key):
+            return False
         came_before = bool(self._members.others) and _came_before(message)
-        return self.holds(key) and not (came_before and not self.intake.expects(key, _seq(message)))
+        return not came_before or self.intake.expects(key, _seq(message))
 
     def disown(self, key: SessionKey) -> None:
         """Give up this worker's ownership of a session, and remove its claim."""
