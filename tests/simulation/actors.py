@@ -511,6 +511,7 @@ class History:
         self.lives: list[tuple[str, float]] = []
         #: When worker processes were killed.
         self.deaths_s: list[float] = []
+        self.stalls_s: list[tuple[float, float]] = []  # when a worker began and ended to run no code
         #: If not empty, the next append kills the workers that run it; its id begins with this text.
         self.poison = ""
         #: The sessions as a fresh worker has read them at the end.
@@ -582,7 +583,9 @@ async def _crash_at(history: History, random: Random) -> None:
 async def _stall(history: History, random: Random) -> None:
     victim = random.choice(history.supervisors)
     if victim.process is not None:
-        victim.process.stall(random.choice((0.2, 1.5, 4.0)))
+        for_s, now_s = random.choice((0.2, 1.5, 4.0)), asyncio.get_running_loop().time()
+        victim.process.stall(for_s)
+        history.stalls_s.append((now_s, now_s + for_s))
 
 
 async def _stop(history: History, random: Random) -> None:

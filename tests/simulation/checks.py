@@ -327,7 +327,12 @@ def _check_failure(
     if "has ended every worker" in result.message:
         # Other causes may have ended that many workers while it ran, and no worker can tell the difference. A
         # server that ends forgets who had the request, and another worker may be the first to take it again.
-        num_ended = sum(asked_s < died_s < message.stored_s for died_s in history.deaths_s)
+        # While a worker runs no code for a second or more, others take it for one that has ended.
+        num_ended = sum(
+            began_s < message.stored_s and asked_s < ended_s and ended_s - began_s > 1.0
+            for began_s, ended_s in history.stalls_s
+        )
+        num_ended += sum(asked_s < died_s < message.stored_s for died_s in history.deaths_s)
         num_ended += history.server.counts["crashes of the server"]
         most = 2 if "operator" in history.plan.kinds else history.plan.settings["max_attempts"]
         is_innocent = is_innocent and num_ended < most
