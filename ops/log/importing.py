@@ -62,6 +62,8 @@ class Import:
     async def _remove(self, error: BaseException, *, is_begun: bool) -> None:
         """After `error`, remove the stored part of the session. Raises `CopyError` if that fails."""
         try:
+            if is_begun or self._first is not None:
+                await self._stream.settle(self._key)  # the server may still be storing a batch
             if is_begun or await self._is_stored():
                 await self._stream.purge(self._key)
         except TurnkeepError as why:

@@ -35,6 +35,8 @@ _NO_STREAM: Final = 10059
 #: The `code` of a direct get that matches too many subjects.
 TOO_MANY: Final = 413
 _WRONG_LAST_SEQUENCE: Final = 10071
+#: A sequence that no entry will ever have.
+_NEVER: Final = 2**62
 
 
 class StreamError(TurnkeepError):
@@ -232,6 +234,19 @@ class LogStream:
             except StreamError as error:
                 if error.code == _WRONG_LAST_SEQUENCE:
                     raise LastSequenceError(str(error), error.code) from None
+                raise
+
+    async def settle(self, key: SessionKey) -> None:
+        """Wait until the server has stored or refused all messages of `store`, even if that was cancelled.
+
+        The server stores messages in turn, but reads and purges beside that. So this sends one more, which
+        the server must refuse. Needs the right to publish on the session's `closed`.
+        """
+        try:
+            headers = {"Nats-Expected-Last-Sequence": str(_NEVER)}
+            await self._api.api(self._subjects.of(key, "closed"), b"", headers)
+        except StreamError as error:
+            if error.code != _WRONG_LAST_SEQUENCE:
                 raise
 
 

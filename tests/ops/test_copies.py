@@ -21,6 +21,7 @@ from tests.forked import Piped
 from tests.parts import BLOCK, LocalWorker, free_port, make_tiny_model
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.subjects import SessionKey
+from turnkeep_client.wire import NatsWire
 from worker.wire.broker import greet
 
 Start = Callable[..., Awaitable[LocalWorker]]
@@ -135,6 +136,37 @@ async def test_an_import_that_does_not_fit_in_the_log_stores_nothing(
     assert (done.returncode, done.stdout) == (1, "")
     assert "maximum bytes exceeded" in done.stderr
     assert done.stderr.count("\n") == 1
+    assert await second.client.stored.subjects() == {}
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_an_import_that_is_interrupted_while_the_server_stores_a_part_leaves_nothing(
+    local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_before: int
+) -> None:
+    """The server may still be storing the last part when it is asked whether it has it, or to remove it."""
+    worker = await local_worker()
+    session = worker.client.session("long")
+    await asyncio.gather(*(session.append(tokens=[5], request_id=f"r{i}") for i in range(700)))
+    file = tmp_path / "long.turnkeep"
+    await command("export", "long", file, *where(worker))
+    second, (_, lines) = await other(local_worker, tmp_path), copies.read(file)
+    call, num_commits = NatsWire.api, 0
+
+    async def interrupted(self: NatsWire, subject: str, body: bytes, headers: Any = None) -> Any:
+        nonlocal num_commits
+        if "Nats-Batch-Commit" in (headers or {}):
+            num_commits += 1
+            if num_commits == num_before + 1 and (task := asyncio.current_task()):
+                task.cancel()  # as Ctrl-C does; the message was written by then
+        return await call(self, subject, body, headers)
+
+    monkeypatch.setattr(NatsWire, "api", interrupted)
+    importing = asyncio.create_task(
+        Import(second.client, SessionKey("default", "long")).run(lines, lambda *_: None)
+    )
+    with pytest.raises(asyncio.CancelledError):
+        await importing
+    await asyncio.sleep(0.5)
     assert await second.client.stored.subjects() == {}
 
 
