@@ -147,6 +147,7 @@ def _playable(one: Exchange) -> Request:
             changes["seed"] = derived_seed(entry.key, entry.seq)
         if result.finish_reason in STOPPED:
             changes["max_tokens"] = len(result.tokens)
+            changes["min_tokens"] = min(request.min_tokens, len(result.tokens))
     return structs.replace(request, **changes)
 
 
