@@ -142,6 +142,7 @@ def _playable(one: Exchange) -> Request:
         changes["deadline_s"] = None
     if isinstance(request, Close):
         changes["forget"] = False  # later exchanges are compared, too
+        changes["cancel"] = False  # an answer that it has ended is replayed with its length
     if isinstance(request, Generate) and isinstance(result, Generated):
         if request.seed is None and (request.temperature or request.own_sampling):
             changes["seed"] = derived_seed(entry.key, entry.seq)

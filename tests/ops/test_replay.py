@@ -50,6 +50,22 @@ async def test_a_replay_reproduces_the_recorded_answers_and_removes_its_sessions
     assert left == [{"in": 1, "out": 1, "closed": 1}] * 2, "the close that forgets, and its result"
 
 
+async def test_an_answer_that_a_close_has_cancelled_is_replayed_up_to_there(
+    local_worker: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    session = worker.client.session("garden")
+    answer = session.generate(text="x", max_tokens=50_000)
+    async for _ in answer:
+        break
+    await session.close(cancel=True)
+    assert (await answer).tokens
+    await session.open()
+    await session.append(text="y")
+    done = await replay(worker, "--speed", "max")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 async def test_an_answer_that_was_cancelled_before_its_least_number_of_tokens_is_replayed_up_to_there(
     local_worker: Start, endless_model: Path
 ) -> None:
