@@ -50,6 +50,15 @@ async def test_a_replay_reproduces_the_recorded_answers_and_removes_its_sessions
     assert left == [{"in": 1, "out": 1, "closed": 1}] * 2, "the close that forgets, and its result"
 
 
+async def test_sessions_with_long_similar_names_are_replayed_apart(local_worker: Start) -> None:
+    worker = await local_worker()
+    for number in range(2):
+        session = worker.client.session(f"{'customer-' * 6}{number}")
+        await session.append(text=f"I am {number}", request_id="first")
+    done = await replay(worker, "--speed", "max", "--into-tenant", "again")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 async def test_an_answer_that_a_close_has_cancelled_is_replayed_up_to_there(
     local_worker: Start, endless_model: Path
 ) -> None:
