@@ -1,6 +1,6 @@
 """Lists the sessions in the log with their states, derived from the last result and the number of entries.
 
-Reads one entry of each session (two if requests wait, more if its last request repeats an earlier one), so
+Reads one entry of each session (two if requests wait, more if the last result does not say its state), so
 100,000 sessions take seconds. For sizes it reads all entries, and for first words the first entries of each
 session.
 """
@@ -23,7 +23,7 @@ from turnkeep_client.messages import Append, Generate, Open, Opened, Parent, dec
 from turnkeep_client.subjects import SessionKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from turnkeep_client.calls import Stored
     from turnkeep_client.client import Client
@@ -77,6 +77,8 @@ _AT_ONCE: Final = 32
 #: Most waiting sessions whose workers are asked if they run, and the time limit for all answers.
 _ASKED: Final = 256
 _ASK_S: Final = 1.0
+#: Codes of failures that say in which state a session is.
+_TELLING: Final = frozenset({"history_diverged", "unknown_session"})
 _OUTCOME: Final = msgspec.json.Decoder(_Outcome)
 
 
@@ -98,7 +100,7 @@ async def _rows(client: Client, counts: Mapping[SessionKey, Mapping[str, int]]) 
     results = {key: one async for key, one in client.stored.last(counts, "out")}
     waiting = [key for key, kinds in counts.items() if kinds.get("in", 0) > kinds.get("out", 0)]
     requests = {key: one async for key, one in client.stored.last(waiting, "in")}
-    outcomes = await _outcomes(client, results)
+    outcomes = await _outcomes(client, results, {key for key, kinds in counts.items() if "closed" in kinds})
     return [
         _row(key, kinds, outcomes.get(key, _Outcome()), results.get(key), requests.get(key))
         for key, kinds in counts.items()
@@ -106,9 +108,19 @@ async def _rows(client: Client, counts: Mapping[SessionKey, Mapping[str, int]]) 
     ]
 
 
-async def _outcomes(client: Client, results: Mapping[SessionKey, Stored]) -> dict[SessionKey, _Outcome]:
-    """Return what each session's last result says of it; a repeat says nothing, so an earlier one is read."""
+async def _outcomes(
+    client: Client, results: Mapping[SessionKey, Stored], noted: Container[SessionKey]
+) -> dict[SessionKey, _Outcome]:
+    """Return what each session's last result says of it; if that says nothing, an earlier one is read.
+
+    A repeat says nothing, nor does a refused request of a session that may be closed (`noted`).
+    """
     found = {key: _outcome(one) for key, one in results.items()}
+    unclear = [
+        key
+        for key, one in found.items()
+        if one.repeat_of is not None or (key in noted and one.type == "failed" and one.code not in _TELLING)
+    ]
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def read_back(key: SessionKey) -> None:
@@ -116,8 +128,9 @@ async def _outcomes(client: Client, results: Mapping[SessionKey, Stored]) -> dic
             before = map(_outcome, reversed(await client.last_results(key, None, results[key])))
         changes = (one for one in before if one.type != "failed" and one.repeat_of is None)
         found[key] = next(changes, found[key])
+        found[key].forgotten = None  # the later request is left
 
-    await asyncio.gather(*(read_back(key) for key, one in found.items() if one.repeat_of is not None))
+    await asyncio.gather(*map(read_back, unclear))
     return found
 
 
