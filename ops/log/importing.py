@@ -9,7 +9,7 @@ import msgspec
 
 from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.log import BEGAN_HEADER, PARTS_HEADER
+from turnkeep_client.log import BEGAN_HEADER, PARTS_HEADER, SEED_HEADER
 from turnkeep_client.messages import Close, Closed, decode_request, decode_result
 from turnkeep_client.stream import LastSequenceError, Unsent
 
@@ -106,6 +106,8 @@ class Import:
         for line in lines:
             headers = {BEGAN_HEADER: line.stored.isoformat()} if first else {}
             first = False
+            if line.seed is not None:
+                headers[SEED_HEADER] = str(line.seed)
             self._new_seqs[line.seq] = seq
             yield Unsent(self._subjects.of(self._key, "in"), bytes(line.request), headers)
             seq += 1

@@ -411,6 +411,23 @@ async def test_replay_reads_a_session_from_an_exported_file(local_worker: Start,
     assert "the same: 1 sessions, 2 requests" in done.stdout
 
 
+async def test_a_replay_of_an_imported_session_draws_answers_with_the_seeds_of_the_first_log(
+    local_worker: Start, tmp_path: Path
+) -> None:
+    """A generate without a seed gets one from its place in the log, and the import has given it another."""
+    _, file = await exported(local_worker, tmp_path)
+    second = await other(local_worker, tmp_path)
+    again = tmp_path / "again"
+    for name, source in (("copy", file), ("copy2", again)):
+        done = await command("import", source, "--as", name, *where(second))
+        assert done.returncode == 0, done.stderr
+        done = await command("replay", name, "--speed", "max", *where(second))
+        assert done.returncode == 0, done.stdout
+        await command("export", name, again, "--force", *where(second))
+        done = await command("replay", "--file", again, "--speed", "max", *where(second))
+        assert done.returncode == 0, done.stdout
+
+
 async def test_an_export_overwrites_a_file_only_with_force(local_worker: Start, tmp_path: Path) -> None:
     worker = await local_worker()
     await worker.client.session("garden").append(tokens=[5])
