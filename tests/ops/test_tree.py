@@ -108,7 +108,7 @@ async def test_an_exported_fork_continues_in_another_log_with_its_inherited_conv
     assert answers[0].tokens == answers[1].tokens
     assert answers[0].position == answers[1].position
     done = await command("replay", "red", "--speed", "max", *where(worker))
-    assert "there is nothing to replay" in done.stderr
+    assert "all requests are left out (2 of a fork)" in done.stderr
 
 
 @pytest.mark.parametrize("of", ["its parent", "its parent, imported later", "another session"])
