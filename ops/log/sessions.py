@@ -19,7 +19,16 @@ from msgspec.structs import replace
 
 from turnkeep_client.errors import InvalidMessageError, TurnkeepError
 from turnkeep_client.log import BUILD_HEADER, MODEL_HEADER, words
-from turnkeep_client.messages import Append, Generate, Open, Opened, Parent, decode_request, decode_result
+from turnkeep_client.messages import (
+    Append,
+    Closed,
+    Generate,
+    Open,
+    Opened,
+    Parent,
+    decode_request,
+    decode_result,
+)
 from turnkeep_client.subjects import SessionKey
 
 if TYPE_CHECKING:
@@ -201,22 +210,34 @@ async def running(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow
 
 
 async def begun(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:
-    """Return the rows with first words, parents and tags, read from each session's first entries."""
+    """Return the rows with first words, parents and tags, read from each session's first entries.
+
+    Entries of a closed session with the name of an open one do not count.
+    """
     places = asyncio.Semaphore(_AT_ONCE)
+    there = [SessionKey(row.tenant, row.session) for row in rows if row.state not in ("closed", "forgotten")]
+    notes = {key: one.seq async for key, one in client.stored.last(there, "closed")}
 
     async def read(row: SessionRow) -> SessionRow:
         key = SessionKey(row.tenant, row.session)
         async with places:
-            requests = _decoded(decode_request, await client.stored.first(key, "in", _FIRST))
+            start = await _start(client, key, notes[key]) if key in notes else 1
+            requests = _decoded(decode_request, await client.stored.first(key, "in", _FIRST, start))
             opens = [one for one in requests if isinstance(one, Open)]
             opened = None
             if any(one.from_ or one.tags for one in opens):
-                results = _decoded(decode_result, await client.stored.first(key, "out", _FIRST))
+                results = _decoded(decode_result, await client.stored.first(key, "out", _FIRST, start))
                 opened = next((one for one in results if isinstance(one, Opened)), None)
         row = replace(row, begins=_first_words(requests))
         return replace(row, parent=opened.parent, tags=opened.tags) if opened else row
 
     return list(await asyncio.gather(*map(read, rows)))
+
+
+async def _start(client: Client, key: SessionKey, note: int) -> int:
+    """Return the sequence behind a close, given that of the close's note; 1 if it has no result yet."""
+    results = _decoded(decode_result, await client.stored.first(key, "out", _FIRST, note))
+    return next((one.seq + 1 for one in results if isinstance(one, Closed) and one.repeat_of is None), 1)
 
 
 def _decoded(decode: Callable[[bytes], T], entries: Iterable[Stored]) -> list[T]:

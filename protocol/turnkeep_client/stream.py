@@ -177,9 +177,12 @@ class LogStream:
                 return one if one.seq == seq else None
         return None
 
-    async def first(self, key: SessionKey, kind: SessionKind, num: int) -> list[Stored]:
-        """Read the first `num` entries of a session and kind. Needs `$JS.API.DIRECT.GET.<log>`."""
-        request = {"seq": 1, "next_by_subj": self._subjects.of(key, kind), "batch": num}
+    async def first(self, key: SessionKey, kind: SessionKind, num: int, start: int = 1) -> list[Stored]:
+        """Read the first `num` entries of a session and kind, from the sequence `start` on.
+
+        Needs `$JS.API.DIRECT.GET.<log>`.
+        """
+        request = {"seq": start, "next_by_subj": self._subjects.of(key, kind), "batch": num}
         async with contextlib.aclosing(self._api.batches(self.name, request)) as batches:
             return await anext(batches, [])
 
