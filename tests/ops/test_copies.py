@@ -7,6 +7,8 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 import tarfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -426,6 +428,20 @@ async def test_a_replay_of_an_imported_session_draws_answers_with_the_seeds_of_t
         await command("export", name, again, "--force", *where(second))
         done = await command("replay", "--file", again, "--speed", "max", *where(second))
         assert done.returncode == 0, done.stdout
+
+
+async def test_an_export_to_a_full_disk_names_the_file(local_worker: Start, tmp_path: Path) -> None:
+    worker = await local_worker()
+    await worker.client.session("garden").append(text="x" * 900)
+    target = tmp_path / "garden"
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+    program = f"{limited}; from commands.__main__ import main; main()"
+    arguments = [sys.executable, "-c", program, "export", "garden", str(target), *where(worker)]
+    done = await asyncio.to_thread(
+        subprocess.run, arguments, capture_output=True, text=True, env=environment(), check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"turnkeep: {target}: File too large\n"
 
 
 async def test_an_export_overwrites_a_file_only_with_force(local_worker: Start, tmp_path: Path) -> None:
