@@ -53,8 +53,11 @@ _MODEL: Final = frozenset({"weights", "config", "tokenizer"})
 
 
 @contextlib.contextmanager
-def _one_line() -> Iterator[None]:
-    """Turn errors of the cache and the disk within the block into a `CopyError` of one line."""
+def _one_line(place: Path) -> Iterator[None]:
+    """Turn errors of the cache and the disk within the block into a `CopyError` of one line.
+
+    `place` is what the block writes: an error of a full disk names no file.
+    """
     try:
         yield
     except DirectoryLockedError as error:
@@ -65,7 +68,7 @@ def _one_line() -> Iterator[None]:
     except (CacheError, sqlite3.Error) as error:
         raise copies.CopyError(str(error)) from None
     except OSError as error:
-        raise copies.CopyError(f"{error.filename}: {error.strerror}") from None
+        raise copies.CopyError(f"{error.filename or place}: {error.strerror}") from None
 
 
 @click.command()
@@ -99,7 +102,7 @@ def export(given: Given, session: str, target: Path, tenant: str, kv: bool, forc
                 archive.export(place, [info.snapshot], snapshots, cache_access(settings))
             return copies.export(target, key, entries, parts, snapshots if kv else None)
 
-    with _one_line():
+    with _one_line(target):
         written = talk(settings, tenant, run)
     what = f"{written.exchanges} requests with their results"
     kept = sum(size_bytes for _, size_bytes in written.kv)
@@ -124,7 +127,7 @@ def import_(given: Given, source: Path, name: str | None, tenant: str | None, kv
     settings = located(given.load())
     manifest, lines = copies.read(source)
     key = session_key(tenant or manifest.tenant, name or manifest.session)
-    with _one_line(), contextlib.ExitStack() as stack:
+    with _one_line(settings.data_dir), contextlib.ExitStack() as stack:
         if kv:
             _check_kv(manifest, key.tenant, settings, source)
             stack.enter_context(_log_of(settings))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
 import click
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from turnkeep_client.log import Entry
 
     from .flags import Given
+
+#: Most characters of a session's name.
+_MOST_NAME: Final = 64
 
 
 def _speed(_: Any, __: Any, value: str) -> float:
@@ -94,7 +98,7 @@ def replay(
                     speed=speed,
                     timeout_s=timeout_s,
                     keep=keep,
-                    rename=lambda name: f"replay-{run}-{name[:46]}" if into_tenant else name,
+                    rename=lambda name: _renamed(run, name) if into_tenant else name,
                     progress=progress,
                 ).run()
 
@@ -104,6 +108,13 @@ def replay(
     else:
         _print_replay(report, keep=keep)
     sys.exit(0 if report.same else 1)
+
+
+def _renamed(run: str, name: str) -> str:
+    """Return the name of a session's replay; if shortened to 64 characters, it has a digest of the whole."""
+    whole = f"replay-{run}-{name}"
+    digest = blake2b(name.encode(), digest_size=8).hexdigest()
+    return whole if len(whole) <= _MOST_NAME else f"{whole[: _MOST_NAME - len(digest)]}{digest}"
 
 
 async def _entries(client: Client, sessions: Sequence[str], source: Path | None) -> list[Entry]:

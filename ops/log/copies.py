@@ -29,7 +29,7 @@ from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, MODEL_HEADER, Entr
 from turnkeep_client.messages import decode_request, decode_result
 from turnkeep_client.subjects import SessionKey, session_key
 
-from .record import pair_up
+from .record import pair_up, seed_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -50,6 +50,7 @@ _CONTROL: Final = re.compile("[\x00-\x1f\x7f]")
 
 #: A time with its time zone: times with and without one cannot be compared.
 _Time = Annotated[datetime, Meta(tz=True)]
+_Seed = Annotated[int, Meta(ge=0, lt=10**17)]
 
 
 class CopyError(TurnkeepError):
@@ -80,7 +81,8 @@ class _Form(Struct):
 class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request and its result, with their sequences and times in the original log.
 
-    `parts` is data of the result that did not fit into its message; only workers need this data.
+    `parts` is data of the result that did not fit into its message; only workers need this data. `seed` is
+    what a worker has derived from the place of a request without a seed.
     """
 
     seq: int
@@ -91,6 +93,7 @@ class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
     result: msgspec.Raw
     headers: dict[str, str]
     parts: bytes | None = None
+    seed: _Seed | None = None
 
 
 async def read_parts(client: Client, key: SessionKey, entries: Sequence[Entry]) -> dict[int, bytes]:
@@ -195,6 +198,7 @@ def _lines(exchanges: Sequence[Exchange], parts: Mapping[int, bytes]) -> bytes:
                 result=msgspec.Raw(one.answered.body),
                 headers=_headers(one.answered),
                 parts=parts.get(one.answered.seq),
+                seed=seed_of(one),
             )
         )
         + b"\n"
@@ -302,7 +306,8 @@ def of_file(source: Path) -> list[Entry]:
     manifest, lines = read(source)
     key, found = SessionKey(manifest.tenant, manifest.session), list[Entry]()
     for line in lines:
-        found.append(Entry(line.seq, key, "in", line.stored, bytes(line.request), None, None))
+        asked = Entry(line.seq, key, "in", line.stored, bytes(line.request), None, None, seed=line.seed)
+        found.append(asked)
         model, history = line.headers.get(MODEL_HEADER), line.headers.get(HISTORY_HEADER)
         build, body = words(line.headers.get(BUILD_HEADER, "")), bytes(line.result)
         found.append(Entry(line.answered_seq, key, "out", line.answered, body, model, history, build))

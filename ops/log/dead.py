@@ -80,7 +80,7 @@ async def retry(client: Client, dead: Dead, *, anyway: bool, timeout_s: float) -
     """
     if dead.asked is None:
         raise DeadError(f"the request at {dead.letter.seq} is not in the log any more; drop its letter")
-    position = dead.asked.expect_position if anyway else dead.letter.position
+    position = None if anyway else dead.letter.position
     request = replace(dead.asked, id=f"retry-{uuid4().hex}", expect_position=position)
     result = await (await client.submit(dead.key, request, timeout_s=timeout_s))
     again = await letters(client, dead.tenant, dead.session) if isinstance(result, Failed) else []

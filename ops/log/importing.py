@@ -9,7 +9,7 @@ import msgspec
 
 from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.log import BEGAN_HEADER, PARTS_HEADER
+from turnkeep_client.log import BEGAN_HEADER, PARTS_HEADER, SEED_HEADER
 from turnkeep_client.messages import Close, Closed, decode_request, decode_result
 from turnkeep_client.stream import LastSequenceError, Unsent
 
@@ -62,6 +62,8 @@ class Import:
     async def _remove(self, error: BaseException, *, is_begun: bool) -> None:
         """After `error`, remove the stored part of the session. Raises `CopyError` if that fails."""
         try:
+            if is_begun or self._first is not None:
+                await self._stream.settle(self._key)  # the server may still be storing a batch
             if is_begun or await self._is_stored():
                 await self._stream.purge(self._key)
         except TurnkeepError as why:
@@ -104,6 +106,8 @@ class Import:
         for line in lines:
             headers = {BEGAN_HEADER: line.stored.isoformat()} if first else {}
             first = False
+            if line.seed is not None:
+                headers[SEED_HEADER] = str(line.seed)
             self._new_seqs[line.seq] = seq
             yield Unsent(self._subjects.of(self._key, "in"), bytes(line.request), headers)
             seq += 1

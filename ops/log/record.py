@@ -136,18 +136,31 @@ def _is_withdrawn(result: Result) -> bool:
 
 def _playable(one: Exchange) -> Request:
     """Return the request to replay: it has the answer's seed and length, but no deadline or position."""
-    request, result, entry = one.request, one.result, one.asked
+    request, result = one.request, one.result
     changes: dict[str, object] = {"expect_position": None}
     if isinstance(request, Append | Generate):
         changes["deadline_s"] = None
     if isinstance(request, Close):
         changes["forget"] = False  # later exchanges are compared, too
+        changes["cancel"] = False  # an answer that it has ended is replayed with its length
     if isinstance(request, Generate) and isinstance(result, Generated):
-        if request.seed is None and (request.temperature or request.own_sampling):
-            changes["seed"] = derived_seed(entry.key, entry.seq)
+        changes["seed"] = request.seed if (seed := seed_of(one)) is None else seed
         if result.finish_reason in STOPPED:
             changes["max_tokens"] = len(result.tokens)
+            changes["min_tokens"] = min(request.min_tokens, len(result.tokens))
     return structs.replace(request, **changes)
+
+
+def seed_of(one: Exchange) -> int | None:
+    """Return the seed that the worker derived for a generate; None if it has one, or was not sampled."""
+    request, entry = one.request, one.asked
+    if (
+        isinstance(request, Generate)
+        and request.seed is None
+        and (request.temperature or request.own_sampling)
+    ):
+        return derived_seed(entry.key, entry.seq) if entry.seed is None else entry.seed
+    return None
 
 
 def decoded(decode: Callable[[bytes], T], body: bytes) -> T | None:

@@ -99,8 +99,14 @@ class Replay:
     async def run(self) -> Report:
         """Replay all sessions. Raises `ReplayError`, and `NoWorkerError` if no worker answers."""
         if not self._record.sessions:
+            left_out = ", ".join(f"{num} {why}" for why, num in self._record.left_out.items())
             raise ReplayError(
-                "there is nothing to replay: the log holds no such session with answered requests"
+                "there is nothing to replay: "
+                + (
+                    f"all requests are left out ({left_out})"
+                    if left_out
+                    else "the log holds no such session with answered requests"
+                )
             )
         with contextlib.suppress(RequestFailedError):  # expected: there is no such session
             await self._client.session("any").info()

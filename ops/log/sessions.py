@@ -1,6 +1,6 @@
 """Lists the sessions in the log with their states, derived from the last result and the number of entries.
 
-Reads one entry of each session (two if requests wait, more if its last request repeats an earlier one), so
+Reads one entry of each session (two if requests wait, more if the last result does not say its state), so
 100,000 sessions take seconds. For sizes it reads all entries, and for first words the first entries of each
 session.
 """
@@ -19,11 +19,20 @@ from msgspec.structs import replace
 
 from turnkeep_client.errors import InvalidMessageError, TurnkeepError
 from turnkeep_client.log import BUILD_HEADER, MODEL_HEADER, words
-from turnkeep_client.messages import Append, Generate, Open, Opened, Parent, decode_request, decode_result
+from turnkeep_client.messages import (
+    Append,
+    Closed,
+    Generate,
+    Open,
+    Opened,
+    Parent,
+    decode_request,
+    decode_result,
+)
 from turnkeep_client.subjects import SessionKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from turnkeep_client.calls import Stored
     from turnkeep_client.client import Client
@@ -77,6 +86,8 @@ _AT_ONCE: Final = 32
 #: Most waiting sessions whose workers are asked if they run, and the time limit for all answers.
 _ASKED: Final = 256
 _ASK_S: Final = 1.0
+#: Codes of failures that say in which state a session is.
+_TELLING: Final = frozenset({"history_diverged", "unknown_session"})
 _OUTCOME: Final = msgspec.json.Decoder(_Outcome)
 
 
@@ -98,7 +109,7 @@ async def _rows(client: Client, counts: Mapping[SessionKey, Mapping[str, int]]) 
     results = {key: one async for key, one in client.stored.last(counts, "out")}
     waiting = [key for key, kinds in counts.items() if kinds.get("in", 0) > kinds.get("out", 0)]
     requests = {key: one async for key, one in client.stored.last(waiting, "in")}
-    outcomes = await _outcomes(client, results)
+    outcomes = await _outcomes(client, results, {key for key, kinds in counts.items() if "closed" in kinds})
     return [
         _row(key, kinds, outcomes.get(key, _Outcome()), results.get(key), requests.get(key))
         for key, kinds in counts.items()
@@ -106,9 +117,19 @@ async def _rows(client: Client, counts: Mapping[SessionKey, Mapping[str, int]]) 
     ]
 
 
-async def _outcomes(client: Client, results: Mapping[SessionKey, Stored]) -> dict[SessionKey, _Outcome]:
-    """Return what each session's last result says of it; a repeat says nothing, so an earlier one is read."""
+async def _outcomes(
+    client: Client, results: Mapping[SessionKey, Stored], noted: Container[SessionKey]
+) -> dict[SessionKey, _Outcome]:
+    """Return what each session's last result says of it; if that says nothing, an earlier one is read.
+
+    A repeat says nothing, nor does a refused request of a session that may be closed (`noted`).
+    """
     found = {key: _outcome(one) for key, one in results.items()}
+    unclear = [
+        key
+        for key, one in found.items()
+        if one.repeat_of is not None or (key in noted and one.type == "failed" and one.code not in _TELLING)
+    ]
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def read_back(key: SessionKey) -> None:
@@ -116,8 +137,9 @@ async def _outcomes(client: Client, results: Mapping[SessionKey, Stored]) -> dic
             before = map(_outcome, reversed(await client.last_results(key, None, results[key])))
         changes = (one for one in before if one.type != "failed" and one.repeat_of is None)
         found[key] = next(changes, found[key])
+        found[key].forgotten = None  # the later request is left
 
-    await asyncio.gather(*(read_back(key) for key, one in found.items() if one.repeat_of is not None))
+    await asyncio.gather(*map(read_back, unclear))
     return found
 
 
@@ -188,22 +210,34 @@ async def running(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow
 
 
 async def begun(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:
-    """Return the rows with first words, parents and tags, read from each session's first entries."""
+    """Return the rows with first words, parents and tags, read from each session's first entries.
+
+    Entries of a closed session with the name of an open one do not count.
+    """
     places = asyncio.Semaphore(_AT_ONCE)
+    there = [SessionKey(row.tenant, row.session) for row in rows if row.state not in ("closed", "forgotten")]
+    notes = {key: one.seq async for key, one in client.stored.last(there, "closed")}
 
     async def read(row: SessionRow) -> SessionRow:
         key = SessionKey(row.tenant, row.session)
         async with places:
-            requests = _decoded(decode_request, await client.stored.first(key, "in", _FIRST))
+            start = await _start(client, key, notes[key]) if key in notes else 1
+            requests = _decoded(decode_request, await client.stored.first(key, "in", _FIRST, start))
             opens = [one for one in requests if isinstance(one, Open)]
             opened = None
             if any(one.from_ or one.tags for one in opens):
-                results = _decoded(decode_result, await client.stored.first(key, "out", _FIRST))
+                results = _decoded(decode_result, await client.stored.first(key, "out", _FIRST, start))
                 opened = next((one for one in results if isinstance(one, Opened)), None)
         row = replace(row, begins=_first_words(requests))
         return replace(row, parent=opened.parent, tags=opened.tags) if opened else row
 
     return list(await asyncio.gather(*map(read, rows)))
+
+
+async def _start(client: Client, key: SessionKey, note: int) -> int:
+    """Return the sequence behind a close, given that of the close's note; 1 if it has no result yet."""
+    results = _decoded(decode_result, await client.stored.first(key, "out", _FIRST, note))
+    return next((one.seq + 1 for one in results if isinstance(one, Closed) and one.repeat_of is None), 1)
 
 
 def _decoded(decode: Callable[[bytes], T], entries: Iterable[Stored]) -> list[T]:

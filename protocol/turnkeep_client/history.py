@@ -108,21 +108,10 @@ class History(Struct, frozen=True, kw_only=True):
 
 async def read_history(wire: Wire, key: SessionKey, end: float = inf) -> History:
     """Read a session's history from the log's entries before the sequence `end`. Raises `NoWorkerError`."""
-    found: dict[SessionKey, list[_Exchange]] = {}
-    parts: list[list[_Exchange]] = []  # the session's since its last open, then its parent's before that, ...
-    while True:
-        if key not in found:  # the end of a later read of the same session is an earlier one
-            found[key] = await _exchanges(wire, key, end)
-        parts.append(_since_open([one for one in found[key] if one.seq < end]))
-        match parts[-1][:1]:
-            case [_Exchange(_, Opened(parent=Parent() as parent), seq)]:
-                key, end = SessionKey(key.tenant, parent.session), seq
-            case _:
-                break
     turns: list[Turn] = []
     digests: list[tuple[int, str]] = []  # of the tokens up to ascending positions
     is_whole, position = True, 0
-    for request, result, _, digest, is_copy in chain.from_iterable(reversed(parts)):
+    for request, result, _, digest, is_copy in chain.from_iterable(reversed(await _parts(wire, key, end))):
         match request, result:
             case _, Opened(parent=Parent() as parent):
                 if is_copy and dict(digests).get(parent.position) != digest:
@@ -139,6 +128,29 @@ async def read_history(wire: Wire, key: SessionKey, end: float = inf) -> History
             digests.pop()
         digests.append((position, digest))
     return History(turns=tuple(turns), is_whole=is_whole)
+
+
+async def _parts(wire: Wire, key: SessionKey, end: float) -> list[list[_Exchange]]:
+    """Return a session's exchanges since its last open, then its parent's before that open, and so on."""
+    found: dict[SessionKey, list[_Exchange]] = {}
+    parts: list[list[_Exchange]] = []
+    opens, is_copy = set[int](), False
+    while True:
+        if key not in found:  # the end of a later read of the same session is an earlier one
+            found[key] = await _exchanges(wire, key, end)
+        part = _since_open([one for one in found[key] if one.seq < end])
+        if is_copy and not part:  # the parent may have been imported after its fork
+            found = {key: await _exchanges(wire, key, inf)}
+            part = _since_open(found[key])
+        match part[:1]:
+            case [_Exchange(seq=seq)] if seq in opens:  # copies may name each other as parents
+                return parts
+            case [_Exchange(_, Opened(parent=Parent() as parent), seq, _, is_copy)]:
+                parts.append(part)
+                opens.add(seq)
+                key, end = SessionKey(key.tenant, parent.session), seq
+            case _:
+                return [*parts, part]
 
 
 async def _exchanges(wire: Wire, key: SessionKey, end: float) -> list[_Exchange]:

@@ -5,6 +5,7 @@ Pure: takes a stored message, returns an entry. The client reads the messages fr
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -25,6 +26,8 @@ CHECKPOINT_HEADER: Final = "Turnkeep-Checkpoint"
 PARTS_HEADER: Final = "Turnkeep-Parts"
 #: Header of the first request of a session copied from another log: the time when that log stored it.
 BEGAN_HEADER: Final = "Turnkeep-Began"
+#: Header of a generate copied from another log: the seed that it was answered with, if it has none itself.
+SEED_HEADER: Final = "Turnkeep-Seed"
 #: Header of a result: the name of the model that made it. Of an answer's first chunk: digests of the model.
 MODEL_HEADER: Final = "Turnkeep-Model"
 #: Header of a result: the worker that made it, and what else its tokens may depend on, as `name=value` words.
@@ -40,10 +43,11 @@ SEALED_HEADER: Final = "Turnkeep-Sealed"
 
 
 class Entry(NamedTuple):
-    """One message of the log, stored at the server's time `stored`. Requests lack the last four fields.
+    """One message of the log, stored at the server's time `stored`.
 
-    `history` is the digest of the session's tokens after the result. `build` names the `worker` that made the
-    result, its `version`, `dtype`, `device` and `kv` precision. `parts` is the value of `PARTS_HEADER`.
+    Only results have the fields from `model` to `parts`. `history` is the digest of the tokens after
+    the result. `build` names the `worker` that made the result, its `version`, `dtype`, `device` and `kv`
+    precision. `parts` is the value of `PARTS_HEADER`. `seed` is that of a copied request's `SEED_HEADER`.
     """
 
     seq: int
@@ -55,6 +59,7 @@ class Entry(NamedTuple):
     history: str | None
     build: Mapping[str, str] = {}
     parts: str | None = None
+    seed: int | None = None
 
 
 def entry(subjects: Subjects, seq: int, body: bytes, headers: Mapping[str, str]) -> Entry | None:
@@ -76,7 +81,12 @@ def entry(subjects: Subjects, seq: int, body: bytes, headers: Mapping[str, str])
         headers.get(HISTORY_HEADER),
         words(headers.get(BUILD_HEADER, "")),
         headers.get(PARTS_HEADER),
+        _seed(headers.get(SEED_HEADER, "")),
     )
+
+
+def _seed(header: str) -> int | None:
+    return int(header) if re.fullmatch("[0-9]{1,17}", header) else None
 
 
 def words(header: str) -> dict[str, str]:

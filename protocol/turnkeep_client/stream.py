@@ -35,6 +35,8 @@ _NO_STREAM: Final = 10059
 #: The `code` of a direct get that matches too many subjects.
 TOO_MANY: Final = 413
 _WRONG_LAST_SEQUENCE: Final = 10071
+#: A sequence that no entry will ever have.
+_NEVER: Final = 2**62
 
 
 class StreamError(TurnkeepError):
@@ -175,9 +177,12 @@ class LogStream:
                 return one if one.seq == seq else None
         return None
 
-    async def first(self, key: SessionKey, kind: SessionKind, num: int) -> list[Stored]:
-        """Read the first `num` entries of a session and kind. Needs `$JS.API.DIRECT.GET.<log>`."""
-        request = {"seq": 1, "next_by_subj": self._subjects.of(key, kind), "batch": num}
+    async def first(self, key: SessionKey, kind: SessionKind, num: int, start: int = 1) -> list[Stored]:
+        """Read the first `num` entries of a session and kind, from the sequence `start` on.
+
+        Needs `$JS.API.DIRECT.GET.<log>`.
+        """
+        request = {"seq": start, "next_by_subj": self._subjects.of(key, kind), "batch": num}
         async with contextlib.aclosing(self._api.batches(self.name, request)) as batches:
             return await anext(batches, [])
 
@@ -232,6 +237,19 @@ class LogStream:
             except StreamError as error:
                 if error.code == _WRONG_LAST_SEQUENCE:
                     raise LastSequenceError(str(error), error.code) from None
+                raise
+
+    async def settle(self, key: SessionKey) -> None:
+        """Wait until the server has stored or refused all messages of `store`, even if that was cancelled.
+
+        The server stores messages in turn, but reads and purges beside that. So this sends one more, which
+        the server must refuse. Needs the right to publish on the session's `closed`.
+        """
+        try:
+            headers = {"Nats-Expected-Last-Sequence": str(_NEVER)}
+            await self._api.api(self._subjects.of(key, "closed"), b"", headers)
+        except StreamError as error:
+            if error.code != _WRONG_LAST_SEQUENCE:
                 raise
 
 

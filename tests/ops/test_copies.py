@@ -7,6 +7,8 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 import tarfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ from tests.forked import Piped
 from tests.parts import BLOCK, LocalWorker, free_port, make_tiny_model
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.subjects import SessionKey
+from turnkeep_client.wire import NatsWire
 from worker.wire.broker import greet
 
 Start = Callable[..., Awaitable[LocalWorker]]
@@ -135,6 +138,37 @@ async def test_an_import_that_does_not_fit_in_the_log_stores_nothing(
     assert (done.returncode, done.stdout) == (1, "")
     assert "maximum bytes exceeded" in done.stderr
     assert done.stderr.count("\n") == 1
+    assert await second.client.stored.subjects() == {}
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_an_import_that_is_interrupted_while_the_server_stores_a_part_leaves_nothing(
+    local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_before: int
+) -> None:
+    """The server may still be storing the last part when it is asked whether it has it, or to remove it."""
+    worker = await local_worker()
+    session = worker.client.session("long")
+    await asyncio.gather(*(session.append(tokens=[5], request_id=f"r{i}") for i in range(700)))
+    file = tmp_path / "long.turnkeep"
+    await command("export", "long", file, *where(worker))
+    second, (_, lines) = await other(local_worker, tmp_path), copies.read(file)
+    call, num_commits = NatsWire.api, 0
+
+    async def interrupted(self: NatsWire, subject: str, body: bytes, headers: Any = None) -> Any:
+        nonlocal num_commits
+        if "Nats-Batch-Commit" in (headers or {}):
+            num_commits += 1
+            if num_commits == num_before + 1 and (task := asyncio.current_task()):
+                task.cancel()  # as Ctrl-C does; the message was written by then
+        return await call(self, subject, body, headers)
+
+    monkeypatch.setattr(NatsWire, "api", interrupted)
+    importing = asyncio.create_task(
+        Import(second.client, SessionKey("default", "long")).run(lines, lambda *_: None)
+    )
+    with pytest.raises(asyncio.CancelledError):
+        await importing
+    await asyncio.sleep(0.5)
     assert await second.client.stored.subjects() == {}
 
 
@@ -377,6 +411,37 @@ async def test_replay_reads_a_session_from_an_exported_file(local_worker: Start,
     done = await command("replay", "--file", file, "--speed", "max", *where(worker))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the same: 1 sessions, 2 requests" in done.stdout
+
+
+async def test_a_replay_of_an_imported_session_draws_answers_with_the_seeds_of_the_first_log(
+    local_worker: Start, tmp_path: Path
+) -> None:
+    """A generate without a seed gets one from its place in the log, and the import has given it another."""
+    _, file = await exported(local_worker, tmp_path)
+    second = await other(local_worker, tmp_path)
+    again = tmp_path / "again"
+    for name, source in (("copy", file), ("copy2", again)):
+        done = await command("import", source, "--as", name, *where(second))
+        assert done.returncode == 0, done.stderr
+        done = await command("replay", name, "--speed", "max", *where(second))
+        assert done.returncode == 0, done.stdout
+        await command("export", name, again, "--force", *where(second))
+        done = await command("replay", "--file", again, "--speed", "max", *where(second))
+        assert done.returncode == 0, done.stdout
+
+
+async def test_an_export_to_a_full_disk_names_the_file(local_worker: Start, tmp_path: Path) -> None:
+    worker = await local_worker()
+    await worker.client.session("garden").append(text="x" * 900)
+    target = tmp_path / "garden"
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+    program = f"{limited}; from commands.__main__ import main; main()"
+    arguments = [sys.executable, "-c", program, "export", "garden", str(target), *where(worker)]
+    done = await asyncio.to_thread(
+        subprocess.run, arguments, capture_output=True, text=True, env=environment(), check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"turnkeep: {target}: File too large\n"
 
 
 async def test_an_export_overwrites_a_file_only_with_force(local_worker: Start, tmp_path: Path) -> None:

@@ -50,6 +50,45 @@ async def test_a_replay_reproduces_the_recorded_answers_and_removes_its_sessions
     assert left == [{"in": 1, "out": 1, "closed": 1}] * 2, "the close that forgets, and its result"
 
 
+async def test_sessions_with_long_similar_names_are_replayed_apart(local_worker: Start) -> None:
+    worker = await local_worker()
+    for number in range(2):
+        session = worker.client.session(f"{'customer-' * 6}{number}")
+        await session.append(text=f"I am {number}", request_id="first")
+    done = await replay(worker, "--speed", "max", "--into-tenant", "again")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def test_an_answer_that_a_close_has_cancelled_is_replayed_up_to_there(
+    local_worker: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    session = worker.client.session("garden")
+    answer = session.generate(text="x", max_tokens=50_000)
+    async for _ in answer:
+        break
+    await session.close(cancel=True)
+    assert (await answer).tokens
+    await session.open()
+    await session.append(text="y")
+    done = await replay(worker, "--speed", "max")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def test_an_answer_that_was_cancelled_before_its_least_number_of_tokens_is_replayed_up_to_there(
+    local_worker: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    session = worker.client.session("garden")
+    answer = session.generate(text="x", max_tokens=50_000, min_tokens=40_000, request_id="long")
+    async for _ in answer:
+        break
+    await session.cancel("long")
+    assert (await answer).tokens
+    done = await replay(worker, "--speed", "max")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 async def other(start: Start, tmp_path: Path, name: str, **settings: object) -> LocalWorker:
     """Start a second worker, under another subject prefix."""
     return await start(prefix=f"other{name}", data_dir=tmp_path / name, **settings)

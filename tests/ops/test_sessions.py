@@ -79,6 +79,31 @@ async def test_a_closed_session_is_listed_as_closed_after_a_repeated_request(loc
     assert [row["state"] for row in await listed(worker)] == ["closed"]
 
 
+async def test_a_closed_session_is_listed_as_closed_after_a_refused_request(local_worker: Start) -> None:
+    worker = await local_worker()
+    session = worker.client.session("s")
+    await session.append(tokens=[5] * 10, request_id="r")
+    await session.close()
+    with pytest.raises(RequestFailedError, match="id_conflict"):
+        await session.append(tokens=[6], request_id="r")
+    assert [(row["state"], row["position"]) for row in await listed(worker)] == [("closed", 10)]
+
+
+async def test_a_session_that_was_closed_and_opened_again_is_listed_with_its_new_tags_and_words(
+    local_worker: Start,
+) -> None:
+    worker = await local_worker()
+    session = worker.client.session("s")
+    await session.open(tags=["old"])
+    await session.append(text="before")
+    await session.close()
+    await session.open(tags=["new"])
+    await session.append(text="after")
+    (row,) = await listed(worker)
+    assert (row["tags"], row["begins"]) == (["new"], "after")
+    assert len(await listed(worker, "--tag", "new")) == 1
+
+
 async def test_the_command_sessions_filters_and_sorts_its_list(local_worker: Start) -> None:
     worker = await filled(local_worker)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
@@ -107,10 +108,10 @@ async def test_an_exported_fork_continues_in_another_log_with_its_inherited_conv
     assert answers[0].tokens == answers[1].tokens
     assert answers[0].position == answers[1].position
     done = await command("replay", "red", "--speed", "max", *where(worker))
-    assert "there is nothing to replay" in done.stderr
+    assert "all requests are left out (2 of a fork)" in done.stderr
 
 
-@pytest.mark.parametrize("of", ["its parent", "another session"])
+@pytest.mark.parametrize("of", ["its parent", "its parent, imported later", "another session"])
 async def test_an_imported_fork_shows_the_turns_of_its_parent_and_none_of_another_session_of_that_name(
     local_worker: Start, tmp_path: Path, of: str
 ) -> None:
@@ -119,7 +120,8 @@ async def test_an_imported_fork_shows_the_turns_of_its_parent_and_none_of_anothe
     if of == "another session":
         said = [{"role": "user", "content": "A stranger's secret. " * 9}]
         await second.client.session("garden").generate(messages=said, max_tokens=4)
-    for name in ("garden", "red") if of == "its parent" else ("red",):
+    files = {"its parent": ["garden", "red"], "its parent, imported later": ["red", "garden"]}
+    for name in files.get(of, ["red"]):
         file = tmp_path / name
         for done in (
             await command("export", name, file, *where(worker)),
@@ -129,8 +131,25 @@ async def test_an_imported_fork_shows_the_turns_of_its_parent_and_none_of_anothe
     history = await second.client.session("red").history()
     expected = await worker.client.session("red").history()
     assert expected.messages
-    assert history.is_whole == (of == "its parent")
+    assert history.is_whole == (of in files)
     assert history.messages == (expected.messages if history.is_whole else [])
+
+
+async def test_the_history_of_imported_sessions_that_name_each_other_as_parents_ends(
+    local_worker: Start, tmp_path: Path
+) -> None:
+    worker = await local_worker()
+    second = await local_worker(prefix=f"other{tmp_path.name}", data_dir=tmp_path / "other")
+    await worker.client.session("chat").append(text="ab")
+    await worker.client.session("chat").fork("tmp")
+    await worker.client.session("chat").close()
+    await worker.client.session("tmp").fork("chat")
+    for name in ("chat", "tmp"):
+        file = tmp_path / name
+        await command("export", name, file, *where(worker))
+        assert (await command("import", file, *where(second))).returncode == 0
+    async with asyncio.timeout(5):
+        assert (await second.client.session("chat").history()).turns == ()
 
 
 def test_sessions_forked_from_each_other_in_a_circle_are_shown_once() -> None:

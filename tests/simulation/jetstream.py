@@ -125,6 +125,8 @@ class Stream:
             stored_s, seq = self._ids.get(message_id, (-1e9, 0))
             if self._loop.time() - stored_s < window_s:
                 return seq, True
+        if int(headers.get("Nats-Expected-Last-Sequence", self.last_seq)) != self.last_seq:
+            raise RefusedError({**_WRONG, "description": f"wrong last sequence: {self.last_seq}"})
         expected = headers.get("Nats-Expected-Last-Subject-Sequence")
         if expected is not None:
             last = self.last(subject)
@@ -494,8 +496,6 @@ class JetStream:
         del self._batches[name]
         if len(batch) != int(headers["Nats-Batch-Sequence"]):
             raise RefusedError(_INCOMPLETE)
-        if int(batch[0][2]["Nats-Expected-Last-Sequence"]) != stream.last_seq:
-            raise RefusedError({**_WRONG, "description": f"wrong last sequence: {stream.last_seq}"})
         if self._server.is_full(stream.name):
             raise RefusedError(_FULL)
         seqs = [stream.store(*one)[0] for one in batch]

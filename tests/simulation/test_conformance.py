@@ -95,6 +95,9 @@ async def a_write_with_a_wrong_expected_sequence_stores_nothing(place: Place) ->
     with pytest.raises(APIError) as refused:
         await place.put("commit", b"stale", **{EXPECT: "0"})
     assert refused.value.err_code == 10071
+    with pytest.raises(APIError) as refused:
+        await place.put("closed", b"never", **{"Nats-Expected-Last-Sequence": str(2**62)})
+    assert refused.value.err_code == 10071
     second = await place.put("commit", b"three", **{EXPECT: str(first)})
     await asyncio.sleep(0.1)
     assert heard == [b"one", b"three"], "told under its stored subject, and only if it is stored"

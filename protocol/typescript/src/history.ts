@@ -75,18 +75,31 @@ export async function readHistory(wire: Wire, key: SessionKey): Promise<History>
 async function parts(wire: Wire, key: SessionKey): Promise<Exchange[][]> {
   const found = new Map<string, Exchange[]>();
   const all: Exchange[][] = [];
+  const opens = new Set<number>();
+  let isCopy = false;
   for (let session: string | undefined = key.session, end = Infinity; session !== undefined; ) {
     // The end of a later read of the same session is an earlier one.
     const read: Exchange[] = found.get(session) ?? (await exchanges(wire, { ...key, session }, end));
     found.set(session, read);
-    const before = read.filter(({ seq }) => seq < end);
-    const part = before.slice(Math.max(0, before.findLastIndex(({ result }) => result.type === "opened")));
-    all.push(part);
+    let part = sinceOpen(read.filter(({ seq }) => seq < end));
+    if (isCopy && part.length === 0) { // the parent may have been imported after its fork
+      found.clear();
+      found.set(session, await exchanges(wire, { ...key, session }, Infinity));
+      part = sinceOpen(found.get(session) ?? []);
+    }
     const [first] = part;
+    if (first !== undefined && opens.has(first.seq)) break; // copies may name each other as parents
+    all.push(part);
     session = first?.result.type === "opened" ? first.result.parent?.session : undefined;
     end = first?.seq ?? end;
+    isCopy = first?.isCopy ?? false;
+    opens.add(end);
   }
   return all;
+}
+
+function sinceOpen(exchanges: readonly Exchange[]): Exchange[] {
+  return exchanges.slice(Math.max(0, exchanges.findLastIndex(({ result }) => result.type === "opened")));
 }
 
 /** Read the exchanges of a session before the sequence `end`. */

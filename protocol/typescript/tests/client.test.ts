@@ -195,6 +195,33 @@ test("a part of the log that lost a message with the connection is no history", 
   for (missing of [0, 1, 2]) await assert.rejects(own.session("s").history(), /the connection was lost/);
 });
 
+test("a fork that was imported before its parent has the parent's turns", async () => {
+  const prefix = `${run}copies`;
+  await using own = await connect({ servers, prefix });
+  const stored = [
+    [1, "fork.in", { type: "open", id: "o", from: { session: "parent" } }],
+    [2, "fork.out", { type: "opened", id: "o", seq: 1, position: 3, parent: { session: "parent", position: 3 } }],
+    [3, "parent.in", { type: "append", id: "a", text: "Hello" }],
+    [4, "parent.out", { type: "appended", id: "a", seq: 3, position: 3 }],
+  ] as const;
+  own.connection.subscribe(`$JS.API.DIRECT.GET.${prefix}_log`, {
+    callback: (_, request) => {
+      const { seq, next_by_subj } = request.json<{ seq: number; next_by_subj: string }>();
+      for (const [at, subject, body] of stored) {
+        if (at < seq || next_by_subj !== `${prefix}.default.${subject}`) continue;
+        const headers = natsHeaders();
+        headers.set("Nats-Sequence", `${at}`);
+        headers.set("Turnkeep-Began", "2026-11-20T08:00:00Z");
+        headers.set("Turnkeep-History", "the same");
+        request.respond(JSON.stringify(body), { headers });
+      }
+      request.respond("", { headers: natsHeaders(204, "EOB") });
+    },
+  });
+  const { messages, isWhole } = await own.session("fork").history();
+  assert.deepEqual([messages, isWhole], [[{ role: "user", content: "Hello" }], true]);
+});
+
 test("sessions that are forked from each other in turn have one conversation, however often", async () => {
   const name = (cycle: number) => (cycle % 2 ? "swapped" : "swap");
   await client.session(name(0)).append({ text: "0" });
