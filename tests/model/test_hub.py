@@ -271,3 +271,21 @@ def test_a_repository_without_a_main_branch_is_loaded_from_its_newest_snapshot(t
     (tmp_path / "refs").mkdir()
     (tmp_path / "refs" / "main").write_text("b" * 40)
     assert hub.snapshot_folder(tmp_path) == tmp_path / "snapshots" / ("b" * 40)
+
+
+def test_serving_a_model_that_another_program_downloaded_in_part_downloads_the_rest(
+    server: FakeHub, cache: Path, tmp_path: Path
+) -> None:
+    """The hub's library links each file as soon as it has it, and a user may stop it after any."""
+    from huggingface_hub import snapshot_download
+
+    snapshot_download(ID, allow_patterns=["config.json", "model.safetensors"])
+    server.asked.clear()
+    folder = model.resolve(ID, tmp_path, dtype="keep")
+    assert model.load(folder, dtype="keep").name == ID
+    asked = {name for name, _ in server.asked}
+    assert "tokenizer.json" in asked
+    assert "model.safetensors" not in asked
+    server.asked.clear()
+    assert model.resolve(ID, tmp_path, dtype="keep") == folder
+    assert server.asked == [], "it is whole now"
