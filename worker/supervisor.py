@@ -82,6 +82,7 @@ class Needs(msgspec.Struct, frozen=True):
     least_bytes: int
     usual_bytes: int
     memory_bytes: int
+    draft_folder: str | None = None
 
 
 class InMemory(NamedTuple):
@@ -321,7 +322,9 @@ class Supervisor:
             *("--data-dir", str(self._settings.data_dir / "workers" / model.settings.prefix)),
             *("--device-memory", str(model.size_bytes), "--health", "off"),
         )
-        arguments = ["serve", *self._options, *self._places, *own]
+        draft = model.needs.draft_folder  # by its name a worker would look for it in its own data directory
+        drafting = ("--draft-model", draft) if draft is not None else ()
+        arguments = ["serve", *self._options, *self._places, *own, *drafting]
         log.info("loading", model=model.name, memory=size(model.size_bytes))
         running = child(arguments, self._environment, patience_s=_STOP_S, stdout=subprocess.PIPE)
         async with running as model.process, task_group() as tasks:

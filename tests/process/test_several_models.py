@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -66,10 +67,10 @@ async def house(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Callable[...,
     made: list[House] = []
     wide = make_tiny_model(tmp_path / "wide", hidden_size=96)
 
-    async def start(**common: str) -> House:
+    async def start(of_wide: str = "device_memory = '30MiB'", **common: str) -> House:
         lines = [f"{name} = {value}" for name, value in ({"memory": "'40MiB'"} | common).items()]
         lines += ["[models.tiny]", f"model = '{tiny_model}'", "device_memory = '20MiB'"]
-        lines += ["[models.'wide:1b']", f"model = '{wide}'", "device_memory = '30MiB'"]
+        lines += ["[models.'wide:1b']", f"model = '{wide}'", of_wide]
         (tmp_path / "house.toml").write_text("\n".join(lines))
         port, config = free_port(), str(tmp_path / "house.toml")
         options = ("--config", config, "--block-tokens", "32", "--gateway", str(port))
@@ -192,6 +193,15 @@ async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any) -
         answer = decode_control_reply(await client._wire.ask("turnkeep-tiny.default.any.ctl", asked, 100))
     assert isinstance(answer, Embedded), answer
     await until(lambda: not at.workers())
+
+
+@pytest.mark.process
+async def test_a_draft_model_may_be_named_as_one_in_the_data_directory(
+    house: Any, tmp_path: Path, tiny_model: Path
+) -> None:
+    shutil.copytree(tiny_model, tmp_path / "data" / "models" / "small")
+    at = await house(of_wide="draft_model = 'small'", memory="'1GiB'")
+    assert (await at.chat("wide:1b", LONG)).json()["model"] == "wide:1b"
 
 
 @pytest.mark.process
