@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import anyio
@@ -152,8 +153,12 @@ class Supervisor:
         With these options, `turnkeep serve` in the worker's process loads the same settings.
         """
         self._models = [_Model(name, settings) for name, settings in models.items()]
-        #: The first model's settings; only those that all models share are read here.
-        self._settings = self._models[0].settings
+        #: The first model's settings, of which those that all models share are read here; the NATS server
+        #: must take the largest messages of any model.
+        self._settings = replace(
+            self._models[0].settings,
+            max_message_bytes=max(one.max_message_bytes for one in models.values()),
+        )
         self._options = options
         self._environment = dict(os.environ)
         self._places: Sequence[str] = ()

@@ -205,6 +205,13 @@ async def test_a_draft_model_may_be_named_as_one_in_the_data_directory(
 
 
 @pytest.mark.process
+async def test_each_model_may_have_its_own_size_of_messages(house: Any) -> None:
+    at = await house(of_wide="max_message_bytes = '4MiB'", memory="'1GiB'")
+    for name in ("wide:1b", "tiny"):
+        assert (await at.chat(name, LONG)).json()["model"] == name
+
+
+@pytest.mark.process
 async def test_a_model_larger_than_the_memory_budget_fails_the_start(house: Any) -> None:
     at = await house(memory="'25MiB'")
     assert not at.process.running
