@@ -51,8 +51,9 @@ log = structlog.get_logger()
 VERSION: Final = importlib.metadata.version("turnkeep")
 #: How many models are measured at the same time.
 _AT_ONCE: Final = 2
-#: The pause between two checks of whether a model is still in use.
+#: The pause between two checks of whether a model is still in use, and the longest one.
 _LOOK_S: Final = 0.5
+_LONG_LOOK_S: Final = 5.0
 #: How long a model keeps memory that another one waits for: `_GRACE_S` after its last request, and `_TURN_S`
 #: while it is in use. After `_TURN_S` its unfinished answers wait until it is loaded again.
 _GRACE_S: Final = 1.0
@@ -350,8 +351,9 @@ class Supervisor:
         await model.activator.end()
         model.loaded_s = current_time()
         log.info("loaded", model=model.name, seconds=round(model.loaded_s - model.began_s, 1))
+        pause_s = min(max((model.settings.unload_after_s or 0.0) / 100, _LOOK_S), _LONG_LOOK_S)
         while not (model.leave.is_set() or await self._is_idle(model)):
-            with move_on_after(_LOOK_S):
+            with move_on_after(pause_s):
                 await model.leave.wait()
         model.leave.set()
         await model.activator.begin()
@@ -361,12 +363,11 @@ class Supervisor:
 
     async def _is_idle(self, model: _Model) -> bool:
         after_s = model.settings.unload_after_s
-        if after_s is None or model.unused_s < after_s:
+        if after_s is None:
             return False
-        if await model.activator.has_work():
+        if await model.activator.has_work():  # asked each time, as an answer may take nearly `after_s`
             model.activator.used_s = current_time()
-            return False
-        return True
+        return model.unused_s >= after_s
 
     async def _publish_metrics(self, model: _Model) -> None:
         while True:

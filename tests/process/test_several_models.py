@@ -230,12 +230,27 @@ def test_the_longest_unused_models_are_unloaded_and_none_if_all_together_free_to
 
 
 class Busy:
-    """A stub of an activator whose model always has unanswered requests."""
+    """A stub of an activator whose model has unanswered requests until `is_busy` is changed."""
 
     used_s = 0.0
+    is_busy = True
 
     async def has_work(self) -> bool:
-        return True
+        return self.is_busy
+
+
+async def test_the_time_until_a_model_is_unloaded_begins_when_its_last_answer_has_ended() -> None:
+    alone, busy = Supervisor({"a": Settings(unload_after_s=1.0)}, ()), Busy()
+    (model,) = alone._models
+    model.loaded_s, model.activator = anyio.current_time(), busy  # type: ignore[assignment]  # a stub
+    for _ in range(8):
+        assert not await alone._is_idle(model)
+        await asyncio.sleep(0.1)
+    busy.is_busy = False
+    await asyncio.sleep(0.5)
+    assert not await alone._is_idle(model), "half a second after the end of its answer"
+    await asyncio.sleep(0.6)
+    assert await alone._is_idle(model)
 
 
 async def test_a_model_in_use_is_unloaded_only_when_another_has_waited_long_enough(
