@@ -371,7 +371,7 @@ class Supervisor:
 
     async def _publish_metrics(self, model: _Model) -> None:
         while True:
-            if model.process is None:
+            if model.process is None or math.isinf(model.loaded_s):  # no worker publishes its own yet
                 await model.activator.publish_metrics()
             await sleep(model.settings.metrics_interval_s)
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from parts import WorkerProcess, free_port, make_tiny_model
 
-from turnkeep_client.messages import Embedded, EmbedRequest, decode_control_reply, encode
+from turnkeep_client.messages import UNLOADED, Embedded, EmbedRequest, decode_control_reply, encode
 from turnkeep_client.subjects import Subjects
 from worker import supervisor
 from worker.process.settings import Settings
@@ -209,6 +209,18 @@ async def test_each_model_may_have_its_own_size_of_messages(house: Any) -> None:
     at = await house(of_wide="max_message_bytes = '4MiB'", memory="'1GiB'")
     for name in ("wide:1b", "tiny"):
         assert (await at.chat(name, LONG)).json()["model"] == name
+
+
+@pytest.mark.process
+async def test_a_model_that_is_being_loaded_is_shown_as_unloaded_and_not_silent(house: Any) -> None:
+    at = await house(metrics_interval_s="0.1")
+    async with await at.process.client(prefix="turnkeep-tiny") as client:
+        asking = asyncio.create_task(at.chat("tiny", LONG))
+        await until(lambda: '"loading"' in at.process.log)
+        heard = client.metrics()
+        devices = [(await anext(heard)).device for _ in range(3)]
+        await asking
+    assert devices == [UNLOADED] * 3
 
 
 @pytest.mark.process
