@@ -106,7 +106,7 @@ def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress 
     path = catalog.expanded(spec)
     if not path.exists():
         found = catalog.find(spec, data_dir)
-        if hub.is_id(spec) and (found is None or _is_partial(found)):
+        if hub.is_id(spec) and (found is None or is_partial(found)):
             found = hub.fetch(spec, progress, dtype)
         path = found or path
     if path.is_dir():
@@ -119,7 +119,7 @@ def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress 
     raise catalog.missing(spec, data_dir)
 
 
-def _is_partial(found: Path) -> bool:
+def is_partial(found: Path) -> bool:
     """Return whether a folder of the hub's cache lacks files, as after another program's stopped download."""
     if found.is_file() or hub.repository_of(found) is None:
         return False
