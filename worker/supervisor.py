@@ -120,12 +120,19 @@ class _Model:
         self.process: Process | None = None
         self.began_s = 0.0
         self.loaded_s = math.inf
+        #: Whether the worker must read its settings again once it is ready.
+        self.must_reload = False
         #: `wanted`: the model has requests. `leave`: it must be unloaded.
         self.wanted = Event()
         self.leave = Event()
 
     def wake(self) -> None:
         self.wanted.set()
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model's worker runs and is ready."""
+        return self.process is not None and self.loaded_s < math.inf
 
     @property
     def unused_s(self) -> float:
@@ -176,9 +183,10 @@ class Supervisor:
         self._stop.set()
 
     def reload(self) -> None:
-        """Make the running workers reload their settings."""
+        """Make the running workers reload their settings; one that is being started, once it is ready."""
         for model in self._models:
-            if model.process is not None:
+            model.must_reload = not model.is_loaded  # SIGHUP ends a process that does not handle it yet
+            if model.process is not None and model.is_loaded:
                 with contextlib.suppress(ProcessLookupError):
                     model.process.send_signal(signal.SIGHUP)
 
@@ -323,6 +331,7 @@ class Supervisor:
     async def _run_worker(self, model: _Model) -> int | None:
         """Run a model's worker until it ends; return its exit code, None if the supervisor ended it."""
         model.began_s, model.loaded_s, model.leave = current_time(), math.inf, Event()
+        model.must_reload = False
         own = (
             *("--of", model.name, "--model", model.needs.folder, "--worker", model.worker),
             *("--data-dir", str(self._settings.data_dir / "workers" / model.settings.prefix)),
@@ -351,6 +360,8 @@ class Supervisor:
         await model.activator.end()
         model.loaded_s = current_time()
         log.info("loaded", model=model.name, seconds=round(model.loaded_s - model.began_s, 1))
+        if model.must_reload:
+            worker.send_signal(signal.SIGHUP)
         pause_s = min(max((model.settings.unload_after_s or 0.0) / 100, _LOOK_S), _LONG_LOOK_S)
         while not (model.leave.is_set() or await self._is_idle(model)):
             with move_on_after(pause_s):
@@ -371,7 +382,7 @@ class Supervisor:
 
     async def _publish_metrics(self, model: _Model) -> None:
         while True:
-            if model.process is None or math.isinf(model.loaded_s):  # no worker publishes its own yet
+            if not model.is_loaded:  # no worker publishes its own yet
                 await model.activator.publish_metrics()
             await sleep(model.settings.metrics_interval_s)
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+import signal
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -221,6 +222,17 @@ async def test_a_model_that_is_being_loaded_is_shown_as_unloaded_and_not_silent(
         devices = [(await anext(heard)).device for _ in range(3)]
         await asking
     assert devices == [UNLOADED] * 3
+
+
+@pytest.mark.process
+async def test_settings_that_are_read_again_reach_a_worker_that_is_being_started(house: Any) -> None:
+    at = await house()
+    asking = asyncio.create_task(at.chat("tiny", LONG))
+    await until(lambda: bool(at.workers()))
+    psutil.Process(at.process.pid).send_signal(signal.SIGHUP)
+    assert (await asking).is_success
+    await until(lambda: "read the settings again" in at.process.log)
+    assert "a model's worker has ended" not in at.process.log
 
 
 @pytest.mark.process
