@@ -31,7 +31,6 @@ from .printing import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from worker.process.settings import Settings
 
@@ -252,6 +251,7 @@ def _drafting(settings: Settings, draft: Check) -> Check:
 
 def _model(settings: Settings) -> Check:
     from worker.models import catalog, model, model_files
+    from worker.models.gguf_family import unsupported
 
     name = settings.model
     try:
@@ -266,18 +266,21 @@ def _model(settings: Settings) -> Check:
             mend = f"the first start downloads them; or {as_installed(model.INSTALL_DEFAULT)}"
             return Check("model", "warn", f"{model.DEFAULT_ID} is not here yet", "its files", mend)
         path = catalog.expanded(name)
-        if path.is_dir():
-            model_files.check_folder(path)
-        elif not path.is_file():
-            return _named(name, catalog.find(name, settings.data_dir))
+        found = path if path.exists() else catalog.find(name, settings.data_dir)
+        if found is None or (hub.is_id(name) and model.is_partial(found)):
+            return _absent(name)
+        entry = catalog.named(str(found), settings.data_dir)  # reads the headers of its files
+        if found.is_dir():
+            model_files.check_tokenizer(found)
     except model_files.ModelError as error:
         return _failure("model", name or "", error)
-    return Check("model", "ok", str(path))
+    if entry.instead is not None:
+        strange = model_files.ModelError(unsupported(str(found), entry.architecture, found.name))
+        return _failure("model", name, strange)
+    return Check("model", "ok", str(path) if path.exists() else f"{name}, {found}")
 
 
-def _named(name: str, found: Path | None) -> Check:
-    if found is not None:
-        return Check("model", "ok", f"{name}, {found}")
+def _absent(name: str) -> Check:
     if hub.is_id(name):
         mend = "the first start downloads them"
         return Check("model", "warn", f"{name} is not here yet", "its files", mend)

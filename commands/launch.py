@@ -165,6 +165,8 @@ def _door(url: str, key: str, wanted: str | None) -> Door:
         if wanted is not None and wanted not in models:
             raise TurnkeepError(f"the gateway at {url} has no model {wanted!r}; it has {', '.join(models)}")
         model = models[wanted] if wanted else [*models.values()][0]  # noqa: RUF015  # an IndexError if empty
+        if "context_window" not in model and model["owned_by"] == "turnkeep":
+            raise TurnkeepError(f"no worker of the model {model['id']} answers the gateway at {url}")
         return Door(url, key, model["id"], int(model["context_window"]))
     except urllib.error.HTTPError as error:
         raise TurnkeepError(f"the gateway at {url} refuses: {_reason(error)}") from None

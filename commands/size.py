@@ -130,6 +130,7 @@ def weigh(settings: Settings) -> Needs:
         least_bytes=device_bytes(sized, least, block=block, **sizes),
         usual_bytes=device_bytes(sized, usual, block=block, **sizes),
         memory_bytes=sized.estimator.limit_bytes,
+        draft_folder=str(draft.folder.absolute()) if draft is not None else None,
     )
 
 

@@ -27,6 +27,8 @@ MAX_MESSAGES: Final = 16
 _MAX_NUMBER: Final = 2**63
 _MAX_TEXT: Final = 4096
 _MAX_ENTRIES: Final = 2000
+#: The longest `metrics_interval_s` of a worker.
+_MAX_INTERVAL_S: Final = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +66,10 @@ class Fleet:
     def hear(self, metrics: Metrics) -> bool:
         """Store a worker's message, unless no worker can have sent it; return whether the worker is new."""
         now_s = self._clock()
-        gone = [name for name, (heard_s, _) in self._heard.items() if now_s - heard_s > self._forget_s]
-        for name in gone:
-            del self._heard[name]
+        self._heard = {name: heard for name, heard in self._heard.items() if not self._is_gone(now_s, *heard)}
         is_new = metrics.worker not in self._heard
-        if not _is_possible(metrics) or (is_new and not self._make_room(now_s)):
+        is_possible = _is_possible(metrics) and metrics.interval_s <= _MAX_INTERVAL_S
+        if not is_possible or (is_new and not self._make_room(now_s)):
             return False
         _, messages = self._heard.get(metrics.worker, (0.0, []))
         if messages and messages[-1].uptime_s > metrics.uptime_s:
@@ -78,6 +79,11 @@ class Fleet:
             kept.pop()  # so at most `MAX_MESSAGES` frequent messages are kept
         self._heard[metrics.worker] = (now_s, [*kept, metrics])
         return is_new
+
+    def _is_gone(self, now_s: float, heard_s: float, messages: list[Metrics]) -> bool:
+        """Return whether to forget a worker: one that publishes rarely is kept until it is silent."""
+        age_s = now_s - heard_s
+        return age_s > self._forget_s and not Sighting(messages[-1], age_s).up
 
     def _make_room(self, now_s: float) -> bool:
         """Return whether one more worker may be added; if necessary, forget the worker silent for longest."""
@@ -95,7 +101,7 @@ class Fleet:
         found = [
             Sighting(messages[-1], now_s - heard_s, messages[0] if len(messages) > 1 else None)
             for heard_s, messages in list(self._heard.values())
-            if now_s - heard_s <= self._forget_s
+            if not self._is_gone(now_s, heard_s, messages)
         ]
         return sorted(found, key=lambda one: one.metrics.worker)
 

@@ -183,12 +183,13 @@ def _new(name: str, minutes: int, labels: str = "") -> str:
     """Return a PromQL expression for a counter's increase in the last `minutes`, from 0 for a new series.
 
     PromQL's `increase` ignores a series' first value. A series is new if, in the first half of the time,
-    there are samples of the worker but not of the series, or if the worker has started in the second half.
+    the worker was up but had no sample of the series, or if the worker has started in the second half.
     """
     series, half = f"turnkeep_{name}{labels}", minutes // 2
     before = f"[{half}m] offset {half}m"
     begun = f"max_over_time({series}[{half}m]) unless present_over_time({series}{before})"
-    known = f"present_over_time(turnkeep_up{before}) or turnkeep_uptime_seconds < {60 * half}"
+    # While the worker is silent, `turnkeep_up` is 0, and the series has no samples although it is old.
+    known = f"max_over_time(turnkeep_up{before}) == 1 or turnkeep_uptime_seconds < {60 * half}"
     return f"sum by (worker) ({begun} and on (worker) ({known}) or increase({series}[{minutes}m]))"
 
 

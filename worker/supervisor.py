@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import anyio
@@ -50,8 +51,9 @@ log = structlog.get_logger()
 VERSION: Final = importlib.metadata.version("turnkeep")
 #: How many models are measured at the same time.
 _AT_ONCE: Final = 2
-#: The pause between two checks of whether a model is still in use.
+#: The pause between two checks of whether a model is still in use, and the longest one.
 _LOOK_S: Final = 0.5
+_LONG_LOOK_S: Final = 5.0
 #: How long a model keeps memory that another one waits for: `_GRACE_S` after its last request, and `_TURN_S`
 #: while it is in use. After `_TURN_S` its unfinished answers wait until it is loaded again.
 _GRACE_S: Final = 1.0
@@ -82,6 +84,7 @@ class Needs(msgspec.Struct, frozen=True):
     least_bytes: int
     usual_bytes: int
     memory_bytes: int
+    draft_folder: str | None = None
 
 
 class InMemory(NamedTuple):
@@ -117,12 +120,19 @@ class _Model:
         self.process: Process | None = None
         self.began_s = 0.0
         self.loaded_s = math.inf
+        #: Whether the worker must read its settings again once it is ready.
+        self.must_reload = False
         #: `wanted`: the model has requests. `leave`: it must be unloaded.
         self.wanted = Event()
         self.leave = Event()
 
     def wake(self) -> None:
         self.wanted.set()
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model's worker runs and is ready."""
+        return self.process is not None and self.loaded_s < math.inf
 
     @property
     def unused_s(self) -> float:
@@ -151,8 +161,12 @@ class Supervisor:
         With these options, `turnkeep serve` in the worker's process loads the same settings.
         """
         self._models = [_Model(name, settings) for name, settings in models.items()]
-        #: The first model's settings; only those that all models share are read here.
-        self._settings = self._models[0].settings
+        #: The first model's settings, of which those that all models share are read here; the NATS server
+        #: must take the largest messages of any model.
+        self._settings = replace(
+            self._models[0].settings,
+            max_message_bytes=max(one.max_message_bytes for one in models.values()),
+        )
         self._options = options
         self._environment = dict(os.environ)
         self._places: Sequence[str] = ()
@@ -169,9 +183,10 @@ class Supervisor:
         self._stop.set()
 
     def reload(self) -> None:
-        """Make the running workers reload their settings."""
+        """Make the running workers reload their settings; one that is being started, once it is ready."""
         for model in self._models:
-            if model.process is not None:
+            model.must_reload = not model.is_loaded  # SIGHUP ends a process that does not handle it yet
+            if model.process is not None and model.is_loaded:
                 with contextlib.suppress(ProcessLookupError):
                     model.process.send_signal(signal.SIGHUP)
 
@@ -316,12 +331,15 @@ class Supervisor:
     async def _run_worker(self, model: _Model) -> int | None:
         """Run a model's worker until it ends; return its exit code, None if the supervisor ended it."""
         model.began_s, model.loaded_s, model.leave = current_time(), math.inf, Event()
+        model.must_reload = False
         own = (
             *("--of", model.name, "--model", model.needs.folder, "--worker", model.worker),
             *("--data-dir", str(self._settings.data_dir / "workers" / model.settings.prefix)),
             *("--device-memory", str(model.size_bytes), "--health", "off"),
         )
-        arguments = ["serve", *self._options, *self._places, *own]
+        draft = model.needs.draft_folder  # by its name a worker would look for it in its own data directory
+        drafting = ("--draft-model", draft) if draft is not None else ()
+        arguments = ["serve", *self._options, *self._places, *own, *drafting]
         log.info("loading", model=model.name, memory=size(model.size_bytes))
         running = child(arguments, self._environment, patience_s=_STOP_S, stdout=subprocess.PIPE)
         async with running as model.process, task_group() as tasks:
@@ -342,8 +360,11 @@ class Supervisor:
         await model.activator.end()
         model.loaded_s = current_time()
         log.info("loaded", model=model.name, seconds=round(model.loaded_s - model.began_s, 1))
+        if model.must_reload:
+            worker.send_signal(signal.SIGHUP)
+        pause_s = min(max((model.settings.unload_after_s or 0.0) / 100, _LOOK_S), _LONG_LOOK_S)
         while not (model.leave.is_set() or await self._is_idle(model)):
-            with move_on_after(_LOOK_S):
+            with move_on_after(pause_s):
                 await model.leave.wait()
         model.leave.set()
         await model.activator.begin()
@@ -353,16 +374,15 @@ class Supervisor:
 
     async def _is_idle(self, model: _Model) -> bool:
         after_s = model.settings.unload_after_s
-        if after_s is None or model.unused_s < after_s:
+        if after_s is None:
             return False
-        if await model.activator.has_work():
+        if await model.activator.has_work():  # asked each time, as an answer may take nearly `after_s`
             model.activator.used_s = current_time()
-            return False
-        return True
+        return model.unused_s >= after_s
 
     async def _publish_metrics(self, model: _Model) -> None:
         while True:
-            if model.process is None:
+            if not model.is_loaded:  # no worker publishes its own yet
                 await model.activator.publish_metrics()
             await sleep(model.settings.metrics_interval_s)
 

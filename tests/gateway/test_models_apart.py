@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.gateway.test_launch import launched
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -52,3 +54,9 @@ async def test_models_share_no_sessions_but_a_model_can_continue_another_models_
     assert more.parse().usage.input_tokens > both, "the conversation goes on with another model"
     assert await served.openai.responses.retrieve(answer.id) == answer
     assert await served.openai.responses.cancel(more.parse().id) == more.parse()
+
+
+async def test_launch_names_the_model_that_has_no_worker(served: Any, tmp_path: Path) -> None:
+    code, said, complained = await launched(tmp_path, "--gateway", served.url, "--model", "gone", "other")
+    assert (code, said) == (1, "")
+    assert complained == f"turnkeep: no worker of the model gone answers the gateway at {served.url}\n"

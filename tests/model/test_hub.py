@@ -229,6 +229,21 @@ def test_gguf_files_of_a_repository_are_downloaded_listed_and_removed_by_quantis
     assert not [path for path in cache.glob("**/*") if path.is_file() and path.stat().st_size > 1000]
 
 
+def test_removing_a_gguf_file_keeps_what_was_converted_from_another_one_of_the_same_name(
+    server: FakeHub, cache: Path, tmp_path: Path
+) -> None:
+    made = []
+    for number, org in enumerate(("one", "two")):
+        (folder := tmp_path / org).mkdir()
+        TinyLlama().but(general__author=org).write(folder / "tiny-F32.gguf")
+        server.add(f"{org}/tiny-GGUF", folder)
+        made.append(model.resolve(f"{org}/tiny-GGUF:F32", tmp_path, dtype="float32"))
+        assert catalog.named(f"{org}/tiny-GGUF:F32", tmp_path).conversions == (made[number],)
+    with contextlib.closing(Hold(made[1])):
+        catalog.remove(catalog.named("one/tiny-GGUF:F32", tmp_path))
+    assert [path.exists() for path in made] == [False, True]
+
+
 def test_an_unusable_model_on_the_hub_is_refused_before_any_file_is_downloaded(
     server: FakeHub, cache: Path
 ) -> None:
@@ -271,3 +286,21 @@ def test_a_repository_without_a_main_branch_is_loaded_from_its_newest_snapshot(t
     (tmp_path / "refs").mkdir()
     (tmp_path / "refs" / "main").write_text("b" * 40)
     assert hub.snapshot_folder(tmp_path) == tmp_path / "snapshots" / ("b" * 40)
+
+
+def test_serving_a_model_that_another_program_downloaded_in_part_downloads_the_rest(
+    server: FakeHub, cache: Path, tmp_path: Path
+) -> None:
+    """The hub's library links each file as soon as it has it, and a user may stop it after any."""
+    from huggingface_hub import snapshot_download
+
+    snapshot_download(ID, allow_patterns=["config.json", "model.safetensors"])
+    server.asked.clear()
+    folder = model.resolve(ID, tmp_path, dtype="keep")
+    assert model.load(folder, dtype="keep").name == ID
+    asked = {name for name, _ in server.asked}
+    assert "tokenizer.json" in asked
+    assert "model.safetensors" not in asked
+    server.asked.clear()
+    assert model.resolve(ID, tmp_path, dtype="keep") == folder
+    assert server.asked == [], "it is whole now"

@@ -34,6 +34,7 @@ def charted(fleet: Fleet) -> dict[str, Any]:
 FORGERIES = {
     "a number beyond floats": {"resident_kv_bytes": HUGE},
     "of a kind": {"requests": {"generate": {"ok": HUGE}}},
+    "an interval that no setting allows": {"interval_s": 3601.0},
     "below them": {"generated_tokens": -HUGE},
     "in a part": {"snapshots": {"stored_bytes": HUGE}},
     "in a histogram": {"batch_size": {"bounds": [1.0], "counts": [HUGE, 0], "sum": 1.0, "count": HUGE}},
@@ -89,6 +90,19 @@ def test_made_up_worker_names_do_not_displace_workers_that_publish() -> None:
     clock.now_s += 20
     assert fleet.hear(metrics("w2")), "in the place of one that is silent"
     assert len(fleet.sightings()) == MAX_WORKERS
+
+
+def test_a_worker_that_publishes_rarely_is_not_forgotten_between_its_messages() -> None:
+    clock = Clock()
+    fleet = Fleet(300, clock)
+    rare = structs.replace(metrics("w1"), interval_s=600.0)
+    fleet.hear(rare)
+    clock.now_s += 500
+    fleet.hear(metrics("w2"))
+    assert [(one.metrics.worker, one.up) for one in fleet.sightings()] == [("w1", True), ("w2", True)]
+    assert not fleet.hear(rare), "it is known"
+    clock.now_s += 3 * 600 + 1
+    assert fleet.sightings() == []
 
 
 def test_the_history_of_a_worker_keeps_few_points_however_often_it_is_sampled() -> None:

@@ -185,11 +185,14 @@ def test_each_alert_fires_when_its_fault_occurs_and_for_no_healthy_worker(tmp_pa
     def buckets(name: str, per_minute: dict[str, int], **labels: str) -> list[dict[str, str]]:
         return [series(f"{name}_bucket", f"0+{num}x21", **labels, le=le) for le, num in per_minute.items()]
 
-    one, two, three = ({"worker": f"w{number}"} for number in (1, 2, 3))
+    one, two, three, four = ({"worker": f"w{number}"} for number in (1, 2, 3, 4))
     # Two workers for long, and one that has just started.
     workers = [series("up", "1x21", **worker) for worker in (one, two)]
     workers += [series("uptime_seconds", "90000+60x21", **worker) for worker in (one, two)]
     workers += [series("up", "_x12 1x9", **three), series("uptime_seconds", "_x12 0+60x9", **three)]
+    # One that was silent for eight minutes, as when NATS was gone; the exporter forgot it after five.
+    workers += [series("up", "1x7 0x4 _x3 1x4", **four)]
+    workers += [series("uptime_seconds", "90000+60x7 _x8 90960+60x4", **four)]
     cases = {  # after 20 minutes of one sample a minute
         "TurnkeepWorkerSilent": ([series("up", "1x18 0 0 0", **one), series("up", "1x21", **two)], [one]),
         "TurnkeepNoWorker": ([series("up", "0x21", **one)], [{}]),
@@ -205,6 +208,7 @@ def test_each_alert_fires_when_its_fault_occurs_and_for_no_healthy_worker(tmp_pa
                 series("requests_total", "0+9x21", **two, outcome="ok"),
                 # A worker that had more of them, and begins again; its first one makes the series again.
                 series("requests_total", "9x10 _x7 1 1 1", **three, outcome="internal"),
+                series("requests_total", "5x7 _x8 5x4", **four, outcome="internal"),
             ],
             [one, three],
         ),

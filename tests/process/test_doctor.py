@@ -14,6 +14,7 @@ from nats.aio.client import Client, ServerVersion
 import commands.checks
 from commands.checks import Check, checks, exit_code, show
 from tests.commands.command_runs import turnkeep
+from tests.model.tiny_gguf import TinyLlama
 from worker.process.datadir import DataDir
 from worker.wire import broker
 
@@ -149,6 +150,28 @@ def test_the_doctor_reports_a_model_that_is_not_on_this_machine_with_advice(sett
     found = commands.checks._model(dataclasses.replace(settings, model=spec))
     assert found.state == state
     assert word in found.mend
+
+
+def test_a_model_whose_files_are_broken_fails_the_doctors_check_as_it_fails_a_start(settings, tiny_model):
+    models = settings.data_dir / "models"
+    models.mkdir(parents=True)
+    TinyLlama().write(models / "cut.gguf")
+    os.truncate(models / "cut.gguf", 5000)
+    TinyLlama(architecture="phi9").write(models / "strange.gguf")
+    (models / "notes.txt").write_text("no model")
+    for name, lacks in (("mute", "tokenizer.json"), ("light", "model.safetensors")):
+        (shutil.copytree(tiny_model, models / name) / lacks).unlink()
+    for spec, why in [
+        ("cut", "truncated"),
+        (str(models / "cut.gguf"), "truncated"),
+        (str(models / "notes.txt"), "no model at"),
+        ("strange", "has the architecture 'phi9'"),
+        ("mute", "has no tokenizer.json"),
+        (str(models / "light"), "has no model*.safetensors"),
+        ("light", "has no model*.safetensors"),
+    ]:
+        found = commands.checks._model(dataclasses.replace(settings, model=spec))
+        assert (found.state, why in found.missing) == ("fail", True), found
 
 
 async def test_the_doctor_checks_each_of_several_models(small, tmp_path):

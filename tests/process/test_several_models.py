@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
+import signal
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -14,7 +16,7 @@ import psutil
 import pytest
 from parts import WorkerProcess, free_port, make_tiny_model
 
-from turnkeep_client.messages import Embedded, EmbedRequest, decode_control_reply, encode
+from turnkeep_client.messages import UNLOADED, Embedded, EmbedRequest, decode_control_reply, encode
 from turnkeep_client.subjects import Subjects
 from worker import supervisor
 from worker.process.settings import Settings
@@ -66,10 +68,10 @@ async def house(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Callable[...,
     made: list[House] = []
     wide = make_tiny_model(tmp_path / "wide", hidden_size=96)
 
-    async def start(**common: str) -> House:
+    async def start(of_wide: str = "device_memory = '30MiB'", **common: str) -> House:
         lines = [f"{name} = {value}" for name, value in ({"memory": "'40MiB'"} | common).items()]
         lines += ["[models.tiny]", f"model = '{tiny_model}'", "device_memory = '20MiB'"]
-        lines += ["[models.'wide:1b']", f"model = '{wide}'", "device_memory = '30MiB'"]
+        lines += ["[models.'wide:1b']", f"model = '{wide}'", of_wide]
         (tmp_path / "house.toml").write_text("\n".join(lines))
         port, config = free_port(), str(tmp_path / "house.toml")
         options = ("--config", config, "--block-tokens", "32", "--gateway", str(port))
@@ -195,6 +197,45 @@ async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any) -
 
 
 @pytest.mark.process
+async def test_a_draft_model_may_be_named_as_one_in_the_data_directory(
+    house: Any, tmp_path: Path, tiny_model: Path
+) -> None:
+    shutil.copytree(tiny_model, tmp_path / "data" / "models" / "small")
+    at = await house(of_wide="draft_model = 'small'", memory="'1GiB'")
+    assert (await at.chat("wide:1b", LONG)).json()["model"] == "wide:1b"
+
+
+@pytest.mark.process
+async def test_each_model_may_have_its_own_size_of_messages(house: Any) -> None:
+    at = await house(of_wide="max_message_bytes = '4MiB'", memory="'1GiB'")
+    for name in ("wide:1b", "tiny"):
+        assert (await at.chat(name, LONG)).json()["model"] == name
+
+
+@pytest.mark.process
+async def test_a_model_that_is_being_loaded_is_shown_as_unloaded_and_not_silent(house: Any) -> None:
+    at = await house(metrics_interval_s="0.1")
+    async with await at.process.client(prefix="turnkeep-tiny") as client:
+        asking = asyncio.create_task(at.chat("tiny", LONG))
+        await until(lambda: '"loading"' in at.process.log)
+        heard = client.metrics()
+        devices = [(await anext(heard)).device for _ in range(3)]
+        await asking
+    assert devices == [UNLOADED] * 3
+
+
+@pytest.mark.process
+async def test_settings_that_are_read_again_reach_a_worker_that_is_being_started(house: Any) -> None:
+    at = await house()
+    asking = asyncio.create_task(at.chat("tiny", LONG))
+    await until(lambda: bool(at.workers()))
+    psutil.Process(at.process.pid).send_signal(signal.SIGHUP)
+    assert (await asking).is_success
+    await until(lambda: "read the settings again" in at.process.log)
+    assert "a model's worker has ended" not in at.process.log
+
+
+@pytest.mark.process
 async def test_a_model_larger_than_the_memory_budget_fails_the_start(house: Any) -> None:
     at = await house(memory="'25MiB'")
     assert not at.process.running
@@ -213,12 +254,27 @@ def test_the_longest_unused_models_are_unloaded_and_none_if_all_together_free_to
 
 
 class Busy:
-    """A stub of an activator whose model always has unanswered requests."""
+    """A stub of an activator whose model has unanswered requests until `is_busy` is changed."""
 
     used_s = 0.0
+    is_busy = True
 
     async def has_work(self) -> bool:
-        return True
+        return self.is_busy
+
+
+async def test_the_time_until_a_model_is_unloaded_begins_when_its_last_answer_has_ended() -> None:
+    alone, busy = Supervisor({"a": Settings(unload_after_s=1.0)}, ()), Busy()
+    (model,) = alone._models
+    model.loaded_s, model.activator = anyio.current_time(), busy  # type: ignore[assignment]  # a stub
+    for _ in range(8):
+        assert not await alone._is_idle(model)
+        await asyncio.sleep(0.1)
+    busy.is_busy = False
+    await asyncio.sleep(0.5)
+    assert not await alone._is_idle(model), "half a second after the end of its answer"
+    await asyncio.sleep(0.6)
+    assert await alone._is_idle(model)
 
 
 async def test_a_model_in_use_is_unloaded_only_when_another_has_waited_long_enough(

@@ -223,8 +223,7 @@ def describe(place: Place, data_dir: Path) -> ModelEntry:
     if place.path.suffix == ".gguf":
         config, template, words = _of_gguf(place.path)
         size = place.path.stat().st_size
-        folders = sorted((data_dir / "models").glob("[!.]*"))
-        made = tuple(path for path in folders if converted.source_name(path) == place.path.stem)
+        made = converted.conversions(place.path, data_dir / "models")
     else:
         config = check_folder(place.path)
         template, words = _template(place.path), _Words(place.path)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: The converter's version. Increment it when its output changes: old folders are then not used.
 CONVERTER: Final = 1
+#: The types of weights that a file can be converted to; `keep` is the file's own.
+_DTYPES: Final = ("keep", "float32", "float16", "bfloat16")
 _CONVERTED: Final = re.compile(r"(.+)-(?:float32|float16|bfloat16)-[0-9a-f]{12}")
 
 
@@ -42,6 +44,20 @@ def source_name(folder: Path) -> str | None:
     """Return the name of the GGUF file from which a folder was made; None if the folder is no conversion."""
     made = _CONVERTED.fullmatch(folder.name)
     return made[1] if made else None
+
+
+def conversions(source: Path, models_dir: Path) -> tuple[Path, ...]:
+    """Return the folders that were made from a GGUF file.
+
+    Files of several repositories may have the same name: a folder that has notes belongs to their files.
+    """
+    own = {_note(source, models_dir, dtype) for dtype in _DTYPES}
+    notes: dict[str, set[Path]] = {}
+    for note in models_dir.glob("converted-*.json"):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            notes.setdefault(str(json.loads(note.read_bytes())["folder"]), set()).add(note)
+    named = [folder for folder in sorted(models_dir.glob("[!.]*")) if source_name(folder) == source.stem]
+    return tuple(folder for folder in named if folder.name not in notes or notes[folder.name] & own)
 
 
 def remember(source: Path, models_dir: Path, dtype: str, folder: Path, read: list[int]) -> None:

@@ -105,7 +105,10 @@ def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress 
         return _default(data_dir, dtype, progress)
     path = catalog.expanded(spec)
     if not path.exists():
-        path = catalog.find(spec, data_dir) or (hub.fetch(spec, progress, dtype) if hub.is_id(spec) else path)
+        found = catalog.find(spec, data_dir)
+        if hub.is_id(spec) and (found is None or is_partial(found)):
+            found = hub.fetch(spec, progress, dtype)
+        path = found or path
     if path.is_dir():
         check_folder(path)
         return path
@@ -114,6 +117,18 @@ def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress 
             raise ModelError(f"{path} is neither a model folder nor a .gguf file")
         return _converted(path, data_dir / "models", dtype, progress)
     raise catalog.missing(spec, data_dir)
+
+
+def is_partial(found: Path) -> bool:
+    """Return whether a folder of the hub's cache lacks files, as after another program's stopped download."""
+    if found.is_file() or hub.repository_of(found) is None:
+        return False
+    try:
+        check_folder(found)
+        check_tokenizer(found)
+    except ModelError:
+        return True
+    return False
 
 
 def _default(data_dir: Path, dtype: str, progress: Progress | None) -> Path:
