@@ -1,10 +1,10 @@
 """Counts attempts to answer a request that may have crashed a worker.
 
 The count is stored in the log, beside the session's entries. A worker stores nothing before the first attempt
-at a request. Before each later attempt it stores a note with the number of tokens published until then. Two
-kinds of attempt do not count: those that published further tokens, and those that another worker is still
-making (two workers may run the same session if the server has lost their claims). The last attempt allowed
-runs alone on the device: if it crashes the worker, no other request suffers.
+at a request. Before each later attempt it stores a note with the number of tokens published until then. Some
+attempts do not count: those that published further tokens, and those of workers that still run. Such a worker
+may have seemed to have ended, as while its machine was asleep, or the server has lost its claim. The last
+attempt allowed runs alone on the device: if it crashes the worker, no other request suffers.
 """
 
 from __future__ import annotations
