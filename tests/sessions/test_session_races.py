@@ -27,7 +27,7 @@ from turnkeep_client.messages import (
     encode,
 )
 from worker.models.tokenizer import Tokenizer
-from worker.sessions.attempts import AttemptNote, Attempts, SharedLock
+from worker.sessions.attempts import AttemptNote, SharedLock
 from worker.sessions.port import DeviceFaultError
 from worker.sessions.record import Pending
 from worker.wire.chunks import Published
@@ -404,18 +404,6 @@ def streamed(world: World, monkeypatch: pytest.MonkeyPatch, seq: int) -> Chunk:
     chunk = Chunk(0, tuple(world._tokenizer.encode("ab", at_start=False)), "ab", seq)
     monkeypatch.setattr(world.log.chunks, "stored", [chunk])
     return chunk
-
-
-@pytest.mark.parametrize(("noted", "left"), [(2, 1), (3, 2)])
-async def test_a_stopping_worker_subtracts_the_attempt_that_others_took_for_a_crash(
-    world: World, noted: int, left: int
-) -> None:
-    """It had the request first, and has not begun it."""
-    seq = world.log.add("in", encode(Append(id="a", text="one")))
-    world.log.notes.append(b'{"seq":%d,"attempts":%d,"by":"other"}' % (seq, noted))
-    attempts = Attempts(world.log, 3, me="this")  # type: ignore[arg-type]
-    await attempts.excuse({world.session.key: seq})
-    assert await attempts.note(world.session.key) == AttemptNote(seq, left, by="other")
 
 
 async def test_a_workers_own_attempt_that_others_took_for_a_crash_does_not_count(

@@ -96,11 +96,8 @@ class Attempts:
     async def store(self, key: SessionKey, note: AttemptNote) -> AttemptNote:
         """Store an attempt's note before the attempt begins; return the note, which now names this worker."""
         note = replace(note, by=self._me)
-        await self._append(key, note)
-        return note
-
-    async def _append(self, key: SessionKey, note: AttemptNote) -> None:
         await self._journal.append(key, "attempt", msgspec.json.encode(note))
+        return note
 
     async def uncount(self, key: SessionKey, seq: int, num_tokens: int, last: AttemptNote) -> None:
         """Subtract the last attempt from the count, since the attempt ended without a crash.
@@ -114,9 +111,8 @@ class Attempts:
         """Store, for each session in `firsts`, that no worker has begun the request at the given sequence.
 
         Call this for requests that a stopping worker returns to the server: without a note, the next worker
-        would count their second delivery as an attempt. If a worker has counted it already, as this one was
-        asleep, subtracts it. Does nothing for a request that has left the log, or if the session's note
-        counts attempts at another request that has not.
+        would count their second delivery as an attempt. Does nothing for a request that has left the log, or
+        if the session's note counts attempts at a request that has not.
         """
         async with task_group() as tasks:
             for key, seq in firsts.items():
@@ -124,9 +120,6 @@ class Attempts:
 
     async def _excuse(self, key: SessionKey, seq: int) -> None:
         last = await self.note(key)
-        if last.seq == seq and last.attempts > 1:
-            await self._append(key, replace(last, attempts=last.attempts - 1))
-            return
         counts = last.attempts > 0 and await self._journal.entry(last.seq) is not None
         if not counts and await self._journal.entry(seq) is not None:
             await self.store(key, AttemptNote(seq))
