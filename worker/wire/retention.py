@@ -33,7 +33,6 @@ from .journal import answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from collections.abc import Set as AbstractSet
 
     from turnkeep_client.subjects import SessionKey
 
@@ -109,9 +108,9 @@ class Retention:
     async def forget(self, key: SessionKey, close_seq: int, closed_seq: int) -> None:
         """Remove a session's entries before a close, given the sequences of the close and its result."""
         try:
-            names = await self._remove_chunks(key, close_seq)
+            names = await self._names(key, close_seq)
             await self._remove_before(key, close_seq, closed_seq)
-            await self._remove_chunks(key, close_seq, names)  # of a worker that still saw its request
+            await self._remove_chunks(key, close_seq, names)
         except (nats.errors.Error, APIError, OSError) as error:
             log.warning("a session's log could not be removed yet", session=str(key), error=str(error))
 
@@ -176,34 +175,39 @@ class Retention:
                 if stale := _age_s(note) > _STALE_S:
                     await self._journal.delete(note.seq)
                 return stale
-            close_seq, names = closed.result.seq or 0, set[str]()
-            if closed.forgets:
-                names = await self._remove_chunks(key, close_seq)
+            close_seq = closed.result.seq or 0
+            names = await self._names(key, close_seq) if closed.forgets else set()
             if due or closed.forgets:
                 await self._remove_before(key, close_seq, closed.entry.seq)
             if due:
                 await self._remove(key, note, closed)
             if closed.forgets:
-                await self._remove_chunks(key, close_seq, names)  # of a worker that still saw its request
+                await self._remove_chunks(key, close_seq, names)
         self._forgotten.add(note.seq)
         return True
 
-    async def _remove_chunks(
-        self, key: SessionKey, close_seq: int, known: AbstractSet[str] = frozenset()
-    ) -> set[str]:
-        """Remove the chunks of the requests before a close; return their ids. A new session's chunks stay.
+    async def _names(self, key: SessionKey, close_seq: int) -> set[str]:
+        """Return the ids of the requests before a close whose answers have chunks.
 
-        `known` has ids of such requests, which may have left the log. If the new session uses an id again,
-        its chunks are removed, too.
+        Also returns those that a new session uses again: the chunks of both are then removed.
         """
-        ids = await self._journal.chunks.ids(key)  # first: a request is stored before its chunks
-        behind = await self._ids(key, close_seq)
-        before = ids - behind | known
-        if again := ids & behind - known:
-            before |= again & await self._ids(key, 0, close_seq)
-        for name in before:
+        ids, behind = await self._chunk_ids(key, close_seq)
+        again = ids & behind
+        return (ids - behind) | (again & await self._ids(key, 0, close_seq) if again else again)
+
+    async def _remove_chunks(self, key: SessionKey, close_seq: int, names: set[str]) -> None:
+        """Remove the chunks of the requests before a close, which have left the log; a new session's stay.
+
+        A worker that still saw its request may have published chunks since `names` were found.
+        """
+        ids, behind = await self._chunk_ids(key, close_seq)
+        for name in (ids - behind) | (ids & names):
             await self._journal.chunks.remove(key, name)
-        return before
+
+    async def _chunk_ids(self, key: SessionKey, close_seq: int) -> tuple[set[str], set[str]]:
+        """Return the ids of the answers that have chunks, and those of the requests behind a close."""
+        ids = await self._journal.chunks.ids(key)  # first: a request is stored before its chunks
+        return ids, await self._ids(key, close_seq)
 
     async def _ids(self, key: SessionKey, after: int, end: float = math.inf) -> set[str]:
         """Return the ids of the requests in the log after the sequence `after`, up to `end`."""
