@@ -283,6 +283,7 @@ async def test_health_reports_at_once_that_the_worker_or_the_nats_server_is_gone
                 while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             end()
+            await asyncio.sleep(0.2)  # until the server knows that the worker's connection is closed
             async with asyncio.timeout(4):  # a question without an answer takes 5 s
                 answer = await http.get("/health")
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
