@@ -52,6 +52,19 @@ def beside(world: World) -> World:
     return other
 
 
+def appended_to(world: World, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Return a list that gets the notes and dead letters that the world's worker stores from now on."""
+    stored: list[bytes] = []
+    append = world.log.append
+
+    async def note(key: Any, kind: str, body: bytes) -> None:
+        stored.append(body)
+        await append(key, kind, body)
+
+    monkeypatch.setattr(world.log, "append", note)
+    return stored
+
+
 def held_up(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
     """Make turns wait on the device; return an event that one has begun, and an event that releases it."""
     there, go_on = asyncio.Event(), asyncio.Event()
@@ -437,14 +450,7 @@ async def test_an_attempt_of_a_worker_that_seemed_to_have_ended_and_still_has_th
     monkeypatch.setattr(world.session._services.attempts, "_num_busy", busy)
     seq = world.log.add("in", encode(Append(id="a", text="one")))
     world.log.notes.append(b'{"seq":%d,"attempts":%d}' % (seq, noted))
-    stored: list[bytes] = []
-    append = world.log.append
-
-    async def note(key: Any, kind: str, body: bytes) -> None:
-        stored.append(body)
-        await append(key, kind, body)
-
-    monkeypatch.setattr(world.log, "append", note)
+    stored = appended_to(world, monkeypatch)
     world.ring(seq, again=True)
     await world.session.run()
     assert isinstance(world.result(seq), Appended if is_tried else Failed)
@@ -460,14 +466,7 @@ async def test_an_answer_given_up_after_crashes_ends_with_the_tokens_already_str
     chunk = streamed(world, monkeypatch, seq)
     monkeypatch.setattr(world.engine, "run", None)
     world.log.notes.append(b'{"seq":%d,"attempts":%d,"tokens":2}' % (seq, attempts))
-    stored: list[bytes] = []
-    append = world.log.append
-
-    async def note(key: Any, kind: str, body: bytes) -> None:
-        stored.append(body)
-        await append(key, kind, body)
-
-    monkeypatch.setattr(world.log, "append", note)
+    stored = appended_to(world, monkeypatch)
     world.ring(seq, again=True)
     await world.session.run()
     result = world.result(seq)
