@@ -127,6 +127,7 @@ def weigh(settings: Settings) -> Needs:
         model=loaded.name,
         context_tokens=max_context,
         sampling=loaded.sampling,
+        reasoning=loaded.tokenizer.markup.has_reasoning,
         least_bytes=device_bytes(sized, least, block=block, **sizes),
         usual_bytes=device_bytes(sized, usual, block=block, **sizes),
         memory_bytes=sized.estimator.limit_bytes,

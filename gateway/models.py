@@ -9,13 +9,12 @@ import msgspec
 from msgspec import Struct
 
 from turnkeep_client.errors import NoWorkerError
+from turnkeep_client.messages import UNLOADED, Metrics
 
 from .turn import Fault, decoded, refused
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
-
-    from turnkeep_client.messages import Metrics
 
     from .conversations import Conversations
 
@@ -32,6 +31,28 @@ _NAMED: Final = msgspec.json.Decoder(_Named)
 _LATEST: Final = ":latest"
 #: The fields in which several other servers give a model's context length.
 _CONTEXT: Final = ("context_window", "max_model_len", "max_input_tokens")
+
+
+class Model(Struct, frozen=True):
+    """A model of this gateway, with its worker's latest metrics; None if no worker answers."""
+
+    name: str
+    worker: Metrics | None
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The longest context; None if unknown."""
+        return None if self.worker is None else self.worker.context_tokens
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the worker has loaded the model, so that its next request need not wait for that."""
+        return self.worker is not None and self.worker.device != UNLOADED
+
+    @property
+    def can_reason(self) -> bool:
+        """Whether the model marks reasoning in its answers."""
+        return self.worker is not None and self.worker.reasoning
 
 
 class Models:
@@ -59,25 +80,28 @@ class Models:
                 return one
         raise _no_model(named, self.names)
 
-    async def one(self, tenant: str, name: str) -> dict[str, Any]:
-        """Describe one model. Raises `Fault`."""
-        found = await self.described(tenant)
+    async def one(self, tenant: str, name: str) -> Model:
+        """Return one model. Raises `Fault`."""
+        found = await self.all(tenant)
         if not self.are_several:  # a request may give the one model any name, which its answer repeats
-            return found[0] | {"id": name, "display_name": name}
+            return Model(name, found[0].worker)
         for one in found:
-            if one["id"] in (name, name.removesuffix(_LATEST)):
+            if one.name in (name, name.removesuffix(_LATEST)):
                 return one
-        raise _no_model(name, [one["id"] for one in found])
+        raise _no_model(name, [one.name for one in found])
 
-    async def described(self, tenant: str, *, now: bool = False) -> list[dict[str, Any]]:
-        """Describe all models. If there are several, one whose worker does not answer gets no context length.
+    async def all(self, tenant: str, *, now: bool = False) -> list[Model]:
+        """Return all models. If there are several, one whose worker does not answer has no metrics.
 
         Workers' metrics are up to a second old, unless `now`. Raises `NoWorkerError` if no worker answers.
         """
         found = await asyncio.gather(*(self._looked_at(tenant, name, now=now) for name in self.names))
         if not any(found):
             raise NoWorkerError("no worker serves any of the models")
-        return [_model(name, worker) for name, worker in zip(self.names, found, strict=True)]
+        return [
+            Model(name or (worker.model if worker else ""), worker)
+            for name, worker in zip(self.names, found, strict=True)
+        ]
 
     async def _looked_at(self, tenant: str, model: str, *, now: bool) -> Metrics | None:
         try:
@@ -94,39 +118,41 @@ def wanted(body: bytes) -> str:
     return named.model or named.name or ""
 
 
-def page(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def page(models: Sequence[Model]) -> dict[str, Any]:
     """Return a list of models in the format of OpenAI and Anthropic."""
-    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]}
-    return {"object": "list", "data": models, "has_more": False, **ends}
+    ends = {"first_id": models[0].name, "last_id": models[-1].name}
+    return {"object": "list", "data": [described(one) for one in models], "has_more": False, **ends}
 
 
-def page_v0(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def page_v0(models: Sequence[Model]) -> dict[str, Any]:
     """Return a list of models in the format of LM Studio."""
-    return {"object": "list", "data": [_model_v0(one) for one in models]}
+    return {"object": "list", "data": [_described_v0(one) for one in models]}
 
 
-def _model(name: str, worker: Metrics | None) -> dict[str, Any]:
+def described(model: Model) -> dict[str, Any]:
     """Describe a model in fields of OpenAI, Anthropic and, for the context length, other servers."""
-    name = name or (worker.model if worker else "")
+    context = model.context_tokens
     return {
-        "id": name,
+        "id": model.name,
         "object": "model",
         "created": 0,
         "owned_by": "turnkeep",
         "type": "model",
-        "display_name": name,
+        "display_name": model.name,
         "lifecycle": "active",
         "created_at": "1970-01-01T00:00:00Z",
-        **({} if worker is None else dict.fromkeys(_CONTEXT, worker.context_tokens)),
+        **({} if context is None else dict.fromkeys(_CONTEXT, context)),
     }
 
 
-def _model_v0(model: dict[str, Any]) -> dict[str, Any]:
-    context = model.get("max_model_len")
-    loaded = {} if context is None else {"max_context_length": context, "loaded_context_length": context}
+def _described_v0(model: Model) -> dict[str, Any]:
     kind = {"object": "model", "type": "llm", "publisher": "turnkeep", "arch": "", "quantization": ""}
-    state = "not-loaded" if context is None else "loaded"
-    return {"id": model["id"], **kind, "compatibility_type": "mlx", "state": state, **loaded}
+    more: dict[str, Any] = {"state": "loaded" if model.is_loaded else "not-loaded"}
+    if model.context_tokens is not None:
+        more["max_context_length"] = model.context_tokens
+        if model.is_loaded:
+            more["loaded_context_length"] = model.context_tokens
+    return {"id": model.name, **kind, "compatibility_type": "mlx", **more}
 
 
 def _no_model(wanted: str, names: Sequence[str]) -> Fault:

@@ -48,6 +48,7 @@ def collect(
         version=version,
         model=model.loaded.name,
         sampling=model.loaded.sampling,
+        reasoning=model.loaded.tokenizer.markup.has_reasoning,
         context_tokens=model.context_tokens,
         device=model.device.name,
         others=tuple(sorted(members.others)),

@@ -81,6 +81,7 @@ class Needs(msgspec.Struct, frozen=True):
     model: str
     context_tokens: int
     sampling: dict[str, int | float]
+    reasoning: bool
     least_bytes: int
     usual_bytes: int
     memory_bytes: int
@@ -146,6 +147,7 @@ class _Model:
             version=VERSION,
             model=self.needs.model,
             sampling=self.needs.sampling,
+            reasoning=self.needs.reasoning,
             context_tokens=self.needs.context_tokens,
             interval_s=self.settings.metrics_interval_s,
             max_message_bytes=self.settings.max_message_bytes,

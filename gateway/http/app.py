@@ -223,7 +223,7 @@ class Gateway:
         return as_json(guide.openapi())
 
     async def _health(self, _: Request) -> Response:
-        ids = [one["id"] for one in await self._listing.described(self._keys.tenant, now=True)]
+        ids = [one.name for one in await self._listing.all(self._keys.tenant, now=True)]
         return as_json(
             {"status": "ok"} | ({"models": ids} if self._listing.are_several else {"model": ids[0]})
         )
@@ -235,17 +235,18 @@ class Gateway:
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _models(self, request: Request) -> Response:
-        return as_json(models.page(await self._listing.described(self._key(request).tenant)))
+        return as_json(models.page(await self._listing.all(self._key(request).tenant)))
 
     async def _one_model(self, request: Request) -> Response:
-        return as_json(await self._listing.one(self._key(request).tenant, request.path_params["model"]))
+        found = await self._listing.one(self._key(request).tenant, request.path_params["model"])
+        return as_json(models.described(found))
 
     async def _version(self, request: Request) -> Response:
         self._key(request)
         return as_json({"version": __version__})
 
     async def _tags(self, request: Request) -> Response:
-        found = await self._listing.described(self._key(request).tenant)
+        found = await self._listing.all(self._key(request).tenant)
         return as_json((ollama.running if request.url.path.endswith("/ps") else ollama.tags)(found))
 
     async def _shown(self, request: Request) -> Response:
@@ -258,7 +259,7 @@ class Gateway:
         raise ollama_requests.no_such(request.path_params["name"])
 
     async def _models_v0(self, request: Request) -> Response:
-        return as_json(models.page_v0(await self._listing.described(self._key(request).tenant)))
+        return as_json(models.page_v0(await self._listing.all(self._key(request).tenant)))
 
     def _asking(self, ask: _Asking) -> _Handler:
         async def answer(request: Request) -> Response:

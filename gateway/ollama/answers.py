@@ -12,11 +12,14 @@ from gateway.openai import common as openai
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from gateway.models import Model
     from gateway.turn import Fault, Turn
     from turnkeep_client.messages import Called, CallPart, Chunk, Generated
 
 NDJSON: Final = "application/x-ndjson"
 _NS: Final = 1_000_000_000
+#: Models' times of creation are unknown.
+_CREATED_AT: Final = "1970-01-01T00:00:00Z"
 _DETAILS: Final = {
     **dict.fromkeys(("parent_model", "family", "parameter_size", "quantization_level"), ""),
     "format": "mlx",
@@ -107,40 +110,36 @@ def error(fault: Fault) -> dict[str, Any]:
     return {"error": fault.message}
 
 
-def tags(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def tags(models: Sequence[Model]) -> dict[str, Any]:
     """Return the list of models for `/api/tags`."""
     return {"models": [_listed(one) for one in models]}
 
 
-def running(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def running(models: Sequence[Model]) -> dict[str, Any]:
     """Return the list of loaded models for `/api/ps`."""
-    shown = []
-    for one in models:
-        if (context := one.get("max_model_len")) is not None:
-            more = {"size_vram": 0, "context_length": context, "expires_at": "9999-12-31T23:59:59Z"}
-            shown.append({**_listed(one), **more})
-    return {"models": shown}
+    more = {"size_vram": 0, "expires_at": "9999-12-31T23:59:59Z"}
+    loaded = [one for one in models if one.is_loaded]
+    return {"models": [{**_listed(one), **more, "context_length": one.context_tokens} for one in loaded]}
 
 
-def shown(model: dict[str, Any]) -> dict[str, Any]:
+def shown(model: Model) -> dict[str, Any]:
     """Describe one model for `/api/show`."""
-    info = {"general.architecture": "mlx", "general.basename": model["id"]}
-    if (context := model.get("max_model_len")) is not None:
-        info["mlx.context_length"] = context
+    info: dict[str, Any] = {"general.architecture": "mlx", "general.basename": model.name}
+    if model.context_tokens is not None:
+        info["mlx.context_length"] = model.context_tokens
     return {
-        "modelfile": f"FROM {model['id']}\n",
+        "modelfile": f"FROM {model.name}\n",
         **dict.fromkeys(("parameters", "template", "license"), ""),
         "details": _DETAILS,
         "model_info": info,
-        "capabilities": ["completion", "tools", "thinking"],
-        "modified_at": model["created_at"],
+        "capabilities": ["completion", "tools", *(("thinking",) if model.can_reason else ())],
+        "modified_at": _CREATED_AT,
     }
 
 
-def _listed(model: dict[str, Any]) -> dict[str, Any]:
-    name = model["id"]
-    more = {"modified_at": model["created_at"], "size": 0, "digest": ""}
-    return {"name": name, "model": name, **more, "details": _DETAILS}
+def _listed(model: Model) -> dict[str, Any]:
+    more = {"modified_at": _CREATED_AT, "size": 0, "digest": ""}
+    return {"name": model.name, "model": model.name, **more, "details": _DETAILS}
 
 
 def _head(turn: Turn, created: int) -> dict[str, Any]:

@@ -84,9 +84,10 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum
     of sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
     `kv_layers` names the layers of each kind of KV. `sampling` has the options of a generate that the model's
-    authors recommend; the worker applies none by itself. `others` names the prefix's other running workers; a
-    worker that `drains` hands its sessions to them. `context_tokens` is the most that a session with all of
-    its KV may hold. A `device` of `unloaded` says that the first request loads the model.
+    authors recommend; the worker applies none by itself. `reasoning` says that the model marks reasoning in
+    its answers. `others` names the prefix's other running workers; a worker that `drains` hands its sessions
+    to them. `context_tokens` is the most that a session with all of its KV may hold. A `device` of `unloaded`
+    says that the first request loads the model.
 
     `interval_s` is the time until the next message; `max_message_bytes` is the size of the largest request
     that the log takes. `queue_time` and `request_duration` count the appends and generates from the moment
@@ -136,6 +137,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     context_tokens: int = 0
     kv_layers: dict[str, str] = {}
     sampling: dict[str, int | float] = {}
+    reasoning: bool = False
     max_memory_bytes: int
     device_memory_bytes: int = 0
     mlx_active_bytes: int

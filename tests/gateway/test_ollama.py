@@ -11,10 +11,12 @@ import pytest
 from test_responses_shapes import generated
 
 from gateway.http import sending
+from gateway.models import Model, page_v0
 from gateway.ollama import answers, requests
 from gateway.turn import Fault
 from turnkeep_client.chunks import Assembly
 from turnkeep_client.generation import Generation
+from worker.metrics_message import unloaded
 
 Start = Any
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -164,10 +166,20 @@ async def test_models_are_listed_in_the_shapes_of_ollama_and_lm_studio(http: htt
     assert running["context_length"] == 2048
     shown = (await http.post("/api/show", json={"model": listed["name"]})).json()
     assert shown["model_info"]["mlx.context_length"] == 2048
-    assert "completion" in shown["capabilities"]
+    assert shown["capabilities"] == ["completion", "tools"]
     assert (await http.get("/api/version")).json()["version"]
     (studio,) = (await http.get("/api/v0/models")).json()["data"]
     assert (studio["id"], studio["state"], studio["max_context_length"]) == (listed["name"], "loaded", 2048)
+
+
+def test_an_unloaded_model_is_listed_as_such_and_a_reasoning_model_as_a_thinking_one() -> None:
+    more = {"worker": "w", "version": "1", "model": "m", "context_tokens": 2048, "reasoning": True}
+    model = Model("m", unloaded(**more))
+    (studio,) = page_v0([model])["data"]
+    assert (studio["state"], studio["max_context_length"]) == ("not-loaded", 2048)
+    assert "loaded_context_length" not in studio
+    assert answers.running([model]) == {"models": []}
+    assert answers.shown(model)["capabilities"] == ["completion", "tools", "thinking"]
 
 
 async def test_ollama_requests_that_cannot_be_served_are_refused_with_the_reason(

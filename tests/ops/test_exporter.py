@@ -43,6 +43,7 @@ LABELS = {
     "version",
     "kv_layers",
     "sampling",
+    "reasoning",
     "snapshots",
     "by_tenant",
 } | {

@@ -53,6 +53,11 @@ class AnswerMarkup:
     form: tuple[str, str | None] = ('\n{"name": "NAME", "arguments": ', "}\n")
 
     @property
+    def has_reasoning(self) -> bool:
+        """Whether the model marks reasoning."""
+        return self.is_harmony or self.reasoning is not None
+
+    @property
     def calls(self) -> tuple[str, str]:
         """The begin and end markers of calls in the first of `forms`; an empty text for a missing marker."""
         if self.is_harmony:

@@ -122,7 +122,7 @@ class Formats:
             what = "the tools" if tools else "response_format"
             raise RefusedError("invalid_request", f"{what} cannot be followed: {error}") from error
         markup = self._tokenizer.markup
-        if request.reasoning.budget is not None and not (markup.reasoning or markup.is_harmony):
+        if request.reasoning.budget is not None and not markup.has_reasoning:
             warnings = (*warnings, "this model marks no reasoning: its budget has no effect")
         if splits:
             may_call = bool(tools) and found is not None
