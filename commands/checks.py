@@ -118,7 +118,7 @@ def _mlx() -> Check:
         version, device = json.loads(answer.stdout)
     except subprocess.CalledProcessError as error:
         words = str(error.stderr).strip().splitlines() or [f"it ended with code {error.returncode}"]
-        mend = "run make setup again; on Linux the mlx[cpu] package is needed, or mlx[cuda12] or mlx[cuda13]"
+        mend = "pip install 'turnkeep[cpu]' on Linux, 'turnkeep[cuda13]' for a GPU; or run make setup again"
         return Check("MLX", "fail", words[-1], "an MLX that runs here", mend)
     except (subprocess.TimeoutExpired, ValueError) as error:
         return Check("MLX", "fail", str(error), "an MLX that answers", "run make setup again")
@@ -126,9 +126,12 @@ def _mlx() -> Check:
 
 
 def _blas() -> Check:
-    from worker.models.blas import preload
+    from worker.models.blas import BackEndError, preload
 
-    status = preload()
+    try:
+        status = preload()
+    except BackEndError as error:
+        return Check("BLAS", "fail", "", *str(error).split(": ", 1))
     if status.advice:
         missing, _, mend = status.advice.partition("; ")
         found = status.library or ("MLX's reference BLAS" if status.needed else "two back ends of MLX")

@@ -80,6 +80,14 @@ def test_a_gpu_build_of_mlx_needs_no_openblas() -> None:
     assert run(cuda + "print(preload())") == ["BlasStatus(library=None, needed=False, advice='')"]
 
 
+def test_preload_names_the_extras_if_mlx_has_no_back_end(tmp_path: Path) -> None:
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").touch()
+    alone = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+    (line,) = run(alone + "try:\n    preload()\nexcept Exception as error:\n    print(error)")
+    assert line.startswith("MLX has no back end: pip install 'turnkeep[cpu]' ")
+
+
 def test_preload_advises_to_uninstall_one_of_two_installed_mlx_back_ends() -> None:
     both = "from worker.models import blas\nblas._is_installed = {'mlx-cpu', 'mlx-cuda-13'}.__contains__\n"
     (line,) = run(both + "print(preload().advice)")

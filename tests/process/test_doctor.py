@@ -132,7 +132,7 @@ def test_a_broken_mlx_fails_the_doctors_check_without_crashing_the_doctor(monkey
     found = commands.checks._mlx()
     assert found.state == "fail"
     assert "cannot open shared object file" in found.found
-    assert "mlx[cpu]" in found.mend
+    assert "turnkeep[cpu]" in found.mend
     monkeypatch.setattr(commands.checks, "_ASK_MLX", "import os; os.abort()")
     assert commands.checks._mlx().state == "fail"
 

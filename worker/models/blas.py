@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import _ctypes
 import ctypes
+import importlib.util
 import os
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Final
+
+from turnkeep_client.errors import TurnkeepError
 
 #: Fedora's threaded build has a p in its name; Debian's alternatives use the plain name.
 SONAMES: Final = ("libopenblasp.so.0", "libopenblas.so.0", "libopenblas.so")
@@ -37,6 +40,10 @@ _CUDA: Final = ("mlx-cuda", "mlx-cuda-12", "mlx-cuda-13")
 _INSTALL: Final = "apt-get install libopenblas0-pthread (Fedora: dnf install openblas-threads)"
 
 
+class BackEndError(TurnkeepError):
+    """MLX cannot compute here, as only its package without a back end is installed."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlasStatus:
     """The result of `preload`. `advice` is one line for the operator, empty if there is nothing to do."""
@@ -49,8 +56,13 @@ class BlasStatus:
 def preload(sonames: tuple[str, ...] = SONAMES) -> BlasStatus:
     """Load OpenBLAS with global symbols if MLX will compute on a Linux CPU.
 
-    Call it before importing `mlx.core`, from any thread; later calls change nothing.
+    Call it before importing `mlx.core`, from any thread; later calls change nothing. Raises `BackEndError`.
     """
+    if lacks_back_end():
+        raise BackEndError(
+            "MLX has no back end: pip install 'turnkeep[cpu]' brings the one for Linux CPUs, pip install"
+            " 'turnkeep[cuda13]' the one for NVIDIA GPUs"
+        )
     if not computes_on_linux_cpu():
         return BlasStatus(None, needed=False, advice=_clash())
     earlier = _is_global()
@@ -75,6 +87,13 @@ def preload(sonames: tuple[str, ...] = SONAMES) -> BlasStatus:
     )
 
 
+def lacks_back_end() -> bool:
+    """Return whether MLX is installed without the library that its packages for CPUs and for CUDA contain."""
+    mlx = importlib.util.find_spec("mlx") if sys.platform == "linux" else None
+    places = (mlx and mlx.submodule_search_locations) or ()
+    return bool(places) and not any((Path(place) / "lib" / "libmlx.so").exists() for place in places)
+
+
 def computes_on_linux_cpu() -> bool:
     """Return whether MLX uses its Linux CPU back end; macOS has Accelerate, and CUDA its own BLAS."""
     return sys.platform == "linux" and not any(map(_is_installed, _CUDA))
@@ -83,7 +102,7 @@ def computes_on_linux_cpu() -> bool:
 def _clash() -> str:
     """Return advice if MLX's packages for the CPU and for CUDA are both installed; "" if not.
 
-    Both own `mlx/lib/libmlx.so`, so MLX uses the last one installed. An extra cannot exclude a package.
+    Both own `mlx/lib/libmlx.so`, so MLX uses the last one installed.
     """
     found = next(filter(_is_installed, _CUDA), None)
     if found is None or not _is_installed(_CPU):
