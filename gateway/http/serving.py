@@ -70,7 +70,9 @@ class _Protocol(H11Protocol):
 
 def server(gateway: Gateway) -> uvicorn.Server:
     """Return the uvicorn server that runs the gateway's application."""
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else clients that send nonsense fill the log
+    errors = logging.getLogger("uvicorn.error")
+    errors.setLevel(logging.ERROR)  # else clients that send nonsense fill the log
+    errors.addFilter(_is_no_cancellation)
     made = uvicorn.Server(
         uvicorn.Config(
             gateway.app,
@@ -86,6 +88,11 @@ def server(gateway: Gateway) -> uvicorn.Server:
     )
     gateway.is_stopping = lambda: made.should_exit
     return made
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Drop tracebacks of answers that were cut off by a stop: uvicorn logs their number in one line before."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 async def serve(gateway: Gateway, server: uvicorn.Server, listener: socket.socket) -> None:

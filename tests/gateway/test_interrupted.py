@@ -17,6 +17,7 @@ import httpx2
 import pytest
 from parts import free_port
 
+from gateway.http import serving
 from turnkeep_client.errors import NoAnswerError
 from turnkeep_client.messages import (
     Close,
@@ -235,6 +236,25 @@ async def test_a_stopped_gateway_leaves_running_answers_to_clients_that_send_the
     assert again.text == result.text
     requests = [decode_request(one.body) for one in await worker.client.log(name) if one.kind == "in"]
     assert not any(isinstance(one, Close) for one in requests)
+
+
+async def test_a_gateway_that_cuts_an_answer_off_as_it_stops_logs_one_line_and_no_traceback(
+    local_worker: Start,
+    door: Start,
+    endless_model: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving, "_DRAIN_S", 1)
+    worker = await local_worker(model=str(endless_model))
+    stopped, one = await door(worker.settings.nats, worker.settings.prefix), Followed()
+    asking = asyncio.create_task(one.follow(stopped.url, question("Begin.", 1900)))
+    await until(lambda: len(one.text) > 20)
+    stopped.server.should_exit = True
+    await stopped.task
+    asking.cancel()
+    (line,) = [record for record in caplog.records if record.name == "uvicorn.error"]
+    assert (line.exc_info, line.getMessage().startswith("Cancel 1 running task(s)")) == (None, True)
 
 
 async def test_an_answer_that_a_restarted_gateway_finds_running_and_no_client_takes_is_removed_when_idle(
