@@ -91,7 +91,7 @@ def server(gateway: Gateway) -> uvicorn.Server:
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """Drop tracebacks of answers that were cut off by a stop: uvicorn logs their number in one line before."""
+    """Drop tracebacks of answers that a stop cut off: uvicorn logs their number in one line before."""
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
