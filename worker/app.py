@@ -429,7 +429,7 @@ class App:
             self._store,
             subjects,
             services.fold,
-            self._embedder(services.shares),
+            self._embedder(services),
             model=loaded.name,
             metrics=lambda: self._metrics(intake),
         )
@@ -461,13 +461,14 @@ class App:
     async def _erase(self, key: SessionKey) -> bool:
         return await self._sessions.erase(key)
 
-    def _embedder(self, shares: Shares) -> Embedder:
+    def _embedder(self, services: Services) -> Embedder:
         loaded = self._model.loaded
         told = loaded.config, loaded.folder, self._settings.pooling
         return Embedder(
             self._engine,
             loaded.tokenizer,
-            shares,
+            services.shares,
+            services.fold.tokenising,
             refusal=no_embeddings(loaded.model, *told),
             judging=judging(loaded.tokenizer, *told),
             model=loaded.name,

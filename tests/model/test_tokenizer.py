@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -161,6 +163,28 @@ def test_several_threads_can_use_one_tokenizer_at_once(tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.model
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_other_threads_run_while_a_long_text_is_tokenised(tokenizer: Tokenizer, is_marked: bool) -> None:
+    text = "The quick brown fox. " * 5_000
+    if is_marked:
+        text = tokenizer.as_text("<|im_start|>" + text)
+    begun, ended, pauses = threading.Event(), threading.Event(), 0
+
+    def tokenise() -> None:
+        begun.set()
+        tokenizer.encode(text, at_start=False)
+        ended.set()
+
+    thread = threading.Thread(target=tokenise)
+    thread.start()
+    begun.wait()
+    while not ended.is_set():
+        time.sleep(0.001)
+        pauses += 1
+    thread.join()
+    assert pauses > 10
+
+
 def test_loading_a_tokenizer_prints_and_warns_nothing(packaged_folder: Path) -> None:
     code = (
         "import os, sys, pathlib\nfrom worker.models.tokenizer import Tokenizer\nbefore = dict(os.environ)\n"

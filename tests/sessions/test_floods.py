@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 from nats.js import JetStreamContext
 from raw_wire import LONG, Start, Wire, append, generate
 
+from worker.sessions.fold import Fold
+from worker.sessions.history import History
 from worker.sessions.record import Record
 from worker.sessions.session import Session
 from worker.sessions.session_log import SessionLog
@@ -332,6 +335,29 @@ async def test_a_tenants_questions_about_many_sessions_do_not_delay_another_tena
     num_before = num_answered
     await asyncio.gather(*asked)
     assert num_before < 20
+
+
+@pytest.mark.real
+async def test_a_tenants_many_long_texts_are_tokenised_in_turn_with_another_tenants(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, extend, tokenised = await wire(), Fold.extend, list[str]()
+    one.worker.app._sessions._services.fold.tokenising.num_free = 1  # as on two CPUs
+
+    def slow(fold: Fold, history: History, request: Any, answer: Any = None) -> Any:
+        time.sleep(0.05)  # tokenising a long text
+        tokenised.append(request.id)
+        return extend(fold, history, request, answer)
+
+    monkeypatch.setattr(Fold, "extend", slow)
+    said = {"type": "append", "messages": [{"role": "user", "content": "e"}]}
+    flood = [await one.publish(f"s{n}", {**said, "id": f"r{n}"}, tenant="loud") for n in range(24)]
+    while len(tokenised) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    mine = await one.publish("s", {**said, "id": "mine"}, tenant="quiet")
+    for seq in (mine, *flood):
+        assert (await one.result(seq))["type"] == "appended"
+    assert tokenised.index("mine") < 12
 
 
 def peak_bytes(pid: int) -> int:

@@ -117,7 +117,7 @@ class ControlTokens:
         parts = text.split(_MARK)
         plain = "".join(parts)
         marks = _mark_positions(parts)
-        found = self._rust.encode(plain, add_special_tokens=False)
+        found = self._rust.encode_batch([plain], add_special_tokens=False)[0]  # as in `Tokenizer`
         cuts = [
             start + 1
             for token, (start, end) in zip(found.ids, found.offsets, strict=True)
@@ -136,7 +136,7 @@ class ControlTokens:
 
     def _mark(self, text: str, forbidden: frozenset[int]) -> str:
         if self._first.search(text):
-            ids = self._rust.encode(text, add_special_tokens=False).ids
+            ids = self._rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
             if not forbidden.isdisjoint(ids) or any(name in text for name in self._normalized):
                 return _with_marks(text)
         return self._mark_ends(text)

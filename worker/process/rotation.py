@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from anyio import Event
 
+from .concurrency import in_thread
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Rotation:
@@ -31,6 +36,11 @@ class Rotation:
             yield
         finally:
             self._pass_on()
+
+    async def in_thread(self, tenant: str, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """Wait for a place, and run blocking work on a thread."""
+        async with self.enter(tenant):
+            return await in_thread(work, *args, **named)
 
     async def _wait(self, tenant: str) -> None:
         entered = Event()

@@ -26,7 +26,6 @@ from turnkeep_client.messages import (
     decode_control,
     failure,
 )
-from worker.process.concurrency import in_thread
 from worker.wire.fence import FencedError
 
 from .history import RefusedError
@@ -111,7 +110,7 @@ class Control:
         if session.diverged is not None:
             return failure(None, "history_diverged", session.diverged)
         if isinstance(request, CountRequest):
-            return await self._count(history, request)
+            return await self._count(key.tenant, history, request)
         is_open = history.exists and not history.closed
         if isinstance(request, InfoRequest) and (is_open or session.pending):
             return await self._info(session, request)
@@ -123,7 +122,7 @@ class Control:
             None, "unknown_session", "there is no such session; an append or a generate starts one"
         )
 
-    async def _count(self, history: History, request: CountRequest) -> Counted | Failed:
+    async def _count(self, tenant: str, history: History, request: CountRequest) -> Counted | Failed:
         """Count the tokens that a generate would add; a closed or unknown session counts as a new one."""
         if history.closed or not history.exists:
             history = self._fold.begin(datetime.now(UTC))
@@ -138,7 +137,7 @@ class Control:
                 tools=request.tools,
                 chat_template_kwargs=request.chat_template_kwargs,
             )
-            extended = await in_thread(self._fold.extend, history, asked)
+            extended = await self._fold.extended(tenant, history, asked)
         except (RefusedError, ValueError) as error:
             return _refused(str(error))
         except CutOffError:

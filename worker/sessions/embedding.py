@@ -15,7 +15,7 @@ import numpy as np
 from cache.names.tokens import as_tokens
 from turnkeep_client.messages import Embedded, EmbedRequest, Failed, Reranked, failure
 from turnkeep_client.subjects import SessionKey
-from worker.process.concurrency import in_thread, task_group
+from worker.process.concurrency import task_group
 
 from .port import DeviceFaultError, NoMemoryError, StoppingError
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import RerankRequest
     from worker.models.tokenizer import Tokenizer
+    from worker.process.rotation import Rotation
 
     from .port import EnginePort
     from .shares import Shares
@@ -51,6 +52,7 @@ class Embedder:
         engine: EnginePort,
         tokenizer: Tokenizer,
         shares: Shares,
+        tokenising: Rotation,
         *,
         refusal: str | None,
         judging: tuple[int, ...] | str,
@@ -68,6 +70,7 @@ class Embedder:
         self._engine = engine
         self._tokenizer = tokenizer
         self._shares = shares
+        self._tokenising = tokenising
         self._refusal = refusal
         self._judging = judging
         self._model = model
@@ -92,7 +95,7 @@ class Embedder:
             return failure(None, "invalid_request", why)
         if (most := int(self._max_bytes * _FILLED / _NUMBER_BYTES / size)) < len(request.inputs):
             return failure(None, "invalid_request", f"a reply takes {most} vectors: send fewer inputs")
-        prompts = await in_thread(self._tokenised, request.inputs)
+        prompts = await self._tokenising.in_thread(tenant, self._tokenised, request.inputs)
         vectors = await self._run(tenant, prompts, "inputs")
         if isinstance(vectors, Failed):
             return vectors
@@ -106,7 +109,8 @@ class Embedder:
         if isinstance(self._judging, str):
             return failure(None, "invalid_request", self._judging)
         in_pairs = len(self._judging) == 1
-        prompts = await in_thread(self._paired if in_pairs else self._judged, request)
+        prompted = self._paired if in_pairs else self._judged
+        prompts = await self._tokenising.in_thread(tenant, prompted, request)
         logits = await self._run(tenant, prompts, "documents", logits_of=self._judging)
         if isinstance(logits, Failed):
             return logits

@@ -204,7 +204,7 @@ class Execution:
     ) -> tuple[Result, History]:
         policy = history.policy
         self._limits.check_policy(policy)
-        extended = await self._extend(history, request)
+        extended = await self._extend(key, history, request)
         tokens = extended.history.tokens
         self._limits.check_size(len(tokens), policy, room=0)
         turn, live_bytes = None, self._engine.live_bytes(key, history.tokens, policy)
@@ -300,7 +300,7 @@ class Execution:
             reading = tasks.start_soon(
                 self._journal.chunks.read, key, request.id, pending.seq, pending.stored
             )
-            extended = await self._extend(history, request)
+            extended = await self._extend(key, history, request)
             published = await reading
         if published.has_ended and await self._journal.last_seq(key, "out") > pending.after:
             raise FencedError("the answer has a result already")  # a lagging replica did not show it
@@ -324,7 +324,7 @@ class Execution:
         chunk = joined(published.chunks)
         calls = _whole_calls(chunk.tool_calls)
         message = spoken(chunk.text, chunk.reasoning, calls)
-        extended = await in_thread(self._fold.extend, history, request, message)
+        extended = await self._fold.extended(key.tenant, history, request, message)
         return begun_elsewhere(pending, chunk, calls, history, extended), extended.history
 
     async def _score(
@@ -343,14 +343,14 @@ class Execution:
             self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
         return turn
 
-    async def _extend(self, history: History, request: Append | Generate) -> Input:
+    async def _extend(self, key: SessionKey, history: History, request: Append | Generate) -> Input:
         """Add a request's input to a history, on a thread if it may be long. Raises `RefusedError`."""
         for one in [] if self._placeholders else unread(request.messages or ()):
             if one.is_lost:
                 raise RefusedError("invalid_request", f"{one.where}: {one.refusal}")
         num_given = len(request.text or request.tokens or ()) + len(getattr(request, "prefix", ""))
         if request.messages or num_given > _LITTLE or history.conversation.has_messages:
-            return await in_thread(self._fold.extend, history, request)
+            return await self._fold.extended(key.tenant, history, request)
         return self._fold.extend(history, request)
 
     def _resume(self, published: list[Chunk], answer: Answer) -> None:

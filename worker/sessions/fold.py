@@ -7,6 +7,7 @@ tokenised with the model's tokenizer (`extend`), which leads to the same history
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from turnkeep_client.messages import (
     Rewind,
     Rewound,
 )
+from worker.process.rotation import Rotation
 from worker.text.harmony import FINAL
 from worker.text.templates import Addition, Conversation, Said, TemplateError
 
@@ -51,9 +53,9 @@ if TYPE_CHECKING:
 
 
 class Fold:
-    """Applies requests to histories with one model's tokenizer. Thread-safe: it has no state.
+    """Applies requests to histories with one model's tokenizer. Thread-safe but for `tokenising`.
 
-    Tokenising a long text takes long, so call `extend` on a thread, not on the event loop.
+    Tokenising a long text takes long, so the event loop awaits `extended`, which calls `extend` on a thread.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class Fold:
         """
         self.policy = policy
         self.model = model or Model(name="model")
+        #: So that one tenant's many long texts do not take all CPUs while another tenant waits.
+        self.tokenising = Rotation(max((os.cpu_count() or 1) // 2, 1))
         self._tokenizer = tokenizer
         self._takes_over = takes_over
 
@@ -108,6 +112,12 @@ class Fold:
                 "invalid_request",
                 f"cannot rewind to {request.position}: the session is at position {history.position}",
             )
+
+    async def extended(
+        self, tenant: str, history: History, request: Append | Generate, answer: Message | None = None
+    ) -> Input:
+        """Call `extend` on a thread, once the tenant's turn has come. Event loop only."""
+        return await self.tokenising.in_thread(tenant, self.extend, history, request, answer)
 
     def extend(self, history: History, request: Append | Generate, answer: Message | None = None) -> Input:
         """Tokenise a request's input and add it to a history; for a generate, also add the answer header.
