@@ -84,6 +84,7 @@ class Rig:
         block_tokens: int,
         max_batch: int,
         room: Callable[[], int] | None,
+        stall_s: float,
         limit_bytes: int | None = None,
         trials: Path | None = None,
     ) -> None:
@@ -98,7 +99,7 @@ class Rig:
             self.deaths.append,
             block_tokens=block_tokens,
             max_batch=max_batch,
-            stall_s=0.25,
+            stall_s=stall_s,
             limit_bytes=limit_bytes,
             trials=trials,
         )
@@ -178,6 +179,7 @@ def make_rig(trials: Path) -> Iterator[Callable[..., Rig]]:
         block_tokens: int = BLOCK,
         max_batch: int = 8,
         room: Callable[[], int] | None = None,
+        stall_s: float = 0.25,
         limit_bytes: int | None = None,
     ) -> Rig:
         own = type(model).__module__.startswith("mlx_lm.")  # else a test's, which may be made to fail a trial
@@ -187,6 +189,7 @@ def make_rig(trials: Path) -> Iterator[Callable[..., Rig]]:
                 block_tokens=block_tokens,
                 max_batch=max_batch,
                 room=room,
+                stall_s=stall_s,
                 limit_bytes=limit_bytes,
                 trials=trials if own else None,
             )

@@ -1,7 +1,8 @@
-"""Memory limits on Metal, CUDA and a CPU, and prefill in pieces of several blocks."""
+"""Memory limits on Metal, CUDA and a CPU, and prefill in steps of several blocks."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import mlx.core as mx
@@ -108,3 +109,30 @@ def test_a_prompt_without_others_prefills_several_blocks_per_step_and_snapshots_
         (start, start + BLOCK) for start in range(0, 7 * BLOCK, BLOCK)
     ]
     assert rig.tokens(turn) == alone(model, tokens, 5)[0]
+
+
+def test_sixteen_prompts_that_arrive_together_are_prefilled_in_one_step(
+    make_model, make_rig, monkeypatch
+) -> None:
+    """They arrive while another prompt's step runs. A step may have 16 blocks, as on CUDA."""
+    many = machine.Profile(1 << 24, frozenset(), 1, prompt_blocks=16, pooled_rows=3, merged_rows=2)
+    monkeypatch.setattr(machine, "profile", lambda: many)
+    model = make_model("llama")
+    rig = make_rig(model, block_tokens=128, max_batch=32, stall_s=600.0)
+    batch, arrived, steps = rig.device._runner._batch, threading.Event(), []
+    run = batch._run
+
+    def counted(parts: Any, tokens: Any, pieces: Any = ()) -> Any:
+        steps.extend([len(pieces)] if pieces else [])
+        assert arrived.wait(20)
+        return run(parts, tokens, pieces)
+
+    monkeypatch.setattr(batch, "_run", counted)
+    turns = [generate(prompt(128, salt=i), 3, name=f"s{i}") for i in range(17)]
+    for turn in turns:
+        rig.device.submit(turn)
+    arrived.set()
+    rig.finish(*turns)
+    assert len(steps) == 2, steps
+    for i in (0, 16):
+        assert rig.tokens(turns[i]) == alone(model, prompt(128, salt=i), 3, block=128)[0]

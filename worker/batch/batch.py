@@ -22,7 +22,7 @@ from cache.kv import layers
 
 from .parts import OwnPart
 from .row_sampler import Draw, Sampling
-from .sampling import Choice, Logprobs, draw_all, waits_for_logits
+from .sampling import Choice, Logprobs, draw_all, rows_of, waits_for_logits
 from .speculation import NOTHING, Speculation
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ class Batch:
         if found is None:
             return None
         drafts, parts = found
-        logits = self._run(parts, launched.choice.tokens[mx.array([order[row] for row, _ in drafts])])
+        logits = self._run(parts, rows_of(launched.choice.tokens, [order[row] for row, _ in drafts]))
         draws = [draw for row, _ in drafts for draw in row.sampler.draws(num_ahead=1)]
         choice = draw_all(logits, draws)
         logprobs = Logprobs(logits, choice.tokens, draws)

@@ -158,13 +158,15 @@ class Forward:
         prompts = zip(pieces, ends[num_parts:], strict=True)
         wanted += [at for piece, end in prompts for at in range(end - piece.num_logits, end)]
         offsets = _Offsets(parts)
+        num_tokens = ends[-1] if ends else 0
         if self.products is not None:
-            self.products.begin(ends[-1] if ends else 0)
+            self.products.begin(num_tokens)
         views = [
             _LayerView(i, parts, ends, offsets.of(i), self.rotations[i] if self.rotations else None)
             for i in range(self._num_layers)
         ]
-        chosen = mx.array(wanted or [0])
+        # A step without prompts wants all: an array of positions would be one more copy from the host.
+        chosen = slice(None) if len(wanted) == num_tokens else mx.array(wanted or [0])
         model = self._model.model if hidden else self._model
         if self._selected is None:
             outputs = model(tokens[:, None], cache=views)[chosen]
@@ -178,7 +180,7 @@ class Forward:
         return last
 
 
-def _select_hidden(model: Any) -> list[mx.array] | None:
+def _select_hidden(model: Any) -> list[mx.array | slice] | None:
     """Patch the model so that its output head runs only for chosen positions.
 
     If it runs for all positions, the head takes a tenth of a pass.
@@ -191,9 +193,9 @@ def _select_hidden(model: Any) -> list[mx.array] | None:
         return None
     kind = type(inner)
     if hasattr(kind, "selected"):  # patched by an earlier `Forward`
-        earlier: list[mx.array] = kind.selected
+        earlier: list[mx.array | slice] = kind.selected
         return earlier
-    selected: list[mx.array] = []
+    selected: list[mx.array | slice] = []
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
         hidden = kind.__call__(self, *args, **options)

@@ -53,15 +53,14 @@ def draw_all(logits: mx.array, draws: Sequence[Draw]) -> Choice:
     if not others:
         return Choice(likeliest, mx.isfinite(highest))
     # On a GPU argmax ignores NaN, but max does not; a NaN would make the draw meaningless.
-    highest[mx.array(others)] = mx.max(_rows(logits, others), axis=-1)
+    highest = _put(highest, others, mx.max(rows_of(logits, others), axis=-1))
     # Always float32: bf16 has too few bits for a cumulative sum over a whole vocabulary.
-    some = _changed(_rows(logits, others).astype(mx.float32), [draws[i] for i in others])
+    some = _changed(rows_of(logits, others).astype(mx.float32), [draws[i] for i in others])
     hot = [i for i, at in enumerate(others) if not draws[at].sampling.is_greedy]
     drawn = mx.argmax(some, axis=-1)
     if hot:
-        drawn[mx.array(hot)] = _sampled(_rows(some, hot), [draws[others[i]] for i in hot])
-    likeliest[mx.array(others)] = drawn
-    return Choice(likeliest, mx.isfinite(highest))
+        drawn = _put(drawn, hot, _sampled(rows_of(some, hot), [draws[others[i]] for i in hot]))
+    return Choice(_put(likeliest, others, drawn), mx.isfinite(highest))
 
 
 def waits_for_logits(sampling: Sampling) -> bool:
@@ -93,9 +92,9 @@ class Logprobs:
         self.arrays: list[mx.array] = []
         if not self._rows:
             return
-        some = _rows(logits, self._rows).astype(mx.float32)
+        some = rows_of(logits, self._rows).astype(mx.float32)
         some -= mx.logsumexp(some, axis=-1, keepdims=True)
-        self.arrays.append(mx.take_along_axis(some, _rows(choice, self._rows)[:, None], axis=-1)[:, 0])
+        self.arrays.append(mx.take_along_axis(some, rows_of(choice, self._rows)[:, None], axis=-1)[:, 0])
         most = min(max(self._counts), some.shape[-1])
         if most:
             ids = mx.argpartition(-some, most - 1, axis=-1)[:, :most]
@@ -212,11 +211,11 @@ def _filtered(scaled: mx.array, samplings: Sequence[Sampling]) -> mx.array:
     groups = []
     for rows, rank in ((few, _first), (any_number, _until_enough), (rest, None)):
         if rows:
-            mine, own = _rows(scaled, rows), [samplings[i] for i in rows]
+            mine, own = rows_of(scaled, rows), [samplings[i] for i in rows]
             groups.append(mine if rank is None else _nucleus(mine, *rank(mine, own), own))
     # Concatenate and reorder: assigning to rows takes ten times as long on a CPU.
     order = [*few, *any_number, *rest]
-    kept = _rows(mx.concatenate(groups), [order.index(i) for i in range(len(order))])
+    kept = rows_of(mx.concatenate(groups), [order.index(i) for i in range(len(order))])
     if any(sampling.min_p > 0.0 for sampling in samplings):
         # p >= min_p * p_max, written in logits: the softmax's denominator is the same on both sides.
         least = mx.max(scaled, axis=-1, keepdims=True) + mx.log(mx.array([[s.min_p] for s in samplings]))
@@ -273,8 +272,17 @@ def _ranked(scaled: mx.array, num: int) -> mx.array:
     return -mx.sort(-scaled, axis=-1)
 
 
-def _rows(array: mx.array, rows: list[int]) -> mx.array:
+def rows_of(array: mx.array, rows: list[int]) -> mx.array:
+    """Return these rows of an array; the array itself if they are all its rows in order."""
     return array if rows == list(range(array.shape[0])) else array[mx.array(rows)]
+
+
+def _put(array: mx.array, rows: list[int], values: mx.array) -> mx.array:
+    """Return `array` with `values` in these rows; `array` itself may change."""
+    if rows == list(range(array.shape[0])):
+        return values
+    array[mx.array(rows)] = values
+    return array
 
 
 def _needs_every_rank(sampling: Sampling) -> bool:

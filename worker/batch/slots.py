@@ -206,13 +206,17 @@ class PoolPart:
         self._sights: dict[tuple[int, int, int], Sight] = {}  # by ring kind; most models have one
         # Attention runs over all slots from the first row's to the last row's, even the free ones between.
         self._first, self._num = slots[0], slots[-1] + 1 - slots[0]
-        self._dense = self._num == len(slots)
         self._span = max(lengths) + num_each
-        self._places = mx.array([slot - self._first for slot in slots])
-        rows = dict(zip(slots, range(len(slots)), strict=True))
-        self._rows = [rows.get(self._first + i, 0) for i in range(self._num)]
-        self._held = [lengths[row] for row in self._rows]
-        ends = mx.array(self._held)[:, None] + mx.arange(num_each)
+        rows = {slot: row for row, slot in enumerate(slots)}
+        spread = [rows.get(self._first + i, 0) for i in range(self._num)]
+        self._held = [lengths[row] for row in spread]
+        # Each array made from numbers of the host is a copy to the device.
+        self._at = mx.array(self.offsets).reshape(-1, num_each)
+        self._spread = self._places = None  # the slots are the rows
+        if self._num > len(slots):
+            self._spread = mx.array(spread)
+            self._places = mx.array([slot - self._first for slot in slots])
+        ends = self._at if self._spread is None else self._at[self._spread]
         self._mask = (mx.arange(self._span) <= ends[:, :, None])[:, None]
 
     def grid(self, layer: int) -> int:
@@ -234,12 +238,12 @@ class PoolPart:
         """Return the indices in a flat buffer for the new tokens, ordered by slot, token and head."""
         key = (buffer.heads, 0, 0) if ring is None else (buffer.heads, ring.sink, ring.window)
         if key not in self._ends:
-            places = self.offsets
+            at = self._at
             if ring is not None:
-                places = [place_of(at, ring.sink, ring.capacity) for at in places]
+                places = [place_of(position, ring.sink, ring.capacity) for position in self.offsets]
+                at = mx.array(places).reshape(-1, self._num_each)
             first = (self._slots * buffer.heads + mx.arange(buffer.heads)) * buffer.capacity
-            at = mx.array(places).reshape(-1, self._num_each, 1)
-            self._ends[key] = (first[:, None] + at).reshape(-1)
+            self._ends[key] = (first[:, None] + at[:, :, None]).reshape(-1)
         return self._ends[key]
 
     def attend(self, layer: int, queries: mx.array, mask: Any, attention: Attention) -> mx.array:
@@ -252,13 +256,13 @@ class PoolPart:
         if self._num_each > 1:  # (rows, heads, tokens, head_dim)
             num, heads, _, size = queries.shape
             queries = queries.reshape(-1, self._num_each, heads, size).transpose(0, 2, 1, 3)
-        spread = queries if self._dense else queries[mx.array(self._rows)]
+        spread = queries if self._spread is None else queries[self._spread]
         found: mx.array
         if sight is None:
             found = attention(spread, keys, values, cache=None, mask=mask)
         else:
             found = attention.to_ring(spread, (keys, values), sight, lambda array: array)
-        found = found if self._dense else found[self._places]
+        found = found if self._places is None else found[self._places]
         if self._num_each > 1:
             found = found.transpose(0, 2, 1, 3).reshape(num, heads, 1, -1)
         return found
