@@ -40,7 +40,7 @@ _ENDS: Final = {
     "cancelled": "stopped",
     "expired": "ended at its deadline",
     "tool_calls": "",
-    "model_changed": "ended where another model had begun it",
+    "model_changed": "cut: the model was changed",
     "given_up": "given up by the worker",
 }
 

@@ -48,8 +48,13 @@ def conversation(entries: Sequence[Entry]) -> Iterator[Turn]:
 
 
 def taken_over(result: Appended | Generated) -> str:
-    """Name a turn's model and the one before, if the session has changed from one to the other; else ""."""
+    """Name a turn's model and the one before, if the session has changed from one to the other; else "".
+
+    An answer that another model had begun is of that model, which is taken to be that of the turn before.
+    """
     model, before = result.model, result.previous_model
+    if model is not None and isinstance(result, Generated) and result.finish_reason == "model_changed":
+        return f"by {before.name if before else 'another model'}, ended by {model.name}"
     if model is None or before is None:
         return ""
     differs = "another tokenizer" if model.tokenizer != before.tokenizer else "other weights"
