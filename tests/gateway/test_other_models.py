@@ -37,6 +37,8 @@ async def test_conversations_over_http_and_on_the_command_line_go_on_with_anothe
 
     other = make_tiny_model(tmp_path / "other", merges=[("O", "n"), ("On", "e"), ("T", "w"), ("Tw", "o")])
     worker = await local_worker(model=str(other))
+    info = await command("info", "cli", *where(worker))
+    assert re.search(r"last answered by +endless$", info.stdout, re.MULTILINE)
     said += [assistant(first.choices[0].message.content), user("Two")]
     second, *where_to = await ask(gateway, said, temperature=0)
     assert where_to == [http, "continued"]
