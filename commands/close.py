@@ -168,5 +168,7 @@ async def start_of_last(client: Client, session: str, count: int) -> tuple[int, 
         raise InvalidMessageError(f"the session has {len(past)} exchanges, not {count}")
     exchange = past[-count]
     if exchange.start is None:
-        raise InvalidMessageError("the chat template rewrote the text before it; rewind further")
+        raise InvalidMessageError(
+            "the text before it was rewritten since (other tools, chat template or model); rewind further"
+        )
     return exchange.start, exchange.question, position

@@ -105,6 +105,7 @@ async def print_info(client: Client, name: str | None, *, as_json: bool = False)
         ("state", session.state + (f" ({session.active})" if session.active else "")),
         ("position", f"{session.position} tokens"),
         *_origin(session),
+        *_answered_by(session),
         *_policy(session),
         ("KV on the device", size(session.kv_live_bytes)),
         *_pinned(session),
@@ -127,6 +128,12 @@ def _origin(session: SessionInfo) -> list[tuple[str, str]]:
     parent, tags = session.parent, session.tags
     rows = [] if parent is UNSET else [("forked from", f"{parent.session} at position {parent.position}")]
     return rows if tags is UNSET else [*rows, ("tags", ", ".join(tags))]
+
+
+def _answered_by(session: SessionInfo) -> list[tuple[str, str]]:
+    """Name the model of a session's last turn, if it is another one than the worker's."""
+    last = session.answered_by
+    return [] if last is UNSET or last.name == session.model else [("last answered by", last.name)]
 
 
 def _policy(session: SessionInfo) -> list[tuple[str, str]]:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class Exchange:
     """One question and its answer: the session's tokens from `start` to `end`.
 
-    `start` is None if unknown: either the part of the log that was read starts with this exchange, or the
-    chat template rewrote the text before it, then or in a later turn.
+    `start` is None if unknown: either the part of the log that was read starts with this exchange, or tokens
+    before it were replaced, then or in a later turn. If its own tokens were replaced, they end behind `end`.
     """
 
     question: str
@@ -83,7 +83,7 @@ def _exchanges(entries: Iterable[Entry], position: int | None = None) -> tuple[l
                 case _ if isinstance(result, Failed) or result.repeat_of is not None:
                     continue  # the request changed nothing
                 case Appended(rewritten_from=int(kept)) | Generated(rewritten_from=int(kept)):
-                    found = [one if (one.start or 0) <= kept else replace(one, start=None) for one in found]
+                    found = [_moved(one, kept) for one in found]
             match result:
                 case Generated() if isinstance(request, Generate) and result.tokens:
                     start = position if result.rewritten_from is None else None
@@ -94,6 +94,12 @@ def _exchanges(entries: Iterable[Entry], position: int | None = None) -> tuple[l
                     found = [one for one in found if one.end <= result.position]
             position = 0 if isinstance(result, Closed) else result.position
     return found, position
+
+
+def _moved(exchange: Exchange, kept: int) -> Exchange:
+    """Return an exchange after the tokens from `kept` on were replaced: it ends somewhere behind `kept`."""
+    start = exchange.start if (exchange.start or 0) <= kept else None
+    return replace(exchange, start=start, end=min(exchange.end, kept + 1))
 
 
 def _question(request: Generate) -> str:

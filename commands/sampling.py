@@ -50,6 +50,8 @@ def whole(options: dict[str, Any]) -> dict[str, Any]:
 
 def cut(result: Generated, max_tokens: int) -> str:
     """Return a text that says why an answer was cut short; empty if it was not."""
+    if result.finish_reason == "model_changed":
+        return "ended where the worker got another model: the answer is cut"
     if result.finish_reason != "length":
         return ""
     num = result.usage.completion_tokens

@@ -176,8 +176,9 @@ async def show(client: Client, session: str, last: int | None, as_json: bool) ->
             encode({"tenant": client.tenant, "session": session, "turns": shown, "inherited": messages})
         )
         return
+    first = next((turn.seq for turn in shown if _model(turn, anyway=True)), None)
     for turn in shown:
-        for line in _lines(turn, inherited.get(turn.seq)):
+        for line in _lines(turn, inherited.get(turn.seq), names_model=turn.seq == first):
             click.echo(line)
 
 
@@ -278,7 +279,7 @@ async def dead_drop(client: Client, session: str, request: str) -> None:
     click.echo(f"dropped the letter of {request}")
 
 
-def _lines(turn: Turn, inherited: History | None = None) -> Iterator[str]:
+def _lines(turn: Turn, inherited: History | None, *, names_model: bool) -> Iterator[str]:
     request = turn.request
     what = "?" if request is None else f"{request.__struct_config__.tag}  {request.id}"
     head = f"#{turn.number}  {what}  {turn.stored.astimezone():%Y-%m-%d %H:%M:%S}"
@@ -290,7 +291,8 @@ def _lines(turn: Turn, inherited: History | None = None) -> Iterator[str]:
         if turn.result.reasoning:
             yield from _said("reasoning", turn.result.reasoning)
         yield from _said("assistant", _with_calls(turn.result.text, turn.result.tool_calls))
-    yield from (click.style(part, dim=True) for part in in_whole_words(f"  {_cost(turn)}"))
+    cost = f"  {_cost(turn)}{_model(turn, anyway=names_model)}"
+    yield from (click.style(part, dim=True) for part in in_whole_words(cost))
     yield ""
 
 
@@ -331,11 +333,15 @@ def _said(role: str, text: str) -> Iterator[str]:
         yield from in_whole_words(f"    {line}")
 
 
-def _taken_over(result: Appended | Generated) -> str:
-    """Describe a change of the session's model at this turn; empty if the model is the same."""
-    if result.model is None or result.previous_model is None:
+def _model(turn: Turn, *, anyway: bool) -> str:
+    """Name the model of a turn, if another one had the turn before it, or `anyway`."""
+    from ops.log.conversation import taken_over
+
+    result = turn.result
+    if not isinstance(result, Appended | Generated) or result.repeat_of is not None or result.model is None:
         return ""
-    return f"; by {printable(result.model.name)}, after {printable(result.previous_model.name)}"
+    said = taken_over(result) or (f"by {result.model.name}" if anyway else "")
+    return f"; {printable(said)}" if said else ""
 
 
 def _cost(turn: Turn) -> str:
@@ -354,9 +360,9 @@ def _cost(turn: Turn) -> str:
             before = made.resumed_tokens
             resumed = f", {before} of them before a crash, the rest" if before else ""
             answer = f"answer {usage.completion_tokens} tokens{resumed} in {made.seconds.total:.2f} s"
-            return f"{prompt}; {answer} ({made.finish_reason}); position {made.position}{_taken_over(made)}"
+            return f"{prompt}; {answer} ({made.finish_reason}); position {made.position}"
         case Appended() as added:
             cost = f"prefilled {added.prefilled_tokens} tokens in {added.seconds:.2f} s"
-            return f"{cost}, {added.cached_tokens} cached; position {added.position}{_taken_over(added)}"
+            return f"{cost}, {added.cached_tokens} cached; position {added.position}"
         case result:
             return f"{result.__struct_config__.tag}; position {result.position}"

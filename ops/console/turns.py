@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from msgspec import Struct
 
+from ops.log.conversation import taken_over
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -39,7 +40,7 @@ _ENDS: Final = {
     "cancelled": "stopped",
     "expired": "ended at its deadline",
     "tool_calls": "",
-    "model_changed": "ended where another model had begun it",
+    "model_changed": "cut: the model was changed",
     "given_up": "given up by the worker",
 }
 
@@ -98,6 +99,7 @@ def shown(turn: Turn, inherited: Sequence[Message] = ()) -> Shown:
     request, result = turn.request, turn.result
     has_failed = isinstance(result, Failed) or request is None
     start, kept = _places(result)
+    change = taken_over(result) if isinstance(result, Appended | Generated) else ""
     return Shown(
         seq=turn.seq,
         id=request.id if request else None,
@@ -105,7 +107,7 @@ def shown(turn: Turn, inherited: Sequence[Message] = ()) -> Shown:
         stored=turn.stored,
         state="failed" if has_failed else "done" if result else "waiting",
         said=(*map(_message, inherited), *_said(turn)),
-        note=", ".join(filter(None, (_note(turn), _taken_over(result)))),
+        note=", ".join(filter(None, (_note(turn), change))),
         parent=result.parent.session if isinstance(result, Opened) and result.parent else None,
         position=result.position if result else None,
         start=start,
@@ -185,13 +187,6 @@ def _note(turn: Turn) -> str:
             return ""
         case _, result:
             return str(result.__struct_config__.tag)
-
-
-def _taken_over(result: Any) -> str:
-    """Return a note if the session changed to another model with this turn, else an empty text."""
-    if not isinstance(result, Appended | Generated) or result.model is None or result.previous_model is None:
-        return ""
-    return f"by {result.model.name}, after {result.previous_model.name}"
 
 
 def _spent(result: Any) -> Spent | None:

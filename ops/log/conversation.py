@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
-from turnkeep_client.messages import Request, Result, decode_request
+from turnkeep_client.messages import Appended, Generated, Request, Result, decode_request
 from turnkeep_client.subjects import session_key
 
 from .record import decoded, pair_up
@@ -45,6 +45,20 @@ def conversation(entries: Sequence[Entry]) -> Iterator[Turn]:
             model=exchange.answered.model if exchange else None,
             build=dict(exchange.answered.build) if exchange else {},
         )
+
+
+def taken_over(result: Appended | Generated) -> str:
+    """Name a turn's model and the one before, if the session has changed from one to the other; else "".
+
+    An answer that another model had begun is of that model, which is taken to be that of the turn before.
+    """
+    model, before = result.model, result.previous_model
+    if model is not None and isinstance(result, Generated) and result.finish_reason == "model_changed":
+        return f"by {before.name if before else 'another model'}, ended by {model.name}"
+    if model is None or before is None:
+        return ""
+    differs = "another tokenizer" if model.tokenizer != before.tokenizer else "other weights"
+    return f"by {model.name}, after {before.name}" + (f" with {differs}" if model.name == before.name else "")
 
 
 class Mark(NamedTuple):

@@ -106,9 +106,20 @@ class History(Struct, frozen=True, kw_only=True):
         return self.turns[-1].position if self.turns else 0
 
 
+class _Placed(NamedTuple):
+    """A turn, and which of the session's present tokens it has: those of [start, end).
+
+    After a later turn has replaced its tokens, they end somewhere behind `end`, where is unknown.
+    """
+
+    turn: Turn
+    start: int
+    end: int
+
+
 async def read_history(wire: Wire, key: SessionKey, end: float = inf) -> History:
     """Read a session's history from the log's entries before the sequence `end`. Raises `NoWorkerError`."""
-    turns: list[Turn] = []
+    turns: list[_Placed] = []
     digests: list[tuple[int, str]] = []  # of the tokens up to ascending positions
     is_whole, position = True, 0
     for request, result, _, digest, is_copy in chain.from_iterable(reversed(await _parts(wire, key, end))):
@@ -116,18 +127,21 @@ async def read_history(wire: Wire, key: SessionKey, end: float = inf) -> History
             case _, Opened(parent=Parent() as parent):
                 if is_copy and dict(digests).get(parent.position) != digest:
                     turns = []  # those of another session
-                is_whole = is_whole and (turns[-1].position if turns else 0) >= parent.position
+                is_whole = is_whole and (turns[-1].end if turns else 0) >= parent.position
                 turns = _until(turns, parent.position)
             case _, Rewound():
                 turns = _until(turns, result.position)
             case (Append() | Generate()) as asked, Appended() | Generated():
-                turns.append(_turn(asked, result, position))
+                turn, kept = _turn(asked, result, position), result.rewritten_from
+                if kept is not None:
+                    turns = [_Placed(one, min(start, kept), min(end, kept + 1)) for one, start, end in turns]
+                turns.append(_Placed(turn, position if kept is None else kept, turn.position))
         position = result.position
         kept = getattr(result, "rewritten_from", None)
         while digests and digests[-1][0] > (position if kept is None else kept):
             digests.pop()
         digests.append((position, digest))
-    return History(turns=tuple(turns), is_whole=is_whole)
+    return History(turns=tuple(one.turn for one in turns), is_whole=is_whole)
 
 
 async def _parts(wire: Wire, key: SessionKey, end: float) -> list[list[_Exchange]]:
@@ -183,10 +197,12 @@ def _since_open(exchanges: list[_Exchange]) -> list[_Exchange]:
     return exchanges[max(opened, default=0) :]
 
 
-def _until(turns: Iterable[Turn], position: int) -> list[Turn]:
+def _until(turns: Iterable[_Placed], position: int) -> list[_Placed]:
     """Return the turns that begin before `position`; the last one is shortened to end there."""
     return [
-        turn if turn.position <= position else _cut(turn, position) for turn in turns if turn.start < position
+        one if one.end <= position else _Placed(_cut(one.turn, position), one.start, position)
+        for one in turns
+        if one.start < position
     ]
 
 

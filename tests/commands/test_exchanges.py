@@ -87,15 +87,19 @@ async def test_an_exchange_has_no_start_position_if_a_later_one_has_moved_its_to
     for word in ("one", "two"):
         await session.generate(**user(word))
     tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
-    assert (await session.generate(**user("three"), tools=tools)).rewritten_from == 1
+    third = await session.generate(**user("three"), tools=tools)
+    assert third.rewritten_from == 1
     assert [one.start for one in await last_exchanges(worker.client, "s", 9)] == [0, None, None]
     with pytest.raises(InvalidMessageError, match="rewind further"):
         await rewind_last(worker.client, "s", 2, 20)
     await session.append(messages=[{"role": "system", "content": "Be brief."}], tools=[])
-    await session.generate(**user("four"))
+    fourth = await session.generate(**user("four"))
     assert [one.start is None for one in await last_exchanges(worker.client, "s", 9)] == [
         False,
         True,
         True,
         False,
     ]
+    assert fourth.position < third.position, "without the tools"
+    await rewind_last(worker.client, "s", 1, 20)
+    assert [one.question for one in await last_exchanges(worker.client, "s", 9)] == ["one", "two", "three"]

@@ -68,6 +68,8 @@ async def test_the_console_switches_its_worker_to_another_model_and_sessions_con
     worker.forks = False
     for name in ("other", "broken"):
         shutil.copytree(tiny_model, worker.data_dir / "models" / name)
+    config = worker.data_dir / "models" / "other" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 500_000.0}))
     broken = worker.data_dir / "models" / "broken" / "config.json"
     broken.write_text(json.dumps(json.loads(broken.read_text()) | {"hidden_size": 60}))
     worker.start()
@@ -94,6 +96,9 @@ async def test_the_console_switches_its_worker_to_another_model_and_sessions_con
             assert (await client.worker_metrics()).model == "other"
             result = await client.session("s").generate(text="b", max_tokens=2, timeout_s=60)
         assert result.position > 4, "the session goes on"
+        turns = (await get(http, "sessions/s", lambda found: len(found["turns"]) == 2))["turns"]
+        notes = [turn["note"].partition(", by ")[2] for turn in turns]
+        assert notes == ["", "other, after tiny"]
     assert (worker.pid, worker.running) == (pid, True)
     assert worker.stop() == 0
     with pytest.raises(TurnkeepError):

@@ -125,6 +125,34 @@ async def test_a_session_with_over_a_thousand_log_entries_is_imported_whole_into
     await second.client.session("long").open()
 
 
+async def test_an_input_of_more_token_ids_than_a_message_of_the_log_has_is_stored_and_copied_in_parts(
+    local_worker: Start, endless_model: Path, tmp_path: Path
+) -> None:
+    """Another worker reads the parts for the session, for its fork, and `export` for the copy."""
+    cache = {"policy": "sink_window", "sink": 2, "window": 64}
+    tokens = [128 + (7 * i + i // 131) % 130 for i in range(14_000)]  # two bytes each
+    limited = {"model": str(endless_model), "max_message_bytes": 64 * 2**10}
+    worker = await local_worker(**limited)
+    await worker.client.session("long", cache=cache).append(tokens=tokens)
+    stored = [one async for _, one in worker.client.stored.every(SessionKey("default", "long"), "checkpoint")]
+    assert [len(one.body) > 2**15 for one in stored] == [True, False], "parts of half a message"
+    *_, result = [one async for _, one in worker.client.stored.every(SessionKey("default", "long"), "out")]
+    assert len(result.body) < 2**10
+    file = tmp_path / "long.turnkeep"
+    assert (await command("export", "long", file, *where(worker))).returncode == 0
+    await worker.stop()
+    worker = await local_worker(**limited)
+    second = await other(local_worker, tmp_path, **limited)
+    assert (await command("import", file, *where(second))).returncode == 0
+    fork = await worker.client.session("long").fork("fork")
+    sessions = (worker.client.session("long"), fork, second.client.session("long"))
+    answers = [await one.generate(max_tokens=8) for one in sessions]
+    assert {(one.position, one.tokens) for one in answers} == {(14_008, answers[0].tokens)}
+    for one in (worker, second):
+        verified = await command("log", "verify", *where(one))
+        assert verified.returncode == 0, verified.stdout
+
+
 async def test_an_import_that_does_not_fit_in_the_log_stores_nothing(
     local_worker: Start, tmp_path: Path
 ) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 import nats
 import pytest
 
+from ops.log.conversation import taken_over
 from ops.log.sessions import list_sessions
 from tests.commands.command_runs import Terminal, command, where
 from tests.parts import LocalWorker
 from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
-from turnkeep_client.messages import Append
+from turnkeep_client.messages import Append, Appended, Model
 
 Start = Callable[..., Awaitable[LocalWorker]]
 
@@ -218,6 +219,33 @@ async def test_show_prints_each_request_of_a_conversation_with_its_result_and_co
     assert turns[0]["request"]["messages"] == [{"role": "user", "content": "Red?"}]
     assert turns[0]["result"]["usage"]["completion_tokens"] == 3
     assert turns[0]["build"]["worker"] == "test"
+
+
+@pytest.mark.parametrize(
+    ("before", "says"),
+    [
+        (None, ""),
+        (Model(name="large", weights="2", tokenizer="1"), "by small, after large"),
+        (Model(name="small", weights="2", tokenizer="1"), "by small, after small with other weights"),
+        (Model(name="small", weights="2", tokenizer="2"), "by small, after small with another tokenizer"),
+    ],
+)
+def test_a_change_of_model_is_named_by_what_differs_if_both_have_one_name(
+    before: Model | None, says: str
+) -> None:
+    result = Appended(
+        id="a",
+        seq=1,
+        position=1,
+        tokens=0,
+        cached_tokens=0,
+        prefilled_tokens=0,
+        kv_live_bytes=0,
+        seconds=0.0,
+        model=Model(name="small", weights="1", tokenizer="1"),
+        previous_model=before,
+    )
+    assert taken_over(result) == says
 
 
 async def test_show_wraps_lines_at_word_boundaries_on_a_terminal(local_worker: Start) -> None:

@@ -109,7 +109,16 @@ async def test_the_tests_of_the_packed_typescript_client_pass_in_node_deno_and_b
 ) -> None:
     if shutil.which(command[0]) is None:
         pytest.skip(f"there is no {command[0]} here")
-    process = await worker(tiny_model, "--pooling", "last")
+    before = shutil.copytree(tiny_model, tmp_path / "before")
+    config = json.loads((before / "config.json").read_text())
+    (before / "config.json").write_text(json.dumps(config | {"rope_theta": 500_000.0}))
+    process = await worker(before, "--pooling", "last")
+    async with await process.client() as client:  # the tests continue this session with another model
+        await client.session("moved").generate(text="a", max_tokens=2)
+    process.stop()
+    process.command[process.command.index("--model") + 1] = str(tiny_model)
+    process.log_path.unlink()
+    await serve(process)
     judge = WorkerProcess(tmp_path / "judge", reranker, free_port())
     try:
         await serve(judge)

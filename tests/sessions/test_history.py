@@ -100,6 +100,22 @@ async def test_the_history_of_a_fork_begins_with_its_parents_turns(client: Clien
     assert rest.position == history.position
 
 
+async def test_a_history_keeps_the_turns_whose_tokens_a_later_turn_has_replaced(client: Client) -> None:
+    """Here the tools at the beginning were removed, so the session is shorter than its first turn was."""
+    session = client.session("s")
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
+    first = await session.generate(messages=user("a?"), max_tokens=3, tools=tools)
+    second = await session.generate(messages=user("b?"), max_tokens=3, tools=[])
+    assert second.position < first.position
+    whole = [("user", "a?"), ("assistant", first.text), ("user", "b?"), ("assistant", second.text)]
+    forked = await (await session.fork("fork")).history()
+    assert (said(forked), forked.is_whole, forked.position) == (whole, True, second.position)
+    await session.rewind(second.position - 1)
+    cut = await session.history()
+    assert (said(cut), cut.position) == (whole, second.position - 1)
+    assert [turn.is_cut for turn in cut.turns] == [False, True]
+
+
 async def test_the_history_of_sessions_forked_from_each_other_in_turn_reads_each_of_them_once(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from turnkeep_client.messages import (
 )
 from worker.process.clock import monotonic
 
-from .history import seen
+from .history import digests_of, seen
 
 if TYPE_CHECKING:
     from turnkeep_client.errors import ErrorCode
@@ -56,7 +56,9 @@ def opened(request: Open, pending: Pending, after: History) -> Opened:
 def turned(before: History, extended: Input, *, holds_answer: bool = False) -> dict[str, Any]:
     """Return a result's fields about input tokens and model; `before` is the history without the input."""
     model = extended.history.model
-    previous = before.model if before.position and before.model != model else None
+    previous = before.model if before.position else None
+    if previous is not None and model is not None and digests_of(previous) == digests_of(model):
+        previous = None  # maybe under another name
     return {
         "change": structs.replace(extended.change, holds_answer=holds_answer),
         "model": model,

@@ -47,27 +47,38 @@ type Changing = Opened | Appended | Generated | Rewound;
  */
 type Exchange = { request: Request; result: Changing; seq: number; digest: string; isCopy: boolean };
 
+/**
+ * A turn, and which of the session's present tokens it has: those of [start, end).
+ *
+ * After a later turn has replaced its tokens, they end somewhere behind `end`, where is unknown.
+ */
+type Placed = { turn: Turn; start: number; end: number };
+
 export async function readHistory(wire: Wire, key: SessionKey): Promise<History> {
-  let turns: Turn[] = [];
+  let placed: Placed[] = [];
   let isWhole = true;
   let position = 0;
   const digests: [number, string][] = []; // of the tokens up to ascending positions
   for (const { request, result, digest, isCopy } of (await parts(wire, key)).reverse().flat()) {
     if (result.type === "rewound") {
-      turns = until(turns, result.position);
+      placed = until(placed, result.position);
     } else if (result.type === "opened") {
       const at = result.parent?.position ?? 0;
-      if (result.parent != null && isCopy && new Map(digests).get(at) !== digest) turns = []; // of another session
-      isWhole &&= (turns.at(-1)?.position ?? 0) >= at;
-      turns = until(turns, at);
+      if (result.parent != null && isCopy && new Map(digests).get(at) !== digest) placed = []; // of another session
+      isWhole &&= (placed.at(-1)?.end ?? 0) >= at;
+      placed = until(placed, at);
     } else if (request.type === "append" || request.type === "generate") {
-      turns.push(turnOf(request, result, position));
+      const from = result.rewritten_from ?? Infinity;
+      placed = placed.map(({ turn, start, end }) => ({ turn, start: Math.min(start, from), end: Math.min(end, from + 1) }));
+      const turn = turnOf(request, result, position);
+      placed.push({ turn, start: Math.min(position, from), end: turn.position });
     }
     position = result.position;
     const kept = "rewritten_from" in result ? (result.rewritten_from ?? position) : position;
     while ((digests.at(-1)?.[0] ?? 0) > kept) digests.pop();
     digests.push([position, digest]);
   }
+  const turns = placed.map(({ turn }) => turn);
   return { turns, isWhole, messages: turns.flatMap(messagesOf), position: turns.at(-1)?.position ?? 0 };
 }
 
@@ -132,9 +143,9 @@ function turnOf(request: Append | Generate, result: Appended | Generated, start:
 }
 
 /** Return what the first tokens of a session have of its turns. */
-function until(turns: readonly Turn[], position: number): Turn[] {
-  const left = turns.filter((turn) => turn.start < position);
-  return left.map((turn) => (turn.position <= position ? turn : cut(turn, position)));
+function until(turns: readonly Placed[], position: number): Placed[] {
+  const left = turns.filter(({ start }) => start < position);
+  return left.map((one) => (one.end <= position ? one : { ...one, turn: cut(one.turn, position), end: position }));
 }
 
 function cut(turn: Turn, position: number): Turn {

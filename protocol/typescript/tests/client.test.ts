@@ -175,6 +175,29 @@ test("a conversation is read from the log as it stands, also a fork's", async ()
   while ((await fork.history()).isWhole) await delay(10); // its entries are removed after its result is stored
 });
 
+test("turns whose tokens a later one has replaced stay in the conversation", async () => {
+  const session = client.session("replaced");
+  const tools = [{ type: "function", function: { name: "clock", parameters: { type: "object" } } }] as const;
+  const ask = { max_tokens: 3, ignore_eos: true };
+  const first = await session.generate({ ...ask, messages: [{ role: "user", content: "a?" }], tools: [...tools] }).result;
+  const second = await session.generate({ ...ask, messages: [{ role: "user", content: "b?" }], tools: [] }).result;
+  assert.ok(second.position < first.position, "without the tools");
+  const { messages, isWhole, position } = await (await session.fork("replacedfork")).history();
+  assert.deepEqual(messages.map(({ content }) => content), ["a?", first.text, "b?", second.text]);
+  assert.deepEqual([isWhole, position], [true, second.position]);
+});
+
+test("results tell which model gave an answer, and which one the turn before", async () => {
+  await using own = await connect({ servers });
+  const session = await own.session("moved").fork(`${run}moved`); // another model gave the answer in there
+  const { model, previous_model } = await session.generate({ text: "b", max_tokens: 2 }).result;
+  assert.deepEqual([model?.name, previous_model?.name], ["tiny", "before"]);
+  assert.notEqual(model?.weights, previous_model?.weights);
+  assert.deepEqual((await session.info()).answered_by, model);
+  const answers = (await session.history()).turns.map(({ answer }) => answer?.model);
+  assert.deepEqual(answers, [previous_model, model]);
+});
+
 test("a part of the log that lost a message with the connection is no history", async () => {
   const prefix = `${run}holes`;
   await using own = await connect({ servers, prefix });
