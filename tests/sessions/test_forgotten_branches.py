@@ -83,6 +83,29 @@ async def test_forgetting_a_session_leaves_no_snapshot_of_a_withdrawn_requests_i
     assert await all_gone(worker.client, tmp_path)
 
 
+async def test_forgetting_a_session_leaves_no_snapshot_of_an_input_that_an_earlier_template_rendered(
+    local_worker: Start, model_with_template: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    worker = await started(local_worker, model_with_template("plain", plain))
+    session, engine = worker.client.session("s"), worker.app._engine
+    run, said = engine.run, [{"role": "user", "content": "secret " * 30}]
+
+    async def cancelled_late(*asked: Any, **more: Any) -> Any:
+        return replace(await run(*asked, **more), complete=False)
+
+    monkeypatch.setattr(engine, "run", cancelled_late)
+    with pytest.raises(RequestFailedError, match="nothing was added"):
+        await session.append(messages=said)
+    monkeypatch.undo()
+    await session.append(tokens=OTHER)
+    await settled(session)
+    await worker.stop()
+    worker = await local_worker(model=str(model_with_template("marked", "> " + plain)))
+    await forget(worker.client.session("s"))
+    assert await all_gone(worker.client, tmp_path)
+
+
 async def test_removing_a_closed_session_leaves_no_snapshot_of_it(
     local_worker: Start, endless_model: Path, tmp_path: Path
 ) -> None:

@@ -209,7 +209,7 @@ class Execution:
         self._limits.check_size(len(tokens), policy, room=0)
         turn, live_bytes = None, self._engine.live_bytes(key, history.tokens, policy)
         if tokens != history.tokens:
-            asked = Asked(key, tokens, policy, pending.priority)
+            asked, pending.change = Asked(key, tokens, policy, pending.priority), extended.change
             turn = await self._engine.run(asked, lambda: pending.stopped, phases=pending.phases)
             if turn is None or not turn.complete:
                 return withdrawn(pending, history, history.position), history
@@ -286,7 +286,7 @@ class Execution:
             end_tokens=frozenset() if request.ignore_eos else self._tokenizer.eos_ids,
         )
         self._resume(published.chunks, answer)
-        pending.num_resumed = len(answer.tokens)
+        pending.num_resumed, pending.change = len(answer.tokens), extended.change
         return answer, grammar, warnings
 
     async def _begun(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from cache.names.policy import FULL
-from cache.names.tokens import to_compact
+from cache.names.tokens import from_compact, to_compact
 from turnkeep_client.content_blocks import Warned, text_of
 from turnkeep_client.messages import Change
 
@@ -99,10 +100,21 @@ class History:
             held = held.shortened(min(seen_from, conversation.begins))
         return replace(self, conversation=conversation, tokens=held)
 
+    def changed(self, change: Change) -> History:
+        """Return the history with the tokens after a request's input; the conversation stays as it is."""
+        return replace(self, tokens=self.tokens[: change.kept] + from_compact(change.input))
+
     @property
     def is_whole(self) -> bool:
         """Whether the history has all tokens and the whole conversation; see `shortened`."""
         return not (self.conversation.begins or self.tokens.held_from)
+
+
+def prefilled_by(parts: History | str | None) -> Change | None:
+    """Decode the tokens of a request that changed nothing, but may have KV; None if they are unknown."""
+    with suppress(msgspec.DecodeError):
+        return msgspec.json.decode(parts, type=Change) if isinstance(parts, str) else None
+    return None
 
 
 def seen(history: History) -> dict[str, Any]:

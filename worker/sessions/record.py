@@ -37,12 +37,12 @@ from worker.process.clock import monotonic, time
 
 from .answered_ids import AnsweredAt, AnsweredIds
 from .checkpoint import Checkpoint
-from .history import DivergedError
+from .history import DivergedError, prefilled_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from turnkeep_client.messages import Chunk, Request, Result
+    from turnkeep_client.messages import Change, Chunk, Request, Result
     from worker.observe.traces import Phase
     from worker.wire.consistent_reads import Entry
 
@@ -60,11 +60,11 @@ class Pending:
     `request` is None if the body is invalid; then `error` says why, and `named` is the body's id, if any. If
     the request repeats an answered id, `first` is the body of that id's first result. `stored` is the time at
     which the log stored the request. `held` is the unpublished end of an answer that was ended early.
-    When the request was begun, `after` was the sequence of the session's last known result, `base` the digest
-    of its history, and `server` the NATS server process that it was read from. `given_up` says why the answer
-    ends with its published part, if it does. Three fields are for spans: `parent` names the publisher's span,
-    `phases` are the parts of the turn's time, and the first `num_resumed` tokens of the answer come from
-    another worker.
+    When the request was begun, `after` was the sequence of the session's last known result, `base` the
+    digest of its history, and `server` the NATS server process that it was read from. `change` has its
+    tokens, once they may have KV. `given_up` says why the answer ends with its published part, if it does.
+    Three fields are for spans: `parent` names the publisher's span, `phases` are the parts of the turn's
+    time, and the first `num_resumed` tokens of the answer come from another worker.
     """
 
     seq: int
@@ -84,6 +84,7 @@ class Pending:
     after: int = 0
     base: str = ""
     server: str = ""
+    change: Change | None = None
     done: Event = field(default_factory=Event)
 
     @property
@@ -263,7 +264,7 @@ class Record:
             self._lost_results.clear()
         elif self._is_begun and before and fence.isdecimal() and int(fence) > before:
             self._lost_results.append((before, int(fence)))
-        self._is_begun = self._is_begun or (result is not None and not _changes_nothing(result))
+        self._is_begun = self._is_begun or (result is not None and not changes_nothing(result))
 
     def is_next(self, pending: Pending) -> bool:
         """Whether no earlier request waits for a result; the request itself may not be read yet."""
@@ -301,7 +302,7 @@ class Record:
         lost = [
             seq
             for seq, early in self._early.items()
-            if self._first_in < seq <= self.in_seq and not _changes_nothing(early.result)
+            if self._first_in < seq <= self.in_seq and not changes_nothing(early.result)
         ]
         if self._lost_results and self.diverged is None:
             self.mark_diverged(f"the log has lost the result at sequence {self._lost_results[0][1]}")
@@ -320,7 +321,7 @@ class Record:
             self._answered_unread.add(pending.seq)
         self.out_seq = self._last_out = out_seq
         before, self.history = self.history, history
-        self._note_branch(before, pending.request, result)
+        self._note_branch(before, pending.request, result, pending.change)
         if isinstance(result, Closed) and result.repeat_of is None:
             self.diverged = None  # the next session of this name begins anew
         self._num_since_checkpoint += 1
@@ -339,7 +340,7 @@ class Record:
             pending.cancelled = True
 
     def _add_request(self, entry: Entry, recorded: _EarlyResult | None, parts: History | str | None) -> None:
-        if recorded is not None and self.pending and not _changes_nothing(recorded.result):
+        if recorded is not None and self.pending and not changes_nothing(recorded.result):
             self._ignore(recorded.entry)  # a worker answers out of order only to cancel or expire a request
             recorded = None
         if recorded is None:
@@ -354,7 +355,7 @@ class Record:
         # digest proves nothing here. Neither does the digest of a repeat, or of a request that was cancelled
         # behind an unanswered close.
         is_of_forgotten = isinstance(result, Closed) and not self.history.exists
-        changes = result.repeat_of is None and not _changes_nothing(result)
+        changes = result.repeat_of is None and not changes_nothing(result)
         proves = HISTORY_HEADER in out.headers and not is_of_forgotten and changes
         if changes:
             self._last_position = 0 if isinstance(result, Closed) else result.position or 0
@@ -367,12 +368,14 @@ class Record:
         before = self.history
         if self.diverged is None and changes:
             self._replay(entry, request, recorded, parts, proves=proves)
-        self._note_branch(before, request, result)
+        self._note_branch(before, request, result, None if changes else prefilled_by(parts))
 
-    def _note_branch(self, before: History, request: Request | None, result: Result) -> None:
+    def _note_branch(
+        self, before: History, request: Request | None, result: Result, prefilled: Change | None
+    ) -> None:
         """Note tokens that the session had before a result and has no longer, or that a request prefilled."""
-        asked = request if isinstance(request, Append | Generate) and _changes_nothing(result) else None
-        if isinstance(result, Failed) and result.code not in _AFTER_PREFILL:
+        asked = request if isinstance(request, Append | Generate) and changes_nothing(result) else None
+        if isinstance(result, Failed) and result.code not in _AFTER_PREFILL and prefilled is None:
             asked = None
         if result.repeat_of is not None or (asked is None and _kept(result, before) == before.position):
             return
@@ -380,6 +383,8 @@ class Record:
         if self.folded:
             self.branches = None
         elif self.branches is not None:
+            if asked is not None and prefilled is not None:
+                before, asked = before.changed(prefilled), None
             self.branches.append((before, asked))
 
     def _replay(
@@ -474,7 +479,8 @@ def _kept(result: Result, before: History) -> int:
     return before.position
 
 
-def _changes_nothing(result: Result) -> bool:
+def changes_nothing(result: Result) -> bool:
+    """Whether a result leaves the session as it was."""
     if isinstance(result, Generated):
         return not result.tokens and result.finish_reason == "cancelled"
     return _is_failure(result)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 from anyio import Lock
 from msgspec.structs import replace
 
@@ -32,7 +33,7 @@ from worker.wire.journal import TooLargeError
 
 from .attachments import SessionAttachments
 from .history import RefusedError
-from .record import Record, pending_at
+from .record import Record, changes_nothing, pending_at
 from .results import failed
 
 if TYPE_CHECKING:
@@ -410,6 +411,10 @@ class SessionLog:
             headers[CHECKPOINT_HEADER] = str(self._attachments.link)
         if isinstance(result, Opened) and result.parent and result.repeat_of is None:
             headers[PARTS_HEADER] = str(await self._attachments.store_base(pending.seq, history))
+        elif changes_nothing(result):
+            if pending.change is not None and result.repeat_of is None:  # so that any model can forget it
+                change = msgspec.json.encode(pending.change)
+                headers[PARTS_HEADER] = str(await self._attachments.store(change))
         elif isinstance(result, Appended | Generated) and result.change and result.repeat_of is None:
             packed = result.change.input
             if len(packed) > self._services.execution.most_input:
