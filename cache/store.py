@@ -21,6 +21,7 @@ from .disk.header import NO_NAME
 from .disk.past import StoredPast
 from .disk.rows import Pin
 from .disk.tier import SharedDirectory, Tier
+from .disk.writer import WriteState
 from .index.behind import Behind
 from .index.loading import Form, Loading, Match
 from .index.opening import Opened, open_directory
@@ -171,6 +172,7 @@ class Store:
             self._remote = Remote(tier, opened.folder, index, self._adopt, self._pass_over)
             self._remote.note(identity.digest(), identity.block_tokens)
             removal.useless = self._remote.remove
+        self._lost: Callable[[], None] = lambda: None
         self._closing = False
         self._room.shrink_at_once()
 
@@ -378,8 +380,6 @@ class Store:
         partial block up to `end` (see `blocks.tail_start`). Empty if the prefix before `start` is not stored,
         since then no match could find the spans; with `start` 0 the missing prefix is returned too.
         """
-        if self._writer.paused:
-            return []
         chain = self._chain(tenant)
         return self._form(chain.policy).prefixes.wanted(chain, as_tokens(tokens)[:end], start)
 
@@ -421,8 +421,17 @@ class Store:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no write is queued or running, and writing is not paused."""
-        return not self._writer.counts.in_flight_bytes and not self._writer.paused
+        """Whether no write is queued or running."""
+        return not self._writer.counts.in_flight_bytes
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether writing is paused after a failure, so that `save` queues nothing."""
+        return self._writer.paused
+
+    def listen(self, lost: Callable[[], None]) -> None:
+        """Call `lost` on the event loop for each queued snapshot that was neither written nor removed."""
+        self._lost = lost
 
     def skip(self, num_snapshots: int) -> None:
         """Count snapshots as dropped: the caller did not copy their KV, because `room` was too small."""
@@ -708,6 +717,8 @@ class Store:
         if self._remote is not None and write.node.durable and write.fetched is None:
             self._remote.offer(write.node)
         self._room.check()
+        if write.abandoned != "cancelled" and (write.abandoned or write.state is WriteState.FAILED):
+            self._lost()
 
 
 def _lengths(pins: Iterable[Pin]) -> list[int]:
