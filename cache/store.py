@@ -250,6 +250,10 @@ class Store:
             self._use(nodes[-1])
         return Match(num_tokens, tuple(nodes), chain.policy)
 
+    def num_stored(self, chain: Chain, tokens: Sequence[int]) -> int:
+        """Return the length of the longest prefix of `tokens` on disk; also once the store is closed."""
+        return self._form(chain.policy).prefixes.longest(chain, as_tokens(tokens))[0]
+
     async def settle(
         self,
         tenant: str | Chain,

@@ -69,6 +69,7 @@ async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_
         assert process.store.stats().dropped.get("queue_full", 0) > 0, "the queue was not too small"
         await quiet(process)
         mending.cancel()
+        assert process.engine._mending.unstored() == []
     async with open_process(model, tmp_path / "kv", trials=trials) as process:
         found, again, _ = await process.generate([*PROMPT, *said, 5], 4)
         assert found.num_prefilled <= 2, "only the last token and the new one are prefilled"
@@ -218,3 +219,4 @@ async def test_a_session_whose_early_token_ids_are_no_longer_in_memory_does_not_
         process.engine._mending.note(key("s"))
         async with mended(process):
             pass
+        assert process.engine._mending.unstored() == [len(shortened) - 1]

@@ -194,12 +194,15 @@ class Engine(EnginePort):
             await self._mending.run()
 
     async def store_missing(self, within_s: float) -> None:
-        """Make dropped snapshots after `stop`; log how many sessions still lack some after `within_s`."""
-        if not self._device.is_alive:
-            within_s = 0
-        left = await self._mending.finish(within_s) if self._mending is not None else 0
-        if left:
-            log.warning("some sessions will be prefilled again: their KV is not on disk", sessions=left)
+        """Make dropped snapshots after `stop`, and wait until all are on disk, for at most `within_s`."""
+        if self._mending is not None:
+            await self._mending.finish(within_s if self._device.is_alive else 0)
+
+    def log_unstored(self) -> None:
+        """Log what a worker that ends loses: the KV that is on the device, but not on disk."""
+        if self._mending is not None and (left := self._mending.unstored()):
+            why = "some sessions will be prefilled again: their KV is not on disk"
+            log.warning(why, sessions=len(left), tokens=sum(left))
 
     async def _run_to_end(self, run: Run, publish: Publish | None = None) -> None:
         """Run a request's turns, one after another, until it needs no more; then release its memory."""

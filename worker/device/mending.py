@@ -142,18 +142,28 @@ class Mending:
                 async with asyncio.timeout(min(pauses_s, default=None)):
                     await self._some.wait()
 
-    async def finish(self, within_s: float) -> int:
-        """Make missing snapshots for at most `within_s`; return how many sessions still lack some."""
+    async def finish(self, within_s: float) -> None:
+        """Make missing snapshots and wait until they are on disk, for at most `within_s`."""
         self._lacking = dict.fromkeys(self._lacking, 0.0)
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while self._is_due():
+                while self._is_due() or not self._store.is_idle:
                     if not await self._next():
                         await asyncio.sleep(_POLL_S)
-        return len(self._lacking)
+
+    def unstored(self) -> list[int]:
+        """Return, for each session whose KV on the device is not all on disk, how many tokens are not."""
+        return [num for key in self._resident() if (num := self._num_unstored(key))]
 
     def _resident(self) -> list[SessionKey]:
         return self._residency.oldest(sys.maxsize, ())
+
+    def _num_unstored(self, key: SessionKey) -> int:
+        tokens, policy = self._residency.tokens(key), self._residency.policy(key)
+        try:
+            return len(tokens) - self._store.num_stored(self._store.chain(key.tenant, policy, tokens), tokens)
+        except CutOffError:
+            return len(tokens)
 
     def _is_due(self) -> bool:
         return any(next_s <= monotonic() for next_s in self._lacking.values())
