@@ -423,6 +423,13 @@ class Store:
         """Return how many bytes `save` can queue now. Safe on any thread; called before KV is copied."""
         return self._writer.room_bytes
 
+    def spare(self) -> int:
+        """Return how many bytes of snapshots that were lost `save` can queue again now.
+
+        They leave half of the queue to new ones, unless it is empty.
+        """
+        return max(0, self.room() - (0 if self.is_idle else self._writer.queue_bytes // 2))
+
     @property
     def is_idle(self) -> bool:
         """Whether no write is queued or running."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -190,6 +191,30 @@ async def test_snapshots_that_a_fault_removed_from_the_queue_are_stored_later(
         if fault == "disk":
             found, _, _ = await process.generate(late, 1)
             assert found.num_prefilled <= 2, "nothing of it was queued"
+
+
+async def test_missing_snapshots_are_stored_although_other_sessions_keep_the_disk_busy(
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with small_queue(make_model("llama"), tmp_path, 4, trials) as process:
+        store, chain = process.store, process.store.chain(key("s").tenant)
+        write, may_write, num_written = snapshot_format.write, threading.Semaphore(0), 0
+        monkeypatch.setattr(snapshot_format, "write", lambda *args: may_write.acquire() and write(*args))
+        _, said, _ = await process.generate(PROMPT, 4)
+        context = as_tokens([*PROMPT, *said[:-1]])
+        mending = asyncio.create_task(process.engine.mend())
+        for number in range(90):
+            if store.num_stored(chain, context) == len(context):
+                break
+            await process.append([1 + number] * (BLOCK + 1), "other")
+            while store.stats().in_flight > 1:  # so there is always a write
+                may_write.release()
+                num_written += 1
+                while store.stats().durable < num_written:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+        mending.cancel()
+        may_write.release(1000)
+        assert store.num_stored(chain, context) == len(context), "it waits until the disk is idle"
 
 
 async def test_a_request_that_is_cancelled_before_it_runs_leaves_missing_snapshots_to_be_made(

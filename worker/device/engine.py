@@ -187,7 +187,7 @@ class Engine(EnginePort):
         return embedding.vector
 
     async def mend(self) -> None:
-        """Make the snapshots that were dropped, once the writer's queue is empty; run until cancelled."""
+        """Make the snapshots that were dropped, once the writer's queue has room; run until cancelled."""
         if self._mending is None:
             await asyncio.Event().wait()
         else:

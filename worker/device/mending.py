@@ -1,7 +1,7 @@
 """Saves snapshots in the store, and mends sessions: makes the snapshots that were dropped or not written.
 
-An idle session's KV that is only on the device is lost if the process ends. So once the writer's queue is
-empty, turns that add no token copy this KV into snapshots, for the most recently active sessions first. Knows
+An idle session's KV that is only on the device is lost if the process ends. So once the writer's queue has
+room, turns that add no token copy this KV into snapshots, for the most recently active sessions first. Knows
 which sessions may lack snapshots; the engine runs the turns. Event loop only.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: How often to check whether the writer's queue is empty.
+#: How often to check whether the writer's queue has room.
 _POLL_S: Final = 0.05
 #: When to try again if no missing snapshot could be made, for example because the device lacks memory.
 _RETRY_S: Final = 10.0
@@ -90,7 +90,7 @@ class Mending:
             turn.spans = []
             self.note(turn.key)
         elif mends:
-            left, fitting = self._store.room(), list[Span]()
+            left, fitting = self._store.spare(), list[Span]()
             for span in turn.spans:
                 left -= self._size_bytes(span, turn.policy)
                 if left < 0:
@@ -131,7 +131,7 @@ class Mending:
             await self._ended[key].wait()
 
     async def run(self) -> None:
-        """Make sessions' missing snapshots whenever the writer's queue is empty; run until cancelled."""
+        """Make sessions' missing snapshots whenever the writer's queue has room; run until cancelled."""
         while True:
             if await self._next():
                 await asyncio.sleep(0)
@@ -173,7 +173,7 @@ class Mending:
 
         Returns False if there is no such session, or if nothing can be made now.
         """
-        if not self._store.is_idle or not self._store.room():
+        if not self._store.spare():
             return False
         now_s, busy = monotonic(), self._at_work().union(self._ended)
         due = (key for key, next_s in reversed(self._lacking.items()) if next_s <= now_s and key not in busy)
@@ -206,6 +206,8 @@ class Mending:
             before = missing()
             if not before:
                 return None
+            if not self._store.is_idle and self._size_bytes(before[0], policy) > self._store.spare():
+                return _POLL_S
             run = await self._mend(key, tokens, policy)
             after = missing()
         except CutOffError:  # tokens that the model does not see any more: their KV is not on the device
