@@ -195,8 +195,6 @@ class Mending:
     async def _make(self, key: SessionKey) -> float | None:
         """Make an idle session's missing snapshots; return when to look again, None if nothing is missing."""
         tokens, policy = self._residency.tokens(key), self._residency.policy(key)
-        if policy.recall:
-            return None
         chain = self._store.chain(key.tenant, policy, tokens)
 
         def missing() -> list[Span]:
