@@ -21,6 +21,7 @@ from .disk.header import NO_NAME
 from .disk.past import StoredPast
 from .disk.rows import Pin
 from .disk.tier import SharedDirectory, Tier
+from .disk.writer import WriteState
 from .index.behind import Behind
 from .index.loading import Form, Loading, Match
 from .index.opening import Opened, open_directory
@@ -171,6 +172,7 @@ class Store:
             self._remote = Remote(tier, opened.folder, index, self._adopt, self._pass_over)
             self._remote.note(identity.digest(), identity.block_tokens)
             removal.useless = self._remote.remove
+        self._lost: Callable[[], None] = lambda: None
         self._closing = False
         self._room.shrink_at_once()
 
@@ -247,6 +249,10 @@ class Store:
             self._index.hold(nodes[-1])
             self._use(nodes[-1])
         return Match(num_tokens, tuple(nodes), chain.policy)
+
+    def num_stored(self, chain: Chain, tokens: Sequence[int]) -> int:
+        """Return the length of the longest prefix of `tokens` on disk; also once the store is closed."""
+        return self._form(chain.policy).prefixes.longest(chain, as_tokens(tokens))[0]
 
     async def settle(
         self,
@@ -378,8 +384,6 @@ class Store:
         partial block up to `end` (see `blocks.tail_start`). Empty if the prefix before `start` is not stored,
         since then no match could find the spans; with `start` 0 the missing prefix is returned too.
         """
-        if self._writer.paused:
-            return []
         chain = self._chain(tenant)
         return self._form(chain.policy).prefixes.wanted(chain, as_tokens(tokens)[:end], start)
 
@@ -419,10 +423,26 @@ class Store:
         """Return how many bytes `save` can queue now. Safe on any thread; called before KV is copied."""
         return self._writer.room_bytes
 
+    def spare(self) -> int:
+        """Return how many bytes of snapshots that were lost `save` can queue again now.
+
+        They leave half of the queue to new ones, unless it is empty.
+        """
+        return max(0, self.room() - (0 if self.is_idle else self._writer.queue_bytes // 2))
+
     @property
     def is_idle(self) -> bool:
-        """Whether no write is queued or running, and writing is not paused."""
-        return not self._writer.counts.in_flight_bytes and not self._writer.paused
+        """Whether no write is queued or running."""
+        return not self._writer.counts.in_flight_bytes
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether writing is paused after a failure, so that `save` queues nothing."""
+        return self._writer.paused
+
+    def listen(self, lost: Callable[[], None]) -> None:
+        """Call `lost` on the event loop for each queued snapshot that was neither written nor removed."""
+        self._lost = lost
 
     def skip(self, num_snapshots: int) -> None:
         """Count snapshots as dropped: the caller did not copy their KV, because `room` was too small."""
@@ -708,6 +728,8 @@ class Store:
         if self._remote is not None and write.node.durable and write.fetched is None:
             self._remote.offer(write.node)
         self._room.check()
+        if write.abandoned != "cancelled" and (write.abandoned or write.state is WriteState.FAILED):
+            self._lost()
 
 
 def _lengths(pins: Iterable[Pin]) -> list[int]:

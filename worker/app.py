@@ -110,7 +110,7 @@ _STOP_S = 10.0
 #: Time after that to store which requests no worker has begun; else these count one attempt more.
 _NOTES_S = 5.0
 
-#: Time after that to save KV whose snapshots were dropped; then the store writes its queue to disk.
+#: Time after that to save KV whose snapshots are missing, and to write it; then the store closes.
 _STORE_S = 5.0
 
 
@@ -349,10 +349,17 @@ class App:
             await self._members.leave()
             await self._owners.return_routed()
             await intake.return_anchors()
-            await self._engine.store_missing(_STORE_S)
+            await self._engine.store_missing(0 if self._settings.snapshots == "temporary" else _STORE_S)
             parts.cancel_scope.cancel()  # last: until here the keep-alive prevents redelivery
+        await self._close_store()
         if self._fatal:
             raise WorkerError(self._fatal)
+
+    async def _close_store(self) -> None:
+        """Write what still waits for the disk, and log what is left; temporary snapshots are only removed."""
+        if self._store is not None and self._settings.snapshots != "temporary":
+            await shielded(self._store.close)
+            self._engine.log_unstored()
 
     def _log_ready(self, nc: Client) -> None:
         url = nc.connected_url

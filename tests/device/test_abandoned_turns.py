@@ -102,6 +102,7 @@ async def test_a_turn_cancelled_while_its_restore_waits_for_memory_leaves_its_sn
     async with open_process(make_model("llama"), tmp_path / "kv", trials=trials) as process:
         engine = process.engine
         await process.append(tokens)
+        assert await process.store.barrier(5)
         engine.forget(key("s"))
         engine.ledger.max_bytes = engine.size_bytes(len(tokens)) + 5000
         engine._device.reserve_room = lambda *_: asked.set()  # type: ignore[method-assign]  # a long step

@@ -1,8 +1,10 @@
-"""Snapshots dropped by a full write queue are copied again, so a kill costs at most one block of prefill."""
+"""Snapshots that were dropped or not written are made again: a kill costs at most one block of prefill."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,7 +16,11 @@ from engine_process import Process, open_process
 from tiny_models import BLOCK, key
 
 from cache.disk import format as snapshot_format
+from cache.disk import writer
+from cache.names.policy import Policy
 from cache.names.tokens import as_tokens
+from worker.device.turn import Starved
+from worker.sessions.port import Asked
 
 PROMPT = [1 + i % 90 for i in range(12 * BLOCK + 3)]
 KINDS = ["llama", "exaone4", "mamba2", "qwen3_next"]
@@ -64,6 +70,7 @@ async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_
         assert process.store.stats().dropped.get("queue_full", 0) > 0, "the queue was not too small"
         await quiet(process)
         mending.cancel()
+        assert process.engine._mending.unstored() == []
     async with open_process(model, tmp_path / "kv", trials=trials) as process:
         found, again, _ = await process.generate([*PROMPT, *said, 5], 4)
         assert found.num_prefilled <= 2, "only the last token and the new one are prefilled"
@@ -135,3 +142,106 @@ async def test_a_session_can_run_turns_while_its_dropped_snapshots_are_stored_ag
     async with open_process(model, tmp_path / "kv", trials=trials) as process:
         found, _, _ = await process.generate(context, 1)
         assert found.num_prefilled <= 2
+
+
+@asynccontextmanager
+async def mended(process: Process) -> AsyncIterator[None]:
+    """Make missing snapshots beside the block and after it, until the process is quiet."""
+    mending = asyncio.create_task(process.engine.mend())
+    yield
+    await quiet(process)
+    assert not mending.done()
+    mending.cancel()
+
+
+@pytest.mark.parametrize("fault", ["disk", "memory"])
+async def test_snapshots_that_a_fault_removed_from_the_queue_are_stored_later(
+    make_model: Callable[..., Any],
+    tmp_path: Path,
+    trials: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    monkeypatch.setattr(writer, "FIRST_PAUSE_S", 0.5)
+    model, slow, fails = make_model("llama"), snapshot_format.write, fault == "disk"
+
+    def write(*args: Any) -> None:
+        if fails:
+            time.sleep(0.2)  # until all is queued
+            raise OSError(errno.EIO, "Input/output error")
+        slow(*args)
+
+    monkeypatch.setattr(snapshot_format, "write", write)
+    async with open_process(model, tmp_path / "kv", trials=trials) as process, mended(process):
+        await process.append(PROMPT)
+        if fault == "memory":
+            process.engine._handle_event(Starved())
+        else:
+            while not process.store.is_paused:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            late = [*reversed(PROMPT)]
+            await process.append(late, "late")
+            assert process.store.is_paused
+            fails = False
+        assert await process.store.barrier(5)
+        assert sum(process.store.stats().dropped.values()) > 2, "there was no fault"
+    async with open_process(model, tmp_path / "kv", trials=trials) as process:
+        found, _, _ = await process.generate(PROMPT, 1)
+        assert found.num_prefilled <= 2
+        if fault == "disk":
+            found, _, _ = await process.generate(late, 1)
+            assert found.num_prefilled <= 2, "nothing of it was queued"
+
+
+async def test_missing_snapshots_are_stored_although_other_sessions_keep_the_disk_busy(
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with small_queue(make_model("llama"), tmp_path, 4, trials) as process:
+        store, chain = process.store, process.store.chain(key("s").tenant)
+        write, may_write, num_written = snapshot_format.write, threading.Semaphore(0), 0
+        monkeypatch.setattr(snapshot_format, "write", lambda *args: may_write.acquire() and write(*args))
+        _, said, _ = await process.generate(PROMPT, 4)
+        context = as_tokens([*PROMPT, *said[:-1]])
+        mending = asyncio.create_task(process.engine.mend())
+        for number in range(90):
+            if store.num_stored(chain, context) == len(context):
+                break
+            await process.append([1 + number] * (BLOCK + 1), "other")
+            while store.stats().in_flight > 1:  # so there is always a write
+                may_write.release()
+                num_written += 1
+                while store.stats().durable < num_written:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+        mending.cancel()
+        may_write.release(1000)
+        assert store.num_stored(chain, context) == len(context), "it waits until the disk is idle"
+
+
+async def test_a_request_that_is_cancelled_before_it_runs_leaves_missing_snapshots_to_be_made(
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path
+) -> None:
+    model = make_model("llama")
+    async with small_queue(model, tmp_path, 2, trials) as process:
+        _, said, _ = await process.generate(PROMPT, 4)
+        asked = Asked(key("s"), as_tokens([*PROMPT, *said, 5]))
+        assert await process.engine.run(asked, lambda: True) is None
+        async with mended(process):
+            pass
+    async with open_process(model, tmp_path / "kv", trials=trials) as process:
+        found, _, _ = await process.generate([*PROMPT, *said, 5], 1)
+        assert found.num_prefilled <= 2
+
+
+async def test_a_session_whose_early_token_ids_are_no_longer_in_memory_does_not_end_mending(
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path
+) -> None:
+    policy, long = Policy(4, 128 * BLOCK), as_tokens(1 + i % 90 for i in range(3 * 4096))
+    async with open_process(make_model("llama"), tmp_path / "kv", num_blocks=64, trials=trials) as process:
+        await process.engine.run(Asked(key("s"), long, policy=policy), lambda: False)
+        shortened = long.shortened(2 * 4096) + as_tokens([1, 2, 3])
+        await process.engine.run(Asked(key("s"), shortened, policy=policy), lambda: False)
+        await process.store.clear()  # as if it were evicted
+        process.engine._mending.note(key("s"))
+        async with mended(process):
+            pass
+        assert process.engine._mending.unstored() == [len(shortened) - 1]

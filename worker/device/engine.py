@@ -104,7 +104,8 @@ class Engine(EnginePort):
         self._turns: dict[Turn, Run] = {}  # turns with reserved memory, and their runs
         self._submitted: dict[Turn, None] = {}  # turns that are on the device, in order of submission
         self._finder = Finder(device, store, ledger)
-        self._mending = Mending(store, self._is_at_work, self._mend) if store is not None else None
+        mending = (self._residency, self._at_work, self._mend, device.kv)
+        self._mending = Mending(store, *mending) if store is not None else None
         loop = asyncio.get_running_loop()
         device.listen(lambda report: loop.call_soon_threadsafe(self._handle, report))
         self._stopping = False
@@ -166,8 +167,9 @@ class Engine(EnginePort):
             cancelled=cancelled,
             phases=[] if phases is None else phases,
         )
-        self._cancel_mending(asked.key)
+        self._stop_mending(asked.key)
         if self._mending is not None:
+            self._mending.touch(asked.key)
             await self._mending.ended(asked.key)
         await self._run_to_end(run, publish)
         return self._result(run) if run.started_s is not None else None
@@ -185,19 +187,22 @@ class Engine(EnginePort):
         return embedding.vector
 
     async def mend(self) -> None:
-        """Make the snapshots that the writer's full queue dropped, once it is empty; run until cancelled."""
+        """Make the snapshots that were dropped, once the writer's queue has room; run until cancelled."""
         if self._mending is None:
             await asyncio.Event().wait()
         else:
             await self._mending.run()
 
     async def store_missing(self, within_s: float) -> None:
-        """Make dropped snapshots after `stop`; log how many sessions still lack some after `within_s`."""
-        if not self._device.is_alive:
-            within_s = 0
-        left = await self._mending.finish(within_s) if self._mending is not None else 0
-        if left:
-            log.warning("some sessions will be prefilled again: their KV is not on disk", sessions=left)
+        """Make dropped snapshots after `stop`, and wait until all are on disk, for at most `within_s`."""
+        if self._mending is not None:
+            await self._mending.finish(within_s if self._device.is_alive else 0)
+
+    def log_unstored(self) -> None:
+        """Log what a worker that ends loses: the KV that is on the device, but not on disk."""
+        if self._mending is not None and (left := self._mending.unstored()):
+            why = "some sessions will be prefilled again: their KV is not on disk"
+            log.warning(why, sessions=len(left), tokens=sum(left))
 
     async def _run_to_end(self, run: Run, publish: Publish | None = None) -> None:
         """Run a request's turns, one after another, until it needs no more; then release its memory."""
@@ -221,16 +226,11 @@ class Engine(EnginePort):
             if turn.answer is not None and not is_over:  # paused: the next turn continues from its tokens
                 context = context[: turn.num_prompt] + turn.answer.tokens
 
-    def _is_at_work(self, key: SessionKey) -> bool:
-        return any(run.key == key for run in self._runs.values())
+    def _at_work(self) -> set[SessionKey]:
+        return {run.key for run in self._runs.values()}
 
-    async def _mend(self, key: SessionKey) -> bool:
-        """Make an idle session's missing snapshots; return True if others can still be made later."""
-        tokens, policy = self._residency.tokens(key), self._residency.policy(key)
-        if self._store is None or not tokens or policy.recall:
-            return False
-        chain = self._store.chain(key.tenant, policy, tokens)
-        before = len(self._store.wanted(chain, tokens, 0, len(tokens)))
+    async def _mend(self, key: SessionKey, tokens: Tokens, policy: Policy) -> Run:
+        """Run a turn that adds no token to an idle session, but makes its missing snapshots."""
         run = Run(
             key,
             0,
@@ -243,13 +243,10 @@ class Engine(EnginePort):
         )
         with contextlib.suppress(DeviceFaultError, NoMemoryError, CutOffError, StoppingError):
             await self._run_to_end(run)
-        after = len(self._store.wanted(chain, tokens, 0, len(tokens)))
-        return not run.is_forgotten and (run.is_stopped or 0 < after < before)
+        return run
 
-    def _cancel_mending(self, key: SessionKey) -> None:
+    def _stop_mending(self, key: SessionKey) -> None:
         """End the turn that makes a session's missing snapshots."""
-        if self._mending is not None:
-            self._mending.discard(key)
         for run in self._runs.values():
             if run.mends and run.key == key:
                 self._cancel(run)
@@ -269,7 +266,9 @@ class Engine(EnginePort):
         """Drop a session's KV from the device. Its snapshots stay on SSD; a turn under way makes no more."""
         for run in self._runs.values():  # also runs whose turns nobody waits for
             run.is_forgotten |= run.key == key
-        self._cancel_mending(key)
+        self._stop_mending(key)
+        if self._mending is not None:
+            self._mending.discard(key)
         if self._residency.pop(key):
             self._device.drop(key)
         self._grants.decide()
@@ -294,7 +293,7 @@ class Engine(EnginePort):
         if self._store is None:
             return Forgotten(0, settled=not self._has_unopened)
         until_s = monotonic() + _ERASE_S
-        was_at_work = self._is_at_work(key)
+        was_at_work = key in self._at_work()
         forgotten = await self._store.erase(key.tenant, tokens, _ERASE_S, shared=shared)
         if self._mending is not None and was_at_work and not forgotten.settled:  # a mending turn used some
             with contextlib.suppress(TimeoutError):
@@ -408,9 +407,9 @@ class Engine(EnginePort):
             self._telemetry.tenants.count_tokens("restored", turn.tenant, num_restored)
             if self._stopping and not run.mends:
                 raise StoppingError
-            if run.mends and self._mending is not None:
-                turn.spans = self._mending.fitting(turn, self._device.kv(turn.policy))
-                run.is_cancelled |= turn.num_kept < len(turn.context) - 1  # its KV has been dropped
+            if self._mending is not None:
+                self._mending.limit(turn, mends=run.mends)
+            run.is_cancelled |= run.mends and turn.num_kept < len(turn.context) - 1  # its KV was dropped
             if run.waits_no_more():
                 self._end_turn(run, turn, resumes=not run.is_stopped)
                 return run.is_stopped

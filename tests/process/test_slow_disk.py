@@ -1,0 +1,101 @@
+"""On a slow disk, what the full queue dropped is stored later, and a worker that stops says what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from bench import disk
+from cache.disk import format as snapshot_format
+from cache.store import Store
+from worker import app as app_module
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tests.parts import LocalWorker, WorkerProcess
+    from turnkeep_client.client import Client
+
+pytestmark = pytest.mark.process
+
+BLOCK = 128
+#: Seconds for each sync. A block of this model is small; a large model's takes as long at 5 MB/s.
+SLOW = "0.02"
+TEXTS = {name: f"{name}: all work and no play. " * 60 for name in ("first", "second", "third")}
+NEWS = "What now? "
+SAYS = "some sessions will be prefilled again: their KV is not on disk"
+
+
+async def appended(client: Client) -> None:
+    for name, text in TEXTS.items():
+        await client.session(name).append(text=text)
+
+
+async def prefilled(client: Client) -> list[int]:
+    """Run a turn of each session; return how many tokens of earlier turns it prefilled."""
+    results = [await client.session(name).generate(text=NEWS, max_tokens=1) for name in TEXTS]
+    return [result.usage.prefilled_tokens - len(NEWS) for result in results]
+
+
+async def quiet(client: Client) -> None:
+    """Wait until the worker has written nothing for a while."""
+    num_quiet = 0
+    while num_quiet < 4:
+        snapshots = (await client.session("first").info()).worker.snapshots
+        num_quiet = 0 if snapshots.in_flight else num_quiet + 1
+        await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("end", ["killed after a quiet time", "stopped at once"])
+async def test_after_a_full_queue_on_a_slow_disk_the_next_worker_prefills_at_most_one_block(
+    worker_process: Callable[..., WorkerProcess], endless_model: Path, end: str
+) -> None:
+    process = worker_process("--block-tokens", f"{BLOCK}", "--writer-queue", "1MiB", model=endless_model)
+    process.command[1:3] = [str(Path(disk.__file__)), SLOW, "commands"]
+    process.start()
+    client = await process.client()
+    await appended(client)
+    snapshots = (await client.session("first").info()).worker.snapshots
+    assert snapshots.dropped.get("queue_full"), "the disk was not too slow"
+    if end == "stopped at once":
+        assert process.stop() == 0
+    else:
+        await quiet(client)
+        process.kill()
+    await client.close()
+    process.start()
+    client = await process.client()
+    assert max(await prefilled(client)) <= BLOCK
+    await client.close()
+    assert SAYS not in process.log
+
+
+async def test_a_worker_that_stops_says_how_many_tokens_it_could_not_store(
+    local_worker: Callable[..., Awaitable[LocalWorker]],
+    endless_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write, close = snapshot_format.write, Store.close
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.1)
+        write(*args)
+
+    worker = await local_worker(model=str(endless_model), block_tokens=BLOCK)
+    with monkeypatch.context() as patched, capture_logs() as logs:
+        patched.setattr(app_module, "_STORE_S", 0.2)
+        patched.setattr(Store, "close", lambda store, **options: close(store, 0.4, **options))
+        patched.setattr(snapshot_format, "write", slow)
+        await appended(worker.client)
+        await worker.stop()
+    (said,) = [log for log in logs if log["event"] == SAYS]
+    worker = await local_worker(model=str(endless_model), block_tokens=BLOCK)
+    found = await prefilled(worker.client)
+    assert said["sessions"] == len(TEXTS)
+    assert said["tokens"] == sum(found) - len(TEXTS)  # an append does not compute its last token's KV
+    assert said["tokens"] > BLOCK
