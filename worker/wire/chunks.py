@@ -263,6 +263,20 @@ class AnswerChunks:
         subject = self._subjects.tokens(key, request_id)
         await self._js.purge_stream(self._subjects.token_stream, subject=subject)
 
+    async def remove_before(self, key: SessionKey, request_id: str, seq: int) -> None:
+        """Remove the chunks of requests before the sequence `seq`; those of a later one with this id stay.
+
+        Chunks of the later one that are stored among them are removed too. Raises nats-py's errors.
+        """
+        stream, subject = self._subjects.token_stream, self._subjects.tokens(key, request_id)
+        last_seq = 0
+        async for entry in self._reads.entries(stream, subject):
+            with contextlib.suppress(InvalidMessageError):
+                if entry.body and (decode_chunk(entry.body).seq or seq) < seq:
+                    last_seq = entry.seq
+        if last_seq:
+            await self._js.purge_stream(stream, seq=last_seq + 1, subject=subject)
+
 
 def _sealed(headers: Mapping[str, str]) -> tuple[str, str]:
     """Return which request a message seals (its sequence) and which worker did; empty if it is no seal."""
