@@ -13,6 +13,7 @@ import pytest
 from nats.js.errors import NotFoundError
 from raw_wire import LONG, Start, Wire, append, generate
 
+import turnkeep_client.wire
 from cache.names.marks import Erased
 from tests.simulation import device
 from tests.simulation.world import Server
@@ -128,6 +129,32 @@ async def test_a_worker_that_missed_a_close_cannot_store_a_result_after_the_sess
             await other.commit(SessionKey("default", "s"), late, known, {}, server=other.server)
     monkeypatch.setattr(retention, "_LAST_S", 0.0)
     assert await until_gone(w, "s", text=b"") == {}
+
+
+async def test_a_worker_cut_off_before_a_sessions_first_result_cannot_store_it_after_the_session_left_the_log(
+    quiet_wire: Start, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has looked that the request is there; after the removal no result in the log shows what happened."""
+    w = await quiet_wire(closed_ttl_s=0.0)
+    cut_off: Any = turnkeep_client.wire.Nats()
+    await cut_off.connect([w.worker.settings.nats])
+    other, get = Journal(cut_off, cut_off.jetstream(), w.worker.app._subjects), Journal.get
+    first = await w.send("s", append("a", "a secret"))
+
+    async def looks(journal: Journal, seq: int) -> bytes | None:
+        found = await get(journal, seq)
+        if journal is other and found is not None:
+            cut_off.unreachable_until_s = asyncio.get_running_loop().time() + 5.0
+            server.cut(cut_off.link)
+            await w.send("s", CLOSE)
+            await until_gone(w, "s", text=b"")
+        return found
+
+    monkeypatch.setattr(Journal, "get", looks)
+    late = encode(failure("a", "internal", "of a worker that was cut off", seq=first["seq"]))
+    with pytest.raises(FencedError):
+        await other.commit(SessionKey("default", "s"), late, 0, {}, server=other.server)
+    await cut_off.close()
 
 
 async def test_a_session_is_not_removed_while_the_result_of_its_close_is_being_stored(
