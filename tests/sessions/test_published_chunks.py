@@ -140,6 +140,28 @@ async def test_an_answer_that_runs_longer_than_the_token_stream_keeps_chunks_los
     assert result["text"] == "".join(chunk.text for chunk in whole(heard))
 
 
+@pytest.mark.simulated
+async def test_a_running_answer_loses_no_text_if_other_answers_chunks_take_the_place_of_its_first_ones(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of the token stream is limited, and it drops the oldest chunks."""
+    monkeypatch.setattr(streaming, "_LOOK_S", 0.1)
+    w = await wire()
+    heard = await listen(w)
+    seq = await w.publish("s", generate("g", text="eee", max_tokens=1900))
+    async with asyncio.timeout(10):
+        while len(heard.chunks) < 20:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    kept = (await w.js.stream_info(f"{w.prefix}_tok")).state.last_seq
+    await w.js.purge_stream(f"{w.prefix}_tok", seq=kept)
+    await asyncio.sleep(0.5)
+    await w.worker.stop()
+    known = max(chunk["i"] + len(chunk["tokens"]) for chunk in heard.chunks)
+    assert w.results == {}
+    result = await (await wire()).result(seq)
+    assert result["resumed_tokens"] == known
+
+
 async def test_an_answer_that_pauses_for_longer_than_the_token_stream_keeps_chunks_keeps_its_tokens(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -362,7 +362,7 @@ async def a_worker_that_another_one_overtook_publishes_no_more_chunks(place: Pla
     with pytest.raises(FencedError):
         await other.chunks.publish(key, "g", chunk(1), 0, server=other.server)
     stored = datetime.fromtimestamp(0, UTC)
-    assert await other.chunks.read(key, "g", seq, stored) == Published([chunk(0)], first, has_ended=False)
+    assert await other.chunks.read(key, "g", seq, stored) == Published([chunk(0)], first, first_seq=first)
     second = await other.chunks.publish(key, "g", chunk(1), first, server=other.server)
     with pytest.raises(FencedError):
         await one.chunks.publish(key, "g", Chunk(1, (8,), "y", seq=seq), first, server=one.server)

@@ -38,9 +38,10 @@ _OVERTAKEN: Final = (WRONG_LAST_SEQUENCE, 10164)  # with replicas: another write
 class Published(NamedTuple):
     """The chunks of an answer that clients may have seen, and the sequence of its subject's last message.
 
-    `has_ended` says that a worker has closed the token stream, so the answer has a result; `is_sealed` that a
-    worker is about to end the answer as cancelled or expired, or died doing so. The headers of the first
-    chunk have `model`, and `base`: the digest of the session before the answer.
+    `first_seq` is the sequence of the first chunk, or 0. `has_ended` says that a worker has closed
+    the token stream, so the answer has a result; `is_sealed` that a worker is about to end the answer as
+    cancelled or expired, or died doing so. The headers of the first chunk have `model`, and `base`: the
+    digest of the session before the answer.
     """
 
     chunks: list[Chunk]
@@ -49,6 +50,7 @@ class Published(NamedTuple):
     is_sealed: bool = False
     model: str = ""
     base: str = ""
+    first_seq: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -85,7 +87,7 @@ class AnswerChunks:
         client may have published them to forge the beginning of the answer.
         """
         chunks: list[Chunk] = []
-        num_tokens = num_foreign = last_seq = 0
+        num_tokens = num_foreign = first_seq = last_seq = 0
         has_gap = has_ended = is_sealed = False
         model = base = ""
         async for entry in self._reads.entries(
@@ -112,11 +114,12 @@ class AnswerChunks:
             if chunk.i == num_tokens and not has_gap:
                 model = model or entry.headers.get(MODEL_HEADER, "")
                 base = base or entry.headers.get(HISTORY_HEADER, "")
+                first_seq = first_seq if chunks else entry.seq
                 chunks.append(chunk)
                 num_tokens += len(chunk.tokens)
         if num_foreign:
             log.warning("ignoring chunks that are not of this request", request=request_id, num=num_foreign)
-        return Published(chunks, last_seq, has_ended, is_sealed, model, base)
+        return Published(chunks, last_seq, has_ended, is_sealed, model, base, first_seq)
 
     async def publish(
         self, key: SessionKey, request_id: str, chunk: Chunk, after: int, *, server: str, base: str = ""
@@ -247,6 +250,10 @@ class AnswerChunks:
         with contextlib.suppress(InvalidMessageError):
             return decode_chunk(data).seq == seq
         return False
+
+    async def is_there(self, seq: int) -> bool:
+        """Return whether the token stream still has the message at this sequence."""
+        return await self._reads.get(self._subjects.token_stream, seq) is not None
 
     async def _is_gone(self, seq: int) -> bool:
         """Return whether a request was removed from the log."""
