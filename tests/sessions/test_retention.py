@@ -670,15 +670,17 @@ async def test_requests_sent_after_a_forget_are_answered_by_the_next_worker(quie
     assert len((await w.result(seqs[3]))["tokens"]) == 1500
 
 
-@pytest.mark.parametrize("waits", [True, False])
-async def test_the_removal_of_a_close_removes_no_unanswered_request(*, waits: bool) -> None:
-    """One at sequence 5 is between the close at 4 and its result at 6, the last one; others come later."""
+@pytest.mark.parametrize(("waiting", "removed_below"), [((1, 0), []), ((0, 1), []), ((0, 0), [7])])
+async def test_the_removal_of_a_close_removes_no_unanswered_request(
+    waiting: tuple[int, int], removed_below: list[int]
+) -> None:
+    """It is between the close at 4 and its result at 6, the last one, on a first page of the log or later."""
     removed: list[int] = []
 
     class Log:
         async def page(self, _: SessionKey, kind: str, __: int) -> tuple[list[Entry], int]:
             asked = Entry(5, "in", datetime.now(UTC), encode(Append(id="r", text="unanswered")), {})
-            return ([asked] if kind == "in" and waits else []), 0
+            return ([asked] * waiting[0], waiting[1]) if kind == "in" else ([], 0)
 
         async def last_seq(self, *_: Any) -> int:
             return 6
@@ -693,7 +695,7 @@ async def test_the_removal_of_a_close_removes_no_unanswered_request(*, waits: bo
     closed = retention._Closing(result, Closed(id="c", seq=4, position=0), forgets=False)
     note = Entry(3, "out", datetime.now(UTC), b"", {})
     await Retention(Log(), closed_ttl_s=0, max_bytes=1)._remove(SessionKey("t", "s"), note, closed)  # type: ignore[arg-type]
-    assert removed == ([] if waits else [7]), "all entries below"
+    assert removed == removed_below
 
 
 async def test_the_result_of_a_close_is_found_after_the_result_of_a_cancelled_request() -> None:
