@@ -159,6 +159,7 @@ async def test_opening_a_long_session_reads_only_the_end_of_its_log(
     assert len(set(read)) <= 4 * EVERY
     assert min(read) > last - 10 * EVERY
     assert len(session.history.conversation._segments) < 12 * EVERY
+    assert session.log.record.num_foreign == 0, "the worker's own log has no warning"
 
 
 @pytest.mark.parametrize("world", [WINDOW], indirect=True)
