@@ -268,18 +268,47 @@ async def test_the_next_worker_removes_a_session_whose_forget_was_interrupted(
     assert not tokens.state.subjects, "what was published of its answers is gone too"
 
 
+async def test_a_forget_that_is_interrupted_goes_on_though_a_sweep_has_seen_its_note_without_a_result(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier note, of a close that is not due yet, is before it in the log."""
+    note_close = Retention.note_close
+
+    async def slowly(keeper: Retention, key: SessionKey, *, forget: bool) -> int | None:
+        number = await note_close(keeper, key, forget=forget)
+        await asyncio.sleep(1)
+        return number
+
+    async def dies(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(Retention, "note_close", slowly)
+    monkeypatch.setattr(Retention, "forget", dies)
+    w = await quiet_wire(closed_ttl_s=3600.0)
+    for name, close in (("earlier", CLOSE), ("s", FORGET)):
+        await w.send(name, append("a", "a secret"))
+        await w.send(name, close)
+    await until_gone(w, "s", text=b"secret")
+
+
 async def test_the_removal_of_a_forgotten_session_leaves_the_chunks_of_the_next_one(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another worker may serve the next session already, while this one still removes the forgotten one."""
+    """Another worker may serve the next session already, while this one still removes the forgotten one.
+
+    Or it may still serve that one, until its requests have left the log.
+    """
     w = await quiet_wire()
     remove_before = Retention._remove_before
 
-    async def slowly(keeper: Retention, *asked: Any) -> None:
-        await remove_before(keeper, *asked)
-        seq = await w.publish("s", generate("next", text="eee", max_tokens=3))
+    async def publishes(name: str, seq: int) -> None:
         chunk = {"i": 0, "tokens": [101], "text": "e", "seq": seq}
-        await w.js.publish(f"{w.prefix}.default.s.chunk.next", json.dumps(chunk).encode())
+        await w.js.publish(f"{w.prefix}.default.s.chunk.{name}", json.dumps(chunk).encode())
+
+    async def slowly(keeper: Retention, *asked: Any) -> None:
+        await publishes("late", 1)
+        await remove_before(keeper, *asked)
+        await publishes("next", await w.publish("s", generate("next", text="eee", max_tokens=3)))
 
     with monkeypatch.context() as patched:
         patched.setattr(Retention, "_remove_before", slowly)
@@ -287,7 +316,7 @@ async def test_the_removal_of_a_forgotten_session_leaves_the_chunks_of_the_next_
         await w.send("s", generate("g", text="a secret"))
         await w.send("s", FORGET)
         await w.send("s", {"type": "open", "id": "o"})
-    assert (await w.js.get_last_msg(f"{w.prefix}_tok", f"{w.prefix}.default.s.tok.next")).data
+    assert [*await streamed(w)] == ["next"]
 
 
 async def test_the_next_worker_removes_chunks_of_a_forgotten_session_whose_requests_are_gone(
@@ -740,6 +769,43 @@ async def test_closed_sessions_are_removed_from_a_nearly_full_log_until_it_is_be
     assert at_once == [True] * 3 + [False] * 3
 
 
+async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server may have lost its last entries, and another note may have the sequence of a known one."""
+    removed: list[int] = []
+
+    class Log:
+        server = "a"
+
+        async def log_bytes(self) -> int:
+            return 0
+
+        async def closed(self, after: int) -> tuple[list[Entry], int]:
+            subject, bodies = {"Nats-Subject": "turnkeep.t.s.closed"}, {3: b"", 5: b"forget"}
+            notes = [Entry(n, "out", datetime.now(UTC), body, subject) for n, body in bodies.items()]
+            return [note for note in notes if note.seq > after], 0
+
+    async def found(*_: Any) -> retention._Closing:
+        result = Entry(6, "out", datetime.now(UTC), b"", {})
+        return retention._Closing(result, Closed(id="c", seq=4, position=0), forgets=True)
+
+    async def nothing(*_: Any) -> None:
+        pass
+
+    async def removes(_: Retention, __: SessionKey, close_seq: int, ___: int) -> None:
+        removed.append(close_seq)
+
+    monkeypatch.setattr(Retention, "_find_close", found)
+    monkeypatch.setattr(Retention, "_remove_before", removes)
+    monkeypatch.setattr(Retention, "_remove_chunks", nothing)
+    keeper = Retention(Log(), closed_ttl_s=None, max_bytes=100)  # type: ignore[arg-type]
+    for server, times in (("a", 1), ("a", 1), ("b", 2)):
+        monkeypatch.setattr(Log, "server", server)
+        await keeper.sweep()
+        assert removed == [4] * times
+
+
 @pytest.mark.parametrize(("idle_timeout_s", "has_store"), [(0.2, True), (300.0, False)])
 async def test_a_worker_that_missed_a_forget_drops_the_sessions_kv_from_the_device(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, idle_timeout_s: float, has_store: bool
@@ -784,3 +850,32 @@ async def test_a_worker_away_for_longer_than_notes_are_kept_drops_all_kv_once_it
     assert running == [set(), set()]
     assert not kv.resident
     assert disk.erased_up_to(app._erasures._log).seq > asked
+
+
+async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_and_stays_for_a_week(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that are away meanwhile read it later; only the last note stays for longer."""
+    monkeypatch.setattr(erasures, "_PERIOD_S", 0.2)
+    monkeypatch.setattr(erasures, "_OFTEN_S", 0.5)
+    w = await quiet_wire()
+    await w.send("s", append("a"))
+    app, tried = w.worker.app, list[str]()
+    tokens = app.device_of_hashes.resident[SessionKey("default", "s")]
+
+    async def erase_marked(_: str, __: Any) -> bool:
+        tried.append("again" if tried else "first")
+        return len(tried) > 1
+
+    monkeypatch.setattr(app._disk, "erase_marked", erase_marked)
+    for name in ("one", "two"):
+        await app._erasures.note(SessionKey("default", name), tokens, 0, ())
+    await asyncio.sleep(2)
+    assert tried == ["first", "again", "again"]
+    notes, _ = await app._retention._journal.erasures(0)
+    assert app._disk.erased_up_to(app._erasures._log).seq == notes[-1].seq
+    assert len(notes) == 2
+    later_s = erasures.time() + 8 * 86400.0
+    monkeypatch.setattr(erasures, "time", lambda: later_s)
+    await app._erasures._clean()
+    assert [note.seq for note in (await app._retention._journal.erasures(0))[0]] == [notes[-1].seq]
