@@ -16,9 +16,13 @@ from structlog.testing import capture_logs
 from turnkeep_client.chunks import Assembly
 from turnkeep_client.log import SEALED_HEADER
 from turnkeep_client.messages import Chunk, decode_chunk
+from turnkeep_client.subjects import SessionKey
 from worker.device.runner import Runner
 from worker.process import clock
 from worker.sessions import streaming
+from worker.wire.fence import FencedError
+from worker.wire.journal import Journal
+from worker.wire.outbox import Outbox
 
 
 class Heard:
@@ -211,3 +215,24 @@ async def test_an_answer_that_a_worker_has_sealed_at_its_deadline_before_it_cras
     await asyncio.sleep(0.4)
     result = await (await wire()).result(seq)
     assert (result["tokens"], result["finish_reason"]) == ([50], "expired")
+
+
+@pytest.mark.simulated
+async def test_no_worker_can_publish_a_chunk_of_an_answer_that_expired_before_its_first_chunk(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stalled one might, if the worker that stored the result died before it ended the stream."""
+
+    async def dies(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(Outbox, "end", dies)
+    w = await wire()
+    await w.worker.stop()
+    seq = await w.publish("s", generate("g", text="abc", deadline_s=0.2))
+    await asyncio.sleep(0.4)
+    await wire()
+    assert (await w.result(seq))["code"] == "expired"
+    stalled, late = Journal(w.nc, w.js, w.worker.app._subjects), Chunk(0, (7,), "x", seq=seq)
+    with pytest.raises(FencedError):
+        await stalled.chunks.publish(SessionKey("default", "s"), "g", late, 0, server=stalled.server)
