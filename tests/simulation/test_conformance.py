@@ -343,6 +343,10 @@ async def a_result_stored_after_another_one_cannot_be_stored_again_as_the_first(
     assert await journal.commit(key, refused, first, {}, server=journal.server) == second, (
         "its own, of which the ack was lost"
     )
+    with pytest.raises(FencedError):  # another worker's, in the same place
+        await journal.commit(key, cancelled, first, {}, server=journal.server)
+    with pytest.raises(FencedError):  # of a worker that has read another process's log
+        await journal.commit(key, cancelled, second, {}, server="an earlier one")
     with pytest.raises(FencedError):
         await journal.commit(key, refused, 0, {}, server=journal.server)
 
