@@ -42,6 +42,20 @@ def common(a, b) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+def test_a_held_snapshot_that_is_removed_leaves_those_before_it_held_until_its_release() -> None:
+    """A load reads their files too."""
+    index = filled([(1, 2, 3, 4)])
+    (before,) = index
+    leaf = index.add(name((5,), before.digest), 1)
+    index.mark_durable(leaf)
+    index.hold(leaf)
+    index.remove(leaf)
+    assert not before.evictable
+    assert index.oldest() is None
+    index.release(leaf)
+    assert index.oldest() is before
+
+
 @given(RUNS, st.lists(st.booleans(), min_size=12, max_size=12), st.lists(st.integers(0, 2), max_size=5))
 def test_the_index_finds_the_stored_child_with_the_longest_common_prefix(runs, durable, wanted) -> None:
     index = filled(runs, durable)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from raw_wire import Start
 from test_fold import OPERATIONS, World, assert_same, live, nothing
 
+from cache.names.errors import CutOffError
 from cache.names.policy import FULL, Policy
 from cache.names.tokens import pack
 from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
@@ -159,6 +160,7 @@ async def test_opening_a_long_session_reads_only_the_end_of_its_log(
     assert len(set(read)) <= 4 * EVERY
     assert min(read) > last - 10 * EVERY
     assert len(session.history.conversation._segments) < 12 * EVERY
+    assert session.log.record.num_foreign == 0, "the worker's own log has no warning"
 
 
 @pytest.mark.parametrize("world", [WINDOW], indirect=True)
@@ -283,6 +285,18 @@ async def test_a_rewind_to_before_a_checkpoint_gives_the_same_history_as_without
     await converse(world, range(20, 30))
     for session in (await opened(world), await whole(world)):
         assert_same(session.history, world.session.history)
+
+
+async def test_a_fork_takes_no_history_from_a_log_that_has_lost_entries_since_the_parent_was_read(
+    world: World,
+) -> None:
+    """Only the beginning of the log has the parent's first messages, and it no longer fits the end."""
+    await converse(world, range(20))
+    read = await opened(world)
+    assert (await read.log.whole_history()).digest() == read.history.digest()
+    del world.log.entries[8:10]
+    with pytest.raises(CutOffError):
+        await read.log.whole_history()
 
 
 async def test_a_reopened_session_opened_from_a_checkpoint_has_nothing_from_before_its_close(

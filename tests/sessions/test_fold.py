@@ -128,6 +128,9 @@ class Log:
     async def is_there(self, _: int) -> bool:
         return True
 
+    async def entry(self, seq: int) -> Entry:
+        return self.entries[seq - 1]
+
     async def append(self, _: SessionKey, kind: str, body: bytes) -> None:
         if kind == "attempt":
             self.notes.append(body)
@@ -809,3 +812,14 @@ async def test_a_session_whose_log_has_lost_a_request_or_a_result_is_not_continu
     assert why in await diverged(world, [*world.log.entries[: lost - 1], hole, *world.log.entries[lost:]])
     carried_out = [result.id for result in world.results if not isinstance(result, Failed)]
     assert len(carried_out) == len(set(carried_out)), "nothing is answered twice"
+
+
+async def test_a_session_is_not_continued_if_the_result_right_behind_another_one_is_lost(world) -> None:
+    for id_ in "abc":
+        seq = world.log.add("in", encode(Append(id=id_, text="one")))
+    world.ring(seq)
+    await world.session.run()
+    assert [entry.kind for entry in world.log.entries] == ["in"] * 3 + ["out"] * 3
+    hole = Entry(5, "checkpoint", STORED, b"", {})
+    why = await diverged(world, [*world.log.entries[:4], hole, *world.log.entries[5:]])
+    assert "has lost the result at sequence 5" in why

@@ -13,7 +13,7 @@ from test_shared_forgotten import SECRET, all_gone, forget
 from ops.log.ending import end
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.subjects import SessionKey
-from worker.sessions import sessions
+from worker.sessions import record, sessions
 
 Start = Any  # of `local_worker`
 
@@ -28,11 +28,15 @@ async def started(start: Start, model: Path) -> Any:
     return worker
 
 
-@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("opened", ["", "from the whole log", "from a checkpoint"])
 async def test_forgetting_a_rewound_session_leaves_no_snapshot_of_it(
-    local_worker: Start, endless_model: Path, tmp_path: Path, *, restarted: bool
+    local_worker: Start, endless_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: str
 ) -> None:
-    """The tokens that the rewind cut off continue those that the session still has."""
+    """The tokens that the rewind cut off continue those that the session still has.
+
+    A worker that opens the session from a checkpoint does not read of them.
+    """
+    monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 7 if opened == "from a checkpoint" else 512)
     worker = await started(local_worker, endless_model)
     session = worker.client.session("s")
     for tokens in (SOME, OTHER, SOME):
@@ -40,7 +44,7 @@ async def test_forgetting_a_rewound_session_leaves_no_snapshot_of_it(
         await session.rewind(len(SECRET))
     await session.append(tokens=OTHER)
     await settled(session)
-    if restarted:
+    if opened:
         await worker.stop()
         worker = await local_worker(model=str(endless_model))
     await forget(worker.client.session("s"))

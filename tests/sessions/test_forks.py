@@ -77,15 +77,20 @@ async def test_a_fork_at_a_position_inside_a_turn_answers_like_a_fork_rewound_to
 
 
 async def test_a_fork_may_start_at_position_0_or_be_rewound_to_before_the_forked_position(
-    client: Client,
+    local_worker: Start, endless_model: Path
 ) -> None:
-    parent = await conversation(client)
-    begun = await client.session("begun").append(messages=said("Answer in rhymes.", "system"))
+    worker = await local_worker(model=str(endless_model))
+    parent = await conversation(worker.client)
+    begun = await worker.client.session("begun").append(messages=said("Answer in rhymes.", "system"))
     assert (await (await parent.fork("empty", 0)).info()).position == 0
     fork = await parent.fork("fork")
     await fork.rewind(begun.position)
     assert (await fork.info()).position == begun.position
-    assert await tokens_after(fork) == await tokens_after(client.session("begun"))
+    wanted = await tokens_after(worker.client.session("begun"))
+    await worker.stop()
+    fork = (await local_worker(model=str(endless_model))).client.session("fork")
+    assert (await fork.info()).position == begun.position, "also as the next worker reads the log"
+    assert await tokens_after(fork) == wanted
 
 
 async def test_a_fork_of_a_running_session_starts_after_the_parents_last_result(client: Client) -> None:

@@ -16,9 +16,13 @@ from structlog.testing import capture_logs
 from turnkeep_client.chunks import Assembly
 from turnkeep_client.log import SEALED_HEADER
 from turnkeep_client.messages import Chunk, decode_chunk
+from turnkeep_client.subjects import SessionKey
 from worker.device.runner import Runner
 from worker.process import clock
 from worker.sessions import streaming
+from worker.wire.fence import FencedError
+from worker.wire.journal import Journal
+from worker.wire.outbox import Outbox
 
 
 class Heard:
@@ -91,11 +95,14 @@ async def test_after_a_chunk_that_the_token_stream_refused_clients_get_no_furthe
     heard = await listen(w)
     running = await w.publish("s", generate("g", text="eee", max_tokens=1900))
     await w.until("s", "running")
+    async with asyncio.timeout(10):
+        while not heard.chunks:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     before = await limited(w, 64)  # room for the empty message that ends a stream
-    await w.control("s", {"type": "info"})
+    await asyncio.sleep(0.1)
     await w.js.update_stream(before)
     result = await w.result(running)
-    assert len(heard.chunks) < len(result["tokens"])
+    assert len(heard.text) < len(result["text"])
     position = 0
     for chunk in heard.chunks:
         assert chunk["i"] == position
@@ -138,6 +145,28 @@ async def test_an_answer_that_runs_longer_than_the_token_stream_keeps_chunks_los
     assert result["resumed_tokens"] == known
     await asyncio.sleep(1)  # the last chunk may come behind the result, on another subscription
     assert result["text"] == "".join(chunk.text for chunk in whole(heard))
+
+
+@pytest.mark.simulated
+async def test_a_running_answer_loses_no_text_if_other_answers_chunks_take_the_place_of_its_first_ones(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of the token stream is limited, and it drops the oldest chunks."""
+    monkeypatch.setattr(streaming, "_LOOK_S", 0.1)
+    w = await wire()
+    heard = await listen(w)
+    seq = await w.publish("s", generate("g", text="eee", max_tokens=1900))
+    async with asyncio.timeout(10):
+        while len(heard.chunks) < 20:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    kept = (await w.js.stream_info(f"{w.prefix}_tok")).state.last_seq
+    await w.js.purge_stream(f"{w.prefix}_tok", seq=kept)
+    await asyncio.sleep(0.5)
+    await w.worker.stop()
+    known = max(chunk["i"] + len(chunk["tokens"]) for chunk in heard.chunks)
+    assert w.results == {}
+    result = await (await wire()).result(seq)
+    assert result["resumed_tokens"] == known
 
 
 async def test_an_answer_that_pauses_for_longer_than_the_token_stream_keeps_chunks_keeps_its_tokens(
@@ -186,3 +215,24 @@ async def test_an_answer_that_a_worker_has_sealed_at_its_deadline_before_it_cras
     await asyncio.sleep(0.4)
     result = await (await wire()).result(seq)
     assert (result["tokens"], result["finish_reason"]) == ([50], "expired")
+
+
+@pytest.mark.simulated
+async def test_no_worker_can_publish_a_chunk_of_an_answer_that_expired_before_its_first_chunk(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stalled one might, if the worker that stored the result died before it ended the stream."""
+
+    async def dies(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(Outbox, "end", dies)
+    w = await wire()
+    await w.worker.stop()
+    seq = await w.publish("s", generate("g", text="abc", deadline_s=0.2))
+    await asyncio.sleep(0.4)
+    await wire()
+    assert (await w.result(seq))["code"] == "expired"
+    stalled, late = Journal(w.nc, w.js, w.worker.app._subjects), Chunk(0, (7,), "x", seq=seq)
+    with pytest.raises(FencedError):
+        await stalled.chunks.publish(SessionKey("default", "s"), "g", late, 0, server=stalled.server)

@@ -17,6 +17,7 @@ from tests.simulation.world import Server
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Appended, Generated, Metrics
+from turnkeep_client.subjects import SessionKey
 from worker.sessions.record import Pending
 from worker.sessions.session import Session
 from worker.wire.consistent_reads import ConsistentReads
@@ -103,6 +104,21 @@ async def test_a_request_that_a_lagging_replica_does_not_have_yet_can_be_cancell
     assert (await w.result(waiting))["finish_reason"] == "cancelled"
     await w.control("s", {"type": "cancel", "id": "g"})
     await w.result(running)
+
+
+async def test_a_page_of_the_log_has_no_entries_that_a_lagging_replica_has_not_removed_yet(
+    wire: Start, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = await wire()
+    monkeypatch.setattr(ConsistentReads, "_is_replicated", replicated)
+    result = await w.send("s", append("a"))
+    key, journal = SessionKey("default", "s"), w.worker.app._retention._journal
+    await asyncio.sleep(1)
+    server.faults.lag_s = 0.5
+    assert (await journal.page(key, "in", 0))[0]
+    await journal.remove(key, result["seq"] + 2)
+    for _ in range(20):
+        assert await journal.page(key, "in", 0) == ([], 0)
 
 
 @pytest.mark.parametrize("hidden", ["all", "results", "the last turn"])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from datetime import UTC, datetime
 from typing import Any
 
+import nats.errors
 import pytest
 from nats.js.errors import NotFoundError
 from raw_wire import LONG, Start, Wire, append, generate
 
+import turnkeep_client.wire
 from cache.names.marks import Erased
 from tests.simulation import device
 from tests.simulation.world import Server
@@ -19,6 +22,7 @@ from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
 from worker.sessions.session import Session
 from worker.wire import erasures, retention
+from worker.wire.chunks import AnswerChunks
 from worker.wire.consistent_reads import Entry
 from worker.wire.fence import FencedError
 from worker.wire.journal import Journal
@@ -48,6 +52,19 @@ async def bodies(w: Wire, session: str) -> dict[str, list[bytes]]:
         *_, name, kind = str(message.subject).split(".")
         if name == session:
             found.setdefault(kind, []).append(message.data or b"")
+    return found
+
+
+async def streamed(w: Wire) -> dict[str, set[int]]:
+    """Return the sequences of the requests whose chunks the token stream has, by their ids."""
+    found: dict[str, set[int]] = {}
+    stream = f"{w.prefix}_tok"
+    for seq in range(1, (await w.js.stream_info(stream)).state.last_seq + 1):
+        with contextlib.suppress(NotFoundError):
+            message = await w.js.get_msg(stream, seq)
+            if message.data:
+                name = str(message.subject).rpartition(".")[2]
+                found.setdefault(name, set()).add(json.loads(message.data)["seq"])
     return found
 
 
@@ -112,6 +129,32 @@ async def test_a_worker_that_missed_a_close_cannot_store_a_result_after_the_sess
             await other.commit(SessionKey("default", "s"), late, known, {}, server=other.server)
     monkeypatch.setattr(retention, "_LAST_S", 0.0)
     assert await until_gone(w, "s", text=b"") == {}
+
+
+async def test_a_worker_cut_off_before_a_sessions_first_result_cannot_store_it_after_the_session_left_the_log(
+    quiet_wire: Start, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has looked that the request is there; after the removal no result in the log shows what happened."""
+    w = await quiet_wire(closed_ttl_s=0.0)
+    cut_off: Any = turnkeep_client.wire.Nats()
+    await cut_off.connect([w.worker.settings.nats])
+    other, get = Journal(cut_off, cut_off.jetstream(), w.worker.app._subjects), Journal.get
+    first = await w.send("s", append("a", "a secret"))
+
+    async def looks(journal: Journal, seq: int) -> bytes | None:
+        found = await get(journal, seq)
+        if journal is other and found is not None:
+            cut_off.unreachable_until_s = asyncio.get_running_loop().time() + 5.0
+            server.cut(cut_off.link)
+            await w.send("s", CLOSE)
+            await until_gone(w, "s", text=b"")
+        return found
+
+    monkeypatch.setattr(Journal, "get", looks)
+    late = encode(failure("a", "internal", "of a worker that was cut off", seq=first["seq"]))
+    with pytest.raises(FencedError):
+        await other.commit(SessionKey("default", "s"), late, 0, {}, server=other.server)
+    await cut_off.close()
 
 
 async def test_a_session_is_not_removed_while_the_result_of_its_close_is_being_stored(
@@ -225,18 +268,47 @@ async def test_the_next_worker_removes_a_session_whose_forget_was_interrupted(
     assert not tokens.state.subjects, "what was published of its answers is gone too"
 
 
+async def test_a_forget_that_is_interrupted_goes_on_though_a_sweep_has_seen_its_note_without_a_result(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier note, of a close that is not due yet, is before it in the log."""
+    note_close = Retention.note_close
+
+    async def slowly(keeper: Retention, key: SessionKey, *, forget: bool) -> int | None:
+        number = await note_close(keeper, key, forget=forget)
+        await asyncio.sleep(1)
+        return number
+
+    async def dies(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(Retention, "note_close", slowly)
+    monkeypatch.setattr(Retention, "forget", dies)
+    w = await quiet_wire(closed_ttl_s=3600.0)
+    for name, close in (("earlier", CLOSE), ("s", FORGET)):
+        await w.send(name, append("a", "a secret"))
+        await w.send(name, close)
+    await until_gone(w, "s", text=b"secret")
+
+
 async def test_the_removal_of_a_forgotten_session_leaves_the_chunks_of_the_next_one(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another worker may serve the next session already, while this one still removes the forgotten one."""
+    """Another worker may serve the next session already, while this one still removes the forgotten one.
+
+    Or it may still serve that one, until its requests have left the log.
+    """
     w = await quiet_wire()
     remove_before = Retention._remove_before
 
-    async def slowly(keeper: Retention, *asked: Any) -> None:
-        await remove_before(keeper, *asked)
-        seq = await w.publish("s", generate("next", text="eee", max_tokens=3))
+    async def publishes(name: str, seq: int) -> None:
         chunk = {"i": 0, "tokens": [101], "text": "e", "seq": seq}
-        await w.js.publish(f"{w.prefix}.default.s.chunk.next", json.dumps(chunk).encode())
+        await w.js.publish(f"{w.prefix}.default.s.chunk.{name}", json.dumps(chunk).encode())
+
+    async def slowly(keeper: Retention, *asked: Any) -> None:
+        await publishes("late", 1)
+        await remove_before(keeper, *asked)
+        await publishes("next", await w.publish("s", generate("next", text="eee", max_tokens=3)))
 
     with monkeypatch.context() as patched:
         patched.setattr(Retention, "_remove_before", slowly)
@@ -244,13 +316,16 @@ async def test_the_removal_of_a_forgotten_session_leaves_the_chunks_of_the_next_
         await w.send("s", generate("g", text="a secret"))
         await w.send("s", FORGET)
         await w.send("s", {"type": "open", "id": "o"})
-    assert (await w.js.get_last_msg(f"{w.prefix}_tok", f"{w.prefix}.default.s.tok.next")).data
+    assert [*await streamed(w)] == ["next"]
 
 
 async def test_the_next_worker_removes_chunks_of_a_forgotten_session_whose_requests_are_gone(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first removal failed, and now only the token stream has the names of the requests."""
+    """The first removal failed, and now only the token stream has the ids of the requests.
+
+    The next session has used one of them again.
+    """
 
     async def removes_requests(keeper: Retention, key: SessionKey, close_seq: int, closed_seq: int) -> None:
         await keeper._remove_before(key, close_seq, closed_seq)
@@ -259,20 +334,38 @@ async def test_the_next_worker_removes_chunks_of_a_forgotten_session_whose_reque
         patched.setattr(Retention, "forget", removes_requests)
         patched.setattr(retention, "_PERIOD_S", 60.0)
         w = await quiet_wire()
-        await w.send("s", generate("g", text="a secret"))
+        for name in ("g", "again"):
+            await w.send("s", generate(name, text="a secret"))
         await w.send("s", FORGET)
         await w.send("s", {"type": "open", "id": "o"})
-        await w.send("s", generate("next", text="eee"))
+        again = await w.send("s", generate("again", text="eee"))
+        assert again["seq"] in (await streamed(w))["again"]
         await w.worker.stop()
     w = await quiet_wire()
-    names = {"g"}
-    async with asyncio.timeout(20):
-        while "g" in names:
-            await asyncio.sleep(0.05)
-            of_session = f"{w.prefix}.default.s.>"
-            tokens = await w.js.stream_info(f"{w.prefix}_tok", subjects_filter=of_session)
-            names = {subject.rpartition(".")[2] for subject in tokens.state.subjects or {}}
-    assert names == {"next"}
+    for _ in range(100):
+        if (left := await streamed(w)) == {"again": {again["seq"]}}:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(left)
+
+
+async def test_the_chunks_of_a_forgotten_session_are_removed_though_the_first_attempts_at_this_fail(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The note of the close stays until then, even if the close is due for removal from the log too."""
+    ids, errors = AnswerChunks.ids, [nats.errors.TimeoutError(), nats.errors.TimeoutError()]
+
+    async def fails(chunks: AnswerChunks, key: SessionKey) -> set[str]:
+        if errors:
+            raise errors.pop()
+        return await ids(chunks, key)
+
+    monkeypatch.setattr(AnswerChunks, "ids", fails)
+    w = await quiet_wire(closed_ttl_s=0.0)
+    await w.send("s", generate("g", text="a secret"))
+    await w.send("s", FORGET)
+    await until_gone(w, "s", text=b"")
+    assert (await streamed(w), errors) == ({}, [])
 
 
 async def test_the_log_accepts_twice_its_size_limit_in_total_if_sessions_are_closed(
@@ -393,6 +486,34 @@ async def test_a_session_continues_after_the_removal_of_a_close_result_between_t
         while "closed" in await bodies(w, "s"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert (await w.send("s", append("e")))["position"] == 10
+
+
+@pytest.mark.parametrize("num_deleted", [1, 2])
+async def test_a_reopened_session_goes_on_if_the_removal_of_its_close_is_interrupted(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, num_deleted: int
+) -> None:
+    """A close in the log without its result would be carried out again, with all requests behind it."""
+    w = await quiet_wire(closed_ttl_s=None)
+    for request in (append("a", "first life"), CLOSE, {"type": "open", "id": "o"}, append("b", "second")):
+        await w.send("s", request)
+    await w.worker.stop()
+    delete, deleted, crashed = Journal.delete, list[int](), asyncio.Event()
+
+    async def crashes(journal: Journal, seq: int) -> None:
+        if len(deleted) == num_deleted:
+            crashed.set()
+            await asyncio.Event().wait()
+        deleted.append(seq)
+        await delete(journal, seq)
+
+    monkeypatch.setattr(Journal, "delete", crashes)
+    w = await quiet_wire(closed_ttl_s=0.0)
+    await asyncio.wait_for(crashed.wait(), 20)
+    w.worker.process.kill()
+    w = await quiet_wire(closed_ttl_s=None)
+    assert (await w.send("s", append("d")))["position"] == 11
+    results = [json.loads(body)["id"] for body in (await bodies(w, "s"))["out"]]
+    assert [name for name in results if name != "c"] == ["o", "b", "d"]
 
 
 async def test_a_forged_note_and_a_repeated_close_remove_nothing_of_the_reopened_session(
@@ -578,14 +699,17 @@ async def test_requests_sent_after_a_forget_are_answered_by_the_next_worker(quie
     assert len((await w.result(seqs[3]))["tokens"]) == 1500
 
 
-async def test_an_unanswered_request_between_a_close_and_its_result_is_not_removed() -> None:
-    """The request at sequence 5 is between the close at 4 and its result at 6, the last result."""
+@pytest.mark.parametrize(("waiting", "removed_below"), [((1, 0), []), ((0, 1), []), ((0, 0), [7])])
+async def test_the_removal_of_a_close_removes_no_unanswered_request(
+    waiting: tuple[int, int], removed_below: list[int]
+) -> None:
+    """It is between the close at 4 and its result at 6, the last one, on a first page of the log or later."""
     removed: list[int] = []
 
     class Log:
         async def page(self, _: SessionKey, kind: str, __: int) -> tuple[list[Entry], int]:
             asked = Entry(5, "in", datetime.now(UTC), encode(Append(id="r", text="unanswered")), {})
-            return ([asked] if kind == "in" else []), 0
+            return ([asked] * waiting[0], waiting[1]) if kind == "in" else ([], 0)
 
         async def last_seq(self, *_: Any) -> int:
             return 6
@@ -600,7 +724,7 @@ async def test_an_unanswered_request_between_a_close_and_its_result_is_not_remov
     closed = retention._Closing(result, Closed(id="c", seq=4, position=0), forgets=False)
     note = Entry(3, "out", datetime.now(UTC), b"", {})
     await Retention(Log(), closed_ttl_s=0, max_bytes=1)._remove(SessionKey("t", "s"), note, closed)  # type: ignore[arg-type]
-    assert not removed
+    assert removed == removed_below
 
 
 async def test_the_result_of_a_close_is_found_after_the_result_of_a_cancelled_request() -> None:
@@ -643,6 +767,43 @@ async def test_closed_sessions_are_removed_from_a_nearly_full_log_until_it_is_be
     monkeypatch.setattr(Retention, "_follow", follow)
     await Retention(Log(), closed_ttl_s=None, max_bytes=100).sweep()  # type: ignore[arg-type]
     assert at_once == [True] * 3 + [False] * 3
+
+
+async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server may have lost its last entries, and another note may have the sequence of a known one."""
+    removed: list[int] = []
+
+    class Log:
+        server = "a"
+
+        async def log_bytes(self) -> int:
+            return 0
+
+        async def closed(self, after: int) -> tuple[list[Entry], int]:
+            subject, bodies = {"Nats-Subject": "turnkeep.t.s.closed"}, {3: b"", 5: b"forget"}
+            notes = [Entry(n, "out", datetime.now(UTC), body, subject) for n, body in bodies.items()]
+            return [note for note in notes if note.seq > after], 0
+
+    async def found(*_: Any) -> retention._Closing:
+        result = Entry(6, "out", datetime.now(UTC), b"", {})
+        return retention._Closing(result, Closed(id="c", seq=4, position=0), forgets=True)
+
+    async def nothing(*_: Any) -> None:
+        pass
+
+    async def removes(_: Retention, __: SessionKey, close_seq: int, ___: int) -> None:
+        removed.append(close_seq)
+
+    monkeypatch.setattr(Retention, "_find_close", found)
+    monkeypatch.setattr(Retention, "_remove_before", removes)
+    monkeypatch.setattr(Retention, "_remove_chunks", nothing)
+    keeper = Retention(Log(), closed_ttl_s=None, max_bytes=100)  # type: ignore[arg-type]
+    for server, times in (("a", 1), ("a", 1), ("b", 2)):
+        monkeypatch.setattr(Log, "server", server)
+        await keeper.sweep()
+        assert removed == [4] * times
 
 
 @pytest.mark.parametrize(("idle_timeout_s", "has_store"), [(0.2, True), (300.0, False)])
@@ -689,3 +850,32 @@ async def test_a_worker_away_for_longer_than_notes_are_kept_drops_all_kv_once_it
     assert running == [set(), set()]
     assert not kv.resident
     assert disk.erased_up_to(app._erasures._log).seq > asked
+
+
+async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_and_stays_for_a_week(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that are away meanwhile read it later; only the last note stays for longer."""
+    monkeypatch.setattr(erasures, "_PERIOD_S", 0.2)
+    monkeypatch.setattr(erasures, "_OFTEN_S", 0.5)
+    w = await quiet_wire()
+    await w.send("s", append("a"))
+    app, tried = w.worker.app, list[str]()
+    tokens = app.device_of_hashes.resident[SessionKey("default", "s")]
+
+    async def erase_marked(_: str, __: Any) -> bool:
+        tried.append("again" if tried else "first")
+        return len(tried) > 1
+
+    monkeypatch.setattr(app._disk, "erase_marked", erase_marked)
+    for name in ("one", "two"):
+        await app._erasures.note(SessionKey("default", name), tokens, 0, ())
+    await asyncio.sleep(2)
+    assert tried == ["first", "again", "again"]
+    notes, _ = await app._retention._journal.erasures(0)
+    assert app._disk.erased_up_to(app._erasures._log).seq == notes[-1].seq
+    assert len(notes) == 2
+    later_s = erasures.time() + 8 * 86400.0
+    monkeypatch.setattr(erasures, "time", lambda: later_s)
+    await app._erasures._clean()
+    assert [note.seq for note in (await app._retention._journal.erasures(0))[0]] == [notes[-1].seq]

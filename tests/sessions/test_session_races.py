@@ -618,6 +618,15 @@ def test_an_attempt_counts_as_failed_only_if_it_made_no_progress() -> None:
     assert note.then(2, 9) == AttemptNote(2, 1, 9)
 
 
+async def test_a_stopping_worker_keeps_the_count_of_attempts_at_an_earlier_request(world: World) -> None:
+    """Otherwise a request that crashes workers would be begun for ever, if some are stopped in between."""
+    attempts, key = world.session._services.attempts, world.session.key
+    first, second = (world.log.add("in", encode(Append(id=id_, text="x"))) for id_ in "ab")
+    await attempts.store(key, AttemptNote(first, 2))
+    await attempts.excuse({key: second})
+    assert (await attempts.note(key)).attempts == 2
+
+
 async def test_a_checkpoint_is_never_made_after_a_waiting_or_unread_request(world: World) -> None:
     """A worker that opens the session from such a checkpoint would never answer the request."""
     await world.ask(Append(id="a", text="one"))

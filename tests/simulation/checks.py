@@ -544,9 +544,10 @@ def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
             yield f"the result at {message.seq} is still there after the forget at {last}"
     before = {log.requests[seq].id for seq in log.requests if seq < last}
     after = {log.requests[seq].id for seq in log.requests if seq > last}
-    for name in before - after:
-        if any(one.data for one in streams[SUBJECTS.token_stream].matching(SUBJECTS.tokens(log.key, name))):
-            yield f"chunks of {name} are still there after the forget at {last}"
+    for name in before:
+        for one in streams[SUBJECTS.token_stream].matching(SUBJECTS.tokens(log.key, name)):
+            if one.data and (name not in after or (decode_chunk(one.data).seq or 0) < last):
+                yield f"the chunk at {one.seq} of {name} is still there after the forget at {last}"
 
 
 def _expired(stream: Stream, found: dict[SessionKey, Logged], ttl_s: float) -> set[tuple[SessionKey, str]]:

@@ -343,6 +343,10 @@ async def a_result_stored_after_another_one_cannot_be_stored_again_as_the_first(
     assert await journal.commit(key, refused, first, {}, server=journal.server) == second, (
         "its own, of which the ack was lost"
     )
+    with pytest.raises(FencedError):  # another worker's, in the same place
+        await journal.commit(key, cancelled, first, {}, server=journal.server)
+    with pytest.raises(FencedError):  # of a worker that has read another process's log
+        await journal.commit(key, cancelled, second, {}, server="an earlier one")
     with pytest.raises(FencedError):
         await journal.commit(key, refused, 0, {}, server=journal.server)
 
@@ -362,7 +366,7 @@ async def a_worker_that_another_one_overtook_publishes_no_more_chunks(place: Pla
     with pytest.raises(FencedError):
         await other.chunks.publish(key, "g", chunk(1), 0, server=other.server)
     stored = datetime.fromtimestamp(0, UTC)
-    assert await other.chunks.read(key, "g", seq, stored) == Published([chunk(0)], first, has_ended=False)
+    assert await other.chunks.read(key, "g", seq, stored) == Published([chunk(0)], first, first_seq=first)
     second = await other.chunks.publish(key, "g", chunk(1), first, server=other.server)
     with pytest.raises(FencedError):
         await one.chunks.publish(key, "g", Chunk(1, (8,), "y", seq=seq), first, server=one.server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Chunks are published again after this fraction of the time for which the token stream keeps them.
 _COPY_AT: Final = 0.5
+#: How often to look whether the first chunk is still there: the token stream is limited in size too.
+_LOOK_S: Final = 10.0
 #: Chunks that are published again are joined up to this size; a single chunk is rarely larger.
 _COPY_BYTES: Final = 2**16
 
@@ -30,8 +33,8 @@ _COPY_BYTES: Final = 2**16
 class AnswerStream:
     """Publishes the chunks of one answer. Event loop only.
 
-    Chunks are published again before they expire: clients skip those that they know, and a worker that
-    resumes the answer finds all chunks that clients have seen.
+    Chunks are published again before they expire, and if others took the place of the first one: clients skip
+    those that they know, and a worker that resumes the answer finds all chunks that clients have seen.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class AnswerStream:
         self._said = list(published.chunks)
         age_s = max(time() - pending.stored.timestamp(), 0.0)  # no chunk is older than the request
         self._said_s = monotonic() - age_s
-        self._last_seq = published.last_seq
+        self._first_seq, self._last_seq = published.first_seq, published.last_seq
         self._is_heard = True
         self._lock = Lock(fast_acquire=True)
 
@@ -73,8 +76,10 @@ class AnswerStream:
 
     async def _keep(self) -> None:
         while True:
-            await sleep(_COPY_AT * self._ttl_s / 2)
+            await sleep(min(_COPY_AT * self._ttl_s / 2, _LOOK_S))
             async with self._lock:
+                if self._first_seq and not await self._chunks.is_there(self._first_seq):
+                    self._said_s = -math.inf
                 await self._copy_old()
 
     async def _copy_old(self) -> None:
@@ -98,6 +103,7 @@ class AnswerStream:
                 self._key, pending.id or "", chunk, self._last_seq, server=pending.server, base=pending.base
             )
             self._is_heard, self._last_seq = seq > 0, seq or self._last_seq
+            self._first_seq = self._first_seq if chunk.i else seq
 
 
 def _batches(chunks: Sequence[Chunk]) -> Iterator[Chunk]:

@@ -38,9 +38,10 @@ _OVERTAKEN: Final = (WRONG_LAST_SEQUENCE, 10164)  # with replicas: another write
 class Published(NamedTuple):
     """The chunks of an answer that clients may have seen, and the sequence of its subject's last message.
 
-    `has_ended` says that a worker has closed the token stream, so the answer has a result; `is_sealed` that a
-    worker is about to end the answer as cancelled or expired, or died doing so. The headers of the first
-    chunk have `model`, and `base`: the digest of the session before the answer.
+    `first_seq` is the sequence of the first chunk, or 0. `has_ended` says that a worker has closed
+    the token stream, so the answer has a result; `is_sealed` that a worker is about to end the answer as
+    cancelled or expired, or died doing so. The headers of the first chunk have `model`, and `base`: the
+    digest of the session before the answer.
     """
 
     chunks: list[Chunk]
@@ -49,6 +50,7 @@ class Published(NamedTuple):
     is_sealed: bool = False
     model: str = ""
     base: str = ""
+    first_seq: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -85,7 +87,7 @@ class AnswerChunks:
         client may have published them to forge the beginning of the answer.
         """
         chunks: list[Chunk] = []
-        num_tokens = num_foreign = last_seq = 0
+        num_tokens = num_foreign = first_seq = last_seq = 0
         has_gap = has_ended = is_sealed = False
         model = base = ""
         async for entry in self._reads.entries(
@@ -112,11 +114,12 @@ class AnswerChunks:
             if chunk.i == num_tokens and not has_gap:
                 model = model or entry.headers.get(MODEL_HEADER, "")
                 base = base or entry.headers.get(HISTORY_HEADER, "")
+                first_seq = first_seq if chunks else entry.seq
                 chunks.append(chunk)
                 num_tokens += len(chunk.tokens)
         if num_foreign:
             log.warning("ignoring chunks that are not of this request", request=request_id, num=num_foreign)
-        return Published(chunks, last_seq, has_ended, is_sealed, model, base)
+        return Published(chunks, last_seq, has_ended, is_sealed, model, base, first_seq)
 
     async def publish(
         self, key: SessionKey, request_id: str, chunk: Chunk, after: int, *, server: str, base: str = ""
@@ -248,6 +251,10 @@ class AnswerChunks:
             return decode_chunk(data).seq == seq
         return False
 
+    async def is_there(self, seq: int) -> bool:
+        """Return whether the token stream still has the message at this sequence."""
+        return await self._reads.get(self._subjects.token_stream, seq) is not None
+
     async def _is_gone(self, seq: int) -> bool:
         """Return whether a request was removed from the log."""
         return await self._reads.get(self._subjects.log_stream, seq) is None
@@ -262,6 +269,20 @@ class AnswerChunks:
         """Remove the chunks of a session's answers, or of one of them. Raises nats-py's errors."""
         subject = self._subjects.tokens(key, request_id)
         await self._js.purge_stream(self._subjects.token_stream, subject=subject)
+
+    async def remove_before(self, key: SessionKey, request_id: str, seq: int) -> None:
+        """Remove the chunks of requests before the sequence `seq`; those of a later one with this id stay.
+
+        Chunks of the later one that are stored among them are removed too. Raises nats-py's errors.
+        """
+        stream, subject = self._subjects.token_stream, self._subjects.tokens(key, request_id)
+        last_seq = 0
+        async for entry in self._reads.entries(stream, subject):
+            with contextlib.suppress(InvalidMessageError):
+                if entry.body and (decode_chunk(entry.body).seq or seq) < seq:
+                    last_seq = entry.seq
+        if last_seq:
+            await self._js.purge_stream(stream, seq=last_seq + 1, subject=subject)
 
 
 def _sealed(headers: Mapping[str, str]) -> tuple[str, str]:

@@ -21,12 +21,15 @@ class FencedError(Exception):
     """Another worker has continued the session, or the server restarted: the state in memory is stale."""
 
 
-async def check_server(nc: Client, server: str) -> None:
+async def check_server(nc: Client, server: str) -> bool:
     """Wait until connected; raise `FencedError` if the server process is no longer `server`.
 
     Without the wait, nats-py would buffer a message and send it to whichever server it connects to next.
+    Returns whether it had to wait: then what was read before may have changed.
     """
+    waits = not nc.is_connected
     while not nc.is_connected:  # noqa: ASYNC110  # no event
         await sleep(RACE_S)
     if server_id(nc) != server:
         raise FencedError("the server has restarted")
+    return waits

@@ -147,7 +147,8 @@ class Journal:
             # Without a last result no fence notices that the session was removed: its request must be there.
             if not after and not self._is_alone() and await self.get(decode_result(body).seq or 0) is None:
                 raise FencedError(subject)
-            await check_server(self._nc, server)
+            if await check_server(self._nc, server) and not after:
+                continue  # the session may have been removed during the wait
             try:
                 ack = await self._js.publish(
                     subject, body, timeout=TIMEOUT_S, headers={**headers, EXPECT_HEADER: str(after)}

@@ -15,7 +15,6 @@ Therefore the close of a recently closed session, and its result, stay.
 from __future__ import annotations
 
 import contextlib
-import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -108,9 +107,8 @@ class Retention:
     async def forget(self, key: SessionKey, close_seq: int, closed_seq: int) -> None:
         """Remove a session's entries before a close, given the sequences of the close and its result."""
         try:
-            names = await self._names(key, close_seq)
             await self._remove_before(key, close_seq, closed_seq)
-            await self._remove_chunks(key, close_seq, names)
+            await self._remove_chunks(key, close_seq)
         except (nats.errors.Error, APIError, OSError) as error:
             log.warning("a session's log could not be removed yet", session=str(key), error=str(error))
 
@@ -176,49 +174,37 @@ class Retention:
                     await self._journal.delete(note.seq)
                 return stale
             close_seq = closed.result.seq or 0
-            names = await self._names(key, close_seq) if closed.forgets else set()
             if due or closed.forgets:
                 await self._remove_before(key, close_seq, closed.entry.seq)
-            if due:
-                await self._remove(key, note, closed)
             if closed.forgets:
-                await self._remove_chunks(key, close_seq, names)
+                await self._remove_chunks(key, close_seq)
+            if due:  # last: it removes the note, by which an interrupted removal is continued
+                await self._remove(key, note, closed)
         self._forgotten.add(note.seq)
         return True
 
-    async def _names(self, key: SessionKey, close_seq: int) -> set[str]:
-        """Return the ids of the requests before a close whose answers have chunks.
-
-        Also returns those that a new session uses again: the chunks of both are then removed.
-        """
-        ids, behind = await self._chunk_ids(key, close_seq)
-        again = ids & behind
-        return (ids - behind) | (again & await self._ids(key, 0, close_seq) if again else again)
-
-    async def _remove_chunks(self, key: SessionKey, close_seq: int, names: set[str]) -> None:
+    async def _remove_chunks(self, key: SessionKey, close_seq: int) -> None:
         """Remove the chunks of the requests before a close, which have left the log; a new session's stay.
 
-        A worker that still saw its request may have published chunks since `names` were found.
+        Before they have left it, a worker may publish further chunks.
         """
-        ids, behind = await self._chunk_ids(key, close_seq)
-        for name in (ids - behind) | (ids & names):
-            await self._journal.chunks.remove(key, name)
-
-    async def _chunk_ids(self, key: SessionKey, close_seq: int) -> tuple[set[str], set[str]]:
-        """Return the ids of the answers that have chunks, and those of the requests behind a close."""
         ids = await self._journal.chunks.ids(key)  # first: a request is stored before its chunks
-        return ids, await self._ids(key, close_seq)
+        behind = await self._ids(key, close_seq)
+        for name in ids:
+            if name in behind:
+                await self._journal.chunks.remove_before(key, name, close_seq)
+            else:
+                await self._journal.chunks.remove(key, name)
 
-    async def _ids(self, key: SessionKey, after: int, end: float = math.inf) -> set[str]:
-        """Return the ids of the requests in the log after the sequence `after`, up to `end`."""
+    async def _ids(self, key: SessionKey, after: int) -> set[str]:
+        """Return the ids of the requests in the log after the sequence `after`."""
         found, more = set[str](), 1
-        while more and after < end:
+        while more:
             requests, more = await self._journal.page(key, "in", after)
             for entry in requests:
                 after = entry.seq
                 with contextlib.suppress(InvalidMessageError):
-                    if after < end:
-                        found.add(decode_request(entry.body).id)
+                    found.add(decode_request(entry.body).id)
         return found
 
     async def _remove(self, key: SessionKey, note: Entry, closed: _Closing) -> None:
