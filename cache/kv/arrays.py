@@ -6,12 +6,7 @@ device thread may run work on the device; on CUDA the driver copies (`cuda`). Kn
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import struct
-import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import mlx.core as mx
@@ -134,36 +129,10 @@ class Blank:
 
 
 def _blank(specs: Sequence[Spec]) -> Arrays:
-    """Return evaluated arrays with undefined contents, allocated in the fastest way."""
-    if sys.platform == "linux":
-        with suppress(OSError, RuntimeError):  # no /proc, or a limit on files' sizes
-            return _read_from_nothing(specs)
+    """Return evaluated arrays. On a CPU MLX gives no memory that it has not written to."""
     arrays = {name: mx.zeros(shape, _TYPES[dtype][0], stream=mx.cpu) for name, dtype, shape in specs}
     mx.eval(arrays)
     return arrays
-
-
-def _read_from_nothing(specs: Sequence[Spec]) -> Arrays:
-    """Allocate arrays by letting MLX load a sparse file in memory, which has only a header and a hole.
-
-    MLX reads on several threads, so page faults are handled in parallel; `mx.zeros` writes on one thread.
-    """
-    header = {}
-    at = 0
-    for name, dtype, shape in specs:
-        size_bytes = math.prod(shape) * ITEM_BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, at + size_bytes)}
-        at += size_bytes
-    text = json.dumps(header).encode()
-    file = os.memfd_create("turnkeep")
-    try:
-        os.write(file, struct.pack("<Q", len(text)) + text)
-        os.ftruncate(file, 8 + len(text) + at)
-        arrays: Any = mx.load(f"/proc/self/fd/{file}", format="safetensors", stream=mx.cpu)
-        mx.eval(arrays)
-    finally:
-        os.close(file)
-    return dict(arrays)
 
 
 def _memory(owner: Any) -> memoryview:

@@ -17,23 +17,9 @@ from cache.kv.arrays import Blank
 
 TOKENS = list(range(200))
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is one way only")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only there threads choose their CPUs")
 
 
-@pytest.fixture(params=["a hole", "zeros"])
-def way(request, monkeypatch):
-    """Select how arrays are allocated: from a memfd, or where that is impossible or forbidden as zeros."""
-    if request.param == "zeros":
-
-        def forbidden(name: str) -> int:
-            raise PermissionError(name)
-
-        monkeypatch.setattr(arrays.os, "memfd_create", forbidden)
-    elif sys.platform != "linux":
-        pytest.skip("there is no memfd here")
-
-
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", sorted(arrays._TYPES))
 def test_bytes_written_into_a_restore_buffer_appear_in_the_mlx_array(dtype) -> None:
     mlx_type, numpy_type = arrays._TYPES[dtype]
@@ -55,8 +41,7 @@ def test_bytes_written_into_a_restore_buffer_appear_in_the_mlx_array(dtype) -> N
         assert bytes(memoryview(found[name])) == expected.tobytes()
 
 
-@pytest.mark.usefixtures("way")
-async def test_each_way_to_allocate_arrays_restores_the_saved_kv(open_store) -> None:
+async def test_restored_arrays_have_the_saved_kv_and_can_grow(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     assert await store.barrier(10)
