@@ -201,3 +201,25 @@ async def test_an_attempt_by_another_worker_counts_as_a_crash_only_if_that_worke
     monkeypatch.setattr(Members, "runs", answers)
     await wire(ack_wait_s=1.0)
     assert (await w.result(seq))["type"] == kind
+
+
+@pytest.mark.parametrize(("text", "expected"), [("hello", "appended"), ("other", "id_conflict")])
+async def test_a_request_with_a_used_id_is_answered_although_workers_ended_while_they_had_it(
+    wire: Start, monkeypatch: pytest.MonkeyPatch, text: str, expected: str
+) -> None:
+    """Such a request runs nothing, so it cannot have ended them."""
+    w, begun = await wire(ack_wait_s=1.0, max_attempts=1), asyncio.Event()
+    await w.send("s", append("a"))
+
+    async def stuck(*_: Any) -> Any:
+        begun.set()
+        await asyncio.sleep(1000)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "_attempt", stuck)
+        seq = await w.publish("s", append("a", text=text))
+        await begun.wait()
+        w.worker.process.kill()
+    await wire(ack_wait_s=1.0, max_attempts=1)
+    result = await w.result(seq)
+    assert expected in (result["type"], result.get("code"))

@@ -332,7 +332,7 @@ def _check_failure(
             began_s < message.stored_s and asked_s < ended_s and ended_s - began_s > 1.0
             for began_s, ended_s in history.stalls_s
         )
-        num_ended += sum(asked_s < died_s < message.stored_s for died_s in history.deaths_s)
+        num_ended += sum(asked_s <= died_s < message.stored_s for died_s in history.deaths_s)
         num_ended += history.server.counts["crashes of the server"]
         most = 2 if "operator" in history.plan.kinds else history.plan.settings["max_attempts"]
         is_innocent = is_innocent and num_ended < most

@@ -404,7 +404,10 @@ class Session:
 
     async def _attempt(self, pending: Pending) -> tuple[Result, History]:
         """Carry out a request, or give up if it has crashed too many workers."""
-        if isinstance(pending.request, Open):  # runs nothing on the device, and may wait for its parent
+        request = pending.request
+        if isinstance(request, Open):  # runs nothing on the device, and may wait for its parent
+            return await self._result(pending)
+        if request is not None and await self.log.find_answered(request.id) is not None:  # nor does a repeat
             return await self._result(pending)
         doubt, device_lock = self._doubt, self._services.device_lock
         note, limit = doubt.note, self._services.attempts.max_attempts
