@@ -28,6 +28,19 @@ async def started(start: Start, model: Path) -> Any:
     return worker
 
 
+async def withdrawn(worker: Any, monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
+    """Append to the session `s` what is cancelled once it is prefilled."""
+    engine, run = worker.app._engine, worker.app._engine.run
+
+    async def cancelled_late(*asked: Any, **more: Any) -> Any:
+        return replace(await run(*asked, **more), complete=False)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "run", cancelled_late)
+        with pytest.raises(RequestFailedError, match="nothing was added"):
+            await worker.client.session("s").append(**given)
+
+
 @pytest.mark.parametrize("opened", ["", "from the whole log", "from a checkpoint"])
 async def test_forgetting_a_rewound_session_leaves_no_snapshot_of_it(
     local_worker: Start, endless_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: str
@@ -71,16 +84,8 @@ async def test_forgetting_a_session_leaves_no_snapshot_of_a_withdrawn_requests_i
     local_worker: Start, endless_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await started(local_worker, endless_model)
-    session, engine = worker.client.session("s"), worker.app._engine
-    run = engine.run
-
-    async def cancelled_late(*asked: Any, **more: Any) -> Any:
-        return replace(await run(*asked, **more), complete=False)
-
-    monkeypatch.setattr(engine, "run", cancelled_late)
-    with pytest.raises(RequestFailedError, match="nothing was added"):
-        await session.append(tokens=SOME)
-    monkeypatch.undo()
+    session = worker.client.session("s")
+    await withdrawn(worker, monkeypatch, tokens=SOME)
     await session.append(tokens=OTHER)
     await settled(session)
     await forget(session)
@@ -92,16 +97,8 @@ async def test_forgetting_a_session_leaves_no_snapshot_of_an_input_that_an_earli
 ) -> None:
     plain = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     worker = await started(local_worker, model_with_template("plain", plain))
-    session, engine = worker.client.session("s"), worker.app._engine
-    run, said = engine.run, [{"role": "user", "content": "secret " * 30}]
-
-    async def cancelled_late(*asked: Any, **more: Any) -> Any:
-        return replace(await run(*asked, **more), complete=False)
-
-    monkeypatch.setattr(engine, "run", cancelled_late)
-    with pytest.raises(RequestFailedError, match="nothing was added"):
-        await session.append(messages=said)
-    monkeypatch.undo()
+    session = worker.client.session("s")
+    await withdrawn(worker, monkeypatch, messages=[{"role": "user", "content": "secret " * 30}])
     await session.append(tokens=OTHER)
     await settled(session)
     await worker.stop()
