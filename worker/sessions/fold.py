@@ -1,4 +1,4 @@
-"""Computes how requests and results change a session's history. Pure: no I/O, no device.
+"""Computes how requests and results change a session's history. No I/O, no device; pure but for `extended`.
 
 A session is the fold of its log: its answered requests are applied in the order of their sequences, each with
 its result. Results contain the tokens, so replaying them renders and tokenises no text. New requests are
