@@ -265,6 +265,22 @@ async def test_a_request_that_waits_while_its_sessions_worker_stops_counts_no_at
     await worker.task
 
 
+async def test_a_request_that_the_server_sent_to_a_pull_that_had_ended_counts_no_attempt(
+    sessions: Callable[..., Awaitable[list[Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nats-server 2.15.1 does so for some milliseconds after a stopping worker has unsubscribed."""
+
+    async def lost(self: Owners, key: Any) -> None:
+        del self._routed[key]
+
+    worker, *found = await sessions(append=True)
+    monkeypatch.setattr(Owners, "_route", lost)  # the other worker hears of none
+    await stopping(worker)
+    answered = await asyncio.gather(*(one.append(text="e") for one in found))
+    assert [one.position for one in answered] == [2] * len(found)
+    await worker.task
+
+
 async def test_a_request_that_a_worker_takes_over_as_it_stops_counts_no_attempt(
     sessions: Callable[..., Awaitable[list[Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,7 @@ class Members:
         self.stream = f"KV_{subjects.workers_bucket}"
         #: Returns this worker's load.
         self.load: Callable[[], int] = lambda: 0
-        #: Called with each worker that has ended.
+        #: Called with each worker that has ended; it no longer `serves` if it stopped in order.
         self.on_gone: Callable[[Member], None] = lambda _: None
         #: Called with each worker that joins, before this one confirms that it knows of it.
         self.on_joined: Callable[[Member], None] = lambda _: None
@@ -306,6 +306,7 @@ class Members:
         if not self._is_joined:
             return
         self._is_joined = False
+        self.me = structs.replace(self.me, serves=False)
         with move_on_after(TTL_S):
             with suppress(APIError, nats.errors.Error, OSError):  # else it expires, or a renewal replaced it
                 await self._js.delete_msg(self.stream, self._seq)

@@ -501,11 +501,16 @@ class Owners:
         _, claim_seq = await self._claimed(key)
         await self._claim(key, claim_seq)
 
-    def _take_over(self, _: Member) -> None:
-        self._tasks.start_soon(self._take_unanswered)
+    def _take_over(self, gone: Member) -> None:
+        self._tasks.start_soon(self._take_unanswered, not gone.serves)
 
-    async def _take_unanswered(self) -> None:
-        """Claim sessions with requests that no running worker has, before the server redelivers them."""
+    async def _take_unanswered(self, has_stopped: bool = False) -> None:
+        """Claim sessions with requests that no running worker has, before the server redelivers them.
+
+        With `has_stopped`, a worker has stopped in order: it crashed over none of them, and has noted which
+        attempts count. The server may have sent it deliveries after it unsubscribed (nats-server 2.15.1 does,
+        for some milliseconds), of which it cannot know.
+        """
         if self._members.me.drains and self._heir() is not None:
             return  # the heir takes them
         try:
@@ -526,7 +531,8 @@ class Owners:
                 num_taken[key.tenant] += 1
                 if not owner.is_known:
                     await self._note_returned(key, [entry.seq])
-                self._ring(_lost(key, entry, again=not self.intake.expects(key, entry.seq)))
+                again = not self.intake.expects(key, entry.seq)
+                self._ring(_lost(key, entry, again=again, first_seq=1 if has_stopped else 0))
 
 
 def _seq(message: Msg) -> int:
@@ -537,9 +543,9 @@ def _came_before(message: Msg) -> bool:
     return (message.metadata.num_delivered or 1) > 1
 
 
-def _lost(key: SessionKey, entry: Entry, *, again: bool = True) -> Delivery:
+def _lost(key: SessionKey, entry: Entry, *, again: bool = True, first_seq: int = 0) -> Delivery:
     """Build the delivery of a request whose worker has ended.
 
     With `again`, that worker may have crashed because of the request.
     """
-    return Delivery(key, entry.seq, entry.stored, entry.body, again)
+    return Delivery(key, entry.seq, entry.stored, entry.body, again, first_seq)
