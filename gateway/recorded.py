@@ -185,6 +185,14 @@ async def find(client: Client, wanted: set[str], *, conversation: bool = True) -
     return found
 
 
+async def note_of(client: Client, session: str, request_id: str) -> Note | None:
+    """Find the note with which the log first stored a request. Raises `NoWorkerError`."""
+    async for one in _exchanges(client, session_key(client.tenant, session), conversation=False):
+        if one.request.id == request_id and one.note is not None:
+            return one.note
+    return None
+
+
 async def _exchanges(
     client: Client, key: SessionKey, *, conversation: bool = True
 ) -> AsyncIterator[_Exchange]:

@@ -61,10 +61,11 @@ async def started(worker_process: Any, endless_model: Path) -> Any:
 
 
 class Followed:
-    """What a client receives of a streamed chat completion: lines, text, and the session header."""
+    """What a client receives of a streamed chat completion: lines, text, the answer's id, the session."""
 
     def __init__(self) -> None:
         self.text = ""
+        self.id = ""
         self.lines: list[str] = []
         self.session = ""
 
@@ -80,6 +81,7 @@ class Followed:
                 if line.startswith("data: {"):
                     body = json.loads(line.removeprefix("data: "))
                     assert "error" not in body, body
+                    self.id = body["id"]
                     self.text += "".join(one["delta"].get("content") or "" for one in body["choices"])
 
 
@@ -193,10 +195,12 @@ async def test_a_request_sent_again_to_a_restarted_gateway_gets_the_same_answer_
     assert whole.text == result.text
     assert whole.text.startswith(joined.text)
     assert joined.text.startswith(cut.text)
+    assert cut.id == joined.id == whole.id
     again = Followed()
     await again.follow(url, {**asked, "max_tokens": 1500})
     assert again.session.split()[1] != "repeated"
     assert again.text != whole.text
+    assert again.id != whole.id
     gateway.send_signal(signal.SIGTERM)
     assert gateway.wait(30) == 143
 
