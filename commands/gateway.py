@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from turnkeep_client.errors import NoServerError
 from turnkeep_client.subjects import DEFAULT_TENANT
 from worker.process.installed import http_libraries
 from worker.process.settings import default_worker
 
 from .flags import Number, listen_option, with_settings
-from .talking import CLIENT_SETTINGS, connected, talk
+from .talking import CLIENT_SETTINGS, connected, instead, run_until_signal
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -72,6 +73,7 @@ def gateway(
 
     Conversations are found again by their content, also after a restart, and only what is new is prefilled.
     If turnkeep.toml has several models, a request chooses by its model.
+    While no NATS server runs, requests get status 503, and are served once one does.
     Needs the extra gateway; if it is missing, a message says how to install it.
     """
     with http_libraries("gateway"):
@@ -85,12 +87,14 @@ def gateway(
         logging.getLogger("gateway").setLevel(logging.INFO)
     known = Keys.read(keys) if keys else Keys()
 
-    async def run(client: Client) -> None:
+    async def run() -> None:
         async def connect(tenant: str, model: str) -> Client:
-            own = models.get(model, settings)
-            is_first = own.prefix == settings.prefix and tenant == DEFAULT_TENANT
-            return client if is_first and not client.closed else await connected(own, tenant)
+            return await connected(models.get(model, settings), tenant)
 
+        try:  # so that bad credentials end the command
+            await (await connected(settings, DEFAULT_TENANT)).close()
+        except NoServerError as error:
+            click.echo(f"{error}; {instead(settings)}; until then requests get status 503", err=True)
         listener = listening(*listen)
         address, at = listener.getsockname()[:2]
         click.echo(greeting(address, at, has_keys=keys is not None), err=True)
@@ -109,7 +113,7 @@ def gateway(
             asyncio.get_running_loop().add_reader(sys.stdin, lambda: _end_at_eof(running))
         await serve(gateway, running, listener)
 
-    talk(settings, DEFAULT_TENANT, run)
+    run_until_signal(settings, run)
 
 
 def _origin(given: str) -> str:

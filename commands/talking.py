@@ -197,7 +197,7 @@ def _is_elsewhere(settings: Settings) -> bool:
     return used not in {None, located(settings).nats_place}
 
 
-def _instead(settings: Settings) -> str:
+def instead(settings: Settings) -> str:
     """Return advice to the user, for when no server answers at the address in the settings."""
     if settings.nats is not None:
         return "start it, or name another one with --nats or NATS_URL"
@@ -213,6 +213,16 @@ def _instead(settings: Settings) -> str:
 
 def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:
     """Connect a client and run `say` with it, until `say` ends or SIGTERM or SIGHUP arrives."""
+
+    async def run() -> _T:
+        async with await connected(settings, tenant) as client:
+            return await say(client)
+
+    return run_until_signal(settings, run)
+
+
+def run_until_signal(settings: Settings, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+    """Run `work`, which connects with these settings, until it ends or SIGTERM or SIGHUP arrives."""
     import asyncio  # imported here, since `--help` needs no asyncio
 
     async def run() -> _T:
@@ -220,14 +230,13 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
         if task := asyncio.current_task():
             for ends in _ending():
                 asyncio.get_running_loop().add_signal_handler(ends, task.cancel)
-        async with await connected(settings, tenant) as client:
-            return await say(client)
+        return await work()
 
     _settings.set(settings)
     try:
         return asyncio.run(run())
     except NoServerError as error:
-        raise NoWorkerError(f"{error}; {_instead(settings)}") from None
+        raise NoWorkerError(f"{error}; {instead(settings)}") from None
     except NoWorkerError as error:
         starts = why_no_worker() or f"start a worker with: {command_line(settings, 'serve')}"
         raise NoWorkerError(f"{error}; {starts}") from None

@@ -39,7 +39,7 @@ from turnkeep_client.subjects import session_key
 
 from . import recorded
 from .answering import Answering, Begun, Found
-from .following import FIRST_PAUSE_S, LAST_PAUSE_S, MISTAKEN, first_copy, follow, standing
+from .following import FIRST_PAUSE_S, LAST_PAUSE_S, MISTAKEN, first_copy, first_note, follow, standing
 from .index import Asked, Held, Index, append_id, tags
 from .pieces import ahead
 from .planning import new_name, plan_apart
@@ -195,6 +195,9 @@ class Conversations:
                     answering.on_end("repeated", result)
                     tell(result)
                     return
+                if plan.is_claimed and not number:  # the same answer has the id that its first client knows
+                    session, request = plan.asked.held.name, str(plan.asked.name)
+                    answering.note = await first_note(self.client, session, request, answering.note)
                 if not attempt and not number:
                     differs = self._missing(turn, plan)
                 told = len(turn.messages or ())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from turnkeep_client.chunks import Assembly
 from turnkeep_client.errors import InvalidMessageError, NoAnswerError, NoServerError, RequestFailedError
@@ -20,12 +20,14 @@ from . import recorded
 from .index import PREFIX, RequestName, base_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Chunk
 
-    from .recorded import Recorded
+    from .recorded import Note, Recorded
+
+_T = TypeVar("_T")
 
 #: Failure codes which mean that a session differs from its entry in the gateway's index.
 MISTAKEN: Final = {"position_conflict", "unknown_session", "history_diverged", "id_conflict"}
@@ -93,9 +95,23 @@ def key_reused() -> RequestFailedError:
 
 async def first_copy(client: Client, answer_id: str) -> Recorded | None:
     """Read a request's last attempt, as the log first stored it. Retries while the log cannot be read."""
+    found = await _read(lambda: recorded.find(client, {answer_id}, conversation=False))
+    return found.get(answer_id)
+
+
+async def first_note(client: Client, session: str, request_id: str, note: Note) -> Note:
+    """Return the note that the log first stored with a request; `note` if that is of another body.
+
+    Retries while the log cannot be read.
+    """
+    first = await _read(lambda: recorded.note_of(client, session, request_id))
+    return first if first is not None and first.body == note.body else note
+
+
+async def _read(read: Callable[[], Awaitable[_T]]) -> _T:
     while True:
         try:
-            return (await recorded.find(client, {answer_id}, conversation=False)).get(answer_id)
+            return await read()
         except (NoAnswerError, NoServerError):
             await asyncio.sleep(FIRST_PAUSE_S)
 

@@ -27,7 +27,8 @@ class Plan(NamedTuple):
     The session has those messages already. `known` has the digests of the conversation up to each message. A
     fork has a `parent` and, if known, the parent's position at the time of planning; `parent` is None if the
     log has the fork already. If the plan `is_apart`, other gateways may send the same request to this
-    session; if it `reopens` the session, the session was closed.
+    session; if it `reopens` the session, the session was closed. If it `is_claimed`, the repeated request is
+    from before this gateway's start.
     """
 
     asked: Asked
@@ -40,6 +41,7 @@ class Plan(NamedTuple):
     parent_position: int | None = None
     is_apart: bool = False
     reopens: bool = False
+    is_claimed: bool = False
 
 
 def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
@@ -55,9 +57,9 @@ def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
         if not before.expected:  # that request sent the whole conversation
             base = 0
         if base is not None:
-            before.claim_until_s = 0.0
+            is_claimed, before.claim_until_s = before.claim_until_s > now_s, 0.0
             index.use(before.held, now_s)
-            return Plan(before, "repeated", base, before.expected, known, options)
+            return Plan(before, "repeated", base, before.expected, known, options, is_claimed=is_claimed)
     place = None if is_last or turn.messages is None else _place(index, known)
     num_known, parent, position = place or (0, None, 0)
     how: How = "begun"

@@ -10,6 +10,7 @@ import re
 import zlib
 from base64 import b64decode, b64encode
 from contextlib import suppress
+from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -58,7 +59,7 @@ _ID: Final = re.compile(r"[0-9a-f]{48}")
 _OWN: Final = ("type", "id", "messages", "text", "tokens", "expect_position")
 
 
-class Note(Struct, frozen=True, omit_defaults=True):
+class Note(Struct, frozen=True, omit_defaults=True, dict=True):
     """The content of a request's header in the log: fields that the answer repeats, and a fork's history.
 
     `before` has the messages before the fork; if they are too long, only the parent's log has them. `api`
@@ -79,6 +80,11 @@ class Note(Struct, frozen=True, omit_defaults=True):
     def has_messages(self) -> bool:
         """Whether a later request may continue the conversation by naming the answer's id."""
         return self.api == RESPONSES and self.is_kept
+
+    @cached_property
+    def packed(self) -> str:
+        """The value of the header."""
+        return b64encode(zlib.compress(encode(self))).decode()
 
 
 class _Exchange(NamedTuple):
@@ -124,14 +130,14 @@ def new_note(own_id: str, created: int, turn: Turn, api: str = RESPONSES, body: 
     asked = {**turn.asked, **({"include_usage": True} if turn.include_usage else {})}
     is_kept = turn.n == 1 and (turn.is_kept or api != RESPONSES)
     note = Note(own_id[-16:], created, turn.model, asked, None, api, body, is_kept)
-    if len(_packed(note)) > MOST_BYTES:
+    if len(note.packed) > MOST_BYTES:
         raise refused("the names of model and tools are too long to keep", "model")
     return note
 
 
 def num_bytes(note: Note) -> int:
     """Return the largest size in bytes that a note's header can have."""
-    return MOST_BYTES if note.has_messages else len(_packed(note))
+    return MOST_BYTES if note.has_messages else len(note.packed)
 
 
 def answer_id(session: str, note: Note) -> str:
@@ -141,8 +147,9 @@ def answer_id(session: str, note: Note) -> str:
 
 def headers(note: Note, before: tuple[Message, ...] | None) -> dict[str, str]:
     """Encode a note as a NATS header; `before` are the messages that a fork takes from its parent."""
-    packed = _packed(msgspec.structs.replace(note, before=before if note.has_messages else None))
-    return {HEADER: packed if len(packed) <= MOST_BYTES else _packed(note)}
+    before = before if note.has_messages else None
+    whole = note if before == note.before else msgspec.structs.replace(note, before=before)
+    return {HEADER: whole.packed if len(whole.packed) <= MOST_BYTES else note.packed}
 
 
 def continued(turn: Turn, before: Recorded | None) -> Turn:
@@ -183,6 +190,14 @@ async def find(client: Client, wanted: set[str], *, conversation: bool = True) -
                     of_session[one.id] = one
         found |= of_session
     return found
+
+
+async def note_of(client: Client, session: str, request_id: str) -> Note | None:
+    """Find the note with which the log first stored a request. Raises `NoWorkerError`."""
+    async for one in _exchanges(client, session_key(client.tenant, session), conversation=False):
+        if one.request.id == request_id and one.note is not None:
+            return one.note
+    return None
 
 
 async def _exchanges(
@@ -267,10 +282,6 @@ def _turn(request: Generate, note: Note, prompt: tuple[Message, ...] | None) -> 
         asked=note.asked,
         is_kept=note.is_kept,
     )
-
-
-def _packed(note: Note) -> str:
-    return b64encode(zlib.compress(encode(note))).decode()
 
 
 def _note(headers: Mapping[str, str]) -> Note | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
@@ -31,6 +32,7 @@ def is_local(origin: str) -> bool:
     return name == "localhost" or name.endswith(".localhost") or is_loopback(name)
 
 
+@lru_cache
 def name_in(origin: str) -> str:
     """Return the host name in an origin; empty if there is none."""
     with contextlib.suppress(ValueError):
@@ -38,6 +40,7 @@ def name_in(origin: str) -> str:
     return ""
 
 
+@lru_cache
 def is_loopback(address: str) -> bool:
     """Whether an address is a loopback address."""
     with contextlib.suppress(ValueError):
@@ -45,6 +48,7 @@ def is_loopback(address: str) -> bool:
     return False
 
 
+@lru_cache
 def may_be_a_site(name: str) -> bool:
     """Whether a website can have this host name, so that its owner could resolve it to this machine."""
     with contextlib.suppress(ValueError):

@@ -45,7 +45,7 @@ _PATIENCE_S: Final = 1.0
 #: The pause before a heartbeat.
 _HEARTBEAT_S: Final = 5.0
 #: The heartbeat before the first event, in streams of server-sent events.
-_COMMENT: Final = b": the log does not have the request yet\n\n"
+_COMMENT: Final = b": the log does not have the request yet\n"
 _CANCELLED: Final = "the answer was cancelled; send an Idempotency-Key, and it goes on without its client"
 _CANCELLED_KEY: Final = "the answer was cancelled; another one needs an Idempotency-Key of its own"
 
@@ -171,16 +171,12 @@ class Answer(Response):
             events, start, failure = self._unmarked_events(), b"", error
         except TurnkeepError as error:
             failure = error
-        await self._tell(send, start + first)
-        try:
-            if failure is not None:
-                raise failure
-            while not self._is_over:
-                events = await self._write_next(answering, events, send)
-            last = events.end(self._in_order())
-        except TurnkeepError as error:
-            last = events.error(self._fault(error))
-        await send(_part(last, more=False))
+        written = start + first
+        while failure is None and not self._is_over:
+            await self._tell(send, written)
+            events, written, failure = await self._next(answering, events)
+        last = events.end(self._in_order()) if failure is None else events.error(self._fault(failure))
+        await send(_part(written + last, more=False))
 
     async def _until_begun(self, answering: Answering, send: Send) -> None:
         """Wait until the log has the request of an answer that goes on without its client.
@@ -195,8 +191,8 @@ class Answer(Response):
             except TimeoutError:
                 await send(_part(_COMMENT if self._dialect.is_marked else self._unmarked_events().heartbeat))
 
-    async def _write_next(self, answering: Answering, events: Events, send: Send) -> Events:
-        """Send the next events, or a heartbeat; return the encoder of later ones. Raises `TurnkeepError`."""
+    async def _next(self, answering: Answering, events: Events) -> tuple[Events, bytes, TurnkeepError | None]:
+        """Return the encoder of later events, the encoded next ones or a heartbeat, and what has failed."""
         written, failure, due_s = b"", None, self._told_s + _HEARTBEAT_S
         try:
             async with asyncio.timeout_at(due_s):
@@ -212,15 +208,12 @@ class Answer(Response):
         # Chunks may add nothing for long: a call is told when it is complete.
         if not written and failure is None and asyncio.get_running_loop().time() >= due_s:
             written = events.heartbeat
-        if written:
-            await self._tell(send, written)
-        if failure is not None:
-            raise failure
-        return events
+        return events, written, failure
 
     async def _tell(self, send: Send, written: bytes) -> None:
-        await send(_part(written))
-        self._told_s = asyncio.get_running_loop().time()
+        if written:
+            await send(_part(written))
+            self._told_s = asyncio.get_running_loop().time()
 
     def _moved_or_next(self, events: Events, index: int, event: Any) -> tuple[Events, bytes]:
         """Encode an event; if it moves the answer to another session, return a new encoder, for its new id.

@@ -158,7 +158,8 @@ def _call(given: Called | CallPart) -> dict[str, Any]:
         arguments = msgspec.json.decode(written or "{}")
     except (msgspec.DecodeError, RecursionError):
         arguments = {}
-    return {"function": {"name": name, "arguments": arguments if isinstance(arguments, dict) else {}}}
+    function = {"name": name, "arguments": arguments if isinstance(arguments, dict) else {}}
+    return {"id": given.id or "", "function": function}
 
 
 def _end(result: Generated) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class _Function(Struct, frozen=True):
 
 class _Call(Struct, frozen=True):
     function: _Function
+    id: str | None = None
 
 
 class _Said(Struct, frozen=True):
@@ -56,6 +57,7 @@ class _Said(Struct, frozen=True):
     images: list[Any] | None = None
     tool_calls: list[_Call] | None = None
     tool_name: str | None = None
+    tool_call_id: str | None = None
     thinking: str | None = None
 
 
@@ -166,7 +168,7 @@ def _options(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
 
 
 def _messages(given: Sequence[_Said], warnings: list[Warned]) -> list[Message]:
-    """Convert messages. Tool results have no ids in Ollama: each gets the id of a call without a result."""
+    """Convert messages. A result without an id gets the id of a call without a result."""
     found: list[Message] = []
     queues, waiting = _queues(()), set[str]()
     for number, one in enumerate(given):
@@ -176,7 +178,7 @@ def _messages(given: Sequence[_Said], warnings: list[Warned]) -> list[Message]:
         text = one.content or ""
         for at, _ in enumerate(one.images or ()):
             text += other_text({}, "image", f"{where}.images[{at}]", warnings)
-        call_id = _taken(one.tool_name, queues, waiting) if one.role == "tool" else None
+        call_id = _taken(one, queues, waiting) if one.role == "tool" else None
         calls = tuple(_call(call, f"call_{number}_{at}") for at, call in enumerate(one.tool_calls or ()))
         if calls:
             queues, waiting = _queues(calls), {call.id for call in calls}
@@ -195,9 +197,10 @@ def _queues(calls: Sequence[ToolCall]) -> dict[str | None, deque[str]]:
     return found
 
 
-def _taken(name: str | None, queues: Mapping[str | None, deque[str]], waiting: set[str]) -> str | None:
-    """Take the first waiting call with this name, else the first of all, and return its id."""
-    for queue in (queues.get(name), queues[None]):
+def _taken(result: _Said, queues: Mapping[str | None, deque[str]], waiting: set[str]) -> str | None:
+    """Take the waiting call that a result names, else the first of its tool or of all; return its id."""
+    named = deque([result.tool_call_id] if result.tool_call_id else ())
+    for queue in (named, queues.get(result.tool_name), queues[None]):
         while queue:
             if (call_id := queue.popleft()) in waiting:
                 waiting.remove(call_id)
@@ -208,7 +211,7 @@ def _taken(name: str | None, queues: Mapping[str | None, deque[str]], waiting: s
 def _call(given: _Call, call_id: str) -> ToolCall:
     arguments = given.function.arguments
     written = arguments if isinstance(arguments, str) else encode(arguments).decode()
-    return ToolCall(id=call_id, function=Function(given.function.name, written))
+    return ToolCall(id=given.id or call_id, function=Function(given.function.name, written))
 
 
 def at_once(body: bytes) -> dict[str, Any] | None:

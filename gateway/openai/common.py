@@ -183,8 +183,9 @@ def event(body: dict[str, Any]) -> bytes:
 class Stream:
     """Encodes the events that streams of chat and text completions share; each has the fields `head`."""
 
-    #: An SSE comment, which these dialects' clients ignore, but which shows that the stream is alive.
-    heartbeat: Final = b": waiting\n\n"
+    #: A comment, which shows clients that the stream is alive. No blank line follows it: after an event with
+    #: an id, the decoder of OpenAI's library for Python takes each blank line for the end of an empty event.
+    heartbeat: Final = b": waiting\n"
 
     def __init__(self, head: dict[str, Any], *, include_usage: bool, num_prompts: int = 1) -> None:
         self.head = head

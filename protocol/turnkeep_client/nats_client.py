@@ -187,6 +187,17 @@ class Nats(Client):
         except (LookupError, ValueError):  # nothing after the version; a status that is not UTF-8
             return self._parse_header_lines(headers)
 
+    @staticmethod
+    def _parse_header_lines(raw: bytes) -> dict[str, str]:
+        # nats-py looks at each character of each name, which took a tenth of a gateway's processor time.
+        found = {}
+        for line in raw.split(_LINE_END):
+            name, colon, value = line.partition(b":")
+            key = name.strip().decode("ascii", "replace")
+            if colon and key.isascii() and "".join(key.split()) == key:
+                found[key] = value.strip().decode("utf-8", "replace")
+        return found
+
     def _build_message(
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None
     ) -> Msg:

@@ -61,10 +61,11 @@ async def started(worker_process: Any, endless_model: Path) -> Any:
 
 
 class Followed:
-    """What a client receives of a streamed chat completion: lines, text, and the session header."""
+    """What a client receives of a streamed chat completion: lines, text, the answer's id, the session."""
 
     def __init__(self) -> None:
         self.text = ""
+        self.id = ""
         self.lines: list[str] = []
         self.session = ""
 
@@ -80,6 +81,7 @@ class Followed:
                 if line.startswith("data: {"):
                     body = json.loads(line.removeprefix("data: "))
                     assert "error" not in body, body
+                    self.id = body["id"]
                     self.text += "".join(one["delta"].get("content") or "" for one in body["choices"])
 
 
@@ -122,6 +124,35 @@ async def test_a_request_waits_for_a_worker_that_is_restarted(started: Any, door
         await asyncio.sleep(0.5)
         process.start()
         assert (await asking).status_code == 200
+
+
+async def test_a_gateway_that_starts_before_its_nats_server_answers_503_until_that_runs(
+    worker_process: Any, tmp_path: Path
+) -> None:
+    port, nats_port = free_port(), free_port()
+    process = worker_process(port=nats_port)
+    log = tmp_path / "gateway.log"
+    places = ["--data-dir", str(process.data_dir), "--nats-port", str(nats_port)]
+    command = [sys.executable, "-m", "commands", "gateway", "--listen", str(port), *places]
+    with log.open("wb") as output:
+        gateway = subprocess.Popen(command, stderr=output)  # noqa: ASYNC220
+    try:
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            async with asyncio.timeout(60):
+                while gateway.poll() is None and "the gateway is at" not in log.read_text():  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            for path in (CHAT, "/v1/messages", "/v1/responses", "/api/chat"):
+                refused = await http.post(path, json=question("Begin.", 4) | {"input": "Begin."})
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "5"), refused.text
+            assert (await http.get("/health")).status_code == 503
+            assert "no NATS server at" in log.read_text()
+            process.start()
+            async with asyncio.timeout(60):
+                while (await http.post(CHAT, json=question("Begin.", 4))).status_code != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+    finally:
+        gateway.terminate()
+        assert gateway.wait(30) == 143
 
 
 @pytest.fixture
@@ -193,10 +224,12 @@ async def test_a_request_sent_again_to_a_restarted_gateway_gets_the_same_answer_
     assert whole.text == result.text
     assert whole.text.startswith(joined.text)
     assert joined.text.startswith(cut.text)
+    assert cut.id == joined.id == whole.id
     again = Followed()
     await again.follow(url, {**asked, "max_tokens": 1500})
     assert again.session.split()[1] != "repeated"
     assert again.text != whole.text
+    assert again.id != whole.id
     gateway.send_signal(signal.SIGTERM)
     assert gateway.wait(30) == 143
 

@@ -120,7 +120,7 @@ async def test_ollamas_chat_endpoint_answers_whole_and_streamed_and_continues_th
 def test_ollamas_answers_have_tool_calls_and_reasoning_whole_and_streamed() -> None:
     turn = read(tools=[TOOL])
     done = generated("tool_calls", ("c1", "weather", '{"city": "Rome"}'), text="So.", reasoning="Hm.")
-    calls = [{"function": {"name": "weather", "arguments": {"city": "Rome"}}}]
+    calls = [{"id": "c1", "function": {"name": "weather", "arguments": {"city": "Rome"}}}]
     whole = answers.CHAT.whole(turn, "x", 5, [done])
     message = {"role": "assistant", "content": "So.", "thinking": "Hm.", "tool_calls": calls}
     assert (whole["message"], whole["done_reason"]) == (message, "stop")

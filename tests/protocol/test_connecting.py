@@ -11,6 +11,8 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from nats.aio.client import Client
 from scripted_worker import NatsServer
 
@@ -52,6 +54,14 @@ async def slow_server() -> AsyncIterator[SlowServer]:
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
         server.url = f"nats://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         yield server
+
+
+_PIECES = st.sampled_from([b"Name", b"a", b":", b" ", b"\r\n", b"\n", b"\t", b"\x1c", b"\xff", b"\xc3\xa4"])
+
+
+@given(st.lists(_PIECES).map(b"".join))
+def test_headers_are_parsed_as_by_nats_py(raw: bytes) -> None:
+    assert Nats._parse_header_lines(raw) == Client._parse_header_lines(raw)
 
 
 @pytest.mark.parametrize("before", [b"PING\r\n", INFO, INFO + b"PING\r\nPING\r\n"])

@@ -12,6 +12,7 @@ import pytest
 from attack import attack
 from cluster import campaign
 from damage import damage
+from doors import measure as at_both_doors
 from floods import laid_out, measure
 from harness import Heard, SessionKey, judge, target, tiny_model
 from malformed import malformed
@@ -53,6 +54,13 @@ async def test_malformed_requests_are_each_answered_once_while_another_client_is
     assert run.waits_s
     assert verdict.answered == verdict.requests > 100
     assert not verdict.faults.total(), verdict.notes
+
+
+async def test_short_answers_over_nats_and_http_are_measured_in_turns(tmp_path: Path) -> None:
+    async with target(tmp_path / "data", tiny_model(tmp_path, endless=True)) as worker:
+        ways = await at_both_doors(worker.url, requests=6, at_once=3, tokens=4, rounds=2)
+    for way in ways.values():
+        assert (len(way.rounds_s), len(way.firsts_s), min(way.firsts_s) > 0) == (2, 12, True)
 
 
 @pytest.mark.soak

@@ -431,13 +431,14 @@ def with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message whose call ids are replaced by nine letters and digits, as some templates require."""
     found = dict(message)
     if calls := message.get("tool_calls"):
-        found["tool_calls"] = [{**call, "id": _short(call["id"])} for call in calls]
+        found["tool_calls"] = [{**call, "id": short_id(call["id"])} for call in calls]
     if message["role"] == "tool":
-        found["tool_call_id"] = _short(message.get("tool_call_id") or "")
+        found["tool_call_id"] = short_id(message.get("tool_call_id") or "")
     return found
 
 
-def _short(call_id: str) -> str:
+def short_id(call_id: str) -> str:
+    """Return an id of nine letters and digits for a call's id: itself, if it is one, else a digest."""
     if len(call_id) == _SHORT and call_id.isascii() and call_id.isalnum():
         return call_id
     return blake2b(call_id.encode(), digest_size=_SHORT).hexdigest()[:_SHORT]

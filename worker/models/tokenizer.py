@@ -189,6 +189,7 @@ class Tokenizer:
         Arguments of tool calls become objects or text, or calls move into the content. A system message that
         the template does not render becomes a part of the user's next message, or a user message. `before` is
         the session's last message so far. `noted` counts each change under its phrase in `Habits.in_words`.
+        The messages for results of calls keep their `call_index`.
         """
         habits, found, goes_on, has_call = self.habits, list[dict[str, Any]](), False, False
         is_begun = before is not None
@@ -232,7 +233,8 @@ class Tokenizer:
             noted[INSTEAD["calls"]] += 1
         if given["role"] == "tool" and not (habits.results and (has_call or habits.results_alone)):
             said = f"<tool_response>\n{message['content']}\n</tool_response>"
-            message = {"role": "user", "content": said}
+            kept = {name: message[name] for name in ("call_index",) if name in message}
+            message = {"role": "user", "content": said, **kept}
             noted[INSTEAD["results"]] += 1
         return message if habits.any_ids else with_short_ids(message)
 

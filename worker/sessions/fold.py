@@ -301,9 +301,10 @@ class Fold:
         self, request: Append | Generate, conversation: Conversation, noted: Counter[str]
     ) -> list[Said]:
         """Convert a request's messages to forms that the template renders; count the changes in `noted`."""
-        messages = [message.as_sent() for message in request.messages or ()]
+        messages = conversation.with_call_indices([one.as_sent() for one in request.messages or ()])
         adapted = self._tokenizer.adapted(messages, conversation.last_message, noted)
-        return [Said(message, request.special_tokens is True) for message in adapted]
+        trusted = request.special_tokens is True
+        return [Said(one, trusted, call_index=one.pop("call_index", None)) for one in adapted]
 
     def _answer_said(self, answer: Message) -> list[Said]:
         return [Said(one) for one in self._tokenizer.adapted([answer], {"role": "user"}, Counter())]

@@ -7,6 +7,7 @@ needs no rendering and no tokenising (`templates` does both, for new turns).
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import groupby
@@ -17,11 +18,12 @@ from msgspec import Struct, structs
 
 from cache.names.errors import CutOffError
 from cache.names.tokens import pack
+from worker.models.answer_markup import short_id
 
 from .locality import num_first
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
     from worker.models.tokenizer import Tokenizer
 
@@ -39,13 +41,14 @@ class Said(Struct, frozen=True, array_like=True, omit_defaults=True, dict=True):
     If `trusted`, text that spells a special token becomes that token. An answer has its packed token ids in
     `ids`; its `message`, used with another tokenizer only, is empty if unknown (for a part of an answer).
     `thoughts`: an answer's reasoning is `kept`, will be dropped at the next user message (`leaving`), or was
-    dropped (`gone`).
+    dropped (`gone`). `call_index`: which call of the answer before it a result answers; None for others.
     """
 
     message: Message
     trusted: bool = False
     ids: bytes = b""
     thoughts: Literal["kept", "leaving", "gone"] = "kept"
+    call_index: int | None = None
 
 
 #: Stands for the answer that will follow an assistant header.
@@ -131,6 +134,32 @@ class Segments:
         is_prompt = last.kind == "prompt" and last.said and not last.opens_answer
         return last.said[-1].message if is_prompt else {"role": "assistant"}
 
+    def with_call_indices(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages that will be added, those that are results of calls with a `call_index`.
+
+        It is the index of a result's call among the calls of the answer that the results follow.
+        """
+        found, unanswered = list[Message](), self._unanswered()
+        for message in messages:
+            if message["role"] != "tool":
+                unanswered = _calls_of(message)
+                found.append(message)
+            elif indices := unanswered.get(short_id(message.get("tool_call_id") or "")):
+                found.append({**message, "call_index": indices.popleft()})
+            else:
+                found.append(message)
+        return found
+
+    def _unanswered(self) -> dict[str, deque[int]]:
+        """Return the indices, by id, of the calls for which the session's end still lacks results."""
+        answered = set[int]()
+        for segment in reversed(self._segments[self._first :]):
+            for one in reversed(segment.said):
+                if one.call_index is None:
+                    return _calls_of(one.message, answered)
+                answered.add(one.call_index)
+        return {}
+
     @property
     def plain_tools(self) -> list[Message]:
         """A copy of the session's tools."""
@@ -170,8 +199,8 @@ class Segments:
                 earlier = earlier[len(last[0].said) :]
             said = [*earlier, *said]
         num_before = _num_up_to(kept[-1]) if before else 0
-        start = kept[-1].end if kept else self._base
-        added = Segment("prompt", start, end, tuple(said), opens_answer=opens_answer, num_before=num_before)
+        start, told = kept[-1].end if kept else self._base, tuple(in_order(said))
+        added = Segment("prompt", start, end, told, opens_answer=opens_answer, num_before=num_before)
         return replace(self, _segments=(*kept, added))
 
     def opens_answer(self, *, raw: bool = False) -> bool:
@@ -390,6 +419,23 @@ def _joined(one: Message, other: Message) -> Message:
 def _first(segments: Sequence[Segment]) -> int:
     """Return the index of the first segment after the last raw content, where the conversation starts."""
     return next((index for index in range(len(segments), 0, -1) if segments[index - 1].kind == "raw"), 0)
+
+
+def in_order(said: Sequence[Said]) -> list[Said]:
+    """Put the results of an answer's calls, which came in any order, in the order of the calls."""
+    found = list[Said]()
+    for _, run in groupby(said, lambda one: one.call_index is not None):
+        found += sorted(run, key=lambda one: one.call_index or 0)
+    return found
+
+
+def _calls_of(message: Message, answered: Container[int] = ()) -> dict[str, deque[int]]:
+    """Return the indices of a message's calls by id, without those of calls that were `answered`."""
+    found: dict[str, deque[int]] = {}
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        if index not in answered:
+            found.setdefault(short_id(call["id"]), deque()).append(index)
+    return found
 
 
 def has_question(said: Sequence[Said]) -> bool:

@@ -24,7 +24,7 @@ from cache.names.tokens import unpack
 from worker.models.control_tokens import index_after, unmarked
 from worker.models.tokenizer import TemplateError, Tokenizer
 
-from .conversation import Message, Said, Segment, Segments, has_question, said_in
+from .conversation import Message, Said, Segment, Segments, has_question, in_order, said_in
 from .locality import num_first
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Conversation(Segments):
             tools = [_rendered(tool) for tool in self.tools]
             ready["tools"], ready["variables"] = map(self.tokenizer.as_tools, (tools, self.variables))
         return self.tokenizer.render(
-            [self._ready(one) for one in said],
+            [self._ready(one) for one in in_order(said)],
             add_generation_prompt=header,
             started=self.started,
             tools=ready["tools"],
