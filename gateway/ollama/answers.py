@@ -133,23 +133,20 @@ def shown(model: Model) -> dict[str, Any]:
     info: dict[str, Any] = {"general.architecture": "mlx", "general.basename": model.name}
     if model.context_tokens is not None:
         info["mlx.context_length"] = model.context_tokens
+    answering = ["tools", *(("thinking",) if model.can_reason else ())] if "answers" in model.makes else []
     return {
         "modelfile": f"FROM {model.name}\n",
         **dict.fromkeys(("parameters", "template", "license"), ""),
         "details": _DETAILS,
         "model_info": info,
-        "capabilities": [
-            *(_CAPABILITIES[one] for one in model.makes),
-            *(("tools",) if "answers" in model.makes else ()),
-            *(("thinking",) if model.can_reason else ()),
-        ],
+        "capabilities": [*(_CAPABILITIES[one] for one in model.makes), *answering],
         "modified_at": _at(model.changed_s),
     }
 
 
 def _listed(model: Model) -> dict[str, Any]:
     size = 0 if model.worker is None else model.worker.weight_bytes
-    named = f"{model.name} {size} {model.changed_s}"  # no digest of the weights: theirs takes minutes
+    named = f"{model.name} {size} {model.changed_s}"  # a digest of the weights may take minutes
     more = {"modified_at": _at(model.changed_s), "size": size, "digest": sha256(named.encode()).hexdigest()}
     return {"name": model.name, "model": model.name, **more, "details": _DETAILS}
 
