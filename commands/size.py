@@ -108,6 +108,7 @@ def size(given: Given, drive: int | None, as_json: bool, **asked: Any) -> None:
 
 def weigh(settings: Settings) -> Needs:
     """Return the memory that a model needs with its draft model. Raises `ModelError`, `SettingsError`."""
+    from worker.models.pooling import made
     from worker.sizing import device_bytes, measure
     from worker.supervisor import Needs
 
@@ -128,6 +129,9 @@ def weigh(settings: Settings) -> Needs:
         context_tokens=max_context,
         sampling=loaded.sampling,
         reasoning=loaded.tokenizer.markup.has_reasoning,
+        makes=made(loaded, settings.pooling),
+        weight_bytes=loaded.weight_bytes,
+        model_changed_s=loaded.changed_s,
         least_bytes=device_bytes(sized, least, block=block, **sizes),
         usual_bytes=device_bytes(sized, usual, block=block, **sizes),
         memory_bytes=sized.estimator.limit_bytes,

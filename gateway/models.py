@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -15,6 +16,8 @@ from .turn import Fault, decoded, refused
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
+
+    from turnkeep_client.messages import Made
 
     from .conversations import Conversations
 
@@ -48,6 +51,16 @@ class Model(Struct, frozen=True):
     def is_loaded(self) -> bool:
         """Whether the worker has loaded the model, so that its next request need not wait for that."""
         return self.worker is not None and self.worker.device != UNLOADED
+
+    @property
+    def makes(self) -> tuple[Made, ...]:
+        """What the model makes of texts; if that is unknown, answers."""
+        return ("answers",) if self.worker is None else self.worker.makes
+
+    @property
+    def changed_s(self) -> float:
+        """When the model's files were written, in seconds since 1970; 0 if unknown."""
+        return 0.0 if self.worker is None else self.worker.model_changed_s
 
     @property
     def can_reason(self) -> bool:
@@ -135,24 +148,26 @@ def described(model: Model) -> dict[str, Any]:
     return {
         "id": model.name,
         "object": "model",
-        "created": 0,
+        "created": int(model.changed_s),
         "owned_by": "turnkeep",
         "type": "model",
+        "makes": model.makes,
         "display_name": model.name,
         "lifecycle": "active",
-        "created_at": "1970-01-01T00:00:00Z",
+        "created_at": f"{datetime.fromtimestamp(int(model.changed_s), UTC):%Y-%m-%dT%H:%M:%SZ}",
         **({} if context is None else dict.fromkeys(_CONTEXT, context)),
     }
 
 
 def _described_v0(model: Model) -> dict[str, Any]:
-    kind = {"object": "model", "type": "llm", "publisher": "turnkeep", "arch": "", "quantization": ""}
+    kind = "llm" if "answers" in model.makes else "embeddings"
+    fields = {"object": "model", "type": kind, "publisher": "turnkeep", "arch": "", "quantization": ""}
     more: dict[str, Any] = {"state": "loaded" if model.is_loaded else "not-loaded"}
     if model.context_tokens is not None:
         more["max_context_length"] = model.context_tokens
         if model.is_loaded:
             more["loaded_context_length"] = model.context_tokens
-    return {"id": model.name, **kind, "compatibility_type": "mlx", **more}
+    return {"id": model.name, **fields, "compatibility_type": "mlx", **more}
 
 
 def _no_model(wanted: str, names: Sequence[str]) -> Fault:

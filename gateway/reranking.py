@@ -8,7 +8,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import Struct
 
-from .turn import Whole, as_whole, decoded, refused
+from .turn import ALL_THAT_FITS, Whole, as_whole, decoded, refused
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
@@ -31,6 +31,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     top_n: Whole | None = None
     return_documents: bool | None = None
     max_tokens_per_doc: Whole | None = None
+    truncation: bool | None = None
     instruction: str | None = None
 
 
@@ -49,12 +50,13 @@ async def rerank(client: Client, body: bytes) -> tuple[dict[str, Any], int]:
     if not 1 <= len(asked.documents) <= _MOST_DOCUMENTS:
         why = f"a request has 1 to {_MOST_DOCUMENTS} documents, not {len(asked.documents)}"
         raise refused(why, "documents")
+    most = asked.max_tokens_per_doc or (ALL_THAT_FITS if asked.truncation else None)
     texts = [one if isinstance(one, str) else one.text for one in asked.documents]
     found = await client.rerank(
         asked.query,
         texts,
         instruction=asked.instruction,
-        document_tokens=asked.max_tokens_per_doc and int(asked.max_tokens_per_doc),
+        document_tokens=most and int(most),
         timeout_s=_TIMEOUT_S,
     )
     best = sorted(range(len(texts)), key=lambda index: -found.scores[index])

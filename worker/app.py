@@ -31,7 +31,7 @@ from worker.device.admission import Ledger
 from worker.device.engine import Engine
 from worker.models import model
 from worker.models.model_files import text_config
-from worker.models.pooling import NO_ANSWERS, is_encoder, judging, no_embeddings
+from worker.models.pooling import is_encoder, judging, no_embeddings
 from worker.process.rotation import Rotation
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
@@ -544,7 +544,8 @@ class App:
             block_tokens=settings.block_tokens,
             vocab_size=loaded.vocab_size,
             kv_bits=settings.kv_bits,
-            refusal=NO_ANSWERS if is_encoder(loaded.config) else None,
+            refusal=loaded.no_answers if is_encoder(loaded.config) else None,
+            no_answers=loaded.no_answers,
         )
         return Execution(
             journal=journal,

@@ -17,6 +17,7 @@ from worker.models import model
 from worker.models.blas import preload
 from worker.models.code import code_digest
 from worker.models.partial_import import import_mlx_lm
+from worker.models.pooling import made
 from worker.sessions.policies import misfit
 
 from .process.concurrency import in_thread, shielded, step_in_thread
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from cache.names.identity import Identity
+    from turnkeep_client.messages import Made
     from worker.device.device import Device
     from worker.models.model import LoadedModel, Progress
 
@@ -54,6 +56,7 @@ class ModelStart:
     #: The most tokens that a session may hold, and the most bytes of device memory for KV.
     context_tokens: int
     kv_bytes: int
+    makes: tuple[Made, ...]
 
     def __init__(
         self,
@@ -101,6 +104,7 @@ class ModelStart:
         self._log(loaded)
         self.context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
         self.kv_bytes = self._kv_limit()
+        self.makes = made(loaded, settings.pooling)
         self._check_policy()
         self.is_loaded = True
 

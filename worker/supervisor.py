@@ -23,6 +23,7 @@ import structlog
 from anyio import EndOfStream, Event, current_time, move_on_after, sleep
 
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import Made  # noqa: TC001  # msgspec reads the annotations
 from turnkeep_client.subjects import Subjects
 from worker.wire.broker import EmbeddedServer
 from worker.wire.connection import connect
@@ -82,6 +83,9 @@ class Needs(msgspec.Struct, frozen=True):
     context_tokens: int
     sampling: dict[str, int | float]
     reasoning: bool
+    makes: tuple[Made, ...]
+    weight_bytes: int
+    model_changed_s: float
     least_bytes: int
     usual_bytes: int
     memory_bytes: int
@@ -148,6 +152,9 @@ class _Model:
             model=self.needs.model,
             sampling=self.needs.sampling,
             reasoning=self.needs.reasoning,
+            makes=self.needs.makes,
+            weight_bytes=self.needs.weight_bytes,
+            model_changed_s=self.needs.model_changed_s,
             context_tokens=self.needs.context_tokens,
             interval_s=self.settings.metrics_interval_s,
             max_message_bytes=self.settings.max_message_bytes,

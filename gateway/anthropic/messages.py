@@ -99,8 +99,11 @@ DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
 @parts_checked()
-def read(body: bytes) -> Turn:
-    """Parse a request's body into a `Turn`. Raises `Fault`."""
+def read(body: bytes, *, is_counted: bool = False) -> Turn:
+    """Parse a request's body into a `Turn`; if only its tokens are counted, it needs no `max_tokens`.
+
+    Raises `Fault`.
+    """
     asked, warnings = openai.request(DECODER, body, ("n",))
     openai.refuse(asked, _REFUSED)
     if asked.thread is not None and asked.thread.type == "continue":
@@ -108,6 +111,8 @@ def read(body: bytes) -> Turn:
         raise Fault(404, "threads are not kept: send the whole conversation", code=anthropic.NO_THREAD)
     if not asked.messages:
         raise refused("messages is empty", "messages")
+    if asked.max_tokens is None and not is_counted:
+        raise refused("max_tokens: Field required", "max_tokens")
     options = openai.sampling(asked, asked.max_tokens) | _tools(asked, warnings)
     if asked.stop_sequences:
         options["stop"] = asked.stop_sequences

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from gateway import following, models, recorded, tokenizing
@@ -70,6 +70,7 @@ _COMPLETIONS: Final = Dialect(
     completions.NAMES,
 )
 _MESSAGES: Final = Dialect("message", messages.read, messages.whole, messages.Events, anthropic.error)
+_COUNTED: Final = _MESSAGES._replace(read=partial(messages.read, is_counted=True))
 _RESPONSES: Final = Dialect(
     responses.NAME,
     responses.read,
@@ -169,7 +170,8 @@ class Gateway:
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{model:path}", self._one_model, methods=["GET"]),
                 *(Route(path, self._asking(ask), methods=["POST"]) for path, ask in _ASKED.items()),
-                Route(f"{MESSAGES_PATH}/count_tokens", self._count_tokens(_MESSAGES), methods=["POST"]),
+                Route(f"{MESSAGES_PATH}/count_tokens", self._count_tokens(_COUNTED), methods=["POST"]),
+                Route(f"{MESSAGES_PATH}/batches", _not_served, methods=["GET", "POST"]),  # no answer's id
                 Route(f"{_RESPONSES_PATH}/input_tokens", self._count_tokens(_RESPONSES), methods=["POST"]),
                 Route(f"{_RESPONSES_PATH}/compact", self._answering(_COMPACTING), methods=["POST"]),
                 Route(f"{_RESPONSES_PATH}/{{id}}/input_items", self._input_items, methods=["GET"]),
@@ -217,7 +219,7 @@ class Gateway:
     async def _root(self, request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):
             return HTMLResponse(guide.page(str(request.base_url)), headers=_PAGE_HEADERS)
-        return as_json({"service": "turnkeep", "paths": [*guide.SERVED]})
+        return PlainTextResponse("Ollama is running")  # what Ollama's clients look for
 
     async def _openapi(self, _: Request) -> Response:
         return as_json(guide.openapi())
@@ -433,6 +435,10 @@ class Gateway:
                 made = Conversations(client, idle_s=self._idle_s, is_stopping=self._stops)
                 self._conversations[tenant, model] = made
             return made
+
+
+async def _not_served(_: Request) -> Response:
+    raise HTTPException(404)
 
 
 def _without_slash(app: ASGIApp) -> ASGIApp:

@@ -51,11 +51,13 @@ class Reading(Response):
         self._conversations, answer = kept
         self._answer = answer
         self._live = query.get("live", "")
-        self._num_known = 0 if query.get("offset") == "-1" else number_in(query, "offset") or 0
+        self._skips = query.get("offset") == "now"
+        self._num_known = 0 if query.get("offset") in {"-1", "now"} else number_in(query, "offset") or 0
         if self._live not in {"", "sse", "long-poll"}:
             raise refused("live must be sse or long-poll", "live")
         after = behind_number(self._num_known - 1) if self._num_known else None
         self._events = Marked(Events(answer.turn, answer.id, answer.note.created), answer.id, after)
+        self._begun = self._events.start(0)
         self._is_closed = False
         self._is_cut = False  # the rest of the answer cannot be read now
 
@@ -64,9 +66,20 @@ class Reading(Response):
         answering = self._conversations.follow(self._answer)
         write = self._stream if self._live == "sse" else self._page
         try:
+            if self._skips:
+                await self._skip(answering)
             await while_connected(receive, write(answering, send))
         finally:
             self._conversations.abandon(answering)
+
+    async def _skip(self, answering: Answering) -> None:
+        """Read the events so far, without sending them."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_COLLECT_S):
+                while not (self._is_closed or self._is_cut):
+                    self._begun += self._next(*await answering.events.get())
+        self._new(self._begun)
+        self._begun = b""
 
     async def _page(self, answering: Answering, send: Send) -> None:
         found: list[bytes] = []
@@ -99,8 +112,8 @@ class Reading(Response):
 
         Raises TimeoutError after `_COLLECT_S` for a read without `live`, and after `_POLL_S` for a long poll.
         """
-        written, clock = self._events.start(0), asyncio.get_running_loop().time
-        until_s = clock() + (_POLL_S if self._live else _COLLECT_S)
+        written, clock = self._begun, asyncio.get_running_loop().time
+        until_s = clock() + (_POLL_S if self._live else 0.0 if self._skips else _COLLECT_S)
         is_endless = self._live == "sse"
         while not (self._is_closed or self._is_cut):
             if written or (is_endless and clock() >= until_s):

@@ -39,6 +39,7 @@ SERVED: Final = {
     "/v1/responses/{id}/input_items": _Served(("GET",), "The items of an answer's conversation"),
     "/v1/messages": _Served(("POST",), "Anthropic's Messages API", messages.DECODER.type),
     "/v1/messages/count_tokens": _Served(("POST",), "Count the tokens of messages", messages.DECODER.type),
+    "/v1/messages/batches": _Served(("GET", "POST"), "Refused: there are no batches"),
     **{
         f"{path}/{{id}}{more}": one
         for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")

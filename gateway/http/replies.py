@@ -59,9 +59,9 @@ async def on_http(request: Request, error: Exception) -> Response:
 
 
 def _instead(path: str, error: HTTPException) -> str:
-    """Return the end of a 404 or 405 message: the right method or base URL; empty if neither explains it."""
+    """Return the end of a 404 or 405 message: the right method, or perhaps the right base URL."""
     if allowed := (error.headers or {}).get("Allow"):
         return f", only {allowed}"
     if path.startswith("/v1/v1/") or not path.startswith("/v1/"):
-        return ": the base URL ends with /v1 for OpenAI's clients, and is without /v1 for Anthropic's"
-    return ""
+        return " here: the base URL ends with /v1 for OpenAI's clients, and is without /v1 for Anthropic's"
+    return " here"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 NDJSON: Final = "application/x-ndjson"
 _NS: Final = 1_000_000_000
-#: Models' times of creation are unknown.
-_CREATED_AT: Final = "1970-01-01T00:00:00Z"
+#: Ollama's names of what a model makes.
+_CAPABILITIES: Final = {"answers": "completion", "embeddings": "embedding", "scores": "rerank"}
 _DETAILS: Final = {
     **dict.fromkeys(("parent_model", "family", "parameter_size", "quantization_level"), ""),
     "format": "mlx",
@@ -117,9 +118,14 @@ def tags(models: Sequence[Model]) -> dict[str, Any]:
 
 def running(models: Sequence[Model]) -> dict[str, Any]:
     """Return the list of loaded models for `/api/ps`."""
-    more = {"size_vram": 0, "expires_at": "9999-12-31T23:59:59Z"}
-    loaded = [one for one in models if one.is_loaded]
-    return {"models": [{**_listed(one), **more, "context_length": one.context_tokens} for one in loaded]}
+    return {"models": [_running(one) for one in models if one.is_loaded]}
+
+
+def _running(model: Model) -> dict[str, Any]:
+    worker, listed = model.worker, _listed(model)
+    on_gpu = worker is not None and "cpu" not in worker.device.lower()
+    more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": listed["size"] if on_gpu else 0}
+    return {**listed, **more, "context_length": model.context_tokens}
 
 
 def shown(model: Model) -> dict[str, Any]:
@@ -127,24 +133,30 @@ def shown(model: Model) -> dict[str, Any]:
     info: dict[str, Any] = {"general.architecture": "mlx", "general.basename": model.name}
     if model.context_tokens is not None:
         info["mlx.context_length"] = model.context_tokens
+    answering = ["tools", *(("thinking",) if model.can_reason else ())] if "answers" in model.makes else []
     return {
         "modelfile": f"FROM {model.name}\n",
         **dict.fromkeys(("parameters", "template", "license"), ""),
         "details": _DETAILS,
         "model_info": info,
-        "capabilities": ["completion", "tools", *(("thinking",) if model.can_reason else ())],
-        "modified_at": _CREATED_AT,
+        "capabilities": [*(_CAPABILITIES[one] for one in model.makes), *answering],
+        "modified_at": _at(model.changed_s),
     }
 
 
 def _listed(model: Model) -> dict[str, Any]:
-    more = {"modified_at": _CREATED_AT, "size": 0, "digest": ""}
+    size = 0 if model.worker is None else model.worker.weight_bytes
+    named = f"{model.name} {size} {model.changed_s}"  # a digest of the weights may take minutes
+    more = {"modified_at": _at(model.changed_s), "size": size, "digest": sha256(named.encode()).hexdigest()}
     return {"name": model.name, "model": model.name, **more, "details": _DETAILS}
 
 
+def _at(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
 def _head(turn: Turn, created: int) -> dict[str, Any]:
-    at = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
-    return {"model": turn.model, "created_at": at}
+    return {"model": turn.model, "created_at": _at(created)}
 
 
 def _call(given: Called | CallPart) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.openai import common as openai
-from gateway.turn import Fault, Turn, as_whole, check, decoded, prefilled, refused
+from gateway.turn import Fault, Turn, Whole, as_whole, check, decoded, prefilled, refused
 from turnkeep_client.content_blocks import Warned, other_text
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
@@ -61,21 +61,22 @@ class _Said(Struct, frozen=True):
     thinking: str | None = None
 
 
-class _Request(Struct, frozen=True, kw_only=True):
-    model: str = ""
+class _Request(openai.Sampled, frozen=True, kw_only=True):
+    """The fields of both requests. Some clients send options beside `options`, in OpenAI's names."""
+
     stream: bool | None = True
     think: bool | str | None = None
     format: Any = None
     options: dict[str, Any] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    top_logprobs: Whole | None = None
+    max_output_tokens: Whole | None = None
 
 
 class Chat(_Request, frozen=True, kw_only=True):
     """A request to `/api/chat`."""
 
-    messages: list[_Said] = []
+    messages: list[_Said] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
@@ -86,6 +87,8 @@ class Generate(_Request, frozen=True, kw_only=True):
     system: str | None = None
     raw: bool | None = None
     suffix: str | None = None
+    template: str | None = None
+    context: list[Any] | None = None
     images: list[Any] | None = None
 
 
@@ -99,13 +102,13 @@ class _Empty(Struct, frozen=True):
 
 
 _EMPTY: Final = msgspec.json.Decoder(_Empty)
-_CHAT: Final = msgspec.json.Decoder(Chat)
-_GENERATE: Final = msgspec.json.Decoder(Generate)
+_CHAT: Final = msgspec.json.Decoder(Chat, dec_hook=as_whole)
+_GENERATE: Final = msgspec.json.Decoder(Generate, dec_hook=as_whole)
 
 
 def chat(body: bytes) -> Turn:
     """Parse a request to `/api/chat` into a `Turn`. Raises `Fault`."""
-    asked, warnings = openai.request(_CHAT, body)
+    asked, warnings = openai.request(_CHAT, body, ("n",))
     warnings = [one for one in warnings if one.where not in _HARMLESS]
     if not asked.messages:
         raise refused("messages is empty", "messages")
@@ -118,9 +121,11 @@ def chat(body: bytes) -> Turn:
 
 def generate(body: bytes) -> Turn:
     """Parse a request to `/api/generate`: one message, or with `raw` a rendered prompt. Raises `Fault`."""
-    asked, warnings = openai.request(_GENERATE, body)
+    asked, warnings = openai.request(_GENERATE, body, ("n",))
     warnings = [one for one in warnings if one.where not in _HARMLESS]
-    openai.refuse(asked, ("suffix",))
+    openai.refuse(asked, ("suffix", "template"))
+    if asked.context:
+        raise refused("context is not supported: send the conversation to /api/chat", "context")
     if not asked.prompt:
         raise refused("prompt is empty", "prompt")
     options = _options(asked, warnings)
@@ -139,11 +144,11 @@ def _turn(asked: _Request, options: Mapping[str, Any], warnings: Sequence[Warned
 
 def _options(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
     given = {name: value for name, value in (asked.options or {}).items() if value is not None}
-    known = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS}
+    beside = {name: getattr(asked, name) for name in openai.Sampled.__struct_fields__}
+    if asked.max_tokens is None:
+        beside["max_tokens"] = asked.max_output_tokens
+    known = beside | {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS}
     warnings += [Warned(f"options.{name}", "has no effect") for name in given if name not in _OPTIONS]
-    most = known.pop("max_tokens", None)
-    if isinstance(most, int) and most < 0:  # -1 is no limit, -2 what fits in the context
-        most = None
     if asked.format:
         known["response_format"] = (
             {"type": "json_object"}
@@ -152,14 +157,14 @@ def _options(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
         )
     try:
         sampled = msgspec.convert(known, openai.Sampled, dec_hook=as_whole)
-        most = None if most is None else msgspec.convert(most, int)
     except msgspec.ValidationError as error:
         raise refused(str(error), "options") from None
+    most = sampled.max_tokens
+    if most is not None and most < 0:  # -1 is no limit, -2 what fits in the context
+        most = None
     options = openai.sampling(sampled, most)
-    if asked.chat_template_kwargs:
-        options["chat_template_kwargs"] = asked.chat_template_kwargs
     if asked.logprobs:
-        options |= {"logprobs": True, "top_logprobs": asked.top_logprobs or 0}
+        options |= {"logprobs": True, "top_logprobs": int(asked.top_logprobs or 0)}
     if asked.think is False:
         options["reasoning"] = {"budget": 0}
     elif isinstance(asked.think, str):

@@ -74,6 +74,13 @@ class Sampled(Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+def answered(options: dict[str, Any], param: str) -> dict[str, Any]:
+    """Return the options of an answer of a token at least; without one, raise a `Fault` about `param`."""
+    if not options["max_tokens"]:
+        raise refused(f"{param} must be 1 or more, not 0", param)
+    return options
+
+
 def sampling(asked: Sampled, max_tokens: int | None) -> dict[str, Any]:
     """Convert the shared fields to options of a generate request. Raises `Fault`."""
     given = {name: getattr(asked, name) for name in (*_SAME, *_EXTRA)}

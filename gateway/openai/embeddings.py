@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 from msgspec import Struct
 
-from gateway.turn import Whole, as_whole, decoded, refused
+from gateway.turn import ALL_THAT_FITS, Whole, as_whole, decoded, refused
 
+from .common import ANY
 from .completions import prompts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Embedded
 
@@ -28,14 +32,17 @@ class Asked(Struct, frozen=True, kw_only=True):
     model: str | None = None
     dimensions: Whole | None = None
     encoding_format: Literal["float", "base64"] | None = None
+    #: Of vLLM: the most tokens of an input, -1 for those that fit the model.
+    truncate_prompt_tokens: Whole | None = None
 
 
 class Embed(Struct, frozen=True, kw_only=True):
     """A request to `/api/embed`."""
 
-    input: Any
     model: str
+    input: str | list[str] | None = None
     dimensions: Whole | None = None
+    truncate: bool | None = None
 
 
 _ASKED: Final = msgspec.json.Decoder(Asked, dec_hook=as_whole)
@@ -44,8 +51,13 @@ _EMBED: Final = msgspec.json.Decoder(Embed, dec_hook=as_whole)
 
 async def embeddings(client: Client, body: bytes) -> tuple[dict[str, Any], int]:
     """Return OpenAI's answer with embeddings, and the number of tokens. Raises `Fault`, `TurnkeepError`."""
-    asked = decoded(_ASKED, body)
-    found = await _found(client, asked)
+    asked, most = decoded(_ASKED, body), None
+    if (given := asked.truncate_prompt_tokens) is not None:
+        most = ALL_THAT_FITS if given == ANY else int(given)
+        if most < 1:
+            raise refused(f"truncate_prompt_tokens must be 1 or more, not {most}", "truncate_prompt_tokens")
+    inputs = prompts(asked.input, _MOST_INPUTS, "input")
+    found = await _found(client, inputs, asked.dimensions, most)
     in_base64 = asked.encoding_format == "base64"
     vectors = [b64encode(one).decode() for one in found.vectors] if in_base64 else found.floats
     data = [
@@ -58,16 +70,21 @@ async def embeddings(client: Client, body: bytes) -> tuple[dict[str, Any], int]:
 
 async def embed(client: Client, body: bytes) -> tuple[dict[str, Any], int]:
     """Return Ollama's answer with embeddings, and the number of tokens. Raises `Fault`, `TurnkeepError`."""
-    asked = decoded(_EMBED, body)
-    found = await _found(client, asked)
-    num_tokens = sum(found.tokens)
-    told = {"model": asked.model, "embeddings": found.floats, "prompt_eval_count": num_tokens}
-    return told, num_tokens
+    began_s, asked = monotonic(), decoded(_EMBED, body)
+    inputs = [asked.input] if isinstance(asked.input, str) else asked.input
+    most = None if asked.truncate is False else ALL_THAT_FITS
+    found = await _found(client, inputs, asked.dimensions or None, most) if asked.input and inputs else None
+    num_tokens = sum(found.tokens) if found else 0
+    took = {"total_duration": int((monotonic() - began_s) * 1e9), "load_duration": 0}
+    vectors = found.floats if found else []
+    return {"model": asked.model, "embeddings": vectors, **took, "prompt_eval_count": num_tokens}, num_tokens
 
 
-async def _found(client: Client, asked: Asked | Embed) -> Embedded:
-    dimensions = None if asked.dimensions is None else int(asked.dimensions)
+async def _found(
+    client: Client, inputs: Sequence[str | tuple[int, ...]], size: Whole | None, most: int | None
+) -> Embedded:
+    """Return vectors of `size` numbers (default: all), each of the first `most` tokens of an input."""
+    dimensions = None if size is None else int(size)
     if dimensions is not None and dimensions < 1:
         raise refused(f"dimensions must be 1 or more, not {dimensions}", "dimensions")
-    inputs = prompts(asked.input, _MOST_INPUTS, "input")
-    return await client.embed(inputs, dimensions=dimensions, timeout_s=_TIMEOUT_S)
+    return await client.embed(inputs, dimensions=dimensions, input_tokens=most, timeout_s=_TIMEOUT_S)

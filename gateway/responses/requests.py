@@ -113,7 +113,8 @@ def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> Turn:
         raise refused("input is empty", "input")
     effort, included = asked.reasoning.effort if asked.reasoning else None, asked.include or ()
     tools, kinds = _tools(asked, warnings)
-    options = openai.sampling(asked, asked.max_output_tokens) | openai.reasoning(effort) | tools
+    options = openai.answered(openai.sampling(asked, asked.max_output_tokens), "max_output_tokens")
+    options |= openai.reasoning(effort) | tools
     if _LOGPROBS in included:
         options |= {"logprobs": True, "top_logprobs": int(asked.top_logprobs or 0)}
     if asked.text and asked.text.format and asked.text.format.type != "text":

@@ -181,18 +181,19 @@ class Client:
         inputs: Sequence[str | Sequence[int]],
         *,
         dimensions: int | None = None,
+        input_tokens: int | None = None,
         timeout_s: float = 60.0,
     ) -> Embedded:
         """Embed texts or lists of token ids as vectors, truncated to `dimensions`, with an embedding model.
 
-        A long list is sent as several requests, each with the timeout `timeout_s`. Raises
-        `RequestFailedError`, and `NoWorkerError` if no worker answers in time.
+        For `input_tokens` see `EmbedRequest`. A long list is sent as several requests, each with the timeout
+        `timeout_s`. Raises `RequestFailedError`, and `NoWorkerError` if no worker answers in time.
         """
         subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
         parts: list[Embedded] = []
         given = [one if isinstance(one, str) else tuple(one) for one in inputs]
         for some in _divided(given):
-            body = encode(EmbedRequest(inputs=some, dimensions=dimensions))
+            body = encode(EmbedRequest(inputs=some, dimensions=dimensions, input_tokens=input_tokens))
             reply = await self._wire.ask(subject, body, timeout_s)
             parts.append(expect(Embedded, decode_control_reply(reply)))
         return Embedded(

@@ -87,11 +87,14 @@ class EmbedRequest(
 ):
     """Embed each of the `inputs`, texts or lists of token ids (on the `ctl` of any session).
 
-    Vectors are truncated to `dimensions` numbers. The log stores nothing of this.
+    Vectors are truncated to `dimensions` numbers. With `input_tokens` only the first tokens of each input are
+    read: so many, or those that fit the model; without it, an input that does not fit is refused. The log
+    stores nothing of this.
     """
 
     inputs: Annotated[tuple[Text | tuple[TokenId, ...], ...], Meta(min_length=1, max_length=256)]
     dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    input_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
 
 class RerankRequest(
@@ -99,8 +102,9 @@ class RerankRequest(
 ):
     """Score how well each of the `documents` answers the `query` (on the `ctl` of any session).
 
-    The `instruction` describes the task; by default, to find passages that answer a web search. Only the
-    first `document_tokens` tokens of each document are read. The log stores nothing of this.
+    The `instruction` describes the task; by default, to find passages that answer a web search. With
+    `document_tokens` only the first tokens of each document are read: so many, or those that fit the model;
+    without it, a document that does not fit is refused. The log stores nothing of this.
     """
 
     query: Text

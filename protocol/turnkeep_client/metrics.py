@@ -73,6 +73,8 @@ class TenantFigures(Struct, frozen=True, kw_only=True):
     generated_tokens: dict[str, int] = {}
 
 
+#: What a model makes of texts: answers, embeddings, and scores of how well a document answers a question.
+Made = Literal["answers", "embeddings", "scores"]
 #: The device of a model that is not loaded now: its first request loads it.
 UNLOADED: Final = "unloaded"
 
@@ -85,9 +87,11 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     of sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
     `kv_layers` names the layers of each kind of KV. `sampling` has the options of a generate that the model's
     authors recommend; the worker applies none by itself. `reasoning` says that the model marks reasoning in
-    its answers. `others` names the prefix's other running workers; a worker that `drains` hands its sessions
-    to them. `context_tokens` is the most that a session with all of its KV may hold. A `device` of `unloaded`
-    says that the first request loads the model.
+    its answers. A model is asked only for what it `makes`; `weight_bytes` is its size in memory, and
+    `model_changed_s` says when its folder's config.json was written, in seconds since 1970. `others` names
+    the prefix's other running workers; a worker that `drains` hands its sessions to them. `context_tokens` is
+    the most that a session with all of its KV may hold. A `device` of `unloaded` says that the first request
+    loads the model.
 
     `interval_s` is the time until the next message; `max_message_bytes` is the size of the largest request
     that the log takes. `queue_time` and `request_duration` count the appends and generates from the moment
@@ -138,6 +142,9 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     kv_layers: dict[str, str] = {}
     sampling: dict[str, int | float] = {}
     reasoning: bool = False
+    makes: tuple[Made, ...] = ("answers",)
+    weight_bytes: int = 0
+    model_changed_s: float = 0.0
     max_memory_bytes: int
     device_memory_bytes: int = 0
     mlx_active_bytes: int

@@ -330,18 +330,19 @@ class Generate(_Input, frozen=True, tag="generate"):
     """Sample tokens, after appending at most one of `messages`, `text`, `tokens`.
 
     `logit_bias` (added to the logits of token ids), penalties, temperature, `top_k`, `top_p` and `min_p`
-    apply in this order. A temperature of 0 takes the most likely token; `top_k` 0 and `top_p` 1 are off. The
-    `repetition_penalty` is for the answer's tokens and the session's tokens; under `sink_window` only for the
-    session's tokens that the model sees when the answer begins. `presence_penalty` and `frequency_penalty`
-    are for the answer's tokens, as in OpenAI's API. A missing seed is derived from the request, so an
-    interrupted answer continues with the same tokens.
+    apply in this order. A temperature or `top_p` of 0 takes the most likely token; `top_k` 0 and `top_p` 1
+    are off. The `repetition_penalty` is for the answer's tokens and the session's tokens; under `sink_window`
+    only for the session's tokens that the model sees when the answer begins. `presence_penalty` and
+    `frequency_penalty` are for the answer's tokens, as in OpenAI's API. A missing seed is derived from the
+    request, so an interrupted answer continues with the same tokens.
 
     The model's end tokens are not drawn before the answer has `min_tokens` tokens; with `ignore_eos` they do
     not end it. With `logprobs`, each token of the answer has the logarithm of its probability by the model
     itself, before everything above, and the `top_logprobs` likeliest tokens. `echo` adds the same for each
-    token that the request adds before its answer; only with `echo` may `max_tokens` be 0. `raw` leaves out
-    the assistant header that the chat template would add after messages. The answer, from its first token or
-    the end of its reasoning on, follows the `response_format`; then it ends, even before `min_tokens`.
+    token that the request adds before its answer. With `max_tokens` 0 the request is only prefilled, and the
+    answer is empty. `raw` leaves out the assistant header that the chat template would add after messages.
+    The answer, from its first token or the end of its reasoning on, follows the `response_format`; then it
+    ends, even before `min_tokens`.
 
     `prefix` is the beginning of the answer, given by the client: it belongs to the prompt, and to the answer
     in later turns. With `own_sampling`, options that the request leaves out take the values that the model's
@@ -361,7 +362,7 @@ class Generate(_Input, frozen=True, tag="generate"):
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     temperature: Annotated[float, Meta(ge=0, le=100)] | UnsetType = UNSET
-    top_p: Annotated[float, Meta(gt=0, le=1)] | UnsetType = UNSET
+    top_p: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | UnsetType = UNSET
     min_p: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | UnsetType = UNSET
@@ -387,8 +388,6 @@ class Generate(_Input, frozen=True, tag="generate"):
             )
         if self.top_logprobs and not self.logprobs:
             raise ValueError("generate takes top_logprobs with logprobs only: set logprobs to true")
-        if not self.max_tokens and not self.echo:
-            raise ValueError("generate takes max_tokens 0 with echo only: an answer has a token at least")
         names = _check_rendering(self.tools or (), self.chat_template_kwargs or {})
         if isinstance(self.tool_choice, NamedTool) and self.tools is not None:
             chosen = self.tool_choice.function.name

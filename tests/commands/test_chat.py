@@ -101,7 +101,6 @@ async def test_slash_commands_of_chat_work_and_report_wrong_input(local_worker: 
             ("/system", "needs a text"),
             ("/set", "max_tokens +5"),
             ("/set max_tokens 3", PROMPT),
-            ("/set max_tokens 0", "takes max_tokens 0 with echo only"),
             ("/set max_tokens -1", "max_tokens must be a whole number, at least 0 and at most 2147483647"),
             ("/set temperature hot", "'hot' is not valid"),
             ("/set colour red", "there is no option 'colour'"),

@@ -453,6 +453,8 @@ async def test_an_answer_can_be_read_as_a_durable_stream_from_any_offset(
     assert "stream-next-offset" in page.headers["access-control-expose-headers"]
     end = await http.get(path, params={"offset": offset})
     assert (end.json(), end.headers["stream-next-offset"]) == ([], offset)
+    end = await http.get(path, params={"offset": "now"})
+    assert (end.json(), end.headers["stream-closed"]) == ([], "true")
     written = (await http.get(path, params={"offset": "0000000003", "live": "sse"})).text
     parts = [one.partition("\ndata: ") for one in written.strip().split("\n\n")]
     data = [json.loads(body) for name, _, body in parts if name == "event: data"]
@@ -472,6 +474,14 @@ async def test_reading_the_durable_stream_of_a_running_answer_returns_and_leaves
         page = await http.get(f"/v1/responses/{running.id}/stream")
     assert "stream-closed" not in page.headers
     assert page.headers["stream-up-to-date"] == "true"
+    from_now = await http.get(f"/v1/responses/{running.id}/stream", params={"offset": "now"})
+    assert (from_now.status_code, from_now.json()) == (200, [])
+    at = from_now.headers["stream-next-offset"]
+    assert at >= page.headers["stream-next-offset"] > "0000000000"
+    later = await http.get(
+        f"/v1/responses/{running.id}/stream", params={"offset": "now", "live": "long-poll"}
+    )
+    assert later.json()[0]["sequence_number"] >= int(at)
     far = {"offset": "0000999999", "live": "long-poll"}
     waited = await http.get(f"/v1/responses/{running.id}/stream", params=far)
     assert waited.status_code == 204

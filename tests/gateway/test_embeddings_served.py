@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import numpy as np
 import pytest
+from parts import TINY_CONTEXT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +66,52 @@ async def test_ollamas_embed_endpoint_returns_unit_vectors_and_a_token_count(ser
     told = answer.json()
     assert (told["model"], len(told["embeddings"])) == ("m", 2)
     assert told["prompt_eval_count"] > 10
+    assert told["total_duration"] > 0
     assert np.linalg.norm(told["embeddings"][0]) == pytest.approx(1.0, abs=1e-5)
+
+
+async def test_ollamas_embed_endpoint_cuts_long_inputs_unless_told_otherwise(served: Any) -> None:
+    long = "word " * TINY_CONTEXT
+    cut = await posted(served, "/api/embed", input=[*TEXTS, long])
+    whole = await posted(served, "/api/embed", input=TEXTS)
+    assert cut.json()["embeddings"][:2] == [
+        pytest.approx(one, abs=1e-5) for one in whole.json()["embeddings"]
+    ]
+    assert cut.json()["prompt_eval_count"] == whole.json()["prompt_eval_count"] + TINY_CONTEXT
+    for truncate, status in ((False, 400), (True, 200), (None, 200)):
+        answer = await posted(served, "/api/embed", input=[long, "a"], truncate=truncate)
+        assert answer.status_code == status
+
+
+@pytest.mark.parametrize(("given", "num"), [("", 0), ([], 0), (None, 0), (["", "a"], 2)])
+async def test_an_empty_input_of_ollamas_embed_endpoint_is_no_error(
+    served: Any, given: Any, num: int
+) -> None:
+    answer = await posted(served, "/api/embed", input=given, dimensions=0)
+    assert (answer.status_code, len(answer.json()["embeddings"])) == (200, num)
+
+
+async def test_truncate_prompt_tokens_cuts_each_input_also_to_what_fits(served: Any) -> None:
+    """As vLLM has it; without it, OpenAI's API refuses an input that is too long."""
+    long = "ab" * TINY_CONTEXT
+    for most, num_tokens in ((3, 5), (-1, TINY_CONTEXT + 2)):
+        answer = await posted(served, "/v1/embeddings", input=[long, "x"], truncate_prompt_tokens=most)
+        assert answer.json()["usage"]["prompt_tokens"] == num_tokens
+    for wrong in (0, None):
+        answer = await posted(served, "/v1/embeddings", input=[long, "x"], truncate_prompt_tokens=wrong)
+        assert answer.status_code == 400
+
+
+async def test_an_embedding_model_says_what_it_is_and_refuses_to_answer(served: Any) -> None:
+    messages = [{"role": "user", "content": "Hello."}]
+    for path in ("/v1/chat/completions", "/v1/messages", "/api/chat"):
+        answer = await posted(served, path, messages=messages, max_tokens=5)
+        assert (answer.status_code, "makes embeddings of texts" in answer.text) == (400, True)
+    assert (await posted(served, "/api/show")).json()["capabilities"] == ["embedding"]
+    assert (await posted(served, "/tokenize", prompt="abc")).json()["count"] == 3
+    async with httpx2.AsyncClient(base_url=served.url) as http:
+        assert (await http.get("/v1/models")).json()["data"][0]["makes"] == ["embeddings"]
+        assert (await http.get("/api/v0/models")).json()["data"][0]["type"] == "embeddings"
 
 
 @pytest.mark.parametrize(

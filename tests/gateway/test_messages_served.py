@@ -218,6 +218,7 @@ async def test_count_tokens_equals_the_usage_of_an_answer_and_opens_no_session(
     counted = await http.post(f"{PATH}/count_tokens", json=asked)
     used = answer["usage"]
     assert counted.json() == {"input_tokens": used["input_tokens"] + used["cache_read_input_tokens"]}
+    assert (await http.post(PATH, json=asked)).json()["error"]["message"] == "max_tokens: Field required"
     more = await http.post(f"{PATH}/count_tokens", json={**asked, "tools": [TOOL]})
     called, _ = await ask(http, user("Hello."), system=SYSTEM, tools=[TOOL])
     used = called["usage"]
@@ -238,7 +239,7 @@ async def test_errors_of_the_messages_api_have_anthropics_shape(http: httpx2.Asy
         (body(user("a"), tools=[{"type": "function", "function": {"name": "x"}}]), "input_schema"),
         (body(user("a"), mcp_servers=[{"url": "x"}]), "mcp_servers"),
         (body(user("a"), thinking={"type": "enabled"}), "budget_tokens"),
-        (body(user("a"), max_tokens=0), "max_tokens"),
+        (body(user("a"), max_tokens=-2), "max_tokens"),
         ({"messages": 1}, "messages"),
     ]:
         for path in (PATH, f"{PATH}/count_tokens"):

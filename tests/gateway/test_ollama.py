@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx2
@@ -239,3 +240,33 @@ async def test_a_stream_has_only_lines_of_json_also_while_the_log_does_not_have_
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
         answer = await http.post("/api/chat", json=body, headers={"idempotency-key": "slow"})
     assert [one["done"] for one in lines(answer)][-1]
+
+
+def test_options_beside_the_field_options_count_too_as_vercels_provider_sends_them() -> None:
+    options = read(max_output_tokens=3, temperature=0, top_p=0.5, options={"temperature": 1}).options
+    assert (options["max_tokens"], options["temperature"], options["top_p"]) == (3, 1, 0.5)
+    assert read(max_tokens=4, seed=5).options["seed"] == 5
+    assert not read(max_output_tokens=3).warnings
+
+
+async def test_models_are_listed_with_a_digest_a_size_and_a_date(http: httpx2.AsyncClient) -> None:
+    (listed,) = (await http.get("/api/tags")).json()["models"]
+    (running,) = (await http.get("/api/ps")).json()["models"]
+    for one in (listed, running):
+        assert re.fullmatch("[0-9a-f]{64}", one["digest"])
+        assert one["size"] > 10_000
+        assert one["modified_at"] > "2026"
+    assert listed["digest"] == running["digest"]
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    assert (model["makes"], model["created_at"] > "2026") == (["answers"], True)
+
+
+async def test_what_continues_or_renders_a_prompt_in_another_way_is_refused_and_not_dropped(
+    http: httpx2.AsyncClient,
+) -> None:
+    body = {"model": "m", "prompt": "Once", "stream": False, "options": {"num_predict": 1}}
+    for name, value in (("context", [1, 2]), ("template", "{{ .Prompt }}")):
+        refused = await http.post("/api/generate", json={**body, name: value})
+        assert (refused.status_code, name in refused.json()["error"]) == (400, True)
+    for name, none in (("context", []), ("context", None), ("template", "")):
+        assert (await http.post("/api/generate", json={**body, name: none})).status_code == 200

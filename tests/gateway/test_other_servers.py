@@ -48,7 +48,7 @@ def test_a_value_of_minus_one_means_no_limit_or_no_seed_in_each_api() -> None:
     options = asked(top_k=-1, seed=-1).options
     assert (options["top_k"], "seed" in options) == (0, False)
     thinking = {"type": "enabled", "budget_tokens": -1}
-    turn = messages.read(json.dumps({"messages": SAID, "thinking": thinking}).encode())
+    turn = messages.read(json.dumps({"messages": SAID, "max_tokens": 9, "thinking": thinking}).encode())
     assert "reasoning" not in turn.options
     with pytest.raises(Fault, match="max_tokens"):
         asked(max_tokens=-2)
@@ -85,7 +85,7 @@ def test_integer_fields_of_a_request_may_be_written_as_floats() -> None:
          ["guided_json", "repeat_penalty", "temprature"]),
         (chat.read, {"messages": SAID, "verbosity": None, "store": True, "a\r\nb: c\u00e9": 1}, ["a_b:_c_"]),
         (completions.read, {"prompt": "a", "max_completion_tokens": 5}, ["max_completion_tokens"]),
-        (messages.read, {"messages": SAID, "n": 2, "logprobs": True}, ["logprobs", "n"]),
+        (messages.read, {"messages": SAID, "max_tokens": 9, "n": 2, "logprobs": True}, ["logprobs", "n"]),
         (responses.read, {"input": "a", "max_tokens": 5, "truncation": "auto"}, ["max_tokens", "truncation"]),
     ],
 )  # fmt: skip

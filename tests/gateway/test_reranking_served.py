@@ -92,6 +92,8 @@ async def test_many_documents_are_ranked_and_a_long_one_is_truncated_only_if_req
     scores = [one["relevance_score"] for one in ranked]
     assert scores == sorted(scores, reverse=True)
     assert len({round(score, 6) for score in scores}) > 1
+    fits = await http.post("/v1/rerank", json=long | {"max_tokens_per_doc": None, "truncation": True})
+    assert sorted(one["index"] for one in fits.json()["results"]) == list(range(41))
     refused = await http.post("/v2/rerank", json=long | {"max_tokens_per_doc": None})
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith("documents[0] has 12")

@@ -433,7 +433,7 @@ async def test_an_invalid_or_unsupported_field_of_the_responses_api_is_refused_w
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "tool_choice"),
         ({"text": {"format": {"type": "yaml"}}}, "response_format", "text.format"),
         ({"text": {"format": {"type": "json_schema"}}}, "schema", "text.format.schema"),
-        ({"max_output_tokens": 0}, "max_tokens", "max_output_tokens"),
+        ({"max_output_tokens": 0}, "1 or more", "max_output_tokens"),
         ({"input": [{"role": "user", "content": [7]}]}, "type", "input[0].content[0]"),
         ({"input": [{"role": "tool", "content": "a"}]}, "role", "input[0].role"),
         ({"input": [{"type": "function_call_output", "output": 7}]}, "string", "input[0].output"),

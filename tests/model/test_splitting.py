@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise, product
 from typing import Any
 
@@ -307,6 +308,24 @@ def test_a_call_is_found_however_its_text_is_divided_into_streamed_pieces(family
     for at in range(len(text) + 1):
         assert outcome(splitter(family), [text[:at], text[at:]]) == whole
     assert outcome(splitter(family), text) == whole
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_special_tokens_of_a_call_are_markers_and_others_before_it_are_not(family: str) -> None:
+    """Each tag is taken for a special token, and left out if it is no marker where it stands."""
+
+    def markers(one: Splitter, text: str) -> Iterator[str]:
+        for part in re.split(r"(</?[^<>\s]+>|\[/?[A-Z_]+\])", text):
+            is_token = re.fullmatch(r"<.+>|\[/?[A-Z_]+\]", part) is not None
+            if not is_token or one.is_marker(part):
+                yield part
+
+    one, text = splitter(family), written(family)
+    text += text if family in ENDED else ""
+    assert outcome(one, markers(one, text)) == outcome(splitter(family), [text])
+    one = splitter(family)
+    if not markup(family).is_harmony:
+        assert [*markers(one, "<|im_start|>a")] == ["", "a"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

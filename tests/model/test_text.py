@@ -21,7 +21,7 @@ RANDOM = st.lists(st.integers(3, 49_151), max_size=30)
 
 
 def pieces(tokenizer: Tokenizer, tokens: list[int], stop: list[str]) -> tuple[list[str], str | None]:
-    stream = TextStream(tokenizer, stop)
+    stream = TextStream(tokenizer, stop, lambda _: True)
     found = [stream.push(token) for token in tokens]
     return [*found, stream.finish()], stream.stop
 
@@ -114,3 +114,17 @@ def test_no_text_is_sent_after_a_stop_string(tokenizer: Tokenizer) -> None:
     assert stream.push(tokenizer.encode("abc", at_start=False)[0]) == "a"
     assert stream.stopped
     assert stream.push(tokenizer.encode("d", at_start=False)[0]) == stream.finish() == ""
+
+
+def test_a_special_token_is_no_text_unless_it_is_a_marker_or_in_a_stop_string(tokenizer: Tokenizer) -> None:
+    name = "<repo_name>"
+    control, other = tokenizer.control_id(name), tokenizer.encode("a", at_start=False)[0]
+    assert control is not None
+    for stop, is_marker, shown in [
+        ([], None, "aa"),
+        (["b"], lambda text: text == name, f"a{name}a"),
+        ([f"{name}b"], None, f"a{name}a"),
+        ([name], None, "a"),
+    ]:
+        stream = TextStream(tokenizer, stop, is_marker)
+        assert "".join(stream.push(one) for one in (other, control, other)) + stream.finish() == shown

@@ -166,7 +166,7 @@ def test_the_session_s_generate_method_takes_every_field_of_a_generate_request()
     ("call", "sentence"),
     [
         (lambda session: session.generate(max_token=5), "did you mean 'max_tokens'"),
-        (lambda session: session.generate(max_tokens=0), "takes max_tokens 0 with echo only"),
+        (lambda session: session.generate(max_tokens=-1), "max_tokens must be a whole number"),
         (lambda session: session.generate(temperature=float("nan")), "temperature must be `float`"),
         (lambda session: session.generate(text="a", tokens=[1]), "at most one of messages, text, tokens"),
         (lambda session: session.generate(request_id="a b"), "id must be 1 to 64 of the characters"),

@@ -309,7 +309,7 @@ async def test_a_refused_command_exits_with_one_line_that_says_why(local_worker:
         (("info", "a b"), "session 'a b' is not valid"),
         (("ask", "hello", "--tenant", "*"), "tenant '*' is not valid"),
         (("cancel", "s", "r/1"), "request id 'r/1' is not valid"),
-        (("ask", "hello", "--max-tokens", "0"), "takes max_tokens 0 with echo only"),
+        (("ask", "hello", "--max-tokens", "5", "--min-tokens", "6"), "min_tokens of at most"),
         (("info", "never-made"), "there is no session never-made"),
         (("cancel", "s", "never-made"), "the session has no request with this id"),
     ):

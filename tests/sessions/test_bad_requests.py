@@ -77,7 +77,6 @@ NO_REQUEST = [
 ]
 BAD_IDS = ["", "a" * 65, "a.b", "*", ">", "a/b", "../a", "a b", "a\n", "-a", "_a", "ü", "a\x00", "$SYS"]
 BAD_NUMBERS = [
-    ('"max_tokens":0', "takes max_tokens 0 with echo only"),
     ('"max_tokens":-1', "max_tokens must be a whole number, at least 0 and at most 2147483647"),
     ('"max_tokens":1' + "0" * 30, "max_tokens must be a whole number, at least 0 and at most 2147483647"),
     ('"max_tokens":2.5', "max_tokens must be `int`"),
@@ -85,8 +84,8 @@ BAD_NUMBERS = [
     ('"temperature":1e9', "temperature must be a number, at least 0 and at most 100"),
     ('"temperature":1e999', "out of range"),
     ('"temperature":"hot"', "temperature must be `float`, not `str`"),
-    ('"top_p":0', "top_p must be a number, above 0 and at most 1"),
-    ('"top_p":1.5', "top_p must be a number, above 0 and at most 1"),
+    ('"top_p":-1', "top_p must be a number, at least 0 and at most 1"),
+    ('"top_p":1.5', "top_p must be a number, at least 0 and at most 1"),
     ('"top_k":-1', "top_k must be a whole number, at least 0 and at most 2147483647"),
     ('"min_p":1.1', "min_p must be a number, at least 0 and at most 1"),
     ('"repetition_penalty":0', "repetition_penalty must be a number, above 0 and at most 100"),

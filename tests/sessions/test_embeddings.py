@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,12 @@ async def test_an_embedding_leaves_neither_log_entries_nor_kv(
 
 @pytest.mark.parametrize("kind", ["vectors", "scores"])
 async def test_embedding_or_scoring_many_texts_logs_nothing_and_does_not_stop_a_running_answer(
-    local_worker: Start, embedding_model: Path, reranker: Path, kind: str
+    local_worker: Start, tiny_model: Path, reranker: Path, tmp_path: Path, kind: str
 ) -> None:
     """The answer's tokens arrive until the last text of the list is done."""
-    worker = await local_worker(model=str(embedding_model if kind == "vectors" else reranker))
+    model, pooling = (tiny_model, "last") if kind == "vectors" else (reranker, "rank")
+    shutil.copytree(model, tmp_path / "chats", ignore=shutil.ignore_patterns("modules.json"))
+    worker = await local_worker(model=str(tmp_path / "chats"), pooling=pooling)
     client = worker.client
     generation = client.session("s").generate(text="eee", max_tokens=1900, ignore_eos=True)
     chunks = 0
@@ -135,3 +138,29 @@ async def test_a_chat_model_embeds_texts_only_with_the_setting_pooling(
     await worker.stop()
     other = await local_worker(model=str(tiny_model), pooling="last")
     assert len((await other.client.embed(["a"])).vectors) == 1
+
+
+async def test_with_input_tokens_an_input_is_cut_to_them_or_to_what_fits_and_keeps_its_end_token(
+    local_worker: Start, embedding_model: Path
+) -> None:
+    """This model's tokens are bytes, and each text ends with a token for its end."""
+    client = (await local_worker(model=str(embedding_model))).client
+    inputs = ["ab" * TINY_CONTEXT, "x", "", [40] * (TINY_CONTEXT + 1)]
+    found = await client.embed(inputs, input_tokens=2**31 - 1)
+    assert found.tokens == (TINY_CONTEXT, 2, 1, TINY_CONTEXT)
+    fitting = await client.embed(["ab" * (TINY_CONTEXT // 2)], input_tokens=TINY_CONTEXT)
+    assert np.dot(found.floats[0], fitting.floats[0]) == pytest.approx(1.0, abs=1e-5)
+    assert (await client.embed(["abcd"], input_tokens=3)).vectors == (await client.embed(["ab"])).vectors
+
+
+@pytest.mark.parametrize("kind", ["embeddings", "scores"])
+async def test_a_model_trained_for_something_else_makes_no_answers_and_says_what_it_makes(
+    local_worker: Start, embedding_model: Path, reranker: Path, kind: str
+) -> None:
+    worker = await local_worker(model=str(embedding_model if kind == "embeddings" else reranker))
+    assert (await worker.client.worker_metrics()).makes == (kind,)
+    with pytest.raises(RequestFailedError, match=f"makes {kind} of texts, and no answers") as refusal:
+        await worker.client.session("a").generate(text="x", max_tokens=1)
+    assert refusal.value.code == "invalid_request"
+    prefilled = await worker.client.session("a").generate(text="x", max_tokens=0)
+    assert prefilled.usage.prompt_tokens == 1

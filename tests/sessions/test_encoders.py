@@ -156,6 +156,8 @@ async def test_a_cross_encoder_scores_a_query_with_each_document(local_worker: S
         )
         logit = (first @ own["classifier.weight"].T + own["classifier.bias"]).item()
         assert (score, num) == (pytest.approx(1 / (1 + math.exp(-logit)), abs=1e-5), len(ids))
+    long = await worker.client.rerank("why sky blue?", ["sky " * LONGEST], document_tokens=LONGEST)
+    assert long.tokens == (LONGEST,)
     cut = await worker.client.rerank("why sky blue?", TEXTS[1:2], document_tokens=2)
     whole = await worker.client.rerank("why sky blue?", ["cats sleep"])
     assert cut == whole

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import pytest
+from parts import TINY_CONTEXT
 
 from turnkeep_client.errors import RequestFailedError
 from worker.models.model import load
@@ -69,6 +70,15 @@ async def test_special_tokens_spelled_out_in_a_document_are_text(local_worker: S
     cut = await worker.client.rerank(QUERY, ["x" + said], document_tokens=1000)
     assert spelled.tokens[0] - short.tokens[0] == len(said) - 2, "a token for each character but of `yes`"
     assert cut == spelled
+
+
+async def test_with_document_tokens_a_document_is_cut_to_what_fits_the_model_beside_the_query(
+    local_worker: Start, reranker: Path
+) -> None:
+    worker = await local_worker(model=str(reranker))
+    found = await worker.client.rerank(QUERY, ["b " * 50_000, "x"], document_tokens=2**31 - 1)
+    assert found.tokens[0] == TINY_CONTEXT
+    assert found.tokens[1:] == (await worker.client.rerank(QUERY, ["x"])).tokens
 
 
 @pytest.mark.parametrize("documents", [["a " * 50_000], ["a", "b " * 50_000]])

@@ -238,3 +238,27 @@ async def test_samples_gives_different_answers_to_one_prompt_and_leaves_the_sess
     assert (after.position, after.requests) == (before.position, before.requests)
     spent = after.worker.prefilled_tokens - before.worker.prefilled_tokens
     assert spent <= 4 * (1 + len(" there")), "the session's own tokens are not prefilled again"
+
+
+async def test_a_top_p_of_0_takes_the_most_likely_token_at_any_temperature(
+    local_worker: Callable[..., Awaitable[Any]],
+) -> None:
+    session = (await local_worker()).client.session
+    greedy = await session("a").generate(text="Once", max_tokens=20)
+    for name, more in (("b", {}), ("c", {"top_k": 40}), ("d", {"min_p": 0.1})):
+        told = await session(name).generate(
+            text="Once", max_tokens=20, temperature=5, top_p=0, seed=1, **more
+        )
+        assert told.tokens == greedy.tokens
+
+
+async def test_with_max_tokens_0_a_prompt_is_prefilled_and_its_answer_is_empty(
+    local_worker: Callable[..., Awaitable[Any]],
+) -> None:
+    client = (await local_worker()).client
+    said = {"messages": [{"role": "user", "content": "Hello. " * 50}]}
+    empty = await client.session("a").generate(**said, max_tokens=0)
+    assert (empty.text, empty.tokens, empty.finish_reason) == ("", (), "length")
+    assert empty.usage.prefilled_tokens == empty.usage.prompt_tokens == empty.position > 5
+    later = await client.session("b").generate(**said, max_tokens=3)
+    assert later.usage.cached_tokens > empty.position // 2

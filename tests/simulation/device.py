@@ -318,6 +318,7 @@ class Worker(App):
             device=SimpleNamespace(kv_layers={}, name="hashes", busy_s=0.0),
             context_tokens=self._settings.max_context or CONTEXT,
             kv_bytes=_MOST_BYTES,
+            makes=("answers",),
         )
         async with task_group() as self._starting, contextlib.AsyncExitStack() as stack:
             nc = await self._connect("nats://world:4222", self._directory, stack)

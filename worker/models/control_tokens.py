@@ -56,6 +56,11 @@ class ControlTokens:
         """The ids of the control tokens."""
         return self._all
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of the special tokens and of those that end an answer: no text in an answer."""
+        return self._special
+
     def mark(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message whose content is marked: no part of it can become a control token."""
         forbidden = self._special if message.get("role") == "assistant" else self._all

@@ -26,7 +26,7 @@ from .model_files import (
     text_config,
 )
 from .own_sampling import own_sampling
-from .pooling import is_encoder
+from .pooling import is_encoder, no_answers
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ class LoadedModel:
     weight_bytes: int
     sampling: dict[str, float]
     held: Hold | None = None
+    no_answers: str | None = None  # why the model makes no answers
+    changed_s: float = 0.0  # when the folder's config.json was written, in seconds since 1970
 
 
 def default_dtype() -> str:
@@ -208,6 +210,8 @@ def load(
         weight_bytes=sum(array.nbytes for array in weights),
         sampling=own_sampling(folder),
         held=Hold(folder),
+        no_answers=no_answers(written, folder),
+        changed_s=(folder / "config.json").stat().st_mtime,
     )
 
 

@@ -1,4 +1,4 @@
-"""Decides whether a model can make embeddings, or rerank documents.
+"""Decides whether a model can make answers or embeddings, or rerank documents.
 
 A decoder does both from a prompt's last token: an embedding is its hidden state after the final norm, and a
 reranking score compares its logits of two words. Decoders trained for this, such as Qwen3-Embedding and
@@ -10,20 +10,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from .backbone import is_bare
 from .model_files import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from turnkeep_client.messages import Made
+
+    from .model import LoadedModel
     from .tokenizer import Tokenizer
 
 #: Control tokens of the prompt format that Qwen3-Reranker was trained with.
 _MARKS: Final = ("<|im_start|>", "<|im_end|>")
-#: The error message for an encoder that is asked for an answer.
-NO_ANSWERS: Final = (
-    "the worker's model makes embeddings or scores, and no answers: ask for these, or serve one that chats"
-)
 _WORDS: Final = ("true_token_id", "false_token_id")
 #: The name of the module in sentence-transformers that compares two logits.
 _JUDGING: Final = "LogitScore"
@@ -35,6 +35,31 @@ _NO_EMBEDDINGS: Final = (
     "the worker's model makes no embeddings: serve one that does, such as `turnkeep serve --model"
     " Qwen/Qwen3-Embedding-0.6B`"
 )
+
+
+def made(loaded: LoadedModel, pooling: str) -> tuple[Made, ...]:
+    """Return what a model makes, for the metrics. Raises `ModelError`."""
+    told = loaded.config, loaded.folder, pooling
+    can: dict[Made, bool] = {
+        "answers": loaded.no_answers is None,
+        "embeddings": no_embeddings(loaded.model, *told) is None,
+        "scores": not isinstance(judging(loaded.tokenizer, *told), str),
+    }
+    return tuple(name for name, is_made in can.items() if is_made)
+
+
+def no_answers(config: Mapping[str, Any], folder: Path) -> str | None:
+    """Return why a model makes no answers: it was trained for something else; None if it makes some.
+
+    Raises `ModelError`.
+    """
+    modules = _modules(folder)
+    if not (is_encoder(config) or modules or is_bare(folder)):
+        return None
+    kind = "scores" if is_cross_encoder(config) or _JUDGING in modules else "embeddings"
+    return (
+        f"the worker's model makes {kind} of texts, and no answers: ask for {kind}, or serve one that chats"
+    )
 
 
 def no_embeddings(model: Any, config: Mapping[str, Any], folder: Path, pooling: str) -> str | None:

@@ -116,6 +116,11 @@ class Tokenizer:
         """The ids of tokens that only the chat template may use."""
         return self._controls.ids
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of tokens that are no text, in an answer: special tokens, and those that end it."""
+        return self._controls.special_ids
+
     def encode(self, text: str, *, at_start: bool) -> list[int]:
         """Return the tokens of `text`.
 
@@ -129,16 +134,17 @@ class Tokenizer:
         ids = self._ids(text)
         return ids if ids[: len(self._bos)] == self._bos else self._bos + ids
 
-    def encode_whole(self, text: str) -> list[int]:
-        """Return a text's tokens with the tokenizer's own start and end tokens (BERT's [CLS] and [SEP]).
+    def encode_whole(
+        self, text: str, before: Sequence[int] | None = None, most: int | None = None
+    ) -> list[int]:
+        """Return a text's tokens with the tokenizer's own end tokens, after `before` (default: start tokens).
 
-        Text that only spells a special token does not become one.
+        Of BERT these are [CLS] and [SEP]; text that only spells a special token does not become one. All
+        together are at most `most` tokens, for which the text's last ones are left out.
         """
-        return self._bos + self._ids(self.as_text(text)) + self._after
-
-    def encode_pair(self, first: str, second: str, most: int | None) -> list[int]:
-        """Return the tokens of two texts, each followed by end tokens; at most `most` of the second text."""
-        return self.encode_whole(first) + self._ids(self.as_text(second))[:most] + self._after
+        before = self._bos if before is None else before
+        room = None if most is None else max(most - len(before) - len(self._after), 0)
+        return [*before, *self._ids(self.as_text(text))[:room], *self._after]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included; bytes that are not UTF-8 become U+FFFD."""

@@ -95,7 +95,8 @@ class Embedder:
             return failure(None, "invalid_request", why)
         if (most := int(self._max_bytes * _FILLED / _NUMBER_BYTES / size)) < len(request.inputs):
             return failure(None, "invalid_request", f"a reply takes {most} vectors: send fewer inputs")
-        prompts = await self._tokenising.in_thread(tenant, self._tokenised, request.inputs)
+        room = request.input_tokens and min(request.input_tokens, self._most_tokens)
+        prompts = await self._tokenising.in_thread(tenant, self._tokenised, request.inputs, room)
         vectors = await self._run(tenant, prompts, "inputs")
         if isinstance(vectors, Failed):
             return vectors
@@ -150,28 +151,38 @@ class Embedder:
             return failure(None, "internal", str(error))
         return [vectors[number] for number in range(len(prompts))]
 
-    def _tokenised(self, inputs: Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
-        return [self._tokenizer.encode_whole(one) if isinstance(one, str) else one for one in inputs]
+    def _tokenised(self, inputs: Sequence[str | Sequence[int]], most: int | None) -> list[Sequence[int]]:
+        encode = self._tokenizer.encode_whole
+        return [encode(one, most=most) if isinstance(one, str) else one[:most] for one in inputs]
 
     def _judged(self, request: RerankRequest) -> list[Sequence[int]]:
         """Return a Qwen3-Reranker prompt for each document; special tokens in its text become plain text."""
         known = self._tokenizer
-        prompts: list[Sequence[int]] = []
         asked = [known.as_text(one) for one in (request.instruction or _INSTRUCTION, request.query)]
-        for document in request.documents:
-            text = known.as_text(document)
-            if request.document_tokens is not None:
-                text = known.marked(known.encode(text, at_start=False)[: request.document_tokens])
-            prompts.append(known.encode(_JUDGE.format(*asked, text), at_start=True))
-        return prompts
+
+        def prompt(text: str) -> list[int]:
+            return known.encode(_JUDGE.format(*asked, text), at_start=True)
+
+        texts = [known.as_text(document) for document in request.documents]
+        if request.document_tokens is not None:
+            most = min(request.document_tokens, max(self._most_tokens - len(prompt("")), 0))
+            texts = [known.marked(known.encode(text, at_start=False)[:most]) for text in texts]
+        return [prompt(text) for text in texts]
 
     def _paired(self, request: RerankRequest) -> list[Sequence[int]]:
         """Return a cross-encoder's prompt for each document: query and document, encoded as one pair."""
-        query, most = request.query, request.document_tokens
-        return [self._tokenizer.encode_pair(query, one, most) for one in request.documents]
+        encode, query, most = self._tokenizer.encode_whole, self._tokenizer.encode_whole(request.query), None
+        if request.document_tokens is not None:
+            most = min(len(encode("", query)) + request.document_tokens, self._most_tokens)
+        return [encode(one, query, most) for one in request.documents]
+
+    @property
+    def _most_tokens(self) -> int:
+        """The length of the longest prompt for which the model has positions and memory."""
+        return self._engine.most_tokens(self._context_tokens + 1) - 1
 
     def _fault(self, prompt: Sequence[int]) -> str:
-        most = self._engine.most_tokens(self._context_tokens + 1) - 1  # what fits into memory
+        most = self._most_tokens
         if not 0 < len(prompt) <= most:
             return f"has {len(prompt)} tokens: it must have 1 to {most}"
         if max(prompt) >= self._vocab_size:

@@ -222,7 +222,7 @@ class Execution:
     ) -> tuple[Result, History]:
         policy = history.policy
         self._limits.check_policy(policy)
-        self._limits.check_bias(request)
+        self._limits.check_answer(request)
         published, extended = await self._begun(key, request, pending, history)
         own = digests_of(self._fold.model)
         is_begun_by_other = published.num_tokens > 0 and published.model not in ("", own)
@@ -235,16 +235,15 @@ class Execution:
         scores, echo_bytes = echo_of(request, extended, self._max_answer_bytes)
         answer, grammar, warnings = await self._answer(key, request, pending, extended, published, echo_bytes)
         chunks = AnswerStream(self._journal.chunks, key, pending, published, ttl_s=self._token_ttl_s)
-        turn = (
-            None if scores is None or is_over else await self._score(key, pending, extended.history, scores)
-        )
-        is_scored = not is_over and (scores is None or scores.end >= len(prompt))
-        if is_scored and request.max_tokens:
+        turn, is_prefilled = None, not is_over
+        if not is_over and (scores is not None or not request.max_tokens):
+            turn, is_prefilled = await self._prefill(key, pending, extended.history, scores)
+        if is_prefilled and request.max_tokens:
             sampled = await self._sample(
                 key, request, pending, extended.history, answer, grammar, chunks, warnings
             )
             turn = _together(turn, sampled)
-        elif is_scored:
+        elif is_prefilled:
             answer.finish_reason = "length"
         await _settle(pending, answer, grammar, chunks, is_begun_by_other=is_begun_by_other)
         if not answer.tokens and answer.finish_reason != "length":
@@ -279,7 +278,7 @@ class Execution:
         room -= len(encode({"warnings": warnings}))
         warnings += (pending.given_up,) if pending.given_up else ()
         answer = Answer(
-            TextStream(self._tokenizer, request.stop),
+            TextStream(self._tokenizer, request.stop, splitter.is_marker if splitter else None),
             splitter=splitter,
             max_tokens=min(request.max_tokens, most),
             max_bytes=room,
@@ -327,21 +326,22 @@ class Execution:
         extended = await self._fold.extended(key.tenant, history, request, message)
         return begun_elsewhere(pending, chunk, calls, history, extended), extended.history
 
-    async def _score(
-        self, key: SessionKey, pending: Pending, prompt: History, scores: Scores
-    ) -> TurnResult | None:
-        """Prefill a prompt, and store the logprobs of its tokens in `scores`; return the cost.
+    async def _prefill(
+        self, key: SessionKey, pending: Pending, prompt: History, scores: Scores | None
+    ) -> tuple[TurnResult | None, bool]:
+        """Prefill a prompt, and store the logprobs of its tokens in `scores`.
 
         This turn is separate from the answer's, because the answer may be complete already, or have no
-        tokens. Returns None if `scores` was complete, or if the request was cancelled before the turn.
+        tokens. Returns the cost, None without a turn, and whether all is prefilled: a request may be
+        cancelled before that.
         """
-        if scores.end >= prompt.position:
-            return None
+        if scores is not None and scores.end >= prompt.position:
+            return None, True
         asked = Asked(key, prompt.tokens, prompt.policy, pending.priority, scores=scores)
         turn = await self._engine.run(asked, lambda: pending.stopped, phases=pending.phases)
         if turn is not None:
             self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
-        return turn
+        return turn, turn is not None and turn.complete
 
     async def _extend(self, key: SessionKey, history: History, request: Append | Generate) -> Input:
         """Add a request's input to a history, on a thread if it may be long. Raises `RefusedError`."""

@@ -42,13 +42,14 @@ class Limits:
         vocab_size: int,
         kv_bits: int | None,
         refusal: str | None = None,
+        no_answers: str | None = None,
     ) -> None:
         """`default` is the policy of sessions that choose none.
 
         `context_tokens` is the largest size of a session under `full` or `paged`; token ids are below
         `vocab_size`. `kv_bits` is the precision of this worker's KV; None is full precision. A `sink_window`
         is refused if its window is below `block_tokens`, or if sink and window together exceed
-        `context_tokens`. `refusal`, if given, says why no session can run.
+        `context_tokens`. `refusal` says why no session can run, `no_answers` why none gets answers.
         """
         self.context_tokens = context_tokens
         self.vocab_size = vocab_size
@@ -57,11 +58,14 @@ class Limits:
         self._block_tokens = block_tokens
         self._kv_bits = kv_bits
         self._refusal = refusal
+        self._no_answers = no_answers
         #: The policies of all sessions opened, without the default and full, and the tenant that was first.
         self._policies: dict[Policy, str] = {}
 
-    def check_bias(self, request: Generate) -> None:
-        """Refuse a request whose `logit_bias` names tokens that the model does not have."""
+    def check_answer(self, request: Generate) -> None:
+        """Refuse an answer of a model that makes none, or with a `logit_bias` of tokens that it lacks."""
+        if request.max_tokens and self._no_answers:
+            raise RefusedError("invalid_request", self._no_answers)
         beyond = [token for token in request.logit_bias if token >= self.vocab_size]
         if beyond:
             raise RefusedError(

@@ -51,6 +51,10 @@ class HarmonySplitter:
         """Whether the answer has all the tool calls that it may have, and so must end."""
         return self._calls.is_full
 
+    def is_marker(self, text: str) -> bool:
+        """Whether a special token with this text may be a part of the markup: any token may in a header."""
+        return self._header is not None or text in _ENDS
+
     def push(self, text: str) -> Piece:
         """Add text; return the new parts that later text cannot change."""
         held, self._held = self._held + text, ""

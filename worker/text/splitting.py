@@ -69,6 +69,9 @@ class Splitter(Protocol):
     def is_full(self) -> bool:
         """Whether the answer has all the tool calls that it may have, and so must end."""
 
+    def is_marker(self, text: str) -> bool:
+        """Whether a special token with this text may now be a part of the markup."""
+
     def push(self, text: str) -> Piece:
         """Add text; return the new parts that later text cannot change."""
 
@@ -165,6 +168,13 @@ class MarkedSplitter:
     def is_full(self) -> bool:
         """Whether the answer has all the tool calls that it may have, and so must end."""
         return self._calls.is_full
+
+    def is_marker(self, text: str) -> bool:
+        """Whether a special token with this text may be a part of the markup: any token may within a call."""
+        if self._form is not None:
+            return True
+        markers = (*(self._markup.reasoning or ()), *self._markup.strays, *(one.opens for one in self._forms))
+        return any(text in marker for marker in markers)
 
     def push(self, text: str) -> Piece:
         """Add text; return the new parts that later text cannot change."""

@@ -11,9 +11,14 @@ import codecs
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from worker.models.tokenizer import Tokenizer
+
+
+def _never(_: str) -> bool:
+    """Return False: in an answer without markup no text is a marker."""
+    return False
 
 
 class TextStream:
@@ -23,8 +28,13 @@ class TextStream:
     to it, and neither the stop string nor the text after it is ever returned.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), is_marker: Callable[[str], bool] | None = None
+    ) -> None:
+        """`is_marker` says of a special token's text whether it may be a part of the answer's markup."""
         self._tokenizer = tokenizer
+        self._stops = stop
+        self._is_marker = is_marker or _never
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._matchers = [_Matcher(string) for string in sorted(stop, key=len, reverse=True)]
         self._held = ""
@@ -36,10 +46,19 @@ class TextStream:
         return self.stop is not None
 
     def push(self, token: int) -> str:
-        """Add the next token; return the text that is now final. End-of-turn tokens add no text."""
+        """Add the next token; return the text that is now final.
+
+        A special token adds no text, unless it is a marker or a stop string has its text. A token that ends
+        an answer never adds any.
+        """
         if token in self._tokenizer.eos_ids:
             return ""
-        return self._release(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        spelled = self._tokenizer.token_bytes(token)
+        if token in self._tokenizer.special_ids:
+            text = spelled.decode("utf-8", "replace")
+            if not self._is_marker(text) and not any(text in stop for stop in self._stops):
+                return ""
+        return self._release(self._decoder.decode(spelled))
 
     def spell(self, token: int) -> bytes:
         """Return the bytes of any token of the vocabulary, in the answer or not."""

@@ -102,15 +102,16 @@ export class Client implements AsyncDisposable {
   /**
    * Return a vector of length 1 for each text or list of token ids, cut to `dimensions` numbers, by an embedding model.
    *
+   * With `input_tokens` only so many of an input's first tokens are read, or those that fit the model.
    * A long list takes several requests, each of which may take `timeoutMs` (60000).
    */
   async embed(
     inputs: readonly Input[],
-    { dimensions, timeoutMs = 60_000 }: { dimensions?: number; timeoutMs?: number } = {},
+    { timeoutMs = 60_000, ...more }: Pick<EmbedRequest, "dimensions" | "input_tokens"> & { timeoutMs?: number } = {},
   ): Promise<Embeddings> {
     const found: Embeddings = { vectors: [], tokens: [], model: "" };
     for (const part of divided(inputs)) {
-      const asked = { type: "embed", inputs: part, dimensions } as const;
+      const asked = { type: "embed", inputs: part, ...more } as const;
       const embedded = expect("embedded", await this.#ask(asked, timeoutMs));
       found.vectors.push(...embedded.vectors.map(numbers));
       found.tokens.push(...embedded.tokens);
