@@ -30,7 +30,7 @@ from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, words
 from turnkeep_client.messages import Open, decode_request
 from turnkeep_client.subjects import SessionKey
 
-from .intake import Delivery, session_of
+from .intake import Delivery, is_of, session_of
 from .members import WRONG_LAST_SEQUENCE
 
 if TYPE_CHECKING:
@@ -460,6 +460,8 @@ class Owners:
                 return _NOT_YET  # it belongs to a third worker by now
         if passed.reply:
             delivery = Msg(self._nc, passed.subject, passed.reply, entry.body, dict(entry.headers))
+            if not is_of(delivery, entry):
+                return _TAKEN  # a restarted server has lost it
             if self._members.me.drains and not _came_before(delivery):
                 if key in self.intake.at_work:
                     return _NOT_YET
