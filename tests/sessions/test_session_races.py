@@ -179,6 +179,35 @@ async def test_a_cancel_is_not_confirmed_if_the_request_is_answered_at_the_same_
     assert "it was answered already" in answer.message
 
 
+async def test_a_cancel_as_an_earlier_request_completes_states_the_position_after_that_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, go_on = held_up(world, monkeypatch)
+    commit, begun, commits = world.log.commit, world.session._begun, asyncio.Event()
+
+    async def slow(*args: Any, **more: Any) -> Any:
+        commits.set()
+        await asyncio.sleep(0.01)
+        return await commit(*args, **more)
+
+    async def late(pending: Any) -> bool:
+        is_begun = await begun(pending)
+        go_on.set()
+        await commits.wait()
+        return is_begun
+
+    monkeypatch.setattr(world.log, "commit", slow)
+    monkeypatch.setattr(world.session, "_begun", late)
+    for request in (*(Append(id=name, text="one") for name in "ab"), Generate(id="c", text="two")):
+        world.publish(request)
+    running = asyncio.create_task(world.session.run())
+    await there.wait()
+    assert isinstance(await world.session.cancel("c"), Cancelled)
+    await running
+    assert [(one.id, one.position) for one in world.results] == [("a", 3), ("c", 3), ("b", 6)]
+    await world.assert_fold_is_life()
+
+
 @pytest.mark.parametrize("request_", [Generate(id="a", text="a", max_tokens=2), Append(id="a", text="a")])
 async def test_a_cancel_that_arrives_as_the_request_completes_is_refused_as_answered_already(
     world: World, monkeypatch: pytest.MonkeyPatch, request_: Append | Generate
