@@ -199,3 +199,29 @@ async def test_a_worker_exits_with_an_error_if_the_server_returns_with_a_smaller
     async with asyncio.timeout(20):
         with pytest.raises(WorkerError, match=r"at most 16384 bytes; set its max_payload to 262144 or lower"):
             await worker.task
+
+
+@pytest.mark.simulated
+async def test_a_worker_starts_although_jetstream_does_not_answer_for_12_seconds_at_any_step_of_the_start(
+    quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NATS server that was killed first reads its files. The silence begins later in each start."""
+    num_left, is_out = 0, server._is_out
+
+    def counted(reply: str) -> bool:
+        nonlocal num_left
+        num_left -= 1
+        if not num_left:
+            server.faults.silent_until_s = server.loop.time() + 12.0
+        return is_out(reply)
+
+    monkeypatch.setattr(server, "_is_out", counted)
+    for step in range(1, 40):
+        num_left = step
+        w = await quiet_wire(prefix=f"p{step}")
+        if num_left > 0:
+            break
+        await asyncio.sleep(12.0)
+        await w.send("s", append("a"))
+        await w.worker.stop()
+    assert step > 10

@@ -26,10 +26,10 @@ from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.log import EXPECT_HEADER
 from turnkeep_client.messages import VERSION as PROTOCOL
-from turnkeep_client.nats_client import is_clustered, server_id
+from turnkeep_client.nats_client import server_id
 from worker.process.clock import time
 
-from .connection import BrokerError, elected
+from .connection import PATIENCE_S, BrokerError, answered
 from .streams import DEDUPE_S, ensure_stream, reason
 
 if TYPE_CHECKING:
@@ -171,11 +171,11 @@ class Members:
         await self._nc.subscribe(self.address(self.me, "hello"), cb=self._hello)
         await self._nc.subscribe(self.address(self.me, "bye"), cb=self._bye)
         try:
-            while not await elected(self._take_name, of_several=is_clustered(self._nc)):
+            while not await answered(self._take_name):
                 pass  # another worker was faster: `_free` raises, or waits for its end
             self._is_joined, self._server = True, server_id(self._nc)
             self._alone_s = current_time() + (_SETTLE_S if is_new else 0.0)
-            deadline_s = current_time() + _TIMEOUT_S
+            deadline_s = current_time() + PATIENCE_S
             while unknown := await self._unknown(deadline_s):
                 for member in unknown:
                     await self._greet(member)
@@ -441,8 +441,7 @@ class Members:
         """Create or update the stream of records; return whether it was created. Raises `BrokerError`."""
         replicas, bucket, is_new = self._replicas, self._subjects.workers_bucket, False
         try:
-            look = partial(self._js.stream_info, self.stream)
-            await elected(look, of_several=is_clustered(self._nc))
+            await answered(partial(self._js.stream_info, self.stream))
         except NotFoundError:
             is_new = True
         except (APIError, nats.errors.Error, OSError) as error:
