@@ -48,7 +48,8 @@ log = structlog.get_logger()
 
 _FETCH: Final = 64
 _FETCH_BYTES: Final = 8 * 2**20
-_EXPIRES_S: Final = 5.0
+#: Short, since a worker that is paused still gets what comes during its last pull.
+_EXPIRES_S: Final = 1.0
 _RETRY_S: Final = 0.5
 #: The server redelivers returned deliveries after `_RETURN_S` or later, about `_RETURNS_PER_S` a second.
 _RETURN_S: Final = 1.0

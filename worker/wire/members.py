@@ -145,6 +145,10 @@ class Members:
         """Return the subject on which a worker receives `verb` requests; no stream stores this subject."""
         return address(self._subjects, member, verb)
 
+    def common_address(self, verb: str) -> str:
+        """Return the subject on which all workers hear `verb`; no stream stores this subject."""
+        return f"$KV.{self._subjects.workers_bucket}.peers.{verb}"
+
     @property
     def is_held(self) -> bool:
         """Whether this worker's record exists: the worker has joined, and has renewed the record in time."""
@@ -267,12 +271,13 @@ class Members:
 
     def _add(self, member: Member) -> None:
         self._is_broken = True
-        if not self._knows(member):
+        if not self.knows(member):
             log.info("another worker serves the prefix", worker=member.worker, host=member.host)
             self._misses[member.worker] = 0
         self.others[member.worker] = member
 
-    def _knows(self, member: Member) -> bool:
+    def knows(self, member: Member) -> bool:
+        """Whether this process of another worker is known to run."""
         known = self.others.get(member.worker)
         return known is not None and known.boot == member.boot
 
@@ -294,7 +299,7 @@ class Members:
             await message.respond(b"")
 
     def _remove(self, member: Member, what: str) -> None:
-        if self._knows(member):
+        if self.knows(member):
             log.info(what, worker=member.worker, host=member.host)
             self._ended.add(member.boot)
             del self.others[member.worker]
