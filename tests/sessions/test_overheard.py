@@ -37,10 +37,10 @@ async def end(wire: Wire, how: str) -> None:
         wire.worker.app.stop()
 
 
-async def replies(wire: Wire, kind: str, body: dict[str, Any], within_s: float = 4.0) -> list[dict[str, Any]]:
-    """Ask once in each session; return the replies."""
+async def replies(wire: Wire, kind: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Ask once in each session; return the replies, which must come within 4 s."""
     raw = json.dumps(body).encode()
-    asked = (wire.nc.request(wire.subject(session, kind), raw, timeout=within_s) for session in SESSIONS)
+    asked = (wire.nc.request(wire.subject(session, kind), raw, timeout=4.0) for session in SESSIONS)
     return [json.loads(one.data) for one in await asyncio.gather(*asked)]
 
 
@@ -78,6 +78,21 @@ async def test_a_control_request_is_answered_within_4_seconds_although_its_worke
     await end(a, away)
     await asyncio.sleep(max(-begun_s, 0.0))
     assert [one["position"] for one in await (asking or replies(b, "ctl", {"type": "info"}))] == [5] * 16
+
+
+async def test_an_ask_is_answered_although_the_connection_is_lost_as_its_result_is_stored(
+    quiet_wire: Start, server: Server
+) -> None:
+    """The worker misses its own result on `out`, and finds it in the log."""
+    w = await quiet_wire()
+
+    def cut(subject: str) -> None:
+        if subject.endswith(".commit"):
+            server.cut(next(one for one in server.links if one.connection._process is w.worker.process))
+
+    server.on_stored = cut
+    reply = await w.nc.request(w.subject("s", "ask"), json.dumps(ASK).encode(), timeout=15.0)
+    assert json.loads(reply.data)["type"] == "generated"
 
 
 @pytest.mark.parametrize("kind", ["ask", "ctl"])

@@ -157,6 +157,26 @@ async def test_after_info_or_cancel_has_read_another_workers_result_the_session_
     await world.assert_fold_is_life()
 
 
+async def test_a_request_that_another_worker_answers_while_the_log_is_read_is_read_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The results are read after the requests, so the last result is that of an unread request."""
+    for name in "ab":
+        await world.ask(Append(id=name, text="one"))
+    whole, world.log.entries = world.log.entries, world.log.entries[:2]
+    world.crash()
+    page = world.log.page
+
+    async def grows(*asked: Any) -> Any:
+        found = await page(*asked)
+        world.log.entries = whole
+        return found
+
+    monkeypatch.setattr(world.log, "page", grows)
+    await world.session.refresh()
+    assert world.session.history.position == 6
+
+
 async def test_a_cancel_is_not_confirmed_if_the_request_is_answered_at_the_same_time(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
