@@ -52,6 +52,7 @@ from worker.wire.intake import Intake
 from worker.wire.journal import Journal
 from worker.wire.members import Members
 from worker.wire.outbox import Outbox
+from worker.wire.overheard import Overheard
 from worker.wire.owners import Owners
 from worker.wire.retention import Retention
 
@@ -399,6 +400,7 @@ class App:
             ("retention", self._retention.run),
             ("erasures", partial(self._erasures.run, sessions.let_go, lambda: self._members.is_first)),
             ("undelivered", self._undelivered.run),
+            ("overheard", self._overheard.run),
             ("streams", partial(self._keep_streams, js)),
             ("mending", self._engine.mend),
             ("loop-lag", self._telemetry.watch_loop),
@@ -440,8 +442,10 @@ class App:
             model=loaded.name,
             metrics=lambda: self._metrics(intake),
         )
+        self._overheard = Overheard(nc, members)
         endpoints = Endpoints(
-            *(nc, js, journal, subjects, control.answer, owners, outbox, self._telemetry, asides),
+            *(nc, js, journal, subjects, control.answer, owners, self._overheard),
+            *(outbox, self._telemetry, asides),
             ask_timeout_s=settings.token_ttl_s,
         )
         return endpoints, intake, self._sessions
@@ -605,6 +609,7 @@ class App:
                 self._fail(why)
         if self._intake is not None:
             await self._intake.pull_again()
+            self._overheard.forget()
 
     async def _closed(self) -> None:
         """Stop the worker because NATS closed the connection for good. Also called during a normal stop."""

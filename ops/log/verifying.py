@@ -186,7 +186,8 @@ def faults(
     found += _lost_results(results, removed, {one.seq for one in answers.values() if one.changes})
     found += _lost(asked, {seq: one for seq, one in left.items() if one.seq > removed}, left)
     found += _fitting(asked, left)
-    found += _fold(left, parts)
+    found += (wrong := list(_fold(left, parts)))
+    found += _unchanged(left, {one.seq for one in wrong})
     return sorted(found, key=lambda one: one.seq)
 
 
@@ -252,6 +253,28 @@ def _fitting(asked: Mapping[int, bytes], answers: Mapping[int, _Answer]) -> Iter
             isinstance(request, Rewind) and request.position != result.position
         ):
             yield Fault(answer.seq, f"does not fit the request at {seq}")
+
+
+def _unchanged(answers: Mapping[int, _Answer], wrong: set[int]) -> Iterator[Fault]:
+    """Yield results that changed nothing, but do not state position and tokens of the result before them.
+
+    `wrong` has the sequences of results that are known to be wrong.
+    """
+    before: _Answer | None = None  # the last result that changed the session; None if that proves nothing
+    for answer in sorted(answers.values(), key=lambda one: one.seq):
+        if answer.changes:
+            is_vague = isinstance(answer.result, Closed | UnknownResult) or answer.seq in wrong
+            before = None if is_vague else answer
+        elif before is not None and EXPECT_HEADER in answer.headers:  # an import stores in another order
+            result, stated = answer.result, answer.headers.get(HISTORY_HEADER)
+            position = before.result.position
+            if result.repeat_of is None and result.position not in (None, position):
+                yield Fault(
+                    answer.seq,
+                    f"says position {result.position}, but the result at {before.seq} leaves {position}",
+                )
+            elif stated not in (None, before.headers.get(HISTORY_HEADER)):
+                yield Fault(answer.seq, f"states other tokens than the result at {before.seq} before it")
 
 
 def _fold(answers: Mapping[int, _Answer], parts: Mapping[int, bytes | None]) -> Iterator[Fault]:

@@ -17,7 +17,7 @@ from tests.ops.test_copies import exported
 from tests.parts import LocalWorker
 from turnkeep_client.calls import Stored
 from turnkeep_client.errors import RequestFailedError
-from turnkeep_client.log import HISTORY_HEADER
+from turnkeep_client.log import EXPECT_HEADER, HISTORY_HEADER
 from turnkeep_client.subjects import SessionKey
 
 Start = Callable[..., Awaitable[LocalWorker]]
@@ -159,6 +159,27 @@ async def test_verify_reports_a_result_that_was_changed_or_duplicated(local_work
     assert results[-1].seq + 1 in {fault.seq for fault in faults(requests, twice, {})}
     broken = [Stored(one.seq, b"x" + one.body, one.headers) for one in requests]
     assert {fault.what for fault in faults(broken, results, {})} == {"cannot be read"}
+
+
+@pytest.mark.parametrize(
+    ("what", "lie"), [("", 0), ("position", 0), ("position", 7777), (HISTORY_HEADER, "00" * 16)]
+)
+async def test_verify_reports_a_cancelled_request_whose_result_states_an_earlier_position_or_other_tokens(
+    local_worker: Start, what: str, lie: object
+) -> None:
+    worker = await lived(local_worker)
+    requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
+    last, seq = results[-1], results[-1].seq + 1
+    headers = {**last.headers, EXPECT_HEADER: str(last.seq)}
+    said = {**json.loads(last.body), "tokens": [], "finish_reason": "cancelled", "seq": seq}
+    if what == HISTORY_HEADER:
+        headers[what] = str(lie)
+    elif what:
+        said[what] = lie
+    body = json.dumps(said).encode()
+    requests.append(Stored(seq, requests[-1].body, {}))
+    results.append(Stored(seq + 1, body, headers))
+    assert [one.seq for one in faults(requests, results, {})] == [seq + 1] * bool(what)
 
 
 async def test_verify_reports_a_fork_without_its_inherited_tokens_but_not_one_without_its_parent(

@@ -534,9 +534,10 @@ async def test_an_answer_continues_at_another_worker_within_seconds_of_a_kill(
 
 
 @pytest.mark.process
-async def test_a_paused_worker_that_resumes_stores_no_second_result_of_a_request(
+async def test_a_paused_worker_swallows_no_request_and_stores_no_second_result_when_it_resumes(
     nats_url: str, processes: Any, look: Any
 ) -> None:
+    """Of the requests on `ask` and `ctl`, the server gives about half to the paused worker."""
     prefix, workers = await processes("first", "second")
     log = look(prefix)
     async with connect(nats_url, prefix=prefix) as client:
@@ -546,6 +547,9 @@ async def test_a_paused_worker_that_resumes_stores_no_second_result_of_a_request
         while not (paused := await log.owner("s")):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         workers[paused].process.send_signal(signal.SIGSTOP)
+        asks = (client.ask(name, text="x", max_tokens=1, timeout_s=PATIENCE_S) for name in SESSIONS)
+        infos = (client.session(name).info() for name in SESSIONS)
+        await asyncio.gather(*asks, *infos)
         await turns(client)
         assert (await generation).finish_reason == "length"
         workers[paused].process.send_signal(signal.SIGCONT)
@@ -553,7 +557,7 @@ async def test_a_paused_worker_that_resumes_stores_no_second_result_of_a_request
         (other,) = {*workers} - {paused}
         assert await log.makers("s") == [other]
         found = [await log.makers(name) for name in SESSIONS]
-        assert all(len(one) == 4 for one in found)
+        assert all(len(one) == 5 for one in found)
         assert {one[-1] for one in found} <= {*workers}
         assert workers[paused].process.poll() is None
 

@@ -52,7 +52,6 @@ from worker.sessions.fold import Fold
 from worker.sessions.history import History
 from worker.sessions.limits import Limits
 from worker.sessions.port import Asked, TurnResult
-from worker.sessions.results import withdrawn
 from worker.sessions.services import Services
 from worker.sessions.session import Session
 from worker.sessions.shares import Shares
@@ -552,11 +551,10 @@ async def test_a_cancelled_waiting_request_gets_no_result_out_of_order_once_it_i
     log = world.session.log
     await log.catch_up(beyond_bell=True)
     first, second = log.record.pending
-    result = withdrawn(second, world.session.history, 0)
     log.record.pending.remove(first)
-    assert await log.commit(second, result, None, closes=False, waits=True) is None
+    assert await log.commit(second, None, closes=False, waits=True) is None
     log.record.pending.insert(0, first)
-    assert await log.commit(second, result, None, closes=False, waits=True) is not None
+    assert await log.commit(second, None, closes=False, waits=True) is not None
 
 
 async def test_a_fenced_result_is_not_stored_after_another_task_has_emptied_the_record(
@@ -577,7 +575,7 @@ async def test_a_fenced_result_is_not_stored_after_another_task_has_emptied_the_
 
     monkeypatch.setattr(world.log, "commit", commit)
     with pytest.raises(FencedError):
-        await log.commit(first, withdrawn(first, world.session.history, 0), None, closes=False)
+        await log.commit(first, None, closes=False)
     assert len(commits) == 1
 
 

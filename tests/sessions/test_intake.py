@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from anyio import move_on_after
 from test_fold import STORED
 
+from turnkeep_client.subjects import SessionKey
 from worker.observe.counters import Telemetry
 from worker.wire.intake import Intake
 
@@ -28,8 +30,11 @@ class Delivered(SimpleNamespace):
     async def ack(self) -> None:
         self.is_acked = True
 
-    async def nak(self, *, delay: float) -> None:
+    async def nak(self, *, delay: float = 0.0) -> None:
         self.delay_s = delay
+
+    async def in_progress(self) -> None:
+        self.is_kept = True
 
     async def term(self) -> None:
         self.is_terminated = True
@@ -96,6 +101,39 @@ async def test_after_a_server_restart_sessions_whose_entry_the_log_lost_are_no_l
     intake._journal.server = "the next one"
     await intake.deliver(Delivered("s8", 8), lambda _: None)
     assert [key.session for key in intake.at_work] == ["s5", "s8"]
+
+
+@pytest.mark.parametrize("told", ["ack", "keep alive", "return"])
+async def test_a_restarted_server_hears_nothing_of_deliveries_whose_sequences_it_may_have_used_again(
+    told: str,
+) -> None:
+    """The last three deliveries are lost: there another session's request may have been delivered."""
+    stored = {5: STORED, 6: STORED + timedelta(seconds=1), 8: STORED + timedelta(seconds=2)}
+
+    async def entry(seq: int) -> Any:
+        return SimpleNamespace(stored=stored[seq]) if seq in stored else None
+
+    intake = intake_for(9, 9, entry=entry)
+    deliveries = [Delivered(f"s{seq}", seq) for seq in (5, 6, 7)]
+    late = Delivered("s8", 8)
+    for one in deliveries:
+        await intake.deliver(one, lambda _: None)
+    intake._accepts, waiting = (lambda *_: False), list[Any]()
+    intake._route = lambda _key, _message, accept: waiting.append(accept)
+    await intake._arrival(lambda _: None)(late)
+    intake._journal.server = "the next one"
+    if told == "ack":
+        for key in intake.at_work:
+            await intake.ack(key)
+    elif told == "keep alive":
+        with move_on_after(0.1):
+            await intake.keep_alive()
+    else:
+        await intake.return_anchors()
+    heard = [hasattr(one, "delay_s") or hasattr(one, "is_kept") or one.is_acked for one in deliveries]
+    assert heard == [told != "return", False, False]
+    await waiting[0]()
+    assert SessionKey("t", "s8") not in intake.at_work
 
 
 async def test_a_request_with_an_invalid_name_is_refused_once_even_if_it_is_delivered_twice() -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,14 @@ from raw_wire import Start, append
 
 from tests.simulation.world import Server as World
 from turnkeep_client.messages import decode_result
-from turnkeep_client.subjects import SessionKey
+from turnkeep_client.subjects import SessionKey, Subjects
 from worker.app import WorkerError
+from worker.process.concurrency import background
 from worker.sessions.attempts import Doubt
 from worker.wire.consistent_reads import Entry
+from worker.wire.fence import FencedError
 from worker.wire.intake import Delivery
+from worker.wire.journal import Journal
 from worker.wire.undelivered import Undelivered
 
 
@@ -187,6 +191,72 @@ async def test_a_returned_request_that_is_never_redelivered_is_found_by_a_later_
     assert rung == [5]
 
 
+async def test_a_search_for_undelivered_requests_wakes_only_what_it_finds_twice_in_the_same_place() -> None:
+    """Other requests were on their way when it began."""
+    key, rung, found = SessionKey("t", "s"), list[int](), iter((4, 5, 5, 5))
+
+    async def unanswered() -> list[SessionKey]:
+        return [key]
+
+    async def last(*_: Any) -> Entry:
+        return Entry(next(found), "in", datetime.now(UTC), b"", {})
+
+    async def wake(delivery: Delivery) -> None:
+        rung.append(delivery.seq)
+
+    log, intake = SimpleNamespace(unanswered=unanswered, last=last), SimpleNamespace(expects=lambda *_: False)
+    looks = Undelivered(log, intake, SimpleNamespace(), SimpleNamespace(wake=wake), ack_wait_s=-1.0)  # type: ignore[arg-type]
+    for expected in ([], [5]):
+        await looks._look("S")
+        assert rung == expected
+
+
+async def test_undelivered_requests_are_searched_until_it_succeeds_after_each_start_of_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log, searched = SimpleNamespace(server="S"), list[str]()
+
+    async def look(_: Undelivered, server: str) -> str:
+        searched.append(server)
+        if len(searched) == 1:
+            raise OSError
+        return server if len(searched) in (3, 4) else ""
+
+    monkeypatch.setattr(Undelivered, "_look", look)
+    parts: Any = log, None, SimpleNamespace(is_first=True), None
+    async with background(Undelivered(*parts, ack_wait_s=-0.99).run):
+        await asyncio.sleep(0.2)
+        log.server = "T"
+        await asyncio.sleep(0.2)
+    assert searched == ["S", "S", "S", "T"]
+
+
+@pytest.mark.parametrize("comes_back", ["same", "other", "same, without the request"])
+async def test_a_result_that_waits_for_the_server_is_stored_only_if_the_server_still_has_the_request(
+    comes_back: str,
+) -> None:
+    """Another worker may have removed the session meanwhile, and the server may have lost its end."""
+    nc: Any = SimpleNamespace(is_connected=False, _server_info={"server_id": "S"})
+    stored: list[bytes] = []
+
+    async def publish(_: str, body: bytes, **__: Any) -> Any:
+        stored.append(body)
+        return SimpleNamespace(seq=2)
+
+    async def get(_: int) -> bytes | None:
+        return None if nc.is_connected and "without" in comes_back else b""
+
+    journal = Journal(nc, SimpleNamespace(publish=publish), Subjects())  # type: ignore[arg-type]
+    journal.get = get  # type: ignore[method-assign]
+    body = b'{"type":"failed","id":"a","seq":1,"code":"internal","message":"","retryable":false}'
+    commit = asyncio.create_task(journal.commit(SessionKey("t", "s"), body, 0, {}, server="S"))
+    await asyncio.sleep(0.05)
+    nc.is_connected, nc._server_info = True, {"server_id": "T" if comes_back == "other" else "S"}
+    with contextlib.nullcontext() if comes_back == "same" else pytest.raises(FencedError):
+        await commit
+    assert len(stored) == (comes_back == "same")
+
+
 async def test_a_worker_exits_with_an_error_if_the_server_returns_with_a_smaller_message_limit(
     local_worker: Callable[..., Awaitable[Any]], real_server: Server, tmp_path: Path
 ) -> None:
@@ -199,3 +269,29 @@ async def test_a_worker_exits_with_an_error_if_the_server_returns_with_a_smaller
     async with asyncio.timeout(20):
         with pytest.raises(WorkerError, match=r"at most 16384 bytes; set its max_payload to 262144 or lower"):
             await worker.task
+
+
+@pytest.mark.simulated
+async def test_a_worker_starts_although_jetstream_does_not_answer_for_12_seconds_at_any_step_of_the_start(
+    quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NATS server that was killed first reads its files. The silence begins later in each start."""
+    num_left, is_out = 0, server._is_out
+
+    def counted(reply: str) -> bool:
+        nonlocal num_left
+        num_left -= 1
+        if not num_left:
+            server.faults.silent_until_s = server.loop.time() + 12.0
+        return is_out(reply)
+
+    monkeypatch.setattr(server, "_is_out", counted)
+    for step in range(1, 40):
+        num_left = step
+        w = await quiet_wire(prefix=f"p{step}")
+        if num_left > 0:
+            break
+        await asyncio.sleep(12.0)
+        await w.send("s", append("a"))
+        await w.worker.stop()
+    assert step > 10

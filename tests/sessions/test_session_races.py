@@ -157,6 +157,26 @@ async def test_after_info_or_cancel_has_read_another_workers_result_the_session_
     await world.assert_fold_is_life()
 
 
+async def test_a_request_that_another_worker_answers_while_the_log_is_read_is_read_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The results are read after the requests, so the last result is that of an unread request."""
+    for name in "ab":
+        await world.ask(Append(id=name, text="one"))
+    whole, world.log.entries = world.log.entries, world.log.entries[:2]
+    world.crash()
+    page = world.log.page
+
+    async def grows(*asked: Any) -> Any:
+        found = await page(*asked)
+        world.log.entries = whole
+        return found
+
+    monkeypatch.setattr(world.log, "page", grows)
+    await world.session.refresh()
+    assert world.session.history.position == 6
+
+
 async def test_a_cancel_is_not_confirmed_if_the_request_is_answered_at_the_same_time(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +197,35 @@ async def test_a_cancel_is_not_confirmed_if_the_request_is_answered_at_the_same_
     answer = await world.session.cancel(f"r{PAGE}")
     assert world.result(seqs[-1]).position == PAGE + 1
     assert "it was answered already" in answer.message
+
+
+async def test_a_cancel_as_an_earlier_request_completes_states_the_position_after_that_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, go_on = held_up(world, monkeypatch)
+    commit, begun, commits = world.log.commit, world.session._begun, asyncio.Event()
+
+    async def slow(*args: Any, **more: Any) -> Any:
+        commits.set()
+        await asyncio.sleep(0.01)
+        return await commit(*args, **more)
+
+    async def late(pending: Any) -> bool:
+        is_begun = await begun(pending)
+        go_on.set()
+        await commits.wait()
+        return is_begun
+
+    monkeypatch.setattr(world.log, "commit", slow)
+    monkeypatch.setattr(world.session, "_begun", late)
+    for request in (*(Append(id=name, text="one") for name in "ab"), Generate(id="c", text="two")):
+        world.publish(request)
+    running = asyncio.create_task(world.session.run())
+    await there.wait()
+    assert isinstance(await world.session.cancel("c"), Cancelled)
+    await running
+    assert [(one.id, one.position) for one in world.results] == [("a", 3), ("c", 3), ("b", 6)]
+    await world.assert_fold_is_life()
 
 
 @pytest.mark.parametrize("request_", [Generate(id="a", text="a", max_tokens=2), Append(id="a", text="a")])

@@ -251,6 +251,9 @@ def _check_result(
     if not _is_known(result):
         log.firsts.setdefault(request.id, (seq, request, result))
         log.records.setdefault(request.id, (log.asked[seq], message))
+    stays = result.repeat_of is None and not _changes(result) and log.closed is None and not is_copy
+    if stays and result.position not in (None, log.state.position):
+        yield f"{request.id} at {seq} is at {result.position}, but changes nothing at {log.state.position}"
     if isinstance(result, Failed):
         if not is_copy:
             yield from _check_failure(log, message, request, result, history)

@@ -231,7 +231,9 @@ def test_a_request_repeated_minutes_later_gets_its_recorded_result_again() -> No
             run(loop, main(history))
 
 
-@pytest.mark.parametrize("seed", ["8100450", "8100518", "9001005", "10001516", "30000467", "4101331"])
+@pytest.mark.parametrize(
+    "seed", ["8100450", "8100518", "9001005", "10001516", "30000467", "4101331", "941006054"]
+)
 def test_a_simulated_history_that_has_failed_before_passes(seed: str) -> None:
     status, said = simulate(seed, "--histories", "1")
     assert status == 0, said

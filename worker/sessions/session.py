@@ -283,8 +283,7 @@ class Session:
         except FencedError:  # a worker, perhaps this one, has begun it meanwhile
             return await self.cancel(request_id, asked=pending)
         if not is_begun:
-            result = withdrawn(pending, self.history, self.log.record.position)
-            if await self._commit(pending, result, None, waits=waits):
+            if await self._commit(pending, None, waits=waits):
                 return Cancelled(id=request_id, was="waiting")
             if not pending.done.is_set() or (known := await self.log.find_answered(request_id)) is None:
                 return await self.cancel(request_id)  # the log was read anew meanwhile
@@ -389,8 +388,7 @@ class Session:
                 await self.log.check_unchanged()
                 pending.after = self.log.record.out_seq
             with structlog.contextvars.bound_contextvars(session=str(self.key), request=pending.id):
-                result, history = await self._attempt(pending)
-                await self._commit(pending, result, history)
+                await self._commit(pending, await self._attempt(pending))
         finally:
             self.active = None
             self.used_s = monotonic()
@@ -494,7 +492,7 @@ class Session:
         if doubt.num_failures >= self._services.attempts.max_attempts and record.folded and record.pending:
             pending = record.pending[0]
             reason = f"it failed for an unknown reason: {type(error).__name__}: {error}"
-            await self._commit(pending, *await self._give_up(pending, doubt.num_failures, reason))
+            await self._commit(pending, await self._give_up(pending, doubt.num_failures, reason))
             doubt.num_failures = 0
         self.forget()
 
@@ -595,14 +593,15 @@ class Session:
         return msgspec.structs.replace(decode_result(body), seq=pending.seq, repeat_of=known.at.in_seq)
 
     async def _commit(
-        self, pending: Pending, result: Result, history: History | None, *, waits: bool = False
+        self, pending: Pending, outcome: tuple[Result, History] | None, *, waits: bool = False
     ) -> bool:
         """Store a result and the history after it, then wake all tasks that wait for the result.
 
-        Raises what `SessionLog.commit` raises. Returns False if that has stored nothing.
+        Without an `outcome`, stores that the request was cancelled while it waited. Raises what
+        `SessionLog.commit` raises. Returns False if that has stored nothing.
         """
-        closes = isinstance(result, Closed) and result.repeat_of is None
-        committed = await self.log.commit(pending, result, history, closes=closes, waits=waits)
+        closes = outcome is not None and isinstance(outcome[0], Closed) and outcome[0].repeat_of is None
+        committed = await self.log.commit(pending, outcome, closes=closes, waits=waits)
         if committed is None:
             return False
         self._count(pending, committed.result)

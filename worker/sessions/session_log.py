@@ -34,7 +34,7 @@ from worker.wire.journal import TooLargeError
 from .attachments import SessionAttachments
 from .history import RefusedError
 from .record import Record, changes_nothing, pending_at
-from .results import failed
+from .results import failed, withdrawn
 
 if TYPE_CHECKING:
     from cache.names.tokens import Tokens
@@ -350,19 +350,18 @@ class SessionLog:
     async def commit(
         self,
         pending: Pending,
-        result: Result,
-        history: History | None,
+        outcome: tuple[Result, History] | None,
         *,
         closes: bool,
         waits: bool = False,
     ) -> Committed | None:
         """Store a result and the history after it; `closes` says that the result closes the session.
 
-        If `history` is None, the result does not change the history, and may be stored out of order: the
-        request was cancelled while it waited. With `waits`, it is stored only if the request still waits
-        behind another one, since the next request may have been begun. Returns None if nothing was stored:
-        for that reason, because the request already has a result, or because the log was read again
-        meanwhile. Raises `FencedError` if the log has a result that this worker did not know.
+        Without an `outcome`, the request was cancelled while it waited: its result changes nothing, and may
+        be stored out of order. With `waits`, it is stored only if the request still waits behind another one,
+        since the next request may have been begun. Returns None if nothing was stored: for that reason,
+        because the request already has a result, or because the log was read again meanwhile. Raises
+        `FencedError` if the log has a result that this worker did not know.
         """
         record = self.record
         if closes:
@@ -370,15 +369,15 @@ class SessionLog:
         # If the ack of a close is late, the log must still have its result to show that it was stored.
         removal = self._services.retention.lock(self.key) if closes else nullcontext()
         async with self._lock, removal:
-            in_turn = history is not None  # then the record must have come to the request
             if record is not self.record or not record.lacks_result(pending):
                 return None
-            if in_turn and pending not in record.pending:
+            if outcome is not None and pending not in record.pending:  # the record must have come to it
                 return None
             if waits and record.is_next(pending):
                 return None
             self.check_fresh()
-            history = history or self.record.history
+            # A withdrawal is not built earlier, as the result of another request may just have been stored.
+            result, history = outcome or (withdrawn(pending, record.history, record.position), record.history)
             try:
                 out_seq = await self._store(pending, result, history)
             except TooLargeError as error:
@@ -387,7 +386,7 @@ class SessionLog:
                 result = failed(pending, record.position, "invalid_request", message)
                 out_seq = await self._store(pending, result, history)
             record.committed(pending, result, out_seq, history)
-            if in_turn and not isinstance(result, Failed):
+            if outcome is not None and not isinstance(result, Failed):
                 record.proven_seq = pending.seq
                 if checkpoint := record.next_checkpoint(pending.seq):
                     self._attachments.add(checkpoint)

@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
-#: How long to wait until the servers have elected a leader, and the pause between two requests to them.
-_ELECTION_S: Final = 20.0
+#: How long JetStream may take until it answers, and the pause between two requests to it.
+PATIENCE_S: Final = 20.0
 _RETRY_S: Final = 0.2
 
 #: The first version of each release series of the NATS server that syncs compacted files (its issue 8475).
@@ -164,26 +164,27 @@ async def confirm_subscriptions(client: Client) -> None:
             raise BrokerError("the NATS server has closed the connection; its log says why") from None
 
 
-async def elected(ask: Callable[[], Awaitable[T]], *, of_several: bool) -> T:
-    """Call `ask`; if JetStream runs on several servers, retry up to 20 s while they elect a leader.
+async def answered(ask: Callable[[], Awaitable[T]], *, of_several: bool = True) -> T:
+    """Call `ask`; if JetStream does not answer in time, as while it starts, try again for up to 20 s.
 
-    Raises nats-py's errors.
+    One of `of_several` servers may also refuse, while they elect a leader. Raises nats-py's errors.
     """
-    until_s = current_time() + (_ELECTION_S if of_several else 0.0)
+    until_s = current_time() + PATIENCE_S
     while True:
         try:
             return await ask()
         except (nats.errors.TimeoutError, ServiceUnavailableError) as error:
-            if current_time() > until_s:
+            is_late = isinstance(error, nats.errors.TimeoutError)
+            if current_time() > until_s or not (is_late or of_several):
                 raise
-            log.info("waiting for the NATS servers to elect a leader", error=_first_line(error))
+            log.info("waiting for JetStream to answer", error=_first_line(error))
             await sleep(_RETRY_S)
 
 
 async def _check_server(client: Client, shown: str, min_payload_bytes: int, timeout_s: float) -> None:
     try:
         ask = client.jetstream(timeout=timeout_s).account_info
-        await elected(ask, of_several=is_clustered(client))
+        await answered(ask, of_several=is_clustered(client))
     except (nats.js.errors.Error, nats.errors.Error) as error:
         raise BrokerError(
             f"JetStream does not answer at {shown} ({_first_line(error)}); enable it there (nats-server -js)"

@@ -1,4 +1,8 @@
-"""Answers requests on core NATS: control requests (`ctl`) and asks (`ask`, a generate with a reply)."""
+"""Answers requests on core NATS: control requests (`ctl`) and asks (`ask`, a generate with a reply).
+
+An ask without an id gets one that depends only on the message. So if two workers store it (see `overheard`),
+the second request is a repeat of the first, and runs nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ from worker.process.concurrency import shielded
 
 from .connection import confirm_subscriptions
 from .journal import MESSAGE_TOO_LARGE
+from .overheard import digest
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -37,6 +42,7 @@ if TYPE_CHECKING:
 
     from .journal import Journal
     from .outbox import Outbox
+    from .overheard import Overheard
     from .owners import Owners
 
 log = structlog.get_logger()
@@ -67,6 +73,7 @@ class Endpoints:
         subjects: Subjects,
         control: Callable[[str, bytes], Awaitable[ControlReply]],
         owners: Owners,
+        overheard: Overheard,
         outbox: Outbox,
         telemetry: Telemetry,
         tasks: TaskGroup,
@@ -83,6 +90,7 @@ class Endpoints:
         self._subjects = subjects
         self._control = control
         self._owners = owners
+        self._overheard = overheard
         self._outbox = outbox
         self._telemetry = telemetry
         self._ask_timeout_s = ask_timeout_s
@@ -94,11 +102,13 @@ class Endpoints:
     async def open(self) -> None:
         """Subscribe; return when the server has confirmed the subscriptions."""
         calls = self._telemetry.calls
+        await self._overheard.open()
         for subject, spawn in (
             (self._subjects.every("ctl"), self._spawning(calls["ctl"], self._control_reply, _STOPS)),
             (self._subjects.every("ask"), self._spawning(calls["ask"], self._ask, _ASK_STOPS)),
         ):
-            self._subscriptions.append(await self._nc.subscribe(subject, QUEUE, cb=spawn))
+            await self._overheard.hear(subject, spawn)
+            self._subscriptions.append(await self._nc.subscribe(subject, QUEUE, cb=self._unless_late(spawn)))
         await confirm_subscriptions(self._nc)
 
     async def close(self) -> None:
@@ -108,27 +118,34 @@ class Endpoints:
                 with contextlib.suppress(nats.errors.Error):
                     await subscription.drain()  # type: ignore[no-untyped-call]
 
+    def _unless_late(self, spawn: Callable[[Msg], Awaitable[None]]) -> Callable[[Msg], Awaitable[None]]:
+        async def arrived(message: Msg) -> None:
+            if not self._overheard.is_late():
+                await spawn(message)
+
+        return arrived
+
     def _spawning(
         self, calls: Calls, answer: Callable[[Msg], Awaitable[Struct | Raw]], stops: str
     ) -> Callable[[Msg], Awaitable[None]]:
         """Return a callback that answers each message in its own task, so that none delays the next.
 
-        If the worker stops first, the answer is `overloaded` with the text `stops`.
+        If the worker stops first, another worker gets the request; if there is none, the answer is
+        `overloaded` with the text `stops`.
         """
 
         async def handle(message: Msg, tenant: str) -> None:
             began_s, error = current_time(), "internal"
             try:
-                reply = await answer(message)
-                await self._reply(message, reply)
-                error = reply.code if isinstance(reply, Failed) else ""
+                await self._overheard.tell(message, has_replied=False)
+                error = await self._try(message, answer)
+                await self._overheard.tell(message, has_replied=True)
             except get_cancelled_exc_class():
                 error = "overloaded"
                 with move_on_after(_LAST_S, shield=True):
-                    await self._reply(message, failure(None, "overloaded", stops))
+                    if not await self._overheard.pass_on(message):
+                        await self._reply(message, failure(None, "overloaded", stops))
                 raise
-            except Exception:
-                log.exception("answering failed", subject=message.subject)
             finally:
                 calls.count(current_time() - began_s, error)
                 self._num_open -= 1
@@ -140,15 +157,28 @@ class Endpoints:
             tenant = message.subject.rsplit(".", 3)[1]
             share = _MAX_OPEN // (len(self._tenants) or 1)
             is_over = self._tasks.cancel_scope.cancel_called  # a new task would spin until the others end
+            if is_over and await self._overheard.pass_on(message):
+                return
             if is_over or (self._num_open >= _MAX_OPEN and self._tenants[tenant] >= share):
                 calls.count(0, "overloaded")
                 await self._reply(message, failure(None, "overloaded", _STOPS if is_over else _TOO_MANY))
+                await self._overheard.tell(message, has_replied=True)
                 return
             self._num_open += 1
             self._tenants[tenant] += 1
             self._tasks.start_soon(handle, message, tenant)
 
         return spawn
+
+    async def _try(self, message: Msg, answer: Callable[[Msg], Awaitable[Struct | Raw]]) -> str:
+        """Answer a request; return the code of the error, empty if there was none."""
+        try:
+            reply = await answer(message)
+            await self._reply(message, reply)
+        except Exception:
+            log.exception("answering failed", subject=message.subject)
+            return "internal"
+        return reply.code if isinstance(reply, Failed) else ""
 
     async def _reply(self, message: Msg, reply: Struct | Raw) -> None:
         if message.reply:
@@ -169,7 +199,7 @@ class Endpoints:
     async def _ask(self, message: Msg) -> Result:
         try:
             key, _, _ = self._subjects.parse(message.subject)
-            request = decode_ask(message.data, uuid4().hex)
+            request = decode_ask(message.data, digest(message) if message.reply else uuid4().hex)
         except InvalidMessageError as error:
             return failure(error.request_id, "invalid_request", str(error))
         results = await self._nc.subscribe(self._subjects.of(key, "out"))

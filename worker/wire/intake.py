@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 import nats.errors
 import structlog
-from anyio import Event, current_time, move_on_after, sleep
+from anyio import Event, Lock, current_time, move_on_after, sleep
 
 from turnkeep_client.subjects import ID_RULE, SessionKey
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from worker.observe.counters import Telemetry
 
+    from .consistent_reads import Entry
     from .journal import Journal
     from .streams import Streams
 
@@ -47,7 +48,8 @@ log = structlog.get_logger()
 
 _FETCH: Final = 64
 _FETCH_BYTES: Final = 8 * 2**20
-_EXPIRES_S: Final = 5.0
+#: Short, since a worker that is paused still gets what comes during its last pull.
+_EXPIRES_S: Final = 1.0
 _RETRY_S: Final = 0.5
 #: The server redelivers returned deliveries after `_RETURN_S` or later, about `_RETURNS_PER_S` a second.
 _RETURN_S: Final = 1.0
@@ -87,6 +89,11 @@ def _makes_a_subject(name: str) -> bool:
     if name in ("*", ">") or "\ufffd" in name:
         return False
     return name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
+
+
+def is_of(delivery: Msg, entry: Entry | None) -> bool:
+    """Whether a delivery is of this entry; a restarted server may have used a lost entry's sequence again."""
+    return entry is not None and abs(entry.stored - delivery.metadata.timestamp) <= _SAME_TIME
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +166,8 @@ class Intake:
         self._dues: dict[str, float] = {}  # by tenant: when the last delivery returned for it comes again
         self._refused: dict[int, None] = {}  # sequences refused last, the oldest first
         self._first_seq = 0  # the first request that no other worker got
-        self._server = journal.server  # the server process that has delivered the anchors
+        self._server = journal.server  # the server process that has the requests of all anchors
+        self._checking = Lock(fast_acquire=True)
         self._num_to_come = 0
         self._fault = ""
         self._inbox = ""  # of the current pull; replies to older pulls are ignored
@@ -239,14 +247,17 @@ class Intake:
             if key is None or self._accepts(key, message) or self._returns_again(key, message):
                 await self.deliver(message, ring)
             else:
-                self._route(key, message, partial(self.deliver, message, ring))
+                self._route(key, message, partial(self._deliver_late, self._journal.server, message, ring))
 
         return arrived
 
+    async def _deliver_late(self, server: str, message: Msg, ring: Ring) -> None:
+        if server == self._journal.server or await self._is_stored(message):
+            await self.deliver(message, ring)
+
     async def deliver(self, message: Msg, ring: Ring) -> None:
         """Accept a delivery from the server or another worker; return it (nak) if its tenant has no room."""
-        if self._server != self._journal.server:
-            await self._drop_lost()
+        await self._drop_lost()
         metadata = message.metadata
         seq = metadata.sequence.stream
         num_delivered = metadata.num_delivered or 1
@@ -355,6 +366,7 @@ class Intake:
         """
         while True:
             await sleep(self._ack_wait_s / 3)
+            await self._drop_lost()
             for message in list(self._anchors.values()):
                 with contextlib.suppress(nats.errors.Error, OSError):
                     await message.in_progress()
@@ -370,7 +382,7 @@ class Intake:
         If the ack is lost, the server delivers the request again, which does no harm.
         """
         message = self._drop(key)
-        if message is None:
+        if message is None or not (self._is_checked or await self._is_stored(message)):
             return
         with contextlib.suppress(nats.errors.Error, OSError):
             await message.ack()
@@ -383,22 +395,38 @@ class Intake:
                 del self._tenants[key.tenant]
         return message
 
+    @property
+    def _is_checked(self) -> bool:
+        return self._server == self._journal.server
+
     async def _drop_lost(self) -> None:
-        """Drop deliveries that a restarted server has lost: other requests may have their sequences now."""
-        self._server = self._journal.server
-        self._refused.clear()
-        for key, message in list(self._anchors.items()):
-            entry = await self._journal.entry(message.metadata.sequence.stream)
-            if entry is None or abs(entry.stored - message.metadata.timestamp) > _SAME_TIME:
-                self._drop(key)
+        """Drop anchors that a restarted server has lost: other requests may have their sequences now.
+
+        Whatever is told the server about such an anchor, it would take for the other request.
+        """
+        if self._is_checked:
+            return
+        async with self._checking:
+            while self._server != (server := self._journal.server):
+                self._refused.clear()
+                for key, message in list(self._anchors.items()):
+                    if not await self._is_stored(message) and self._anchors.get(key) is message:
+                        self._drop(key)
+                self._server = server
+
+    async def _is_stored(self, message: Msg) -> bool:
+        return is_of(message, await self._journal.entry(message.metadata.sequence.stream))
 
     def expects(self, key: SessionKey, seq: int = 0) -> bool:
         """Whether a session has an unacknowledged delivery, or its request at `seq` will be redelivered."""
         return key in self._anchors or seq in self._returned
 
     async def return_anchors(self) -> None:
-        """Return all unacknowledged deliveries (nak); the server delivers them to the next worker at once."""
-        for message in list(self._anchors.values()):
+        """Return all unacknowledged deliveries (nak); the server delivers them to the next worker at once.
+
+        A server that has just restarted delivers them again by itself, after `ack_wait_s`.
+        """
+        for message in list(self._anchors.values()) if self._is_checked else []:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await message.nak()
         self._anchors.clear()

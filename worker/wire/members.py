@@ -26,10 +26,10 @@ from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.log import EXPECT_HEADER
 from turnkeep_client.messages import VERSION as PROTOCOL
-from turnkeep_client.nats_client import is_clustered, server_id
+from turnkeep_client.nats_client import server_id
 from worker.process.clock import time
 
-from .connection import BrokerError, elected
+from .connection import PATIENCE_S, BrokerError, answered
 from .streams import DEDUPE_S, ensure_stream, reason
 
 if TYPE_CHECKING:
@@ -145,6 +145,10 @@ class Members:
         """Return the subject on which a worker receives `verb` requests; no stream stores this subject."""
         return address(self._subjects, member, verb)
 
+    def common_address(self, verb: str) -> str:
+        """Return the subject on which all workers hear `verb`; no stream stores this subject."""
+        return f"$KV.{self._subjects.workers_bucket}.peers.{verb}"
+
     @property
     def is_held(self) -> bool:
         """Whether this worker's record exists: the worker has joined, and has renewed the record in time."""
@@ -171,11 +175,11 @@ class Members:
         await self._nc.subscribe(self.address(self.me, "hello"), cb=self._hello)
         await self._nc.subscribe(self.address(self.me, "bye"), cb=self._bye)
         try:
-            while not await elected(self._take_name, of_several=is_clustered(self._nc)):
+            while not await answered(self._take_name):
                 pass  # another worker was faster: `_free` raises, or waits for its end
             self._is_joined, self._server = True, server_id(self._nc)
             self._alone_s = current_time() + (_SETTLE_S if is_new else 0.0)
-            deadline_s = current_time() + _TIMEOUT_S
+            deadline_s = current_time() + PATIENCE_S
             while unknown := await self._unknown(deadline_s):
                 for member in unknown:
                     await self._greet(member)
@@ -267,12 +271,13 @@ class Members:
 
     def _add(self, member: Member) -> None:
         self._is_broken = True
-        if not self._knows(member):
+        if not self.knows(member):
             log.info("another worker serves the prefix", worker=member.worker, host=member.host)
             self._misses[member.worker] = 0
         self.others[member.worker] = member
 
-    def _knows(self, member: Member) -> bool:
+    def knows(self, member: Member) -> bool:
+        """Whether this process of another worker is known to run."""
         known = self.others.get(member.worker)
         return known is not None and known.boot == member.boot
 
@@ -294,7 +299,7 @@ class Members:
             await message.respond(b"")
 
     def _remove(self, member: Member, what: str) -> None:
-        if self._knows(member):
+        if self.knows(member):
             log.info(what, worker=member.worker, host=member.host)
             self._ended.add(member.boot)
             del self.others[member.worker]
@@ -442,8 +447,7 @@ class Members:
         """Create or update the stream of records; return whether it was created. Raises `BrokerError`."""
         replicas, bucket, is_new = self._replicas, self._subjects.workers_bucket, False
         try:
-            look = partial(self._js.stream_info, self.stream)
-            await elected(look, of_several=is_clustered(self._nc))
+            await answered(partial(self._js.stream_info, self.stream))
         except NotFoundError:
             is_new = True
         except (APIError, nats.errors.Error, OSError) as error:

@@ -29,8 +29,9 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, words
 from turnkeep_client.messages import Open, decode_request
 from turnkeep_client.subjects import SessionKey
+from worker.process.concurrency import task_group
 
-from .intake import Delivery, session_of
+from .intake import Delivery, is_of, session_of
 from .members import WRONG_LAST_SEQUENCE
 
 if TYPE_CHECKING:
@@ -342,11 +343,26 @@ class Owners:
             self._ring(delivery)
 
     async def control(self, key: SessionKey, subject: str, body: bytes) -> bytes | None:
-        """Return the owner's answer to a control request; None if this worker owns it, or on failure."""
+        """Return the owner's answer to a control request; None if this worker owns it, or on failure.
+
+        An owner that ends meanwhile, or is paused for so long that it counts as ended, is a failure.
+        """
         owner = None if self.holds(key) else await self._owner(key)
-        if owner is None or owner.member is None:
+        if owner is None or (member := owner.member) is None:
             return None
-        return await self._ask(owner.member, "control", body, _CONTROL_S, {_SUBJECT: subject})
+        answer: bytes | None = None
+        async with task_group() as tasks:
+
+            async def give_up() -> None:
+                while True:
+                    await sleep(_RETRY_S)
+                    if not self._members.knows(member):
+                        tasks.cancel_scope.cancel()
+
+            tasks.start_soon(give_up)
+            answer = await self._ask(member, "control", body, _CONTROL_S, {_SUBJECT: subject})
+            tasks.cancel_scope.cancel()
+        return answer
 
     async def erase(self, key: SessionKey) -> dict[str, bool]:
         """Have all other workers drop a session's KV; return, by data directory, whether none is left."""
@@ -460,6 +476,8 @@ class Owners:
                 return _NOT_YET  # it belongs to a third worker by now
         if passed.reply:
             delivery = Msg(self._nc, passed.subject, passed.reply, entry.body, dict(entry.headers))
+            if not is_of(delivery, entry):
+                return _TAKEN  # a restarted server has lost it
             if self._members.me.drains and not _came_before(delivery):
                 if key in self.intake.at_work:
                     return _NOT_YET

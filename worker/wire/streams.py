@@ -20,7 +20,7 @@ from nats.js.errors import APIError, NotFoundError
 from turnkeep_client.subjects import CONSUMER
 from worker.process.formatting import size
 
-from .connection import BrokerError, elected
+from .connection import BrokerError, answered
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -86,8 +86,7 @@ async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -
     """
     is_copied = await ensure_stream(js, _log_stream(subjects, settings))
     await ensure_stream(js, _token_stream(subjects, settings))
-    of_several = (settings.log_replicas or 1) > 1
-    await _ensure_consumer(js, subjects.log_stream, _consumer(subjects, settings), of_several=of_several)
+    await _ensure_consumer(js, subjects.log_stream, _consumer(subjects, settings))
     if is_copied:  # wait for the consumer's copies, too: else it may be lost with its node
         await _copied(partial(js.consumer_info, subjects.log_stream, CONSUMER), settings.log_replicas)
     return Streams(subjects.log_stream, subjects.token_stream, CONSUMER)
@@ -208,40 +207,36 @@ async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> bool:
 
     Raises `BrokerError`.
     """
-    name = str(wanted.name)
-    look = partial(elected, partial(js.stream_info, name), of_several=(wanted.num_replicas or 1) > 1)
     try:
-        try:
-            info = await look()
-        except NotFoundError:
-            try:
-                await js.add_stream(wanted)
-            except APIError as error:
-                if error.err_code != _NAME_IN_USE:
-                    raise
-                info = await elected(
-                    look, of_several=(wanted.num_replicas or 1) > 1
-                )  # another worker made it, with other settings
-            else:
-                log.info("created stream", stream=name)
-                await look()
-                return False
-        _check_identity(wanted, info)
-        if changes := _differences(wanted, info.config):
-            await js.update_stream(info.config.evolve(**changes))
-            log.info("updated stream", stream=name, **changes)
-            if "num_replicas" in changes:
-                await _copied(partial(js.stream_info, name), wanted.num_replicas)
-        if (
-            wanted.max_bytes
-            and wanted.discard == api.DiscardPolicy.NEW
-            and info.state.bytes > wanted.max_bytes * 0.9
-        ):
-            log.warning(
-                "the log is nearly full", stream=name, bytes=info.state.bytes, max_bytes=wanted.max_bytes
-            )
+        return await answered(partial(_bring_about, js, wanted))
     except (APIError, nats.errors.Error) as error:
         raise BrokerError(await _explain(js, wanted, error)) from None
+
+
+async def _bring_about(js: JetStreamContext, wanted: api.StreamConfig) -> bool:
+    name = str(wanted.name)
+    try:
+        info = await js.stream_info(name)
+    except NotFoundError:
+        try:
+            await js.add_stream(wanted)
+        except APIError as error:
+            if error.err_code != _NAME_IN_USE:
+                raise
+            info = await js.stream_info(name)  # another worker made it, with other settings
+        else:
+            log.info("created stream", stream=name)
+            await answered(partial(js.stream_info, name))
+            return False
+    _check_identity(wanted, info)
+    if changes := _differences(wanted, info.config):
+        await js.update_stream(info.config.evolve(**changes))
+        log.info("updated stream", stream=name, **changes)
+        if "num_replicas" in changes:
+            await _copied(partial(js.stream_info, name), wanted.num_replicas)
+    most = wanted.max_bytes if wanted.discard == api.DiscardPolicy.NEW else None
+    if most and info.state.bytes > most * 0.9:
+        log.warning("the log is nearly full", stream=name, bytes=info.state.bytes, max_bytes=wanted.max_bytes)
     return "num_replicas" in changes
 
 
@@ -281,32 +276,33 @@ def _check_identity(wanted: api.StreamConfig, info: api.StreamInfo) -> None:
             )
 
 
-async def _ensure_consumer(
-    js: JetStreamContext, stream: str, wanted: api.ConsumerConfig, *, of_several: bool
-) -> None:
-    look = partial(js.consumer_info, stream, CONSUMER)
+async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: api.ConsumerConfig) -> None:
     try:
-        try:
-            found = (await elected(look, of_several=of_several)).config
-        except NotFoundError:
-            found = None
-        if found and await _is_ahead(js, stream):
-            log.warning(
-                "the log has lost its last entries; all of its requests are looked at again, and turnkeep log"
-                " verify says what else is lost",
-                stream=stream,
-            )
-            await js.delete_consumer(stream, CONSUMER)
-            found = None
-        changes = _differences(wanted, found) if found else {}
-        if found is None or changes:
-            await js.add_consumer(stream, found.evolve(**changes) if found else wanted)
-            log.info("set up consumer", stream=stream, consumer=CONSUMER, **changes)
+        await answered(partial(_set_up, js, stream, wanted))
     except (APIError, nats.errors.Error) as error:
         raise BrokerError(
             f"the consumer {CONSUMER} of stream {stream} cannot be set up ({reason(error)}); if something"
             " else made it, remove it"
         ) from None
+
+
+async def _set_up(js: JetStreamContext, stream: str, wanted: api.ConsumerConfig) -> None:
+    try:
+        found = (await js.consumer_info(stream, CONSUMER)).config
+    except NotFoundError:
+        found = None
+    if found and await _is_ahead(js, stream):
+        log.warning(
+            "the log has lost its last entries; all of its requests are looked at again, and turnkeep log"
+            " verify says what else is lost",
+            stream=stream,
+        )
+        await js.delete_consumer(stream, CONSUMER)
+        found = None
+    changes = _differences(wanted, found) if found else {}
+    if found is None or changes:
+        await js.add_consumer(stream, found.evolve(**changes) if found else wanted)
+        log.info("set up consumer", stream=stream, consumer=CONSUMER, **changes)
 
 
 async def take_back(js: JetStreamContext, subjects: Subjects) -> None:

@@ -1,0 +1,110 @@
+"""Requests on `ctl` and `ask` whose worker is paused, killed or stopped: another worker answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from raw_wire import Start, Wire, append
+
+from tests.simulation.world import Server
+from turnkeep_client.messages import decode_result
+
+pytestmark = pytest.mark.simulated
+
+SESSIONS = [f"s{number}" for number in range(16)]
+ASK = {"text": "hello", "max_tokens": 4}
+AWAY = ["paused", "killed", "stopped"]
+
+
+@pytest.fixture
+async def cluster(quiet_wire: Start) -> list[Wire]:
+    """Two workers, of which each has some of the sessions."""
+    started = [await quiet_wire(worker=name, ack_wait_s=60.0) for name in "ab"]
+    await asyncio.sleep(1.0)
+    await asyncio.gather(*(started[0].send(session, append("first")) for session in SESSIONS))
+    return started
+
+
+async def end(wire: Wire, how: str) -> None:
+    if how == "paused":
+        wire.worker.process.stall(80.0)
+    elif how == "killed":
+        wire.worker.process.kill()
+    else:
+        wire.worker.app.stop()
+
+
+async def replies(wire: Wire, kind: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Ask once in each session; return the replies, which must come within 4 s."""
+    raw = json.dumps(body).encode()
+    asked = (wire.nc.request(wire.subject(session, kind), raw, timeout=4.0) for session in SESSIONS)
+    return [json.loads(one.data) for one in await asyncio.gather(*asked)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # coroutines of what is killed
+@pytest.mark.parametrize("away", AWAY)
+@pytest.mark.parametrize("begun_s", [-0.5, -0.01, 0.003, 0.02])
+async def test_an_ask_is_answered_within_4_seconds_and_runs_once_although_its_worker_is_away(
+    cluster: list[Wire], server: Server, away: str, begun_s: float
+) -> None:
+    """The worker goes away before the asks, as they arrive, or in the middle of the answers."""
+    (a, b), log = cluster, server.jetstream.streams["turnkeep_log"]
+    asking = asyncio.create_task(replies(b, "ask", ASK)) if begun_s > 0 else None
+    await asyncio.sleep(max(begun_s, 0.0))
+    await end(a, away)
+    await asyncio.sleep(max(-begun_s, 0.0))
+    said = await (asking or replies(b, "ask", ASK))
+    assert {one["type"] for one in said} == {"generated"}
+    await asyncio.sleep(90.0)
+    for session in SESSIONS:
+        results = [decode_result(one.data) for one in log.matching(f"turnkeep.default.{session}.out")]
+        assert len(results) == len(log.matching(f"turnkeep.default.{session}.in"))
+        assert sum(one.repeat_of is None for one in results) == 2
+        assert {one.position for one in results} == {5, 14}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("away", AWAY)
+@pytest.mark.parametrize("begun_s", [-0.5, -0.01, 0.0005, 0.001])
+async def test_a_control_request_is_answered_within_4_seconds_although_its_worker_or_the_owner_is_away(
+    cluster: list[Wire], away: str, begun_s: float
+) -> None:
+    a, b = cluster
+    asking = asyncio.create_task(replies(b, "ctl", {"type": "info"})) if begun_s > 0 else None
+    await asyncio.sleep(max(begun_s, 0.0))
+    await end(a, away)
+    await asyncio.sleep(max(-begun_s, 0.0))
+    assert [one["position"] for one in await (asking or replies(b, "ctl", {"type": "info"}))] == [5] * 16
+
+
+async def test_an_ask_is_answered_although_the_connection_is_lost_as_its_result_is_stored(
+    quiet_wire: Start, server: Server
+) -> None:
+    """The worker misses its own result on `out`, and finds it in the log."""
+    w = await quiet_wire()
+
+    def cut(subject: str) -> None:
+        if subject.endswith(".commit"):
+            server.cut(next(one for one in server.links if one.connection._process is w.worker.process))
+
+    server.on_stored = cut
+    reply = await w.nc.request(w.subject("s", "ask"), json.dumps(ASK).encode(), timeout=15.0)
+    assert json.loads(reply.data)["type"] == "generated"
+
+
+@pytest.mark.parametrize("kind", ["ask", "ctl"])
+async def test_equal_requests_with_one_reply_subject_each_get_a_reply(cluster: list[Wire], kind: str) -> None:
+    a, heard = cluster[0], list[Any]()
+
+    async def hear(message: Any) -> None:
+        heard.append(json.loads(message.data))
+
+    await a.nc.subscribe("replies", cb=hear)
+    for _ in range(5):
+        body = {"type": "info"} if kind == "ctl" else ASK | {"id": "same"}
+        await a.nc.publish(a.subject("s0", kind), json.dumps(body).encode(), reply="replies")
+    await asyncio.sleep(5.0)
+    assert len(heard) == 5
