@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: How long the prompt of a paged session, which needs all its KV on disk, waits for room in the writer's queue
+#: How long the prompt of a paged session, which needs all its KV on disk, waits for room in the queue
 #: while the disk takes nothing.
 PATIENCE_S: Final = 30.0
 
