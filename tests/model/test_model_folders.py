@@ -76,6 +76,7 @@ READ: dict[str, Callable[[Path], Path]] = {
     "an index from before a merge": lambda f: index(f, {"a": "model-00001-of-00002.safetensors"}),
     "an index without names": lambda f: index(f, {}),
     "weights in another form too": lambda f: add(f, "consolidated.safetensors"),
+    "a folder named as a file": lambda f: (f / "model-2.safetensors").mkdir() or f,  # type: ignore[func-returns-value]
     "an adapter too": lambda f: add(f, "adapter_model.safetensors"),
     "end tokens as texts": lambda f: ended(f, ["2", 0]),
     "an end token as text": lambda f: ended(f, "2"),
@@ -137,6 +138,14 @@ def dangle(folder: Path) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "GPTQ": (lambda f: quantised_by(f, "gptq"), r"are quantised by gptq; take the original model, or one of"),
+    "a method without a name": (
+        lambda f: configure(f, quantization_config={"bits": 4}),
+        r"are quantised by an unnamed method; take the original",
+    ),
+    "code of its own": (
+        lambda f: configure(f, model_file="model.py"),
+        r"needs its own code, model\.py, which is not run; take another model$",
+    ),
     "bitsandbytes": (
         add_bits,
         r"are quantised by bitsandbytes; take the original model, or one of mlx-community$",

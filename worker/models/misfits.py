@@ -46,9 +46,11 @@ def explain(config: Mapping[str, Any], error: Exception) -> str:
     """Return one sentence that explains a loading error; `config` is the language model's configuration."""
     said = one_line(error)
     quantised = config.get("quantization_config")
-    method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
+    method = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else None
     if method and method not in _METHODS and "quantization" not in config:
         return f"its weights are quantised by {method}; take the original model, or one of mlx-community"
+    if "trust_remote_code" in said:
+        return f"it needs its own code, {config.get('model_file')}, which is not run; take another model"
     for name in _NUMBERS:
         if isinstance(config.get(name), str | dict) or (
             type(config.get(name)) is list and name != "rope_theta"

@@ -107,7 +107,7 @@ def weight_files(folder: Path) -> list[Path]:
     They are all model*.safetensors, as in mlx-lm; only without such files those of other names in the index.
     An index that does not name the file model.safetensors is one from before the weights were merged.
     """
-    there = {path.name for path in folder.glob("*.safetensors") if path.exists()}
+    there = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
     index = folder / "model.safetensors.index.json"
     found = read_json(index).get("weight_map") if index.exists() else None
     named = set(map(str, found.values())) if isinstance(found, dict) else set()
