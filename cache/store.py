@@ -68,7 +68,7 @@ __all__ = [
 _log = structlog.get_logger("turnkeep.cache")
 
 _DEFAULT_MIN_FREE_BYTES: Final = 1 << 30
-#: The interval at which `settle` and `past` check again.
+#: The interval at which `settle` checks again.
 _SETTLE_S: Final = 0.005
 
 
@@ -350,25 +350,23 @@ class Store:
         chain: Chain,
         tokens: Sequence[int],
         end: int,
-        timeout_s: float,
+        patience_s: float,
     ) -> StoredPast | None:
         """Wait until the KV of the first `end` tokens is stored; return a `StoredPast`, which reads the KV.
 
-        `tokens` must include the whole block with token `end - 1`. Returns None after `timeout_s`. The caller
-        must hold the prefix (`hold`) while it reads.
+        `tokens` must include the whole block with token `end - 1`. Returns None if some of the KV is neither
+        stored nor queued, or if the disk takes no snapshot for `patience_s`. The caller must hold the prefix
+        (`hold`) while it reads.
         """
-        form = self._form(chain.policy)
-        until = self._monotonic() + timeout_s
         whole = as_tokens(tokens)[: -(-end // chain.block) * chain.block]
-        while True:
-            match = self.match(chain, whole)
-            self.release(match)
-            if match.num_tokens >= end:
-                break
-            if self._monotonic() > until or self._closing:
-                return None
-            await asyncio.sleep(_SETTLE_S)
-        return self._loading.past(form, match, end)
+        num_written = -1
+        while num_written != self._writer.counts.durable and not self._closing:
+            num_written = self._writer.counts.durable
+            await self.settle(chain, whole, end - 1, patience_s)
+        match = self.match(chain, whole)
+        self.release(match)
+        form = self._form(chain.policy)
+        return self._loading.past(form, match, end) if match.num_tokens >= end else None
 
     def end_past(self, past: StoredPast) -> None:
         """Add the bytes that a `StoredPast` has read to the store's counts.

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import structlog
 
 from cache.admin import archive, pruning, survey
 from cache.names.errors import CacheError, DirectoryLockedError
 from ops.log.copies import OWN
 from turnkeep_client.errors import TurnkeepError
+from worker.observe.logs import warnings_on_stderr
 from worker.process.formatting import size, span
 from worker.process.keys import cache_access
 from worker.process.setting_kinds import parse_duration, parse_size
@@ -48,10 +48,9 @@ class _Group(click.Group):
     """The command group; reports each error of the cache or the disk as one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        # Standard output is for the result, which may be JSON.
-        structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
         try:
-            return super().invoke(ctx)
+            with warnings_on_stderr():
+                return super().invoke(ctx)
         except DirectoryLockedError as error:
             raise CacheCommandError(
                 f"the cache {error.directory} is in use by process {error.owner}: stop that worker first"

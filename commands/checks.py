@@ -229,6 +229,7 @@ def _drafting(settings: Settings, draft: Check) -> Check:
     Converts no GGUF file: if one of the two is not converted yet, returns the check `draft` unchanged.
     """
     from worker.models import catalog, model
+    from worker.models.model_files import is_gguf
 
     from .size import weigh
 
@@ -239,7 +240,7 @@ def _drafting(settings: Settings, draft: Check) -> Check:
             catalog.named(name or default, settings.data_dir)
             for name in (settings.model, settings.draft_model)
         ]
-        if any(one.path.suffix == ".gguf" and not one.conversions for one in both):
+        if any(is_gguf(one.path) and not one.conversions for one in both):
             return draft
         needs = weigh(settings)
     except TurnkeepError as error:

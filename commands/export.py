@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import sqlite3
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import anyio
 import click
-import structlog
 from msgspec import UNSET
 
 from cache.admin import archive, survey
@@ -21,6 +18,7 @@ from cache.names.identity import differing
 from ops.log import copies, importing
 from turnkeep_client.errors import NoWorkerError, RequestFailedError
 from turnkeep_client.subjects import Subjects, session_key
+from worker.observe.logs import warnings_on_stderr
 from worker.process.datadir import DataDir
 from worker.process.formatting import size
 from worker.process.keys import cache_access
@@ -154,13 +152,8 @@ def _log_of(settings: Settings) -> Iterator[None]:
     """
     from worker.wire import broker
 
-    before = structlog.get_config()
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
     with contextlib.ExitStack() as stack:
-        stack.callback(structlog.configure, **before)
+        stack.enter_context(warnings_on_stderr())
         if settings.nats is None:
             directory = stack.enter_context(DataDir.open(settings.data_dir, "import", settings.own_port))
             server = broker.EmbeddedServer(directory, settings)

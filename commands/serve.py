@@ -135,6 +135,7 @@ def serve(
     if weigh:
         from .size import weigh as run_weigh
 
+        configure(settings.log_format, settings.log_level)
         click.echo(msgspec.json.encode(run_weigh(settings)))
         return
     # Without --data-dir, a child would use the server of NATS_URL.

@@ -15,8 +15,9 @@ import socket
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tests.forked import CAN_FORK, Forked
 from turnkeep_client.client import connect
@@ -41,14 +42,13 @@ TINY_KV_BYTES = 2 * 2 * 16 * 4 * 2
 BLOCK = 32
 
 
-def make_tiny_model(folder: Path, *, merges: Sequence[tuple[str, str]] = (), **changes: int) -> Path:
-    """Make a random llama of two layers with a byte-level tokenizer and a ChatML template.
+def make_tiny_model(folder: Path, *, merges: Sequence[tuple[str, str]] = (), **changes: Any) -> Path:
+    """Make a random model, a llama of two layers, with a byte-level tokenizer and a ChatML template.
 
     `merges` are its tokenizer's BPE merges; `changes` replace fields of its config.json.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten
-    from mlx_lm.models import llama
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -79,7 +79,8 @@ def make_tiny_model(folder: Path, *, merges: Sequence[tuple[str, str]] = (), **c
     }
     (folder / "config.json").write_text(json.dumps(config))
     mx.random.seed(7)
-    model = llama.Model(llama.ModelArgs.from_dict(config))
+    architecture = import_module(f"mlx_lm.models.{config['model_type']}")
+    model = architecture.Model(architecture.ModelArgs.from_dict(config))
     weights = {name: mx.random.normal(array.shape) * 0.3 for name, array in tree_flatten(model.parameters())}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     return folder

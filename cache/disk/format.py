@@ -237,15 +237,20 @@ def shortened(
 def _to_places(
     places: Sequence[Place], segments: Sequence[tuple[int | None, int]]
 ) -> Iterator[list[memoryview]]:
-    """Yield the buffers for a section; tokens without a buffer go to scratch memory, only to be hashed."""
-    unused = max((num for at, num in segments if at is None), default=0)
+    """Yield the buffers for a section; tokens without a buffer go to scratch memory, only to be hashed.
+
+    A row's buffers are filled together before they are hashed, so they must not overlap.
+    """
+    unused = 0
+    parts: list[tuple[bool, int, int]] = []  # of the scratch memory or of a row: start and length in tokens
+    for at, num in segments:
+        parts.append((at is None, unused if at is None else at, num))
+        unused += num if at is None else 0
     scratch = memoryview(bytearray(unused * max(place.token_bytes for place in places)))
     rows = (
         [
-            scratch[: num * place.token_bytes]
-            if at is None
-            else row[at * place.token_bytes : (at + num) * place.token_bytes]
-            for at, num in segments
+            (scratch if is_unused else row)[at * place.token_bytes : (at + num) * place.token_bytes]
+            for is_unused, at, num in parts
         ]
         for place in places
         if place.token_bytes

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     _Part: TypeAlias = tuple[Sequence[ChainFile], Future[ReadOutcome]]
 
-#: The time limit for reading one part.
-_READ_S: Final = 5.0
+#: The time limit for reading one part, and for its wait for a thread.
+_READ_S: Final = 15.0
 
 
 @dataclass(slots=True, eq=False)

@@ -111,14 +111,21 @@ async def test_a_restore_needs_only_carrier_blocks_visible_blocks_and_blocks_aft
     assert store.stats().rejected == 0
 
 
-async def test_a_recall_reads_the_kv_of_a_carrier_block_and_of_the_block_after_it(stored) -> None:
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        pytest.param((Span(GROUP - BLOCK, GROUP + BLOCK),), id="a carrier block and the block after it"),
+        pytest.param((Span(5, 6), Span(7, 8), Span(9, 11)), id="tokens with others between them"),
+    ],
+)
+async def test_a_recall_reads_the_kv_of_exactly_these_tokens(stored, wanted: tuple[Span, ...]) -> None:
     store, chain = stored
-    wanted = Span(GROUP - BLOCK, GROUP + BLOCK)
-    found, arrays = await store.recall(chain, TOKENS, [wanted])
-    assert found == (wanted,)
+    found, arrays = await store.recall(chain, TOKENS, wanted)
+    assert found == wanted
+    places = [at for span in wanted for at in range(span.start, span.end)]
     whole = kv(TOKENS)
     assert {name: np.array(array).tolist() for name, array in arrays.items()} == {
-        name: whole[name][:, :, wanted.start : wanted.end].tolist() for name in whole
+        name: whole[name][:, :, places].tolist() for name in whole
     }
 
 

@@ -20,6 +20,8 @@ from cache.names.snapshot import ModelLayout, Place, seen
 POLICY = Policy(2, 6)
 #: Layer 0 sees all tokens, layer 1 its sinks and a window.
 HYBRID = ModelLayout(LAYOUT.kv, reaches=(FULL, FULL, POLICY, POLICY))
+#: The window of layer 1 is shorter than a block.
+SHORT = replace(HYBRID, reaches=(FULL, FULL, Policy(0, 2), Policy(0, 2)))
 TOKENS = list(range(20, 61))
 
 
@@ -64,7 +66,7 @@ def test_a_restore_buffer_gives_the_offset_of_each_part_of_a_span_or_none_if_it_
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 7, 8, 9, 12, 14, 25, 40, 41])
-@pytest.mark.parametrize("layout", [HYBRID, LAYOUT.under(POLICY), HYBRID.under(Policy(1, 9))])
+@pytest.mark.parametrize("layout", [HYBRID, LAYOUT.under(POLICY), HYBRID.under(Policy(1, 9)), SHORT])
 async def test_a_restore_gives_each_layer_exactly_its_visible_tokens(open_store, layout, num_tokens) -> None:
     """The restored prefix ends at, before and after ends of blocks, sinks and windows, or within a file."""
     store = await open_store(layout=layout)

@@ -19,6 +19,7 @@ from command_runs import Terminal, environment, turnkeep, where
 from command_runs import command as run
 
 from commands.cli import main
+from tests.parts import make_tiny_model
 from worker.process.formatting import size, span
 
 LONG = "a-model-with-a-name-that-is-longer-than-a-terminal-is-wide-" * 2
@@ -187,3 +188,20 @@ def test_sizes_are_formatted_with_a_fitting_unit(size_bytes: float, text: str) -
 )
 def test_durations_are_formatted_with_a_fitting_unit(seconds: float, text: str) -> None:
     assert span(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "size --json --sessions 1 --turns-per-hour 1 --context 256 --model {windows}",
+        "serve --weigh --model {windows}",
+        "doctor --json --model {windows} --draft-model {windows}",
+    ],
+)
+def test_standard_output_is_only_json_while_a_model_is_tried_for_the_first_time(
+    tmp_path: Path, words: str
+) -> None:
+    windows = {"model_type": "gemma3_text", "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 12}
+    model = make_tiny_model(tmp_path / "windows", **windows, sliding_window_pattern=3)
+    done = turnkeep(*words.format(windows=model).split(), "--data-dir", tmp_path / "data")
+    assert isinstance(json.loads(done.stdout), dict | list), done.stderr

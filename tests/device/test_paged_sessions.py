@@ -500,6 +500,32 @@ async def test_a_paged_prompt_waits_for_a_slow_disk_and_stores_its_blocks(model,
         assert match.num_tokens > 19 * CHUNK
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("num_dropped", [0, 4])
+async def test_a_paged_turn_waits_while_a_slow_disk_takes_blocks_and_prefills_dropped_ones_again(
+    build_model, tmp_path, monkeypatch, kind: str, num_dropped: int
+) -> None:
+    """The disk takes a block every 50 ms; each of the first waits may find the queue dropped."""
+    monkeypatch.setattr(finding, "PATIENCE_S", 0.35)
+    write = snapshot_format.write
+    monkeypatch.setattr(snapshot_format, "write", lambda *args: time.sleep(0.05) or write(*args))
+    model = build_model(kind, **WIDE)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        past, ends = process.store.past, list[int]()
+
+        async def dropping(chain: Any, tokens: Any, end: int, patience_s: float) -> Any:
+            ends.append(end)
+            if len(ends) <= num_dropped:
+                process.store.free_memory()
+            return await past(chain, tokens, end, patience_s)
+
+        monkeypatch.setattr(process.store, "past", dropping)
+        _, said, _ = await process.generate(tokens := prompt(40 * CHUNK), 3, policy=POLICY)
+        assert len(said) == 3
+        again = await process.append([*tokens, *said], policy=POLICY)
+        assert again.num_prefilled <= 2
+
+
 async def test_a_turn_cancelled_while_it_waits_for_blocks_to_be_written_ends_at_once(
     model, tmp_path, monkeypatch
 ) -> None:
@@ -525,7 +551,7 @@ async def test_a_turn_cancelled_while_it_waits_for_blocks_to_be_written_ends_at_
 async def test_a_rewind_waits_for_blocks_being_written_by_a_slow_disk_but_not_by_a_hanging_one(
     model, tmp_path, monkeypatch, is_hanging: bool
 ) -> None:
-    monkeypatch.setattr(finding, "PATIENCE_S", 0.2 if is_hanging else 60.0)
+    monkeypatch.setattr(finding, "SETTLE_S", 0.2 if is_hanging else 60.0)
     tokens, write, may_end = prompt(40 * 64), snapshot_format.write, threading.Event()
 
     def slow(*args: Any) -> None:

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: How long the prompt of a paged session, which needs all its KV on disk, waits for a full writer's queue.
+#: How long the prompt of a paged session, which needs all its KV on disk, waits for room in the queue
+#: while the disk takes nothing.
 PATIENCE_S: Final = 30.0
 
 
@@ -81,18 +82,20 @@ class Cutting:
         return size_bytes
 
     def is_behind(self, turn: Turn, num_tokens: int) -> bool:
-        """Say whether a paged session's prompt should wait, up to 30 s, for room in the writer's queue.
+        """Say whether a paged session's prompt should wait for room in the writer's queue.
 
+        It waits as long as the room changes, and then for at most 30 s.
         Without the wait, KV that later pieces need could leave the device before it is queued for the disk.
         """
         if self.room is None or not turn.policy.recall:
             return False
-        size_bytes = self.size_bytes(Step((), ((turn, num_tokens),)))
-        if size_bytes <= self.room():
-            turn.behind_since_s = None
+        size_bytes, room_bytes = self.size_bytes(Step((), ((turn, num_tokens),))), self.room()
+        if size_bytes <= room_bytes:
+            turn.behind = None
             return False
-        turn.behind_since_s = turn.behind_since_s or time.monotonic()
-        return time.monotonic() < turn.behind_since_s + PATIENCE_S
+        if turn.behind is None or turn.behind[0] != room_bytes:
+            turn.behind = room_bytes, time.monotonic()
+        return time.monotonic() < turn.behind[1] + PATIENCE_S
 
     def note_prompt(self, turn: Turn) -> None:
         """Note, for `cut_noted`, the spans of a prompt that lack a snapshot and are now fully prefilled."""

@@ -400,7 +400,8 @@ class Engine(EnginePort):
             begun_s = monotonic()
             busy = {other.key for other in self._turns}
             await self._finder.find(turn, run, busy, self._submitted)
-            run.num_cached = num_found = max(turn.num_kept, turn.num_restored)
+            num_found = max(turn.num_kept, turn.num_restored)
+            run.begin(num_found)
             found_s = turn.restores[0].start_s if turn.restores else monotonic()
             run.phases += [Phase("kv_search", begun_s, found_s, num_found), *turn.restores]
             num_restored = sum(phase.num_tokens for phase in turn.restores)

@@ -38,8 +38,10 @@ if TYPE_CHECKING:
 #: A restore reads the whole prefix from SSD, so that prefix must be longer than the one on the device by more
 #: than 1/16 of the latter. If it is, the measured `Rates` decide.
 _RESTORE_GAIN: Final = 16
-#: How long a turn waits for blocks that are still being written to disk.
-PATIENCE_S: Final = 5.0
+#: How long a turn waits for blocks being written, rather than prefill their tokens again.
+SETTLE_S: Final = 5.0
+#: How long a turn waits for blocks that it needs while the disk takes none.
+PATIENCE_S: Final = 30.0
 #: If a file is corrupt or missing, a second try restores the prefix before it.
 _RESTORE_TRIES: Final = 2
 
@@ -86,7 +88,7 @@ class Finder:
         turn.chain = self._store.chain(turn.key.tenant, turn.policy, turn.context)
         if num_usable > least and not self._device.kv(turn.policy).is_plain:  # for example after a rewind
             usable = turn.context[:num_usable]
-            await self._store.settle(turn.chain, usable, least, PATIENCE_S, run.waits_no_more)
+            await self._store.settle(turn.chain, usable, least, SETTLE_S, run.waits_no_more)
         if num_usable > least:
             await self._fetch(self._store, turn.chain, turn, num_usable, found)
             await self._restore(self._store, turn.chain, turn, run, num_usable, found)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from .turn import NeedsKv, Turn, TurnEvent
 
-#: How often a turn may start again after failed evaluations, if no token was drawn in between.
+#: How often a turn may start again after failed evaluations, if no token was drawn in between; or because the
+#: disk lacks KV, if no more of it was found in between.
 _MOST_LOST: Final = 3
 
 
@@ -70,7 +71,8 @@ class Run(Claim):
     is_forgotten: bool = False  # it makes no more snapshots, and the KV that it leaves must be dropped
     is_abandoned: bool = False  # no task waits for the turn's end
     is_complete: bool = False  # the whole context has its KV
-    has_lost: bool = False  # needed KV was missing on disk once
+    num_found: int = 0  # the most tokens that had KV when a turn of it began
+    num_gaps: int = 0  # how often needed KV was missing on disk since then
     num_lost: int = 0  # failed evaluations since the last token; steps with its prompt count double
     num_reused: int | None = None  # prompt tokens that were not prefilled in any turn
     num_covered: int = 0
@@ -88,6 +90,12 @@ class Run(Claim):
     def is_stopped(self) -> bool:
         """Whether the run was cancelled and must end."""
         return self.is_cancelled or self.cancelled()
+
+    def begin(self, num_found: int) -> None:
+        """Note that a turn of the run begins with the KV of `num_found` tokens."""
+        self.num_cached = num_found
+        if num_found > self.num_found:
+            self.num_found, self.num_gaps = num_found, 0
 
     def progress(self, turn: Turn) -> Progress:
         """Return the progress of the run's `turn`: its tokens with KV, and its drawn tokens."""
@@ -114,12 +122,13 @@ class Run(Claim):
     def may_start_again(self, error: Exception) -> bool:
         """Count a failed turn's error, and say whether the turn may start again.
 
-        If stored KV was missing, the turn may start again once. After failed evaluations it may start again
-        three times without a token drawn in between, but only once if its own prompt was in the failed step.
+        If stored KV was missing, the turn may start again three times until it begins with more KV than ever.
+        After failed evaluations it may start again three times without a token drawn in between, but only
+        once if its own prompt was in the failed step.
         """
         if isinstance(error, LostPastError):
-            had_lost, self.has_lost = self.has_lost, True
-            return not had_lost
+            self.num_gaps += 1
+            return self.num_gaps <= _MOST_LOST
         if isinstance(error, LostKvError):
             self.num_lost += 2 if error.is_suspect else 1
             return self.num_lost <= _MOST_LOST

@@ -147,7 +147,14 @@ class Runner:
             len(choice.step.decode), step_s, choice.scratch_bytes, self._learn(choice, step_s, cost)
         )
         self.cutting.cut_noted()
+        self._ask(choice.step)
         return choice.pause_s
+
+    def _ask(self, step: Step) -> None:
+        """Request KV on SSD for a step's turns, after their snapshots, which they may need at once."""
+        for turn in (*step.decode, *(turn for turn, _ in step.prefill)):
+            if turn.policy.recall and turn in self._scheduler:
+                self._guarded(turn, self._paging.ask)
 
     def _begin_cost(self) -> _Cost:
         self._peak = max(self._peak, mx.get_peak_memory())  # for example a restore between two steps
@@ -343,9 +350,6 @@ class Runner:
         for turn in step.decode:
             if turn in self._scheduler:  # otherwise it failed when another turn ended
                 self._decoded(turn)
-        for turn in (*step.decode, *pieces):
-            if turn.policy.recall and turn in self._scheduler:
-                self._guarded(turn, self._paging.ask)
 
     def _run_passes(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool) -> None:
         """Run the pieces that need scores or embeddings, then the other pieces together with the answers."""

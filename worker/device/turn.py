@@ -76,7 +76,8 @@ class Turn(Asked):
     )  # its pieces are this many times longer than usual, and run alone
     most_blocks: int = field(init=False, default=1)  # in a piece, if the budget allows more than one
     past: Past | None = field(init=False, default=None)  # KV on SSD that the prompt's next piece reads
-    behind_since_s: float | None = field(init=False, default=None)
+    #: While its snapshots find no room in the writer's queue: the queue's room in bytes, and since when.
+    behind: tuple[int, float] | None = field(init=False, default=None)
     caches: list[Any] | None = field(init=False, default=None)
     row: Row | None = field(init=False, default=None)
     cuts: deque[Phase] = field(init=False, default_factory=lambda: deque(maxlen=MOST_CUTS))

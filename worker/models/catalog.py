@@ -23,11 +23,13 @@ from .chat_template import ChatTemplate, CodeTemplate, template_of
 from .gguf_family import FAMILIES, mlx_name, quantisation_of
 from .habits import Habits, habits_of
 from .model_files import (
+    GGUF_NAMES,
     UNBOUNDED,
     ModelError,
     check_folder,
     context_tokens,
     dtype_name,
+    is_gguf,
     is_held,
     num_parameters,
     read_json,
@@ -78,7 +80,7 @@ class ModelEntry:
     @property
     def instead(self) -> str | None:
         """The usual hub name of this model's MLX version if its GGUF family is unsupported; else None."""
-        is_strange = self.path.suffix == ".gguf" and self.policies is None
+        is_strange = is_gguf(self.path) and self.policies is None
         return mlx_name(self.path.name) if is_strange else None
 
     @property
@@ -114,7 +116,7 @@ def places(data_dir: Path) -> Iterator[Place]:
         yield Place(packaged.stem, "packaged", packaged)
     found = sorted((data_dir / "models").glob("[!.]*"))
     for path in found:
-        if path.suffix == ".gguf":
+        if is_gguf(path):
             yield Place(path.stem, "local", path)
         elif path.is_dir() and converted.source_name(path) is None:
             yield Place(path.name, "local", path)
@@ -135,7 +137,7 @@ def _downloads() -> Iterator[Place]:
             continue
         if any(folder.glob("model*.safetensors")):
             yield Place(name, "hub", folder)
-        for path in sorted(folder.glob("*.gguf")):
+        for path in sorted(folder.glob(GGUF_NAMES)):
             yield Place(f"{name}:{quantisation_of(path.stem)}", "hub", path)
 
 
@@ -184,7 +186,7 @@ def named(spec: str, data_dir: Path) -> ModelEntry:
     Raises `ModelError` if there is no such model (see `missing`), or its files are broken.
     """
     place, path = _place(spec, data_dir), expanded(spec)
-    if place is None and (path.is_dir() or (path.suffix == ".gguf" and path.is_file())):
+    if place is None and (path.is_dir() or (path.is_file() and is_gguf(path))):
         place = Place(path.stem if path.is_file() else path.name, "elsewhere", path)
     if place is None and hub.is_id(spec) and (there := hub.downloaded(spec)) is not None:
         place = next((p for p in _downloads() if p.path == there), None)
@@ -220,7 +222,7 @@ def _is_near(typed: str, name: str) -> bool:
 def describe(place: Place, data_dir: Path) -> ModelEntry:
     """Describe a model from the headers of its files; raises `ModelError` if they are broken."""
     made: tuple[Path, ...] = ()
-    if place.path.suffix == ".gguf":
+    if is_gguf(place.path):
         config, template, words = _of_gguf(place.path)
         size = place.path.stat().st_size
         made = converted.conversions(place.path, data_dir / "models")
@@ -248,7 +250,7 @@ def describe(place: Place, data_dir: Path) -> ModelEntry:
 
 def count_parameters(entry: ModelEntry) -> int:
     """Count a model's weights from the headers of its files."""
-    if entry.path.suffix == ".gguf":
+    if is_gguf(entry.path):
         from . import gguf_file
 
         return sum(tensor.num_values for tensor in gguf_file.read(entry.path).tensors.values())
@@ -257,7 +259,7 @@ def count_parameters(entry: ModelEntry) -> int:
 
 def habits(entry: ModelEntry) -> Habits:
     """Test which kinds of messages a model's chat template renders; return `Habits()` if it is broken."""
-    template = _of_gguf(entry.path)[1] if entry.path.suffix == ".gguf" else _template(entry.path)
+    template = _of_gguf(entry.path)[1] if is_gguf(entry.path) else _template(entry.path)
     try:
         code = CodeTemplate.of_folder(entry.path)
         chat = code or ChatTemplate(template, {"bos_token": "", "eos_token": ""})
@@ -291,7 +293,7 @@ def remove(entry: ModelEntry) -> int:
         if repository is None:
             freed += _remove(path)
             continue
-        others = {*path.parent.glob("*.gguf"), *path.parent.glob("model*.safetensors")} - {path}
+        others = {*path.parent.glob(GGUF_NAMES), *path.parent.glob("model*.safetensors")} - {path}
         if path.is_file() and others:  # the repository has other models
             freed += _remove(path.resolve())
             path.unlink()

@@ -76,7 +76,7 @@ def quantisation_of(stem: str) -> str:
 
 def mlx_name(name: str) -> str:
     """Return the usual hub name of the MLX conversion of a GGUF model."""
-    stem = name.rpartition("/")[2].removesuffix(".gguf")
+    stem = re.sub(r"(?i)\.gguf$", "", name.rpartition("/")[2])
     quantisation = quantisation_of(stem) if _QUANTISATION.search(stem) else ""
     stem = re.sub(r"(?i)[-._]gguf$", "", _QUANTISATION.sub("", stem))
     digit = re.match(f"I?Q([{_MLX_BITS}])", quantisation)

@@ -27,7 +27,7 @@ from worker.process.cgroups import limit_bytes
 from worker.process.formatting import size
 
 from .gguf_family import FAMILIES, mlx_name, quantisation_of, unsupported
-from .model_files import ModelError, one_line, read_json, weight_bits
+from .model_files import GGUF_NAMES, ModelError, one_line, read_json, weight_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -82,7 +82,7 @@ class _File:
 
 def is_id(spec: str) -> bool:
     """Return whether `spec` can be a hub id: org/name, or org/name:QUANTISATION of a GGUF file."""
-    return _ID.fullmatch(plain(spec)) is not None and not spec.endswith(".gguf")
+    return _ID.fullmatch(plain(spec)) is not None and not fnmatch(spec, GGUF_NAMES)
 
 
 def plain(spec: str) -> str:
@@ -131,7 +131,7 @@ def downloaded(spec: str) -> Path | None:
         if not quantisation and any(whole.glob(_WEIGHTS)):
             return whole
     folder = snapshot_folder(repository_folder(hub_id))
-    name = folder and _gguf_name([path.name for path in folder.glob("*.gguf")], quantisation)
+    name = folder and _gguf_name([path.name for path in folder.glob(GGUF_NAMES)], quantisation)
     return folder / name if folder and name else None
 
 
@@ -165,7 +165,7 @@ def fetch(spec: str, progress: Progress | None, dtype: str = "keep") -> Path:
             folder = Path(snapshot_download(hub_id, allow_patterns=names, ignore_patterns=[*_FOLDERS]))
         except LocalEntryNotFoundError as error:
             raise _UnreachableError(one_line(error)) from None
-    return folder / names[0] if names[0].endswith(".gguf") else folder
+    return folder / names[0] if fnmatch(names[0], GGUF_NAMES) else folder
 
 
 def _split(spec: str) -> tuple[str, str]:
@@ -228,7 +228,7 @@ def _wanted(found: ModelInfo, spec: str, quantisation: str) -> list[_File]:
         if "/" not in sibling.rfilename or sibling.rfilename in _SAYING
     ]
     names = [file.name for file in there]
-    ggufs = [name for name in names if name.endswith(".gguf")]
+    ggufs = [name for name in names if fnmatch(name, GGUF_NAMES)]
     if not quantisation and any(fnmatch(name, _WEIGHTS) for name in names):
         chosen = [file for file in there if any(fnmatch(file.name, pattern) for pattern in _PATTERNS)]
         return sorted(chosen, key=lambda file: (fnmatch(file.name, _WEIGHTS), file.size_bytes))
@@ -265,7 +265,7 @@ def _gguf_name(names: Sequence[str], quantisation: str) -> str | None:
 
 
 def _is_piece(name: str) -> bool:
-    return re.search(r"-\d{5}-of-\d{5}\.gguf$", name) is not None
+    return re.search(r"(?i)-\d{5}-of-\d{5}\.gguf$", name) is not None
 
 
 def _bring(
@@ -296,8 +296,10 @@ def _bring(
         if progress is not None:
             progress(done, total, f"downloading {hub_id}")
 
-    weights_bytes = sum(file.size_bytes for file in files if file.name.endswith((".safetensors", ".gguf")))
-    if files[0].name.endswith(".gguf"):
+    weights_bytes = sum(
+        file.size_bytes for file in files if file.name.lower().endswith((".safetensors", ".gguf"))
+    )
+    if fnmatch(files[0].name, GGUF_NAMES):
         num = (found.gguf or {}).get("total")
         _check_memory(hub_id, num * _ITEM_BITS.get(dtype, 16) // 8 if num else weights_bytes)
     for file in missing:

@@ -36,6 +36,8 @@ _NUMBERS: Final = (
     *("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "sliding_window", "rms_norm_eps", "max_position_embeddings", "rope_theta"),
 )
+#: The quantisation methods of other libraries that mlx-lm reads; it takes GPTQ's weights for AWQ's.
+_METHODS: Final = frozenset(("awq", "bitnet", "compressed-tensors", "fp8", "modelopt", "mxfp4", "mxfp8"))
 #: Fields that give the pattern of kinds of layers: a number, or a list with an item for each layer.
 _PATTERNS: Final = ("sliding_window_pattern", "layer_types", "full_attention_interval", "block_types")
 
@@ -43,6 +45,12 @@ _PATTERNS: Final = ("sliding_window_pattern", "layer_types", "full_attention_int
 def explain(config: Mapping[str, Any], error: Exception) -> str:
     """Return one sentence that explains a loading error; `config` is the language model's configuration."""
     said = one_line(error)
+    quantised = config.get("quantization_config")
+    method = quantised.get("quant_method", "an unnamed method") if isinstance(quantised, dict) else None
+    if method and method not in _METHODS and "quantization" not in config:
+        return f"its weights are quantised by {method}; take the original model, or one of mlx-community"
+    if "trust_remote_code" in said:
+        return f"it needs its own code, {config.get('model_file')}, which is not run; take another model"
     for name in _NUMBERS:
         if isinstance(config.get(name), str | dict) or (
             type(config.get(name)) is list and name != "rope_theta"

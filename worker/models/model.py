@@ -19,10 +19,12 @@ from .model_files import (
     Hold,
     ModelError,
     Progress,
+    as_read_by_mlx_lm,
     check_folder,
     check_tokenizer,
     context_tokens,
     dtype_name,
+    is_gguf,
     text_config,
 )
 from .own_sampling import own_sampling
@@ -115,7 +117,7 @@ def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress 
         check_folder(path)
         return path
     if path.is_file():
-        if path.suffix != ".gguf":
+        if not is_gguf(path):
             raise ModelError(f"{path} is neither a model folder nor a .gguf file")
         return _converted(path, data_dir / "models", dtype, progress)
     raise catalog.missing(spec, data_dir)
@@ -233,7 +235,8 @@ def _load_weights(
     elif is_bare(folder):
         changes["tie_word_embeddings"] = True
         classes["get_model_classes"] = bare_classes
-    model, config = utils.load_model(folder, lazy=True, model_config=changes, **classes)
+    with as_read_by_mlx_lm(folder) as there:
+        model, config = utils.load_model(there, lazy=True, model_config=changes, **classes)
     if dtype != "keep":
         model = utils.dequantize_model(model)
         model.set_dtype(getattr(mx, dtype))

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import fnmatch
+import glob
 import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from turnkeep_client.errors import TurnkeepError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping
 
 #: `(done_bytes, total_bytes, what)`; called on the thread that does the work.
 Progress = Callable[[int, int, str], None]
@@ -35,6 +38,20 @@ _CONTEXT_KEYS: Final = (
 )
 #: The context of architectures without positions: only memory limits it.
 UNBOUNDED: Final = 2**31 - 1
+#: The names of weight files, as mlx-lm searches them.
+_WEIGHTS: Final = "model*.safetensors"
+#: The names of GGUF files, in any case; and their first bytes.
+GGUF_NAMES: Final = "*.[gG][gG][uU][fF]"
+_GGUF: Final = b"GGUF"
+#: Weights that cannot be read, and what to do.
+_UNREADABLE: Final = {
+    "adapter_model.safetensors": "merge this adapter into its base model",
+    "adapters.safetensors": "merge this adapter into its base model, with mlx_lm.fuse",
+    "consolidated*.safetensors": "take the model's version for transformers, or one of mlx-community",
+    "*.bin": "convert the weights to safetensors, or take a model of mlx-community",
+    "*.gguf": "give the path of this file",
+    "*.safetensors": "name the file model.safetensors, if it has all weights",
+}
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
 
@@ -70,6 +87,9 @@ def check_folder(folder: Path) -> dict[str, Any]:
         raise ModelError(
             f"{folder / 'config.json'} names no model_type; it must say which architecture this is"
         )
+    ends = config.get("eos_token_id")
+    if isinstance(ends, str):  # transformers would call the tokenizer broken
+        raise ModelError(f"{folder / 'config.json'} has eos_token_id {ends!r}; it must be a number or a list")
     for path in weight_files(folder):
         check_safetensors(path)
     return config
@@ -82,23 +102,63 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the weight files of a model folder; raises `ModelError` if one is missing."""
-    files = sorted(folder.glob("model*.safetensors"))
+    """List the weight files of a model folder; raises `ModelError` if one is missing.
+
+    They are all model*.safetensors, as in mlx-lm; only without such files those of other names in the index.
+    An index that does not name the file model.safetensors is one from before the weights were merged.
+    """
+    there = {path.name for path in folder.glob("*.safetensors") if path.is_file()}
     index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = read_json(index).get("weight_map", {})
-        missing = (
-            sorted(set(names.values()) - {path.name for path in files}) if isinstance(names, dict) else []
-        )
-        if missing:
+    found = read_json(index).get("weight_map") if index.exists() else None
+    named = set(map(str, found.values())) if isinstance(found, dict) else set()
+    wanted = {*fnmatch.filter(named, _WEIGHTS)} or named
+    if missing := sorted(wanted - there):
+        if "model.safetensors" not in there - wanted:
             raise ModelError(
                 f"{folder} lacks {missing[0]}, which its index names ({len(missing)} missing in all)"
             )
-    if not files:
-        raise ModelError(
-            f"{folder} has no model*.safetensors; a model folder needs its weights in this format"
-        )
-    return files
+        wanted = {"model.safetensors"}
+    elif usual := fnmatch.filter(there, _WEIGHTS):
+        wanted = {*usual}
+    if not wanted:
+        raise ModelError(f"{folder} has no {_WEIGHTS}; {_other_weights(folder)}")
+    return sorted(folder / name for name in wanted)
+
+
+def _other_weights(folder: Path) -> str:
+    """Return what to do with a folder without weights that can be read, given the files that it has."""
+    names = sorted(path.name for path in folder.iterdir() if path.exists())
+    for pattern, advice in _UNREADABLE.items():
+        if found := fnmatch.filter(names, pattern):
+            return f"it has {found[0]}: {advice}"
+    return "a model folder needs its weights in this format"
+
+
+@contextlib.contextmanager
+def as_read_by_mlx_lm(folder: Path) -> Iterator[Path]:
+    """Yield a folder in which mlx-lm finds the model's `weight_files`: a temporary one with links, if needed.
+
+    mlx-lm searches files by a pattern, and takes brackets in the folder's path for a part of the pattern.
+    """
+    files = weight_files(folder)
+    if sorted(glob.glob(str(folder / _WEIGHTS))) == [str(path) for path in files]:  # noqa: PTH207
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as made:
+        links = {path.name: path for path in folder.glob("*.json")}
+        links |= {f"model-{i:05}.safetensors": path for i, path in enumerate(files)}
+        for name, path in links.items():
+            (Path(made) / name).symlink_to(path.absolute())
+        yield Path(made)
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is a GGUF file, by its name or its first bytes: Ollama's have no suffix."""
+    if fnmatch.fnmatch(path.name, GGUF_NAMES):
+        return True
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(len(_GGUF)) == _GGUF
+    return False
 
 
 class Hold:
@@ -181,6 +241,8 @@ def check_safetensors(path: Path) -> dict[str, Any]:
     size = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if header_bytes == int.from_bytes(b"version ", "little"):
+            raise ModelError(f"{path} is a pointer of Git LFS; fetch the file with git lfs pull")
         if size < _LENGTH_BYTES or header_bytes > min(_MAX_HEADER_BYTES, size - _LENGTH_BYTES):
             raise ModelError(
                 f"{path} is truncated or not a safetensors file: its header does not fit its {size} bytes"

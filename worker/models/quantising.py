@@ -20,6 +20,7 @@ from . import blas
 from .misfits import explain
 from .model_files import (
     ModelError,
+    as_read_by_mlx_lm,
     check_folder,
     check_tokenizer,
     dtype_name,
@@ -70,8 +71,9 @@ def _convert(source: Path, unfinished: Path, bits: int, config: dict[str, Any], 
     from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # mlx-lm prints its steps
-            model, written = load_model(source, lazy=True)
+        # mlx-lm prints its steps.
+        with contextlib.redirect_stdout(io.StringIO()), as_read_by_mlx_lm(source) as there:
+            model, written = load_model(there, lazy=True)
             _cast(model, config)
             model, written = quantize_model(model, written, None, bits)
             _make(model, progress)

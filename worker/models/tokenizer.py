@@ -469,4 +469,5 @@ def _has_others(messages: Iterable[Mapping[str, Any]]) -> bool:
 
 def _end_ids(config: Mapping[str, Any]) -> frozenset[int]:
     ends = config.get("eos_token_id")
-    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    found = map(str, ends if isinstance(ends, list) else [ends])  # some files have texts
+    return frozenset(int(one) for one in found if one.isdecimal())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -12,6 +13,7 @@ from turnkeep_client.redact import redact
 
 if TYPE_CHECKING:
     from collections import deque
+    from collections.abc import Iterator
 
     from structlog.typing import EventDict, Processor
 
@@ -64,6 +66,20 @@ def configure(log_format: str, log_level: str, kept: deque[str] | None = None) -
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+@contextmanager
+def warnings_on_stderr() -> Iterator[None]:
+    """In the block, log only warnings, to standard error: a command prints its result on standard output."""
+    before = structlog.get_config()
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+    )
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def _brief(_logger: object, method: str, event: EventDict) -> EventDict:
