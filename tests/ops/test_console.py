@@ -87,7 +87,10 @@ class OnShelf:
             ],
             "can_serve": True,
             "served": [{"name": "a", "is_loaded": self.unloaded is None}],
-            "good": [{"name": "org/good", **size, **known}],
+            "good": [
+                {"name": "org/good", **size, **known},
+                {"name": "org/huge", **size, **known, "fits": False},
+            ],
             "pulls": {name: {"done": 2**29, "total": 2**30} for name in self.pulled},
         }
 

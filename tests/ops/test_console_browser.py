@@ -341,8 +341,16 @@ async def test_the_page_models_shows_which_models_fit_and_downloads_one(
 
     def look(url: str) -> None:
         browser.open(f"{url}/?token={TOKEN}")
+        browser.run("window.fetch_ = window.fetch; window.fetch = () => new Promise(() => {})")
         browser.click("Models")
-        browser.wait_for("document.querySelectorAll('.models tbody tr').length === 5")
+        assert browser.text("main").split("\n") == ["Models", "", "Loading the list of models ..."]
+        browser.run("window.fetch = window.fetch_; location.hash = '#/'")
+        browser.click("Models")
+        browser.wait_for("document.querySelectorAll('.models tbody tr').length === 6")
+        downloads = (
+            "return [...document.querySelectorAll('[aria-label^=Download]')].map((one) => one.ariaLabel)"
+        )
+        assert browser.run(downloads) == ["Download org/good"], "the other one is too large"
         seen = browser.text("main")
         assert "This machine has 8 GiB of memory" in seen
         assert ("fits: 2 GiB" in seen, "too large: 2 GiB" in seen) == (True, True)

@@ -54,6 +54,7 @@ function counter(name) {
 
 /* A draft is kept by this browser until it is sent; `given` is null for a new chat. */
 const draft = (given) => `draft:${given ?? ""}`;
+export const dropDraft = (name) => localStorage.removeItem(draft(name));
 
 /* `sent` is called when a question is in the log, `stop` to cancel what waits and runs. */
 export function composer(name, given, sent, stop) {
@@ -61,7 +62,7 @@ export function composer(name, given, sent, stop) {
   const counted = counter(name);
   const text = made("textarea", { id: "message", rows: 1, placeholder: "Message", required: true, input: () => {
     id = newId();
-    if (text.value) localStorage.setItem(draft(given), text.value); else localStorage.removeItem(draft(given));
+    if (text.value) localStorage.setItem(draft(given), text.value); else dropDraft(given);
     counted.see(text.value);
   }, keydown: (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -91,7 +92,7 @@ export function composer(name, given, sent, stop) {
     try {
       await post(path(name, "/ask"), { id, text: text.value, system: system.hidden ? "" : chosen.system ?? "", ...options() });
       text.value = "";
-      localStorage.removeItem(draft(given));
+      dropDraft(given);
       counted.see("");
       await sent();
       toEnd();

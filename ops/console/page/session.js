@@ -1,6 +1,6 @@
 /* One conversation: its turns, what can be done with it, and the chat. Without a name a new one begins. */
 
-import { composer, isNearEnd, newId, options, toEnd } from "./chat.js";
+import { composer, dropDraft, isNearEnd, newId, options, toEnd } from "./chat.js";
 import { conversations, entitle, newName, stem, title, titled } from "./conversations.js";
 import { details } from "./details.js";
 import { asked, exact, get, made, path, post, tell, toast } from "./dom.js";
@@ -58,7 +58,10 @@ export function session(main, given, about) {
     const number = varied.members.length, all = number > 1 ? ` Its ${number} variants end together.` : "";
     if (!await asked({ title: `${yes} "${head.textContent}"?`, text: text + all, yes, danger: true })) return;
     for (const one of varied.members) if (!await act(action, {}, one)) return;
-    if (action === "forget") location.hash = "#/"; else await refresh();
+    if (action !== "forget") return void refresh();
+    entitle(name, "");
+    varied.members.forEach(dropDraft);
+    location.hash = "#/";
   }
   async function rename() {
     const chosen = await asked({ title: "Title", text: "This browser keeps it; empty removes it.", yes: "Keep", name: titled(name) ?? "", isFree: true });
@@ -149,7 +152,7 @@ export function session(main, given, about) {
   }
 
   function listen(one) {
-    const grown = growing(one, models, about.read_only ? null : () => acted("cancel", { id: one.id }));
+    const grown = growing(one, models);
     const events = new EventSource(path(name, `/answers/${one.seq}`));
     const on = (kind, then) => events.addEventListener(kind, (event) => {
       const wasNearEnd = isNearEnd();

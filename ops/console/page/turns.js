@@ -100,12 +100,12 @@ function waiting({ is_heard, others, read, of, written }, hasText) {
 }
 
 /* An answer that is on its way: `begin`, `add`, `draw` and `waits` are its events. */
-export function growing(turn, model, cancel) {
+export function growing(turn, model) {
   const text = made("div", { class: "text rich" }), thought = made("pre"), calls = made("div"), told = made("span", { class: "faint" }, "waiting for the worker");
   const reasoning = made("details", { class: "reasoning", open: true, hidden: true }, made("summary", {}, "Reasoning"), thought);
   const answer = made("div", { class: "said assistant growing", "aria-busy": "true" }, who("assistant", model), reasoning, text, calls);
   const box = made("li", { class: "turn waiting", "data-seq": turn.seq }, ...(turn.said ?? []).map((one) => said(one, model)), answer,
-    made("div", { class: "meta" }, made("span", { class: "dots", "aria-hidden": "true" }), told, cancel && link("Stop", cancel)));
+    made("div", { class: "meta" }, made("span", { class: "dots", "aria-hidden": "true" }), told));
   answer.source = "";
   return {
     box,
