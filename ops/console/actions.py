@@ -8,6 +8,8 @@ from msgspec import Struct
 
 from ops.log.ending import end
 
+from .variants import VARIANT
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
@@ -24,6 +26,7 @@ class Details(Struct, frozen=True, forbid_unknown_fields=True):
     id: str = ""
     name: str = ""
     position: int | None = None
+    is_variant: bool = False
 
 
 class Act(NamedTuple):
@@ -65,7 +68,8 @@ async def _unpin(act: Act) -> str:
 
 
 async def _fork(act: Act) -> str:
-    await act.session.fork(act.details.name, act.details.position, timeout_s=PATIENCE_S)
+    tags = (VARIANT,) if act.details.is_variant else ()
+    await act.session.fork(act.details.name, act.details.position, tags=tags, timeout_s=PATIENCE_S)
     return f"forked as {act.details.name}"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -39,7 +38,8 @@ from .actions import ACTIONS, PATIENCE_S, Act, Details
 from .door import PAGE, Door
 from .live import Live, Log
 from .streams import events, pieces
-from .turns import shown
+from .turns import inherited, shown
+from .variants import VARIANT, joined, may_vary, stem, variants
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 
     from ops.log.conversation import Turn
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import Message, Metrics
+    from turnkeep_client.history import Turn as Past
+    from turnkeep_client.messages import Metrics
     from turnkeep_client.session import Sampling
 
 T = TypeVar("T")
@@ -57,8 +58,8 @@ T = TypeVar("T")
 #: Sessions on one page of the list, and turns on one page of a conversation.
 _SESSIONS: Final = 50
 _TURNS: Final = 30
-#: Most messages of the parent's conversation that are shown with a fork.
-_INHERITED: Final = 60
+#: Most turns of the parent's conversation that are shown with a fork.
+_INHERITED: Final = 30
 #: First words and parents are read of at most this many sessions, the most recently active ones.
 _READ: Final = 1000
 #: Most answers streamed at once, and how long sending one event to a reader may take.
@@ -112,6 +113,10 @@ class Served(NamedTuple):
 
 class _Wanted(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
+
+
+class _Draft(Struct, frozen=True, forbid_unknown_fields=True):
+    text: str
 
 
 class _Question(Struct, frozen=True, forbid_unknown_fields=True):
@@ -179,6 +184,7 @@ class Console:
         one = "/api/sessions/{name}"
         acting = [
             Route(f"{one}/ask", self._ask, methods=["POST"]),
+            Route(f"{one}/count", self._count, methods=["POST"]),
             Route(f"{one}/{{action}}", self._act, methods=["POST"]),
         ]
         of_models = [
@@ -190,6 +196,7 @@ class Console:
             Route("/api/sessions", self._sessions),
             Route(one, self._session),
             Route(f"{one}/tree", self._tree),
+            Route(f"{one}/variants", self._variants),
             Route(f"{one}/pins", self._pins),
             Route(f"{one}/export", self._export),
             Route(f"{one}/answers/{{seq:int}}", self._answer),
@@ -278,7 +285,8 @@ class Console:
     async def _sessions(self, request: Request) -> Response:
         """Return a page of the list of sessions; the query's `words` and `state` filter the list.
 
-        `words` must be in a session's name or first words or, with `whole`, in any of its texts.
+        `words` must be in a session's name or first words or, with `whole`, in any of its texts. With `brief`
+        a conversation's variants are one row, of the most recently active one, and costs are left out.
         """
         asked = request.query_params
         words, state = asked.get("words", "").strip().casefold(), asked.get("state", "")
@@ -296,8 +304,15 @@ class Console:
                 for row in rows
                 if row.session in found or words in f"{row.session} {row.begins or ''}".casefold()
             ]
+        if asked.get("brief"):
+            stems = {stem(row.session) for row in rows if may_vary(row.session)}
+            varied = await begun(self._client, [row for row in listed if stem(row.session) in stems])
+            rows = joined(rows, varied)
         skip = _number(asked.get("skip")) or 0
-        page = await begun(self._client, rows[skip : skip + _SESSIONS])
+        page = rows[skip : skip + _SESSIONS]
+        new = await begun(self._client, [row for row in page if row.begins is None])
+        read = {row.session: row for row in new}
+        page = [read.get(row.session, row) for row in page]
         costs = [] if asked.get("brief") else await self._costs.of(page)
         part = {"total": len(rows), "rows": page, "costs": costs, "each": _SESSIONS}
         return _json(part | {"found": found, "is_whole": is_whole})
@@ -310,21 +325,27 @@ class Console:
         mark = None if before is None or ends is None else conversation.Mark(before, ends)
         turns, more = await conversation.part(self._client, name, _TURNS, mark)
         cost = (await self._costs.of([row]))[0] if row else None
-        inherited = await self._inherited(name, turns)
+        past = await self._inherited(name, turns)
         there = await asyncio.to_thread(  # Markdown takes time
-            lambda: [shown(turn, inherited.get(turn.seq, ())) for turn in turns]
+            lambda: [*map(inherited, past), *(shown(turn) for turn in turns if not _varies(turn))]
         )
         return _json({"row": row, "cost": cost, "turns": there, "more": more})
 
-    async def _inherited(self, name: str, turns: Sequence[Turn]) -> dict[int, tuple[Message, ...]]:
-        """Return the last messages that forks inherit from their parents, by the sequence of each `open`."""
-        found: dict[int, tuple[Message, ...]] = {}
-        for turn, then in zip_longest(turns, turns[1:]):
-            if isinstance(turn.result, Opened) and turn.result.parent:
-                own = self._client.session(name)
-                history = await own.history(before=then.seq if then is not None else math.inf)
-                found[turn.seq] = tuple(history.messages[-_INHERITED:])
-        return found
+    async def _inherited(self, name: str, turns: Sequence[Turn]) -> tuple[Past, ...]:
+        """Return the last turns that a fork has from its parent, if its `open` is among `turns`."""
+        opens = [turn for turn in turns if isinstance(turn.result, Opened) and turn.result.parent]
+        if not opens:
+            return ()
+        then = min((turn.seq for turn in turns if turn.seq > opens[-1].seq), default=math.inf)
+        history = await self._client.session(name).history(before=then)
+        return history.turns[-_INHERITED:]
+
+    async def _variants(self, request: Request) -> Response:
+        """Return the variants of a session's conversation."""
+        name = request.path_params["name"]
+        rows = await list_sessions(self._client, self._client.tenant, f"{stem(name)}*")
+        rows = [row for row in rows if row.state != "forgotten"]
+        return _json(variants(name, await begun(self._client, order(rows, "last")[:_READ])))
 
     async def _pins(self, request: Request) -> Response:
         """Return the lengths in tokens of a session's pinned prefixes, which only its worker knows."""
@@ -387,6 +408,14 @@ class Console:
             raise NoWorkerError(f"the log did not confirm the question within {PATIENCE_S:.0f} s") from None
         return _json({"id": call.id, "seq": call.seq})
 
+    async def _count(self, request: Request) -> Response:
+        """Count the tokens of a message, and those of the session with it; `context` of them fit (0: all)."""
+        wanted = await _body(request, _Draft)
+        session = self._client.session(request.path_params["name"])
+        counted = await session.count(messages=[{"role": "user", "content": wanted.text}])
+        context = (await self._client.worker_metrics()).context_tokens
+        return _json({"tokens": counted.tokens, "position": counted.position, "context": context})
+
     async def _act(self, request: Request) -> Response:
         name, action = request.path_params["name"], request.path_params["action"]
         if action not in ACTIONS:
@@ -430,6 +459,11 @@ class _Events(StreamingResponse):
                 await super().__call__(scope, receive, in_time)
         finally:
             self._on_end()
+
+
+def _varies(turn: Turn) -> bool:
+    """Whether a turn only began a variant of a conversation, which is no event to show."""
+    return isinstance(turn.result, Opened) and VARIANT in turn.result.tags
 
 
 async def _body(request: Request, kind: type[T]) -> T:

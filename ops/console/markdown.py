@@ -15,8 +15,10 @@ from pygments.lexers import get_lexer_by_name
 from pygments.token import STANDARD_TYPES
 from pygments.util import ClassNotFound
 
+from .formulas import formula, with_formulas
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from markdown_it.token import Token
     from pygments.token import _TokenType
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 #: A text, or `[tag, attributes, node, ...]`.
 Node = Any
 
-_PARSER: Final = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+_PARSER: Final = with_formulas(MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]))
 #: Longer texts are not parsed, and longer code is not highlighted: the time may grow faster than the length.
 _MAX_TEXT: Final = 200_000
 _MAX_CODE: Final = 50_000
@@ -43,6 +45,10 @@ _COLOURS: Final = {"c": "c", "k": "k", "s": "s", "m": "m", "nf": "f", "nc": "f",
 }
 _ALIGNED: Final = re.compile(r"text-align:(center|right)")
 _WEB: Final = ("https://", "http://", "mailto:")
+#: A bare link ends before punctuation that belongs to the sentence.
+_BARE: Final = re.compile(r"""\bhttps?://[^\s<>"]*[^\s<>"?!.,:;*_~'\]]""", re.IGNORECASE)
+#: The mark of an item in a list of tasks.
+_TASK: Final = re.compile(r"\[([ xX])\] (?=\S)")
 _LINE_END: Final = re.compile(r"\r\n?")
 
 
@@ -96,9 +102,14 @@ def _plain(text: str) -> Node:
 def _blocks(tokens: Iterable[Token]) -> Iterator[Node]:
     top: list[Any] = []
     open_: list[list[Any]] = [top]
+    is_in_link = False
     for token in tokens:
+        if token.type in {"link_open", "link_close"}:
+            is_in_link = token.nesting > 0
         if token.type == "inline":
-            open_[-1].extend(_blocks(token.children or ()))
+            open_[-1].extend(_inline(token, open_[1:]))
+        elif token.type == "text" and not is_in_link:
+            open_[-1].extend(_with_links(token.content))
         elif token.nesting < 0:
             open_.pop()
         elif token.nesting == 0:
@@ -111,12 +122,38 @@ def _blocks(tokens: Iterable[Token]) -> Iterator[Node]:
     return iter(top)
 
 
+def _inline(token: Token, parents: Sequence[list[Any]]) -> list[Node]:
+    """Return the nodes of a line; at the beginning of a list's item `[ ]` and `[x]` become boxes."""
+    nodes = list(_blocks(token.children or ()))
+    match parents, nodes:
+        case (([*_, ["li", _] as item] | [*_, ["li", _, ["p", _]] as item, ["p", _]]), [str() as text, *_]):
+            if task := _TASK.match(text):
+                item[1]["class"] = "task"
+                nodes[0] = ("☐ " if task[1] == " " else "☑ ") + text[task.end() :]
+    return nodes
+
+
+def _with_links(text: str) -> list[Node]:
+    """Split a text at bare links to web pages; a closing bracket belongs to a link if it opens there."""
+    nodes: list[Node] = []
+    rest = 0
+    for found in _BARE.finditer(text):
+        address = found[0]
+        while address.endswith(")") and address.count(")") > address.count("("):
+            address = address[:-1].rstrip("?!.,:;*_~'")
+        nodes += [text[rest : found.start()], ["a", {"href": address}, address]]
+        rest = found.start() + len(address)
+    return [one for one in (*nodes, text[rest:]) if one]
+
+
 def _leaf(token: Token) -> list[Node]:
     match token.type:
         case "softbreak":
             return ["\n"]
         case "hardbreak" | "hr":
             return [[token.tag, {}]]
+        case "formula":
+            return [formula(token.content, token.markup)]
         case "code_inline":
             return [["code", {}, token.content]]
         case "fence" | "code_block":

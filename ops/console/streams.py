@@ -6,6 +6,7 @@ Event loop only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Chunk, Generate
     from turnkeep_client.session import Session
 
-#: Seconds between `quiet` events, while no token arrives.
-_QUIET_S: Final = 3
+#: How long a worker may take to say what an answer without tokens waits for.
+_ASK_S: Final = 0.8
 #: Least pause between two parses of the text: in seconds, and as a multiple of the last parse's duration.
 _DRAW_S: Final = 0.05
 _DRAW_SHARE: Final = 4
@@ -41,26 +42,27 @@ async def events(
 ) -> AsyncGenerator[bytes]:
     """Yield the events of an answer from its first token on: chunks, and the Markdown blocks that change.
 
-    `seq` is the sequence of the request `asked`. The stream ends early once `is_stopping()`.
+    A second after each token, and then every second or two, an event says what the answer waits for
+    (`_waits`). `seq` is the sequence of the request `asked`. The stream ends early once `is_stopping()`.
     """
     chunks = aiter(session.follow(asked, seq))
     yield _event("begin", {})
-    text, following, quiet_s = Growing(), asyncio.create_task(_next(chunks)), 0
+    text, following = Growing(), asyncio.create_task(_next(chunks))
     now = asyncio.get_running_loop().time
     due, earliest = None, now()
     try:
         while not is_stopping():
             done, _ = await asyncio.wait({following}, timeout=1 if due is None else max(0, due - now()))
             if done:
-                chunk, quiet_s = following.result(), 0
+                chunk = following.result()
                 if chunk is not None:
                     following = asyncio.create_task(_next(chunks))
                     parts = {"text": chunk.text, "reasoning": chunk.reasoning, "calls": chunk.tool_calls}
                     yield _event("chunk", parts)
                     text.add(chunk.text)
                     due = due or (earliest if chunk.text else None)
-            elif due is None and (quiet_s := quiet_s + 1) % _QUIET_S == 0:
-                yield _event("quiet", {"seconds": quiet_s})
+            elif due is None:
+                yield _event("waits", await _waits(session, asked))
             is_last = bool(done) and chunk is None
             if due is not None and (is_last or now() >= due):
                 began = now()
@@ -75,6 +77,25 @@ async def events(
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
+
+
+async def _waits(session: Session, asked: Generate) -> dict[str, int | bool]:
+    """Return what an answer waits for, as its worker says: the progress of its prompt, or other requests.
+
+    `is_heard` is false if no worker answers. `others` counts the requests that wait or run at the worker,
+    without this one; `written` the tokens that were generated and not sent, as those of a call are.
+    """
+    info = None
+    with contextlib.suppress(TimeoutError, TurnkeepError):
+        async with asyncio.timeout(_ASK_S):
+            info = await session.info(limit=0)
+    if info is None:
+        return {"is_heard": False}
+    done, worker = info.progress, info.worker
+    if done is not None and info.active == asked.id:
+        read = {"read": done.cached_tokens, "of": done.context_tokens, "written": done.generated_tokens}
+        return {"is_heard": True, **read}
+    return {"is_heard": True, "others": max(worker.running + worker.waiting - 1, 0)}
 
 
 async def _next(chunks: AsyncIterator[Chunk]) -> Chunk | None:

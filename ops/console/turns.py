@@ -25,10 +25,11 @@ from turnkeep_client.messages import (
 from .markdown import rendered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
     from ops.log.conversation import Turn
-    from turnkeep_client.messages import Called, Message, Result, ToolCall
+    from turnkeep_client.history import Turn as Past
+    from turnkeep_client.messages import Called, Message, Request, Result, ToolCall
 
     from .markdown import Node
 
@@ -76,16 +77,18 @@ class Spent(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Shown(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A turn as the page shows it. `note` says what a turn without text did, or why and how a turn ended.
 
-    The session was at position `start` before the turn; None if the chat template has changed earlier text in
-    it, so that no position is that place. Of the tokens before the turn the first `kept` stayed.
+    `model` names who has answered. A turn that a fork has from its parent has no `stored`. The session was
+    at position `start` before the turn; None if the chat template has changed earlier text in it, so that no
+    position is that place. Of the tokens before the turn the first `kept` stayed.
     """
 
     seq: int
     id: str | None
     kind: str
-    stored: datetime
+    stored: datetime | None = None
     state: Literal["waiting", "done", "failed"]
     said: tuple[Said, ...] = ()
+    model: str | None = None
     note: str = ""
     parent: str | None = None
     position: int | None = None
@@ -94,8 +97,8 @@ class Shown(Struct, frozen=True, kw_only=True, omit_defaults=True):
     spent: Spent | None = None
 
 
-def shown(turn: Turn, inherited: Sequence[Message] = ()) -> Shown:
-    """Convert a turn for the page; a fork's `open` is shown with the messages that the fork `inherited`."""
+def shown(turn: Turn) -> Shown:
+    """Convert a turn for the page."""
     request, result = turn.request, turn.result
     has_failed = isinstance(result, Failed) or request is None
     start, kept = _places(result)
@@ -106,13 +109,33 @@ def shown(turn: Turn, inherited: Sequence[Message] = ()) -> Shown:
         kind=str(request.__struct_config__.tag) if request else "invalid",
         stored=turn.stored,
         state="failed" if has_failed else "done" if result else "waiting",
-        said=(*map(_message, inherited), *_said(turn)),
-        note=", ".join(filter(None, (_note(turn), change))),
+        said=tuple(_said(request, result)),
+        model=turn.model,
+        note=", ".join(filter(None, (_note(request, result), change))),
         parent=result.parent.session if isinstance(result, Opened) and result.parent else None,
         position=result.position if result else None,
         start=start,
         kept=kept,
         spent=_spent(result),
+    )
+
+
+def inherited(turn: Past) -> Shown:
+    """Convert a turn that a fork has from its parent."""
+    start, kept = _places(turn.answer)
+    model = turn.answer.model if turn.answer else None
+    return Shown(
+        seq=turn.seq,
+        id=None,
+        kind=str(turn.request.__struct_config__.tag),
+        state="done",
+        said=tuple(_said(turn.request, turn.answer)),
+        model=model.name if model else None,
+        note=_note(turn.request, turn.answer),
+        position=turn.position,
+        start=start,
+        kept=kept,
+        spent=_spent(turn.answer),
     )
 
 
@@ -132,8 +155,7 @@ def _places(result: Result | None) -> tuple[int | None, int | None]:
     return None, None
 
 
-def _said(turn: Turn) -> Iterator[Said]:
-    request, result = turn.request, turn.result
+def _said(request: Request | None, result: Result | None) -> Iterator[Said]:
     if isinstance(request, Append | Generate):
         yield from map(_message, request.messages or ())
         if request.text:
@@ -161,10 +183,14 @@ def _calls(calls: Iterable[ToolCall | Called]) -> tuple[Call, ...]:
     return tuple(Call(one.function.name, one.function.arguments) for one in calls)
 
 
-def _note(turn: Turn) -> str:
-    match turn.request, turn.result:
+def _note(request: Request | None, result: Result | None) -> str:
+    match request, result:
         case None, _:
             return "not a valid request"
+        case _, Failed(code="context_exceeded", message=message):
+            return (
+                message.partition("; ")[0].rpartition(": ")[0] or message
+            )  # the page has buttons for what to do
         case _, Failed(code=code, message=message):
             return f"{code}: {message}"
         case _, UnknownResult(type=kind):

@@ -58,12 +58,15 @@ class _Exchange(NamedTuple):
 class Turn(Struct, frozen=True, kw_only=True):
     """An append, or a generate with its answer. The session had `start` tokens before it, `position` after.
 
+    `seq` is the sequence of the request in the log.
+
     The answer begins at `answer_start`; without an answer that is `position`. With `is_cut`, a rewind has
     removed a part of the messages or of the answer. `request` and `answer` are still whole then, but
     `answer` is None if none of its tokens is left. Positions are those at the time of the result: the chat
     template may have changed earlier text since then (`rewritten_from`).
     """
 
+    seq: int
     request: Append | Generate
     answer: Generated | None
     start: int
@@ -209,7 +212,14 @@ def _until(turns: Iterable[_Placed], position: int) -> list[_Placed]:
 def _turn(request: Append | Generate, result: Appended | Generated, start: int) -> Turn:
     answer = result if isinstance(result, Generated) else None
     begins = result.position - (len(answer.tokens) + answer.prefix_tokens if answer else 0)
-    return Turn(request=request, answer=answer, start=start, answer_start=begins, position=result.position)
+    return Turn(
+        seq=result.seq,
+        request=request,
+        answer=answer,
+        start=start,
+        answer_start=begins,
+        position=result.position,
+    )
 
 
 def _cut(turn: Turn, position: int) -> Turn:

@@ -15,15 +15,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import nats
 import pytest
+from msgspec.structs import replace
 
 import ops.console
 from commands.console import token_of
 from ops.console import app as console_app
+from ops.console import streams
 from ops.console.app import Console, Place, Served
 from ops.console.door import PAGE
 from ops.console.live import Live
@@ -37,17 +39,21 @@ from tests.ops.test_workers_history import Watched
 from tests.parts import LocalWorker, WorkerProcess, free_port
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.client import Client, connect
-from turnkeep_client.errors import RequestFailedError, TurnkeepError
+from turnkeep_client.errors import NoWorkerError, RequestFailedError, TurnkeepError
 from turnkeep_client.messages import (
     Called,
     CalledFunction,
+    Chunk,
     Generate,
     Generated,
+    Progress,
     Seconds,
+    SessionInfo,
     Usage,
     decode_request,
     encode,
 )
+from turnkeep_client.session import Session
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.process.settings import Settings
 
@@ -81,7 +87,10 @@ class OnShelf:
             ],
             "can_serve": True,
             "served": [{"name": "a", "is_loaded": self.unloaded is None}],
-            "good": [{"name": "org/good", **size, **known}],
+            "good": [
+                {"name": "org/good", **size, **known},
+                {"name": "org/huge", **size, **known, "fits": False},
+            ],
             "pulls": {name: {"done": 2**29, "total": 2**30} for name in self.pulled},
         }
 
@@ -459,7 +468,7 @@ async def test_the_console_forks_pins_exports_closes_reopens_and_forgets_a_sessi
         assert (await client.session("b").info()).position == 32
         tree = await page.get("sessions/b/tree")
         assert (tree["session"], [one["session"] for one in tree["forks"]]) == ("a", ["b"])
-        turn = (await page.get("sessions/b"))["turns"][0]
+        turn = (await page.get("sessions/b"))["turns"][-1]
         assert (turn["note"], turn["parent"]) == ("begins with 32 tokens of another session", "a")
         assert (await page.post("a/pin"))["said"].startswith("pinned 40 tokens")
         assert await page.get("sessions/a/pins") == [40]
@@ -604,15 +613,14 @@ async def test_a_fork_shows_the_conversation_inherited_from_its_parent(local_wor
         await page.post("garden/fork", {"name": "later"})
         await page.post("garden/fork", {"name": "silent"})
         await client.session("later").generate(messages=[{"role": "user", "content": "Why?"}], max_tokens=2)
-        told = [
-            (one["role"], one.get("text"))
-            for turn in (await page.get("sessions/garden"))["turns"]
-            for one in turn["said"]
-        ]
+        there = (await page.get("sessions/garden"))["turns"]
         for name in ("later", "silent"):
             turns = (await page.get(f"sessions/{name}"))["turns"]
-            assert [(one["role"], one.get("text")) for one in turns[0]["said"]] == told, name
-        assert [turn["kind"] for turn in turns] == ["open"]
+            assert turns[: len(there)] == [
+                {key: value for key, value in turn.items() if key not in {"stored", "id"}} | {"id": None}
+                for turn in there
+            ], name
+        assert [turn["kind"] for turn in turns] == ["generate", "generate", "open"]
 
 
 async def test_requests_to_the_console_fail_at_once_while_nats_is_unreachable(
@@ -732,6 +740,106 @@ async def test_streamed_chunks_equal_the_recorded_answer_and_a_repeated_id_runs_
         assert (await worker.client.session("new").info()).position == turn["position"]
 
 
+class Slow:
+    """A session whose answer does not come, and what its worker says of it."""
+
+    def __init__(self, told: SessionInfo | None) -> None:
+        self.told = told
+
+    async def follow(self, asked: Generate, seq: int) -> AsyncIterator[Chunk]:
+        await asyncio.Event().wait()
+        yield Chunk(i=0, tokens=(), text="")
+
+    async def info(self, *, limit: int) -> SessionInfo:
+        if self.told is None:
+            raise NoWorkerError("no worker")
+        return self.told
+
+
+def told(active: str | None, progress: Progress | None, *, running: int = 1, waiting: int = 0) -> SessionInfo:
+    return SessionInfo(
+        tenant="default",
+        session="s",
+        position=0,
+        state="running" if progress else "waiting",
+        active=active,
+        waiting=(),
+        requests=1,
+        progress=progress,
+        resident=False,
+        kv_live_bytes=0,
+        policy="full",
+        model="m",
+        worker=replace(metrics("w"), running=running, waiting=waiting),
+    )
+
+
+@pytest.mark.parametrize(
+    ("heard", "shown"),
+    [
+        (None, {"is_heard": False}),
+        (
+            told("q", Progress(cached_tokens=512, context_tokens=9000, generated_tokens=0)),
+            {"is_heard": True, "read": 512, "of": 9000, "written": 0},
+        ),
+        (told(None, None, running=2, waiting=3), {"is_heard": True, "others": 4}),
+        (told(None, None, running=0), {"is_heard": True, "others": 0}),
+    ],
+)
+async def test_a_stream_without_tokens_says_what_the_answer_waits_for(
+    heard: SessionInfo | None, shown: dict[str, Any]
+) -> None:
+    asked = decode_request(encode({"type": "generate", "id": "q", "text": "x"}))
+    stream = streams.events(cast("Session", Slow(heard)), cast("Generate", asked), 1, lambda: False)
+    assert await anext(stream) == b"event: begin\ndata: {}\n\n"
+    kind, data = (await anext(stream)).decode().split("\n")[:2]
+    assert (kind, json.loads(data.removeprefix("data: "))) == ("event: waits", shown)
+    await stream.aclose()
+
+
+async def test_a_long_message_is_counted_with_its_conversation_before_it_is_sent(local_worker: Start) -> None:
+    client = (await local_worker()).client
+    async with opened(client) as page:
+        alone = await page.post("s/count", {"text": "word " * 1000})
+        assert alone["tokens"] == alone["position"] > alone["context"] > 0
+        await page.post("s/ask", {"id": "q", "text": "x" * 4000})
+        found = {"turns": [{"state": "waiting"}]}
+        async with asyncio.timeout(30):
+            while found["turns"][0]["state"] == "waiting":
+                await asyncio.sleep(0.05)
+                found = await page.get("sessions/s")
+        note = found["turns"][0]["note"]
+        assert re.fullmatch(r"the session would hold \d+ tokens and \d+ new ones, the context is \d+", note)
+
+
+async def test_the_variants_of_a_conversation_are_one_entry_of_the_short_list(local_worker: Start) -> None:
+    client = (await local_worker()).client
+    talk = client.session("talk")
+    for text in ("First?", "Second?"):
+        position = 0 if text == "First?" else (await talk.info()).position
+        await talk.generate(messages=[{"role": "user", "content": text}], max_tokens=2)
+    async with opened(client) as page:
+        await page.post("talk/fork", {"name": "talk-v2", "position": position, "is_variant": True})
+        await page.post("talk/fork", {"name": "apart", "position": position})
+        other = [{"role": "user", "content": "Third?"}]
+        for name in ("apart", "talk-v2"):
+            await client.session(name).generate(messages=other, max_tokens=2)
+        found = await page.get("sessions/talk-v2/variants")
+        assert (found["root"], found["begins"], found["members"]) == ("talk", "First?", ["talk", "talk-v2"])
+        assert found["at"] == {f"{position}": ["talk", "talk-v2"]}
+        rows = (await page.get("sessions", brief=1))["rows"]
+        assert [(row["session"], row["begins"]) for row in rows] == [
+            ("talk-v2", "First?"),
+            ("apart", "Third?"),
+        ]
+        assert (await page.get("sessions", brief=1, words="second", whole=1))["total"] == 1
+        assert (await page.get("sessions"))["total"] == 3
+        first, second = (await page.get("sessions/talk-v2"))["turns"]
+        assert first["said"] == (await page.get("sessions/talk"))["turns"][0]["said"]
+        assert (second["start"], second["said"][0]["text"]) == (position, "Third?")
+        assert [one["said"][0]["text"] for one in (first, second)] == ["First?", "Third?"]
+
+
 async def test_the_console_limits_concurrent_streams_and_a_disconnected_reader_frees_one(
     local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -792,7 +900,10 @@ async def test_a_client_can_follow_an_answer_without_sending_its_request_again(l
 
 def test_the_pages_files_contain_no_url_of_another_host_and_insert_no_html() -> None:
     text = "".join(file.read_text() for file in PAGE.iterdir())
-    assert set(re.findall(r"https?://[^\"'\s]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert set(re.findall(r"https?://[^\"'\s]+", text)) == {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1998/Math/MathML",
+    }
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(| style=", text)
 
 

@@ -25,7 +25,7 @@ DIGEST = "sha512-FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76AS
 #: Pages, and a CSS selector of an element that is there once the page is drawn.
 PAGES = {
     "": "h1",
-    "session/notes": ".rich code",
+    "session/notes": ".switch",
     "session/fork": ".turn",
     "sessions": ".sessions td",
     "workers": ".log:not([hidden]) pre",
@@ -66,6 +66,8 @@ async def test_axe_finds_no_accessibility_violation_on_any_page(
     question = [{"role": "user", "content": "?"}]
     await client.session("notes").generate(messages=question, prefix=f"{MARKDOWN}> said `so`", max_tokens=3)
     await client.session("notes").fork("fork")
+    other = await client.session("notes").fork("notes-v2", 0, tags=("variant",))  # so that there is a switch
+    await other.generate(messages=question, max_tokens=3)
 
     found: dict[str, list[str]] = {}
 

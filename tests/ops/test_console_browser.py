@@ -69,8 +69,8 @@ async def test_a_chat_continues_after_its_worker_is_killed_and_can_be_forked_and
         def chat(url: str) -> str:
             browser.open(url)
             browser.click("Sessions")
-            browser.wait_for("document.querySelector('.words')?.textContent === 'What grows?'")
-            browser.click("garden", ".sessions a")
+            browser.wait_for("document.querySelector('.words')?.textContent === 'garden'")
+            browser.click("What grows?", ".sessions a")
             browser.wait_for("document.querySelectorAll('.turn').length === 1")
             browser.click("Options")
             browser.type("input[type=number]", "3000")
@@ -101,31 +101,50 @@ async def test_a_chat_continues_after_its_worker_is_killed_and_can_be_forked_and
         assert not [entry for entry in await client.log("garden") if entry.kind == "in"][1:]
 
 
+def choose(browser: Browser, words: str) -> None:
+    """Open the menu of actions, and choose the one that begins with these words."""
+    browser.click("⋯", "summary")
+    browser.wait_for("document.querySelector('.menu').open")
+    script = """[...document.querySelectorAll('.menu :is(button, a)')]
+        .find((one) => one.firstChild.innerText === arguments[0]).click()"""
+    browser.run(script, words)
+
+
 def act(browser: Browser) -> None:
     """Fork the session at its first turn; then forget it, after cancelling the dialog once."""
+    title = "document.querySelector('h1')?.textContent"
+    assert re.fullmatch(r"[\d.]+k? tokens/s", browser.text(".turn:last-child .cost summary"))
+    browser.run("document.querySelector('.turn:last-child .cost').open = true")
     assert re.search(
-        r"\d+ found\s+\d+ prefilled\s+3k generated\s+[\d.]+ m?s first token\s+[\d.]+k? tokens/s",
-        browser.text(".turn:last-child .meta"),
+        r"\d+ found\s+\d+ prefilled\s+3k generated\s+[\d.]+ m?s first token\s+[\d.]+ m?s in all",
+        browser.text(".turn:last-child .cost"),
     )
-    browser.click("Fork here")
+    browser.click("Fork", ".turn button")
     browser.type("#dialog-name", "garden-2\ue007")  # in the place of the name that is proposed; Enter
-    browser.wait_for("document.querySelector('h1')?.textContent === 'garden-2'")
+    browser.wait_for("location.hash === '#/session/garden-2'")
+    browser.wait_for(f"{title} === 'garden-2'")  # nothing was said in it
+    browser.click("garden-2", ".about summary")
     browser.wait_for("document.querySelector('.tree li')?.innerText.startsWith('garden')")
     browser.click("garden", ".tree a")
-    browser.wait_for("document.querySelector('h1')?.textContent === 'garden'")
-    browser.click("Delete", "main button")
+    browser.wait_for(f"{title} === 'What grows?'")
+    browser.wait_for("document.querySelectorAll('.turn').length === 2")
+    choose(browser, "Delete")
+    assert "It is removed from the log" in browser.text("dialog")
     browser.type("dialog", "\ue00c")  # Escape
-    browser.click("Delete", "main button")
+    choose(browser, "Delete")
     browser.click("Cancel", "dialog button")
     browser.wait_for("document.querySelectorAll('.turn').length === 2")
-    browser.click("Delete", "main button")
+    choose(browser, "Delete")
     browser.click("Delete", "#dialog-yes")
     browser.wait_for("location.hash === '#/'")
     browser.wait_for("document.querySelectorAll('.side li').length === 1")
     assert browser.text(".side .name") == "garden-2"
 
 
-MARKDOWN = "1. a **b**\n\n```python\nreturn 1\n```\n\n| a |\n|---|\n| 1 |\n\n[out](https://a.example)\n\n"
+MARKDOWN = (
+    "1. a **b**\n\n```python\nreturn 1\n```\n\n| a |\n|---|\n| 1 |\n\n[out](https://a.example)\n\n"
+    "- [x] done\n\n$$\\sqrt{x}$$\n\n"
+)
 
 
 async def test_a_chat_can_be_renamed_regenerated_edited_stopped_searched_and_exported(
@@ -153,31 +172,61 @@ async def test_a_chat_can_be_renamed_regenerated_edited_stopped_searched_and_exp
         browser.wait_for(
             "document.querySelectorAll('.side .name').length === 2"
         )  # it is read again meanwhile
-        assert names() == ["What grows?", "notes"]
-        browser.click("Rename")
+        assert names() == ["What grows?", "Rhubarb?"]
+        choose(browser, "Rename")
         browser.type("#dialog-name", "My <b>garden</b>\ue007")
         browser.wait_for("document.querySelector('h1').innerText === 'My <b>garden</b>'")
         browser.wait_for("document.querySelector('.side .name').innerText === 'My <b>garden</b>'")
         return str(browser.run("return location.hash")).removeprefix("#/session/")
 
     def again(name: str) -> None:
+        question, shown = (
+            "document.querySelector('.turn:last-child .user .text')?.innerText",
+            ".turn:last-child .switch",
+        )
         browser.click("Regenerate")
         browser.wait_for("location.hash === arguments[0]", f"#/session/{name}-v2")
-        browser.wait_for("document.querySelectorAll('.turn.done').length === 2")
-        assert "begins anew, beside another session" in browser.text(".turn")
-        assert browser.text(".turn .meta a") == name
+        browser.wait_for("document.querySelectorAll('.turn.done').length === 1")
+        assert "2/2" in browser.text(shown)
+        browser.click("", ".switch button")  # the variant before
+        browser.wait_for("location.hash === arguments[0]", f"#/session/{name}")
+        browser.wait_for(f"document.querySelector('{shown}')?.innerText.includes('1/2')")
         browser.click("Edit")
-        browser.type(".edit textarea", " And why?")
-        browser.click("Ask in a fork")
-        browser.wait_for("location.hash === arguments[0]", f"#/session/{name}-v3")
-        browser.wait_for(
-            "document.querySelector('.turn:last-child .user')?.innerText === 'What grows? And why?'"
+        assert browser.run(
+            "return document.querySelector('.turn .edit') && !document.querySelector('.turn .user')"
         )
+        browser.type(".edit textarea", ESCAPE)
+        browser.wait_for(f"{question} === 'What grows?' && !document.querySelector('.edit')")
+        assert browser.run("return document.activeElement.innerText") == "Edit"
+        browser.press(ENTER)
+        browser.type(".edit textarea", " And why?")
+        browser.click("Send", ".edit button")
+        browser.wait_for("location.hash === arguments[0]", f"#/session/{name}-v3")
+        browser.wait_for(f"{question} === 'What grows? And why?'")
+        browser.wait_for(f"document.querySelector('{shown}')?.innerText.includes('3/3')")
+        browser.wait_for("document.querySelectorAll('.side .name').length === 2")
+        assert names() == ["My <b>garden</b>", "Rhubarb?"], "one entry for all variants"
+        assert browser.text("h1") == "My <b>garden</b>"
+        assert browser.text(".side a[aria-current] .name") == "My <b>garden</b>"
+
+    def draft() -> None:
+        """Leave a message half written, by a shortcut, and come back to it."""
+        here = browser.run("return location.hash")
+        browser.type("#message", "On and")
+        browser.run(
+            "dispatchEvent(new KeyboardEvent('keydown', { key: 'O', ctrlKey: true, shiftKey: true }))"
+        )
+        browser.wait_for("location.hash === '#/' && document.querySelector('#message')?.value === ''")
+        browser.run("dispatchEvent(new KeyboardEvent('keydown', { key: 'k', ctrlKey: true }))")
+        assert browser.run("return document.activeElement.type") == "search"
+        browser.run("location.hash = arguments[0]", here)
+        browser.wait_for("document.querySelector('#message')?.value === 'On and'")
+        browser.wait_for("document.querySelector('.turn.done')")
 
     def stop() -> None:
         browser.click("Options")
         browser.type("input[placeholder='what fits']", "0000")  # it still has the 5
-        browser.type("#message", "On and on\ue007")
+        browser.type("#message", " on\ue007")  # behind its draft
         browser.wait_for(f"({ANSWER}).length > 20")
         browser.type("#message", "And then?\ue007")
         browser.wait_for("document.querySelectorAll('.turn.waiting').length === 2")
@@ -195,15 +244,18 @@ async def test_a_chat_can_be_renamed_regenerated_edited_stopped_searched_and_exp
         browser.type("body", ESCAPE)
         browser.wait_for("document.querySelectorAll('.turn.done').length === 2")
         told = browser.text(".turn:last-child .meta").split()
-        assert told[0] == "stopped", "nothing was computed for it"
-        assert told[2:] == ["Regenerate", "Edit"], "its position, 0, is no button"
+        assert told[:2] == ["Regenerate", "stopped"], (
+            "nothing was computed for it, and its position is no button"
+        )
 
     def search() -> None:
         browser.type(".side input", "rhub")
         browser.wait_for("document.querySelectorAll('.side li').length === 1")
-        browser.click("notes", ".side .name")
+        browser.click("Rhubarb?", ".side .name")
         browser.wait_for("document.querySelector('.rich td')?.innerText === '1'")
         assert browser.text(".rich li strong") == "b"
+        assert browser.run("return document.querySelector('math msqrt').namespaceURI.endsWith('MathML')")
+        assert browser.text(".said.assistant .who") == endless_model.name
         assert browser.text(".code .code-k").strip() == "return"
         assert browser.run("return document.querySelector('.rich a').rel") == "noreferrer"
         browser.click("Copy", ".code button")
@@ -214,11 +266,13 @@ async def test_a_chat_can_be_renamed_regenerated_edited_stopped_searched_and_exp
         assert browser.run(f"return {deadline}")
 
     def export() -> None:
-        browser.click("Export", "summary")
+        browser.click("⋯", "summary")
         links = browser.run("return [...document.querySelectorAll('.menu a')].map((one) => one.href)")
         read = "return fetch(arguments[0]).then((answer) => answer.text())"
         assert browser.run(read, links[0]).startswith("# notes\n\n## You\n\nRhubarb?\n")
         assert '"role": "user"' in browser.run(read, links[1])
+        browser.press(ESCAPE)
+        assert not browser.run("return document.querySelector('.menu').open")
 
     async with serving(client) as url:
         browser.cdp(
@@ -229,7 +283,7 @@ async def test_a_chat_can_be_renamed_regenerated_edited_stopped_searched_and_exp
         name = await asyncio.to_thread(begin, url)
         assert re.fullmatch(r"chat-\d{8}-\d{6}", name)
         await asyncio.to_thread(again, name)
-        for then in (stop, stop_the_first, search, export):
+        for then in (draft, stop, stop_the_first, search, export):
             await asyncio.to_thread(then)
 
 
@@ -287,8 +341,16 @@ async def test_the_page_models_shows_which_models_fit_and_downloads_one(
 
     def look(url: str) -> None:
         browser.open(f"{url}/?token={TOKEN}")
+        browser.run("window.fetch_ = window.fetch; window.fetch = () => new Promise(() => {})")
         browser.click("Models")
-        browser.wait_for("document.querySelectorAll('.models tbody tr').length === 5")
+        assert browser.text("main").split("\n") == ["Models", "", "Loading the list of models ..."]
+        browser.run("window.fetch = window.fetch_; location.hash = '#/'")
+        browser.click("Models")
+        browser.wait_for("document.querySelectorAll('.models tbody tr').length === 6")
+        downloads = (
+            "return [...document.querySelectorAll('[aria-label^=Download]')].map((one) => one.ariaLabel)"
+        )
+        assert browser.run(downloads) == ["Download org/good"], "the other one is too large"
         seen = browser.text("main")
         assert "This machine has 8 GiB of memory" in seen
         assert ("fits: 2 GiB" in seen, "too large: 2 GiB" in seen) == (True, True)
@@ -372,8 +434,8 @@ async def test_a_question_asked_while_no_model_is_loaded_is_answered_once_one_is
         assert browser.run("return seen") == ["restarting", "no model is loaded"]
         browser.wait_for(f"/tiny\\s+not loaded\\s+Serve/.test({served})")
         browser.click("Sessions")
-        browser.click("notes", ".sessions a")
-        browser.wait_for("document.querySelector('.user')?.innerText === 'Rhubarb?'")
+        browser.click("Rhubarb?", ".sessions a")
+        browser.wait_for("document.querySelector('.user .text')?.innerText === 'Rhubarb?'")
         browser.type(".side input", "rhub")
         browser.wait_for("document.querySelectorAll('.side li').length === 1")
         browser.click("Options")
@@ -415,7 +477,7 @@ async def test_scripts_in_names_and_messages_are_shown_as_text(
         browser.type("input[name=token]", TOKEN + "\n")
         browser.click("Sessions")
         browser.wait_for("document.querySelectorAll('.sessions tbody tr').length === 1")
-        browser.click("evil", ".sessions a")
+        browser.run("document.querySelector('.sessions a').click()")
         browser.wait_for("document.querySelectorAll('.said').length === 2")
         assert browser.text(".user .text") == browser.text(".assistant .text") == EVIL
         browser.click(f"Calls {name}")
@@ -560,37 +622,36 @@ async def test_each_page_of_the_console_works_with_a_keyboard_and_a_screen_reade
         await asyncio.to_thread(look, url)
 
 
-async def test_buttons_menu_and_filters_are_aligned_on_wide_and_narrow_screens(
+async def test_the_menu_is_not_cut_filters_are_aligned_and_a_short_chat_has_no_scrollbar(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
     client = (await local_worker()).client
-    await client.session("notes").append(text="abc")
+    for number in range(30):
+        await client.session(f"s{number}").append(text="abc")
     edges = """return [...document.querySelectorAll(arguments[0])].map((one) => one.getBoundingClientRect())
-        .map((one) => [one.left, one.top, one.height])"""
+        .map((one) => [one.left, one.top, one.height, one.right])"""
 
     def look(url: str) -> None:
         for width in (1200, 400):
             browser.look(width, 900)
-            browser.open(f"{url}/?token={TOKEN}#/session/notes")
-            browser.wait_for("document.querySelector('.actions .menu summary')")
-            browser.run("for (const one of document.querySelectorAll('details.aside')) one.open = true")
-            shown = browser.run(edges, ".actions > button, .actions > .menu > summary")
-            browser.run("document.querySelector('.menu').open = true")
-            (aside,), (menu,) = browser.run(edges, ".aside"), browser.run(edges, ".menu > div")
-            assert menu[0] >= aside[0]
-            wide = (
-                "const [menu, aside] = ['.menu > div', '.aside'].map((one) => document.querySelector(one));"
+            browser.open(f"{url}/?token={TOKEN}#/session/s7")
+            browser.wait_for(
+                "document.querySelector('.turn') && document.querySelectorAll('.side li').length === 30"
             )
-            wide += "return menu.getBoundingClientRect().right <= aside.getBoundingClientRect().right"
-            assert browser.run(wide), "the menu is not cut"
-            lines = {top: min(one[0] for one in shown if one[1] == top) for _, top, _ in shown}
-            assert len(set(lines.values())) == 1, "each line begins at the same edge"
+            assert browser.run("return document.documentElement.scrollHeight") == 900
+            assert browser.text("h1") == "abc"
+            browser.click("⋯", "summary")
+            ((left, top, height, right),) = browser.run(edges, ".menu > div")
+            assert 0 <= left < right <= width, "the menu is not cut"
+            assert top + height <= 900
+            browser.click("abc", "h1")
+            assert not browser.run("return document.querySelector('.menu').open")
             browser.run("location.hash = '#/sessions'")
             browser.wait_for("document.querySelector('.sessions td')")
-            heights = {height for _, _, height in browser.run(edges, ".filters :is(input, select)")}
+            heights = {one[2] for one in browser.run(edges, ".filters :is(input, select)")}
             assert len(heights) == 1
         labels = browser.run(edges, ".filters > label")[1:]  # at 400 px the search has a line of its own
-        assert len({top for _, top, _ in labels}) == 1
+        assert len({one[1] for one in labels}) == 1
         browser.look(320, 900)
         browser.run("location.hash = '#/connect'")
         browser.wait_for("document.querySelector('.facts dd')")
@@ -637,7 +698,7 @@ async def test_a_dialog_keeps_the_keyboard_focus_and_returns_it_when_closed(
         await asyncio.to_thread(look, url)
 
 
-async def test_a_read_only_page_has_no_button_but_export(
+async def test_a_read_only_page_has_no_action_but_export(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
     worker = await local_worker()
@@ -646,11 +707,15 @@ async def test_a_read_only_page_has_no_button_but_export(
     def look(url: str) -> None:
         browser.open(f"{url}/?token={TOKEN}")
         browser.click("Sessions")
-        browser.click("a", ".sessions a")
+        browser.click("abc", ".sessions a")
         browser.wait_for("document.querySelectorAll('.turn').length === 1")
         buttons = "return [...document.querySelectorAll('main :is(button, .button, textarea)')]"
         seen = browser.run(f"{buttons}.filter((one) => one.checkVisibility()).map((one) => one.innerText)")
-        assert seen == ["Export"]
+        assert seen == ["⋯"]
+        entries = browser.run(
+            "return [...document.querySelectorAll('.menu > div > *')].map((one) => one.tagName)"
+        )
+        assert entries == ["A"] * 3
 
     async with serving(worker.client, read_only=True) as url:
         await asyncio.to_thread(look, url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ PIECES = (
         "<b>",
         "&amp;",
     ),
+    *("$", "$$", "\\[", "\\]", "\\(", "\\)", "x^2", "[ ] ", "[x] ", "http://a.b", "_"),
     *("\\", " ", "word", "def f(): return 1  # x", "<script>", "é", "\t", "\0"),
 )
 
@@ -91,6 +93,95 @@ x = "s"  # why
         ],
         ["blockquote", {}, ["p", {}, "said"]],
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        ("- [ ] a **b**", [["ul", {}, ["li", {"class": "task"}, "☐ a ", ["strong", {}, "b"]]]]),
+        (
+            "1. [x] c\n\n   [ ] d",
+            [["ol", {}, ["li", {"class": "task"}, ["p", {}, "☑ c"], ["p", {}, "[ ] d"]]]],
+        ),
+        ("- [x](http://a.b)", [["ul", {}, ["li", {}, ["a", {"href": "http://a.b"}, "x"]]]]),
+        ("[ ] a", [["p", {}, "[ ] a"]]),
+    ],
+)
+def test_items_of_a_list_of_tasks_begin_with_boxes(text: str, blocks: Any) -> None:
+    assert list(rendered(text)) == blocks
+
+
+@pytest.mark.parametrize(
+    ("text", "links"),
+    [
+        ("See https://a.example/x_(y)?q=1&b=2.", ["https://a.example/x_(y)?q=1&b=2"]),
+        ("(http://a.b) or **http://c.d/**,", ["http://a.b", "http://c.d/"]),
+        ("`http://a.b` [http://c.d](http://e.f)", ["http://e.f"]),
+        ("javascript://a.b, xhttp://c.d, http://", []),
+    ],
+)
+def test_bare_links_to_web_pages_lead_there(text: str, links: list[str]) -> None:
+    assert re.findall(r'"a", {"href": "([^"]*)"}', json.dumps(rendered(text))) == links
+    assert plain(["", {}, *rendered(text)]) == re.sub(r"[`*]|\[|\]\(.*\)", "", text)
+
+
+def elements(nodes: Any) -> str:
+    """Write nodes in the way of XML, without attributes."""
+    if isinstance(nodes, str):
+        return nodes
+    return f"<{nodes[0]}>{''.join(map(elements, nodes[2:]))}</{nodes[0]}>"
+
+
+ROW = "<math><mrow>{}</mrow></math>"
+X = ROW.format("<mi>x</mi>")
+MINUS_X = ROW.format("<mo>\N{MINUS SIGN}</mo><mi>x</mi>")
+HALF = ROW.format("<mfrac><mrow><mn>1</mn></mrow><mrow><mn>2</mn></mrow></mfrac>")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("$x$ and $5 or $6", f"<p>{X} and $5 or $6</p>"),
+        (r"\(x\), $ x$, \$x$, $HOME/$USER, `$x$`", f"<p>{X}, $ x$, $x$, $HOME/$USER, <code>$x$</code></p>"),
+        ("a\n$$\n- x\n$$\nb", f"<p>a</p>{MINUS_X}<p>b</p>"),
+        (r"\[x\]", X),
+        ("> $$\n> x\n> $$", f"<blockquote>{X}</blockquote>"),
+        ("- $$x$$", f"<ul><li>{X}</li></ul>"),
+        ("$$x$$ so", f"<p>{X} so</p>"),
+        ("$$ x\n\ny", "<p>$$ x</p><p>y</p>"),
+        (
+            "| a |\n|---|\n| $x$ |",
+            f"<table><thead><tr><th>a</th></tr></thead><tbody><tr><td>{X}</td></tr></tbody></table>",
+        ),
+        (
+            r"$\frac{1}{2}$",
+            f"<p>{HALF}</p>",
+        ),
+        ("$^$", "<p><code>^</code></p>"),
+        (r"$\newcommand{\a}{x}\a$", r"<p><code>\newcommand{\a}{x}\a</code></p>"),
+        (f"${'{' * 1500}{'}' * 1500}$", f"<p><code>{'{' * 1500}{'}' * 1500}</code></p>"),
+        (f"${'x' * 4001}$", f"<p><code>{'x' * 4001}</code></p>"),
+    ],
+)
+def test_formulas_become_mathml_and_others_stay_text(text: str, shown: str) -> None:
+    assert "".join(map(elements, rendered(text))) == shown
+
+
+def test_the_lines_of_aligned_equations_are_rows_and_a_boxed_answer_has_a_box() -> None:
+    (table,) = rendered("$$\n\\begin{aligned} a &= b \\\\ c &= d \\end{aligned}\n$$")
+    assert elements(table).count("<mtr>") == 2
+    assert "&" not in elements(table)
+    assert '"mtd", {"class": "right"}' in json.dumps(table)
+    assert '["mrow", {"class": "boxed"}' in json.dumps(rendered(r"$\boxed{42}$"))
+
+
+@pytest.mark.parametrize(
+    "name", [r"\href{javascript:alert(1)}", r"\style{color:red}", r"\class{top}", r"\text"]
+)
+def test_a_formula_has_no_links_styles_or_markup(name: str) -> None:
+    shown = rendered(f"${name}{{<script>alert(1)</script>&lt;img&gt;}}$")
+    assert set(re.findall(r'"(\w+)": "', json.dumps(shown))) <= {"display", "stretchy", "fence", "form"}
+    assert not {"script", "img", "a"} & set(_tags(shown))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 /* The form of a chat: it asks a question, which the log keeps until a worker answers. */
 
-import { made, path, post, toast } from "./dom.js";
+import { exact, made, path, post, tell, toast } from "./dom.js";
 
 export const isNearEnd = () => innerHeight + scrollY > document.documentElement.scrollHeight - 160;
 export const toEnd = () => scrollTo(0, document.documentElement.scrollHeight);
@@ -31,19 +31,51 @@ export function options() {
   }
 }
 
+/* From this many characters on, the tokens of a message are counted before it is sent. */
+const LONG = 4000;
+/* Says how many tokens a long message has, and whether the model takes so many. */
+function counter(name) {
+  const note = made("span", { class: "faint small count", role: "status" });
+  let soon, turn = 0;
+  async function ask(text, mine) {
+    const found = await post(path(name, "/count"), { text }).catch(() => null);
+    if (mine !== turn || !found) return;
+    const isTooLong = found.context > 0 && found.position >= found.context, all = `${exact(found.tokens)} tokens`;
+    note.className = `${isTooLong ? "bad" : "faint"} small count`;
+    tell(note, !isTooLong ? all : found.tokens === found.position ? `${all}: too long, the model takes ${exact(found.context)}`
+      : `${all}, ${exact(found.position)} with the conversation: too long, the model takes ${exact(found.context)}`);
+  }
+  return { note, see(text) {
+    clearTimeout(soon);
+    const mine = ++turn;
+    if (text.length < LONG) tell(note, ""); else soon = setTimeout(() => ask(text, mine), 500);
+  } };
+}
+
+/* A draft is kept by this browser until it is sent; `given` is null for a new chat. */
+const draft = (given) => `draft:${given ?? ""}`;
+export const dropDraft = (name) => localStorage.removeItem(draft(name));
+
 /* `sent` is called when a question is in the log, `stop` to cancel what waits and runs. */
-export function composer(name, sent, stop) {
+export function composer(name, given, sent, stop) {
   let id = newId();  // kept until the question has arrived, so that the same one is not asked twice
-  const text = made("textarea", { id: "message", rows: 1, placeholder: "Message", required: true, input: () => { id = newId(); }, keydown: (event) => {
+  const counted = counter(name);
+  const text = made("textarea", { id: "message", rows: 1, placeholder: "Message", required: true, input: () => {
+    id = newId();
+    if (text.value) localStorage.setItem(draft(given), text.value); else dropDraft(given);
+    counted.see(text.value);
+  }, keydown: (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
     form.requestSubmit();
   } });
+  text.value = localStorage.getItem(draft(given)) ?? "";
+  counted.see(text.value);
   const system = area("System message", "system", { placeholder: "for example: Answer in one sentence." });
   const send = made("button", { class: "main" }, "Send");
   const stopping = made("button", { type: "button", hidden: true, click: stop, title: "Esc" }, "Stop");
   const form = made("form", { class: "composer", hidden: true, submit: ask },
-    made("div", { class: "row" }, made("label", { class: "grow" }, made("span", { class: "hidden" }, "Message"), text), stopping, send),
+    made("div", { class: "row" }, made("label", { class: "grow" }, made("span", { class: "hidden" }, "Message"), text), stopping, send), counted.note,
     made("details", {}, made("summary", {}, "Options"), made("div", { class: "row" }, system,
       number("Tokens at most", "max_tokens", { min: 1, max: 2 ** 31 - 1, step: 1, placeholder: "what fits" }),
       number("Temperature", "temperature", { min: 0, max: 100, placeholder: "the model's" }),
@@ -60,6 +92,8 @@ export function composer(name, sent, stop) {
     try {
       await post(path(name, "/ask"), { id, text: text.value, system: system.hidden ? "" : chosen.system ?? "", ...options() });
       text.value = "";
+      dropDraft(given);
+      counted.see("");
       await sent();
       toEnd();
     } catch (error) {

@@ -3,27 +3,35 @@
 import { age, folding, get, made, tell } from "./dom.js";
 import { address } from "./sessions.js";
 
+/* What the names of a conversation's variants have in common. */
+export const stem = (name) => name.replace(/-v\d+$/, "").slice(0, 56);
 /* Titles that the user has given; this browser keeps them, the log has none. */
-const key = (name) => `title:${name}`;
+const key = (name) => `title:${stem(name)}`;
 export const titled = (name) => localStorage.getItem(key(name));
 export function entitle(name, title) {
   if (title) localStorage.setItem(key(name), title); else localStorage.removeItem(key(name));
 }
-const generated = /^chat-\d{8}-\d{6}/;
 export const newName = () => `chat-${new Date().toISOString().slice(0, 19).replace(/[-:]/g, "").replace("T", "-")}`;
-export const title = (row) => titled(row.session) ?? (generated.test(row.session) && row.begins ? row.begins : row.session);
+export const title = (row) => titled(row.session) ?? row.begins ?? row.session;
 
 const list = made("ol"), note = made("p", { class: "faint small", role: "status" });
 let typing, turn = 0, current = null;
-const search = made("input", { type: "search", placeholder: "Search all messages", "aria-label": "Search all messages", autocomplete: "off", input: () => {
+const search = made("input", { type: "search", placeholder: "Search all messages", title: "Ctrl K", "aria-label": "Search all messages", autocomplete: "off", input: () => {
   clearTimeout(typing);
   typing = setTimeout(refresh, 300);
 } });
+export function seek() {
+  const side = search.closest("details");
+  if (side) side.open = true;
+  search.focus();
+  search.select();
+}
 
+const isCurrent = (name) => current !== null && stem(name) === stem(current);
 function line(row, found) {
-  const words = found ?? (row.parent ? `fork of ${titled(row.parent.session) ?? row.parent.session}` : title(row) === row.session ? row.begins : "");
+  const words = found ?? (row.parent ? `fork of ${titled(row.parent.session) ?? row.parent.session}` : "");
   const facts = row.state === "idle" ? age(row.last) : row.state;
-  return made("li", {}, made("a", { href: address(row.session), "aria-current": row.session === current && "page", title: row.session },
+  return made("li", {}, made("a", { href: address(row.session), "aria-current": isCurrent(row.session) && "page", title: row.session },
     made("span", { class: "name" }, title(row)), made("span", { class: "faint" }, words ? `${facts} · ${words}` : facts)));
 }
 
@@ -43,8 +51,8 @@ async function refresh() {
 export function conversations(session, isReadOnly) {
   current = session;
   for (const link of list.querySelectorAll("a")) {
-    if (link.getAttribute("href") === (session && address(session))) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
+    if (isCurrent(link.title)) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
   }
   return { refresh, element: folding("side", "Conversations", made("nav", { "aria-label": "Conversations" },
-    !isReadOnly && made("a", { class: "button", href: "#/", "aria-current": !session && "page" }, "New chat"), search, list, note)) };
+    !isReadOnly && made("a", { class: "button", href: "#/", title: "Ctrl Shift O", "aria-current": !session && "page" }, "New chat"), search, list, note)) };
 }

@@ -19,14 +19,27 @@ const TAGS = new Set(["a", "blockquote", "br", "code", "em", "h3", "h4", "h5", "
 export function tree(node) {
   if (typeof node === "string") return node;
   const [tag, { language, ...attributes }, ...inner] = node;
+  if (tag === "math") return attributes.display === "block" ? wide(formula(node)) : formula(node);
   if (!TAGS.has(tag)) return made("span", {}, ...inner.map(tree));
   if (attributes.href && !/^(https?:|mailto:)/i.test(attributes.href)) delete attributes.href;
   const element = made(tag, attributes.href ? { ...attributes, target: "_blank", rel: "noreferrer" } : attributes, ...inner.map(tree));
-  if (tag === "table") return made("div", { class: "wide", tabindex: 0 }, element);
+  if (tag === "table") return wide(element);
   if (tag !== "pre") return element;
   element.tabIndex = 0;  // it scrolls
   return made("div", { class: "code" }, made("div", { class: "row" }, made("span", {}, language || "text"),
     made("button", { class: "link", type: "button", click: () => copied(element.textContent) }, "Copy")), element);
+}
+const wide = (element) => made("div", { class: "wide", tabindex: 0 }, element);
+
+const MATHML = "http://www.w3.org/1998/Math/MathML";
+const MATH = /^(math|m([inos]|frac|over|padded|phantom|root|row|space|sqrt|style|sub|subsup|sup|table|td|text|tr|under|underover))$/;
+function formula(node) {
+  if (typeof node === "string") return node;
+  const [tag, attributes, ...inner] = node;
+  const element = document.createElementNS(MATHML, MATH.test(tag) ? tag : "mrow");
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  element.append(...inner.map(formula));
+  return element;
 }
 
 export async function copied(text) {
@@ -39,10 +52,10 @@ export async function copied(text) {
 }
 
 /* A part that is always open where there is room, and folded on a narrow screen. */
-const wide = matchMedia("(min-width: 1001px)");
+const roomy = matchMedia("(min-width: 1001px)");
 export function folding(kind, title, ...children) {
-  const element = made("details", { class: kind, open: wide.matches }, made("summary", {}, title), ...children);
-  wide.addEventListener("change", () => { element.open = wide.matches; });
+  const element = made("details", { class: kind, open: roomy.matches }, made("summary", {}, title), ...children);
+  roomy.addEventListener("change", () => { element.open = roomy.matches; });
   return element;
 }
 

@@ -1,6 +1,7 @@
 /* Shows the page that the address names, and keeps it fresh while somebody looks. */
 
 import { connect } from "./connect.js";
+import { seek } from "./conversations.js";
 import { clock, get, made, tell } from "./dom.js";
 import { models } from "./models.js";
 import { session } from "./session.js";
@@ -104,6 +105,15 @@ async function look() {
 
 document.querySelector(".skip").onclick = (event) => { event.preventDefault(); main.focus(); };
 addEventListener("hashchange", open);
+addEventListener("keydown", (event) => {
+  if (!(event.ctrlKey || event.metaKey) || event.altKey || about.read_only || document.querySelector("dialog[open]")) return;
+  const key = event.key.toLowerCase(), isNew = event.shiftKey && key === "o";
+  if (!isNew && (event.shiftKey || key !== "k")) return;
+  event.preventDefault();
+  if (isNew) location.hash = "#/";
+  else if (document.querySelector(".side")) seek();
+  else { location.hash = "#/"; addEventListener("hashchange", seek, { once: true }); }
+});
 addEventListener("restart", (event) => { restarted = event.detail ? performance.now() : -RESTART_MS; wasAway = false; });
 addEventListener("doubt", look);  // an answer that is on its way has stopped
 addEventListener("resize", () => page?.resized?.());

@@ -16,9 +16,11 @@ export function models(main, about) {
     made("label", { class: "grow" }, "Another model of the hub", field), made("button", {}, "Download"));
   const inUse = table("Models that are served", ["model", "state", ""], served);
   let last = "", soon;
-  main.append(made("div", { class: "row head" }, made("h1", {}, "Models")), note, inUse, made("h2", {}, "On this machine"),
+  const all = made("div", { hidden: true }, inUse, made("h2", {}, "On this machine"),
     table("Models on this machine", ["model", "size", "memory", "context", "serve"], here),
     made("h2", {}, "Known to be good"), table("Models to download", ["model", "on a GPU", "size", "here", ""], good), ...(form ? [made("h2", {}, "Download"), form] : []));
+  main.append(made("div", { class: "row head" }, made("h1", {}, "Models")), note, all);
+  tell(note, "Loading the list of models ...");
 
   async function act(path, name, restarts = false) {
     const expect = (detail) => { if (restarts) dispatchEvent(new CustomEvent("restart", { detail })); };
@@ -64,6 +66,7 @@ export function models(main, about) {
     const how = found.served.length && !found.can_serve ? "Each model of turnkeep.toml is loaded by its next request; name others there to serve them."
       : `A worker serves one model. ${canServe ? "Serve restarts it with another one, until it is next started by hand" : "Copy the line that starts it with another one"}; for several at a time name them in turnkeep.toml.`;
     tell(note, `This machine has ${bytes(found.memory_bytes)} of memory.${found.on_cpu ? " On its CPU each weight takes 4 bytes." : ""} ${how}`);
+    all.hidden = false;
     inUse.hidden = !found.served.length;
     served.replaceChildren(...found.served.map((one) => row(one.name, "", ["state", state(one, found.can_serve)], ["", change(one, found.can_serve)])));
     const isServed = (name) => found.served.some((one) => one.name === name);
@@ -71,7 +74,7 @@ export function models(main, about) {
       ["memory", fits(one)], ["context", one.context_tokens ? `${count(one.context_tokens)} tokens` : "unbounded"],
       ["serve", made("span", { class: "acts" }, canServe && one.fits && !one.in_use && !isServed(one.name) && made("button", { class: "link", click: () => serve(one.name), "aria-label": `Serve ${one.name}` }, "Serve"), made("button", { class: "link", click: () => copied(one.serve), title: one.serve, "aria-label": `Copy line that serves ${one.name}` }, "Copy line"))])));
     const known = found.good.map((one) => row(one.name, made("span", { title: one.sources.join("; ") }, one.use), ["on a GPU", `with ${one.memory_gb} GB`], ["size", bytes(one.size_bytes)], ["here", fits(one)],
-      ["", found.pulls[one.name] ? progress(one.name, found.pulls[one.name]) : !about.read_only
+      ["", found.pulls[one.name] ? progress(one.name, found.pulls[one.name]) : !about.read_only && one.fits
         && made("button", { class: "link", click: () => pull(one.name), "aria-label": `Download ${one.name}` }, "Download")]));
     const others = Object.entries(found.pulls).filter(([name]) => !found.good.some((one) => one.name === name));
     good.replaceChildren(...known, ...others.map(([name, one]) => row(name, "", ["on a GPU", ""], ["size", ""], ["here", ""], ["", progress(name, one)])));

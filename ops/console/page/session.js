@@ -1,40 +1,47 @@
-/* One session: its figures, tree, conversation, actions, and the chat. Without a name a new one begins. */
+/* One conversation: its turns, what can be done with it, and the chat. Without a name a new one begins. */
 
-import { composer, isNearEnd, newId, options, toEnd } from "./chat.js";
-import { conversations, entitle, newName, title, titled } from "./conversations.js";
-import { age, asked, count, exact, folding, get, made, path, post, seconds, shown, tell, toast } from "./dom.js";
+import { composer, dropDraft, isNearEnd, newId, options, toEnd } from "./chat.js";
+import { conversations, entitle, newName, stem, title, titled } from "./conversations.js";
+import { details } from "./details.js";
+import { asked, exact, get, made, path, post, tell, toast } from "./dom.js";
+import { menu } from "./menu.js";
 import { address, state } from "./sessions.js";
 import { element, growing } from "./turns.js";
+
+/* Where a message was on the screen whose variant was chosen: the next page shows it at the same place. */
+let place = null;
 
 export function session(main, given, about) {
   const name = given ?? newName();
   const turns = new Map();  // by sequence: what is shown, and its element
   let more = null, stream = null, row = null, turn = 0, isFirst = true, models = "", listed = 0, cost = null, pins = [];
-  const badge = made("span"), facts = made("dl", { class: "facts" }), tree = made("section", { class: "tree", hidden: true });
-  const list = made("ol", { class: "talk" });
-  const note = made("p", { class: "faint", role: "status" });
+  let varied = { begins: null, members: [name], at: {} };
+  const badge = made("span"), list = made("ol", { class: "talk" }), note = made("p", { class: "faint", role: "status" });
   const earlier = made("button", { hidden: true, click: () => before() }, "Earlier turns");
-  const actions = made("div", { class: "row actions" });
-  const head = made("h1", {}, given ? titled(name) ?? name : "New chat"), chat = composer(name, sent, stop), box = chat.form;
+  const actions = made("span", { class: "actions" }), more_ = details(name);
+  const head = made("h1", {}, given ? titled(name) ?? "" : "New chat"), chat = composer(name, given, sent, stop), box = chat.form;
   const beside = conversations(given, about.read_only);
   main.append(made("div", { class: "columns" }, beside.element,
-    made("div", { class: "conversation" }, made("div", { class: "row title" }, head, badge), earlier,
-      made("div", { role: "log", "aria-label": "Conversation", "aria-live": "polite" }, list), note, box),
-    given && folding("aside", "Details", actions, facts, tree)));
+    made("div", { class: "conversation" }, made("div", { class: "row title" }, head, badge, actions), given && more_.element, earlier,
+      made("div", { role: "log", "aria-label": "Conversation", "aria-live": "polite" }, list), note, box)));
 
   async function sent() {
     if (given) await refresh(); else location.hash = address(name);
   }
-  async function act(action, details = {}) {
+  async function act(action, details_ = {}, of = name) {
     try {
-      toast((await post(path(name, `/${action}`), details)).said);
-      await refresh();
-      seePins();
+      toast((await post(path(of, `/${action}`), details_)).said);
       return true;
     } catch (error) {
       toast(error.message, true);
       return false;
     }
+  }
+  async function acted(action, details_) {
+    const isDone = await act(action, details_);
+    await refresh();
+    seePins();
+    return isDone;
   }
   /* Whether the session still has its tokens up to a position as they were after the turn at `seq`. */
   const stands = (position, seq) => position !== undefined && [...turns.values()].every(({ turn: later }) => later.seq <= seq || !(later.kept < position));
@@ -42,16 +49,22 @@ export function session(main, given, about) {
 
   async function fork(position, seq) {
     if (position && !stands(position, seq)) return moved();
-    const text = position ? `It begins with the first ${exact(position)} tokens of ${name}.` : `It begins with all tokens of ${name}.`;
-    const chosen = await asked({ title: "Fork", text: `${text} Both go on apart.`, yes: "Fork", name: `${name.slice(0, 50)}-fork` });
+    const text = position ? `It begins with the first ${exact(position)} tokens of this one.` : "It begins with all of this one.";
+    const chosen = await asked({ title: "Fork", text: `${text} Both go on apart.`, yes: "Fork", name: `${stem(name).slice(0, 50)}-fork` });
     if (chosen && await act("fork", { name: chosen, ...(position ? { position } : {}) })) location.hash = address(chosen);
   }
-  async function sure(action, yes, text) {
-    if (!await asked({ title: `${yes} ${name}?`, text, yes, danger: true })) return;
-    if (await act(action) && action === "forget") location.hash = "#/";
+  /* Ends all variants of the conversation. */
+  async function end(action, yes, text) {
+    const number = varied.members.length, all = number > 1 ? ` Its ${number} variants end together.` : "";
+    if (!await asked({ title: `${yes} "${head.textContent}"?`, text: text + all, yes, danger: true })) return;
+    for (const one of varied.members) if (!await act(action, {}, one)) return;
+    if (action !== "forget") return void refresh();
+    entitle(name, "");
+    varied.members.forEach(dropDraft);
+    location.hash = "#/";
   }
   async function rename() {
-    const chosen = await asked({ title: "Title", text: `For ${name}. This browser keeps the title; empty removes it.`, yes: "Keep", name: titled(name) ?? "", isFree: true });
+    const chosen = await asked({ title: "Title", text: "This browser keeps it; empty removes it.", yes: "Keep", name: titled(name) ?? "", isFree: true });
     if (chosen === null) return;
     entitle(name, chosen);
     listed = 0;
@@ -62,104 +75,84 @@ export function session(main, given, about) {
   async function stop() {
     const waiting = [...turns.values()].map((one) => one.turn).filter((one) => one.state === "waiting" && one.id).reverse();
     for (const one of waiting) await act("cancel", { id: one.id });
+    await refresh();
   }
 
-  /* Ask again from a turn on, in a fork of what was before it. */
+  /* Ask again from a turn on, in a variant: a fork of what was before it. */
   async function again(one, text) {
     if (!stands(one.start, one.seq)) return moved();
-    const base = name.slice(0, 56).replace(/-v\d+$/, ""), position = one.start;
     const words = (role) => one.said.find((said) => said.role === role)?.text ?? "";
+    const numbers = varied.members.map((other) => Number(/-v(\d+)$/.exec(other)?.[1] ?? 1)), as = `${stem(name)}-v${1 + Math.max(...numbers)}`;
     try {
-      const taken = new Set((await get(`api/sessions?${new URLSearchParams({ brief: 1, words: `${base}-v` })}`)).rows.map((found) => found.session));
-      let number = 2;
-      while (taken.has(`${base}-v${number}`)) number += 1;
-      const as = `${base}-v${number}`;
-      await post(path(name, "/fork"), { name: as, position });
+      await post(path(name, "/fork"), { name: as, position: one.start, is_variant: true });
       await post(path(as, "/ask"), { id: newId(), text: text ?? words("user"), system: words("system"), vary: text === undefined, ...options() });
       location.hash = address(as);
     } catch (error) {
       toast(error.message, true);
     }
   }
-  async function edit(one) {
-    const text = one.said.find((said) => said.role === "user").text;
-    const field = made("textarea", { "aria-label": "The question, changed" });
-    const form = made("form", { class: "edit", submit: (event) => { event.preventDefault(); if (field.value.trim()) again(one, field.value); } }, field,
-      made("div", { class: "row end" }, made("button", { type: "button", click: () => form.remove() }, "Cancel"), made("button", { class: "main" }, "Ask in a fork")));
-    turns.get(one.seq).element.append(form);
-    field.value = text;
-    field.focus();
-    field.setSelectionRange(text.length, text.length);
+  /* Show another variant, and leave the message where it is. */
+  function go(other, seq, start) {
+    place = { start, top: turns.get(seq).element.getBoundingClientRect().top };
+    location.hash = address(other);
   }
-  const acts = about.read_only ? null : { fork, again, edit };
+  const acts = about.read_only ? null : { fork, again };
 
   function buttons() {
-    const isOpen = row && !["closed", "forgotten"].includes(row.state);
-    const button = (label, click, kind, title) => made("button", { click, class: kind, title }, label);
-    const shown_ = about.read_only || !row ? [] : isOpen ? [
-      button("Rename", rename), button("Fork", () => fork(), null, "A conversation that goes on from here, apart from this one"),
-      button("Pin", () => act("pin"), null, "Keep its KV on the disk, so that it is never prefilled again"), button("Unpin", () => act("unpin")),
-      button("Close", () => sure("close", "Close", "It ends, and some days later it is removed from the log. Its name can be opened again.")),
-    ] : [button("Open again", () => act("open"))];
-    if (row && !about.read_only && row.state !== "forgotten") {
-      shown_.push(button("Delete", () => sure("forget", "Delete", "Its conversation is removed from the log and the workers' disks. This cannot be undone."), "danger"));
-    }
-    // The last one: its menu covers none of the others.
-    const as = (label, form) => made("a", { href: path(name, `/export${form ? `?form=${form}` : ""}`), download: true }, label);
-    if (row) shown_.push(made("details", { class: "menu" }, made("summary", { class: "button" }, "Export"),
-      made("div", {}, as("Markdown", "md"), as("JSON", "json"), as("Archive, for turnkeep import", ""))));
-    if (actions.dataset.state !== `${row?.state}`) actions.replaceChildren(...shown_);
-    actions.dataset.state = `${row?.state}`;
+    const isOpen = row && !["closed", "forgotten"].includes(row.state), may = row && !about.read_only;
+    const as = (label, form) => [label, null, path(name, `/export${form ? `?form=${form}` : ""}`)];
+    const isNew = JSON.stringify([row?.state, pins]);
     box.hidden = about.read_only || Boolean(row && !isOpen);
+    if (!row || actions.dataset.state === isNew) return;
+    actions.dataset.state = isNew;
+    actions.replaceChildren(menu([
+      may && ["Rename", null, rename],
+      may && isOpen && ["Fork", "a conversation of its own that goes on from here", () => fork()],
+      may && isOpen && (pins.length ? ["Unpin", "its KV may be evicted again", () => acted("unpin")] : ["Pin", "keeps its KV on the disk, so that it is never read again", () => acted("pin")]),
+      as("Export as Markdown", "md"), as("Export as JSON", "json"), as("Export for turnkeep import", ""),
+      may && isOpen && ["Close", "ends it; the log keeps it for some days", () => end("close", "Close", "It ends, and some days later it is removed from the log. Its name can be opened again.")],
+      may && !isOpen && row.state !== "forgotten" && ["Open again", "begins anew under its name", () => acted("open")],
+      may && row.state !== "forgotten" && ["Delete", "removes it from the log and the disks, for ever", () => end("forget", "Delete", "It is removed from the log and the workers' disks. This cannot be undone."), "danger"]]));
   }
 
-  function figures(found) {
-    cost = found;
-    const all = row ? [["tokens", shown(row.position, exact)],
-      ["found in KV", count(cost.found), "tokens of prompts whose KV (what the model keeps of a token) was on the device or the disk"],
-      ["prefilled", count(cost.prefilled), "tokens of prompts that the model had to read"],
-      ["generated", count(cost.generated), "tokens of answers"], ["time", seconds(cost.seconds), "from requests to their results"], ["last active", age(row.last)],
-      ["model", row.model ?? "–"], ["worker", row.worker ?? "–"],
-      ...(pins.length ? [["pinned", `the first ${pins.map(exact).join(", ")} tokens`, "KV on the disk that is never evicted"]] : []),
-      ...(row.tags?.length ? [["tags", row.tags.join(", ")]] : [])] : [];
-    facts.replaceChildren(...all.map(([term, value, title]) => made("div", { title }, made("dt", {}, term), made("dd", {}, value))));
-    badge.replaceChildren(...(row ? [state(row)] : []));
-  }
-
-  const branch = (one) => made("li", {},
-    one.session === name ? made("b", { "aria-current": "page" }, one.session) : made("a", { href: address(one.session) }, one.session),
-    made("span", { class: "faint" }, ` ${one.row?.parent ? `at ${exact(one.row.parent.position)}` : one.row ? "" : "gone"}`),
-    one.forks.length > 0 && made("ul", {}, ...one.forks.map(branch)));
   async function seePins() {
     pins = await get(path(name, "/pins")).catch(() => []);
-    if (cost) figures(cost);
+    buttons();
+    if (row) more_.show(row, cost, pins);
   }
-  async function drawTree() {
-    const found = await get(path(name, "/tree")).catch(() => null), wasNearEnd = isNearEnd();
-    tree.hidden = !found;
-    if (found) tree.replaceChildren(made("h2", {}, "Forks"), made("ul", {}, branch(found)));
-    if (wasNearEnd) toEnd();
+  async function seeVariants() {
+    varied = await get(path(name, "/variants")).catch(() => varied);
+  }
+
+  /* The variants of a message that begins at a position: their sessions, and which one is shown. */
+  function choice(start) {
+    const sessions = varied.at[start];
+    return sessions ? { sessions, shown: Math.max(0, sessions.indexOf(name)) } : null;
   }
 
   /* Put turns where they belong, and leave those alone that have not changed. */
   function put(found) {
     const wasNearEnd = isFirst || isNearEnd();
     for (const one of found) {
-      const kept = turns.get(one.seq), text = JSON.stringify(one);
+      const variants = one.kind === "generate" ? choice(one.start) : null;
+      const kept = turns.get(one.seq), text = JSON.stringify([one, variants]);
       if (kept?.text === text || kept?.element.querySelector(".edit") || (one.state === "waiting" && stream?.seq === one.seq)) continue;
       const isNext = one.state === "waiting" && one.kind === "generate" && !stream;
-      const made_ = isNext ? listen(one) : element(one, acts);
+      const made_ = isNext ? listen(one) : element(one, acts, variants, (other) => go(other, one.seq, one.start));
       if (one.state === "waiting" && !isNext) made_.append(made("p", { class: "note faint" }, "waiting"));
       if (kept) kept.element.replaceWith(made_);
       else list.insertBefore(made_, [...turns.entries()].filter(([seq]) => seq > one.seq).sort(([a], [b]) => a - b)[0]?.[1].element ?? null);
       turns.set(one.seq, { text: isNext ? "" : text, element: made_, turn: one });
     }
     chat.busy([...turns.values()].some((one) => one.turn.state === "waiting"));
-    if (wasNearEnd && found.length) toEnd();
+    const back = isFirst && place && [...turns.values()].find((one) => one.turn.start === place.start);
+    if (back) scrollBy(0, back.element.getBoundingClientRect().top - place.top);
+    else if (wasNearEnd && found.length) toEnd();
+    if (isFirst) place = null;
   }
 
   function listen(one) {
-    const grown = growing(one, about.read_only ? null : () => act("cancel", { id: one.id }));
+    const grown = growing(one, models);
     const events = new EventSource(path(name, `/answers/${one.seq}`));
     const on = (kind, then) => events.addEventListener(kind, (event) => {
       const wasNearEnd = isNearEnd();
@@ -171,8 +164,8 @@ export function session(main, given, about) {
     on("begin", () => grown.begin());
     on("chunk", (chunk) => grown.add(chunk));
     on("blocks", (blocks) => grown.draw(blocks));
-    on("quiet", (told) => { grown.quiet(told.seconds); dispatchEvent(new Event("doubt")); });
-    on("end", (told) => { ended(); if (told.error) toast(told.error, true); refresh(); });
+    on("waits", (what) => { grown.waits(what); if (!what.is_heard) dispatchEvent(new Event("doubt")); });
+    on("end", () => { ended(); refresh(); });  // a failure is the turn's
     events.onerror = () => { if (events.readyState === EventSource.CLOSED) ended(); };  // the next refresh tries again
     return grown.box;
   }
@@ -180,22 +173,28 @@ export function session(main, given, about) {
   async function refresh(all) {
     const mine = ++turn;
     if (all) models = [...new Set(Object.values(all.workers).filter((one) => one.up).map((one) => one.model))].join(" or ");
-    const found = given ? await get(path(name)).catch((error) => { if (isFirst) tell(note, error.message); }) : { row: null, turns: [], more: null };
+    const found = given ? await get(path(name)).catch((error) => { if (isFirst) { tell(head, name); tell(note, error.message); } }) : { row: null, turns: [], more: null };
     if (mine !== turn || !found) return;
     const isChanged = isFirst || row?.entries !== found.row?.entries;
+    if (isChanged && found.row) await seeVariants();
+    if (mine !== turn) return;
     row = found.row;
+    cost = found.cost;
     if (isFirst) more = found.more;
-    if (row) tell(head, title(row));
+    if (row) tell(head, title({ ...row, begins: varied.begins ?? row.begins }));
+    else if (given) tell(head, titled(name) ?? name);
+    if (given) document.title = `${head.textContent} · Turnkeep`;
     tell(note, found.turns.length || (given && about.read_only) ? "" : `It begins with your first message${models && `; ${models} answers`}.`);
     if (given && !row) tell(note, turns.size ? "This session was removed meanwhile; what is shown is what it was." : `There is no session ${name} yet. ${note.textContent}`);
     chat.begins(!found.turns.length);
+    badge.replaceChildren(...(row && row.state !== "idle" ? [state(row)] : []));
     buttons();
-    figures(found.cost);
+    if (row) more_.show(row, cost, pins);
     put(found.turns);
     earlier.hidden = !more;
     if (isFirst && !box.hidden) box.querySelector("textarea").focus({ preventScroll: true });
     isFirst = false;
-    if (isChanged && row) { drawTree(); seePins(); }
+    if (isChanged && row) { more_.drawTree(); seePins(); }
     if (isChanged || Date.now() > listed + 20000) { listed = Date.now(); beside.refresh(); }
   }
 

@@ -10,11 +10,11 @@ export const state = (row) => made("span", { class: `badge ${row.state}` },
 export const address = (name) => `#/session/${encodeURIComponent(name)}`;
 
 function line(row, cost) {
-  const words = [row.parent && `fork of ${row.parent.session} at ${row.parent.position}`, row.begins].filter(Boolean).join(": ");
+  const words = [row.begins && row.session, row.parent && `${row.tags.includes("variant") ? "variant" : "fork"} of ${row.parent.session} at ${row.parent.position}`];
   const cells = [state(row), shown(row.position, exact), count(cost.found), count(cost.prefilled), count(cost.generated),
     cost.seconds ? seconds(cost.seconds) : GONE, made("time", { datetime: row.last, title: new Date(row.last).toLocaleString() }, age(row.last))];
   return made("tr", {},
-    made("th", { scope: "row" }, made("a", { href: address(row.session) }, row.session), made("span", { class: "words" }, words)),
+    made("th", { scope: "row" }, made("a", { href: address(row.session) }, row.begins ?? row.session), made("span", { class: "words" }, words.filter(Boolean).join(" · "))),
     ...cells.map((cell, i) => made("td", { "data-head": HEADS[i + 1] }, cell)));
 }
 

@@ -1,6 +1,6 @@
 /* Turns of a conversation as elements. */
 
-import { clock, copied, count, made, seconds, tree } from "./dom.js";
+import { clock, copied, count, exact, made, seconds, tree } from "./dom.js";
 import { address } from "./sessions.js";
 
 const WHO = { user: "You", assistant: "Model", system: "System", tool: "Result of a tool", text: "Text", tokens: "Tokens" };
@@ -14,10 +14,12 @@ function pretty(text) {
 }
 
 const folded = (title, text, kind) => made("details", { class: kind }, made("summary", {}, title), made("pre", { tabindex: 0 }, text));
+const link = (label, click, title) => made("button", { class: "link", type: "button", click, title }, label);
+const who = (role, model) => made("span", { class: "who" }, (role === "assistant" && model) || (WHO[role] ?? role));
 
-export function said(one) {
+function said(one, model) {
   const text = one.blocks ? made("div", { class: "text rich" }, ...one.blocks.map(tree)) : made("div", { class: "text" }, one.text);
-  const element = made("div", { class: `said ${one.role}` }, made("span", { class: "who" }, WHO[one.role] ?? one.role),
+  const element = made("div", { class: `said ${one.role}` }, who(one.role, model),
     one.reasoning && folded("Reasoning", one.reasoning, "reasoning"),
     one.text && (one.role === "tool" ? folded("Content", one.text, "content") : text),
     ...(one.calls ?? []).map(([name, given]) => folded(`Calls ${name}`, pretty(given), "call")));
@@ -25,57 +27,85 @@ export function said(one) {
   return element;
 }
 
-function bar(found, prefilled) {
-  const part = made("i"), whole = made("span", { class: "bar", "aria-hidden": "true" }, part);
-  part.style.inlineSize = `${100 * found / Math.max(1, found + prefilled)}%`;
-  return whole;
-}
-
 const MEANS = { found: "tokens of the prompt whose KV was there already", prefilled: "tokens of the prompt that the model had to read",
   generated: "tokens of the answer" };
 
+/* What a turn has cost: one figure, behind which are the others. */
 function cost(spent) {
   const figures = [["found", count(spent.found)], ["prefilled", count(spent.prefilled)],
     spent.generated !== undefined && ["generated", count(spent.generated)],
-    spent.first_token_s !== undefined && ["first token", seconds(spent.first_token_s)],
-    spent.tokens_per_s && ["tokens/s", count(spent.tokens_per_s)],
-    spent.generated === undefined && ["in all", seconds(spent.total_s)]];
-  return made("span", { class: "cost" }, bar(spent.found, spent.prefilled),
-    ...figures.filter(Boolean).map(([name, value]) => made("span", { title: MEANS[name] }, made("b", {}, value), ` ${name}`)));
+    spent.first_token_s !== undefined && ["first token", seconds(spent.first_token_s)], ["in all", seconds(spent.total_s)]];
+  return made("details", { class: "cost" }, made("summary", { title: "What it has cost" },
+    spent.tokens_per_s ? `${count(spent.tokens_per_s)} tokens/s` : seconds(spent.total_s)),
+  ...figures.filter(Boolean).map(([name, value]) => made("span", { title: MEANS[name] }, made("b", {}, value), ` ${name}`)));
 }
 
-/* What a turn can be asked for: its answer to copy, another answer, another question, a fork. `acts` is null if nothing may be done. */
-function deeds(turn, acts) {
-  const answer = turn.said?.findLast((one) => one.role === "assistant")?.text, isOver = turn.state !== "waiting";
-  const isQuestion = turn.kind === "generate" && turn.said?.filter((one) => one.role === "user").length === 1
-    && turn.said.every((one) => ["system", "user", "assistant"].includes(one.role));
-  const link = (label, click, title) => made("button", { class: "link", click, title }, label);
-  return [answer && link("Copy", () => copied(answer), "Copy the answer as Markdown"),
-    acts && isOver && isQuestion && link("Regenerate", () => acts.again(turn), "Another answer, in a fork of this conversation"),
-    acts && isOver && isQuestion && link("Edit", () => acts.edit(turn), "Another question here, in a fork of this conversation"),
-    acts && turn.state === "done" && turn.position > 0 && turn.kind !== "close"
-      && link("Fork here", () => acts.fork(turn.position, turn.seq), `Fork at position ${turn.position}`)];
+/* A switch between the variants of a message: `choice` has their sessions, and which one is shown. */
+function switching({ sessions, shown }, go) {
+  const step = (label, to, text) => link(text, () => go(sessions[to]), label);
+  const back = step("The variant before", shown - 1, "‹"), on = step("The next variant", shown + 1, "›");
+  [back.disabled, on.disabled] = [shown === 0, shown === sessions.length - 1];
+  for (const one of [back, on]) one.setAttribute("aria-label", one.title);
+  return made("span", { class: "switch", role: "group", "aria-label": "Variants" }, back, `${shown + 1}/${sessions.length}`, on);
 }
 
-export function element(turn, acts) {
-  const stored = new Date(turn.stored);
-  return made("li", { class: `turn ${turn.state}`, "data-seq": turn.seq },
-    ...(turn.said ?? []).map(said),
+/* The field that takes the place of a question while it is changed. */
+function editing(bubble, text, ask) {
+  const field = made("textarea", { "aria-label": "The question, changed" });
+  const close = () => { form.replaceWith(bubble); bubble.querySelector(".link")?.focus(); };
+  const form = made("form", { class: "edit", submit: (event) => { event.preventDefault(); if (field.value.trim()) ask(field.value); },
+    keydown: (event) => {
+      if (event.key !== "Escape") return;
+      event.stopPropagation();
+      close();
+    } }, field, made("div", { class: "row end" }, made("button", { type: "button", click: close }, "Cancel"), made("button", { class: "main" }, "Send")));
+  bubble.replaceWith(form);
+  field.value = text;
+  field.focus();
+  field.setSelectionRange(text.length, text.length);
+}
+
+/* Whether a turn is one question and its answer, so that it can be asked again. */
+const isQuestion = (turn) => turn.kind === "generate" && turn.said?.filter((one) => one.role === "user").length === 1
+  && turn.said.every((one) => ["system", "user", "assistant"].includes(one.role));
+
+/* `acts` is null if nothing may be done; `choice` is null if the message has no variants, `go` shows one of them. */
+export function element(turn, acts, choice, go) {
+  const answer = turn.said?.findLast((one) => one.role === "assistant")?.text, stored = turn.stored && new Date(turn.stored);
+  const again = acts && turn.state !== "waiting" && isQuestion(turn);
+  const parts = (turn.said ?? []).map((one) => {
+    const part = said(one, turn.model);
+    if (again && one.role === "user") part.append(link("Edit", () => editing(part, one.text, (text) => acts.again(turn, text)), "Ask another question here"));
+    return part;
+  });
+  return made("li", { class: `turn ${turn.state}`, "data-seq": turn.seq }, ...parts,
     turn.state === "failed" && made("p", { class: "note bad" }, turn.note),
-    made("div", { class: "meta" }, turn.spent && cost(turn.spent), turn.state === "done" && turn.note,
-      turn.parent && made("a", { href: address(turn.parent) }, turn.parent),
-      made("time", { datetime: turn.stored, title: stored.toLocaleString() }, clock(stored)), ...deeds(turn, acts)));
+    made("div", { class: "meta" }, choice && switching(choice, go),
+      answer && link("Copy", () => copied(answer), "Copy the answer as Markdown"),
+      again && link("Regenerate", () => acts.again(turn), "Another answer; this one stays"),
+      acts && turn.state === "done" && turn.position > 0 && turn.kind !== "close"
+        && link("Fork", () => acts.fork(turn.position, turn.seq), `A conversation of its own, which begins with all up to here (${exact(turn.position)} tokens)`),
+      turn.state === "done" && turn.note, turn.parent && made("a", { href: address(turn.parent) }, turn.parent),
+      turn.spent && cost(turn.spent),
+      stored && made("time", { datetime: turn.stored, title: stored.toLocaleString() }, clock(stored))));
 }
 
-/* An answer that is on its way: `begin`, `add`, `draw` and `quiet` are its events. */
-export function growing(turn, cancel) {
+/* What an answer without a new token waits for, in words. */
+function waiting({ is_heard, others, read, of, written }, hasText) {
+  if (!is_heard) return "no worker answers: the answer continues when a worker is back";
+  if (others) return `waiting for ${others} other${others > 1 ? "s" : ""}`;
+  if (others === 0) return "waiting for the worker";
+  if (read < of && !written) return `reading the prompt: ${exact(read)} of ${exact(of)} tokens`;
+  return hasText || !written ? "" : `${exact(written)} tokens written`;
+}
+
+/* An answer that is on its way: `begin`, `add`, `draw` and `waits` are its events. */
+export function growing(turn, model) {
   const text = made("div", { class: "text rich" }), thought = made("pre"), calls = made("div"), told = made("span", { class: "faint" }, "waiting for the worker");
   const reasoning = made("details", { class: "reasoning", open: true, hidden: true }, made("summary", {}, "Reasoning"), thought);
-  const answer = made("div", { class: "said assistant growing", "aria-busy": "true" }, made("span", { class: "who" }, WHO.assistant),
-    reasoning, text, calls);
-  const box = made("li", { class: "turn waiting", "data-seq": turn.seq }, ...(turn.said ?? []).map(said), answer,
-    made("div", { class: "meta" }, made("span", { class: "dots", "aria-hidden": "true" }), told,
-      cancel && made("button", { class: "link", click: cancel }, "Stop")));
+  const answer = made("div", { class: "said assistant growing", "aria-busy": "true" }, who("assistant", model), reasoning, text, calls);
+  const box = made("li", { class: "turn waiting", "data-seq": turn.seq }, ...(turn.said ?? []).map((one) => said(one, model)), answer,
+    made("div", { class: "meta" }, made("span", { class: "dots", "aria-hidden": "true" }), told));
   answer.source = "";
   return {
     box,
@@ -101,8 +131,8 @@ export function growing(turn, cancel) {
       while (text.children.length > first) text.lastElementChild.remove();
       text.append(...blocks.map(tree));
     },
-    quiet(seconds_) {
-      told.textContent = `no token for ${seconds_} s: the answer continues when a worker is back`;
+    waits(what) {
+      told.textContent = waiting(what, Boolean(answer.source));
     },
   };
 }
