@@ -89,10 +89,10 @@ def gateway(
 
     async def run() -> None:
         async def connect(tenant: str, model: str) -> Client:
-            return await connected(models.get(model, settings), tenant)
+            return await connected(models.get(model, settings), tenant, waits=False)
 
         try:  # so that bad credentials end the command
-            await (await connected(settings, DEFAULT_TENANT)).close()
+            await (await connected(settings, DEFAULT_TENANT, waits=False)).close()
         except NoServerError as error:
             click.echo(f"{error}; {instead(settings)}; until then requests get status 503", err=True)
         listener = listening(*listen)

@@ -69,11 +69,13 @@ _TERMINATED: Final = 143
 _T = TypeVar("_T")
 
 
-async def connected(settings: Settings, tenant: str, prefix: str | None = None) -> Client:
+async def connected(
+    settings: Settings, tenant: str, prefix: str | None = None, *, waits: bool = True
+) -> Client:
     """Connect a client with these settings; `prefix`, if given, replaces the prefix of the settings.
 
-    Waits for the server of a worker that has just been started. Requests wait without limit: a user
-    ends the wait by Ctrl-C, or by ending the HTTP request.
+    If it `waits`, it waits for the server of a worker that has just been started. Requests wait without
+    limit: a user ends the wait by Ctrl-C, or by ending the HTTP request.
     """
     import asyncio
 
@@ -95,7 +97,7 @@ async def connected(settings: Settings, tenant: str, prefix: str | None = None) 
             except NoServerError:
                 starting = (
                     None
-                    if settings.nats or _is_elsewhere(settings)
+                    if not waits or settings.nats or _is_elsewhere(settings)
                     else starting_pid(settings.data_dir) or _just_begun(settings.data_dir)
                 )
                 if starting is None:

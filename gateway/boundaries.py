@@ -1,8 +1,9 @@
 """Computes a conversation's boundaries: after each message, a digest of the conversation up to there.
 
 Pure. Two conversations share a boundary if, and only if, the model would see the same prompt up to that
-message. The digests leave out what clients change when they send a conversation again: the division of
-content into parts, spacing and order in a call's arguments, ids of calls, and all reasoning.
+message, and results of parallel calls came in the same order. The digests leave out what clients change when
+they send a conversation again: the division of content into parts, spacing and order in a call's arguments,
+ids of calls, and all reasoning.
 """
 
 from __future__ import annotations
