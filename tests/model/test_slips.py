@@ -86,6 +86,7 @@ def test_a_call_in_python_syntax_counts_though_it_is_not_quite_python(
         ),
         (r'{"name": "bash", "arguments": {"command": "it\'s \d"}}', [("bash", {"command": r"it's \d"})]),
         ('{name: "bash", arguments: {command: "ls"}}', LS),
+        ('{"bash": {"command": "ls"}}', LS),
         ('{"function": "bash", "parameters": {"command": "ls"}}', LS),
         ('bash\n```json\n{"command": "ls"}\n```', LS),
         ('bash\n{"command": "ls"}', LS),
@@ -163,6 +164,11 @@ def long(text: str) -> str:
         ("function_gemma", "<start_function_call>call:clock<end_function_call>", CLOCK),
         ("generic", f"```json\n{JSON}\n{JSON}\n```", LS + LS),
         ("generic", f"[{JSON}]", LS),
+        ("generic", f"<tools>\n{JSON}\n</tools>", LS),
+        ("json_tools", f"<tools> {JSON} </tool", LS),
+        ("json_tools", f"<function>\n{JSON}\n</function>", LS),
+        ("generic", f"<function-call> {JSON}", LS),
+        ("generic", f"```xml\n<tools>\n[{JSON},\n{JSON}]\n</tools>\n```", LS + LS),
         ("json_tools", JSON.replace("}}", ', "bg": None}}'), [("bash", {"command": "ls", "bg": None})]),
         ("harmony", "<|channel|>commentary to=functions.clock<|message|><|call|>", CLOCK),
         ("harmony", "<|channel|>commentary to=functions.bash<|message|>{'command': 'ls'}}<|call|>", LS),
@@ -221,6 +227,7 @@ def test_a_call_counts_in_spite_of_a_slip_in_its_familys_own_form(
     [
         (f"<function=write>\n{PATH}{CONTENT}{END}</function>\n", WRITE),
         (f"<function=write>\n{PATH}{END}{CONTENT}</function>\n", WRITE),
+        (f"<function=write>\n{PATH}</path>\n{CONTENT}</content>\n</function>\n", WRITE),
         (f"<function=bash>\n{COMMAND}</function>\n", LS),
         (f"<function=bash>\n{COMMAND}{END}", LS),
         ('<function="bash">\n<parameter="command">\nls\n</parameter>\n</function>\n', LS),
@@ -292,6 +299,8 @@ def test_the_marks_around_a_kimi_k3_answer_are_no_text() -> None:
         ("generic", '<tool_call>{"name": "bash", "arguments": {"command": "ls"'),
         ("generic", f"Like this:\n```json\n{JSON}\n```"),
         ("generic", f"`<tool_call>`{JSON}"),
+        ("generic", f"<tool_response>\n{JSON}\n</tool_response>"),
+        ("generic", f"<think>\n{JSON}\n</think>"),
         ("pythonic", "<|tool_call_start|>[bash(command='echo ')]' > f')]<|tool_call_end|>"),
         ("pythonic", "<|tool_call_start|>[bash(command=f'{a}')]<|tool_call_end|>"),
         ("generic", f"Like this:\n\n  ```xml\n\n<tool_call>{JSON}</tool_call>\n```\nor so."),
@@ -310,6 +319,15 @@ def test_the_marks_around_a_kimi_k3_answer_are_no_text() -> None:
 def test_a_doubtful_or_a_quoted_call_stays_text(family: str, text: str) -> None:
     assert calls_in(family, text, TOOLS) == []
     assert outcome(splitter(family, tools=TOOLS), [wide(text)])[0].strip() == text
+
+
+def test_a_call_is_streamed_once_its_end_marker_has_come() -> None:
+    for family, text in (
+        ("generic", f"<tool_call>{JSON}</tool_call>"),
+        ("mistral", BASH),
+        ("granite", f"<|tool_call|>{JSON}"),
+    ):
+        assert len(splitter(family, tools=TOOLS).push(text).calls) == 1, family
 
 
 def test_a_call_behind_a_code_block_or_in_one_that_begins_the_answer_counts() -> None:

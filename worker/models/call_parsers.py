@@ -144,6 +144,9 @@ def _call(value: Any) -> Written:
         if value.keys() - {"type", "id", "index", "function"}:
             raise ValueError("a call has more than a function")
         value, id_ = value["function"], value.get("id")
+    if isinstance(value, dict) and len(value) == 1 and value.keys().isdisjoint(_NAMES):
+        ((name, arguments),) = value.items()  # as Apertus writes calls
+        value = {"name": name, "arguments": arguments}
     if not isinstance(value, dict) or value.keys() - {*_NAMES, *_ARGUMENTS, "id", "type"}:
         raise ValueError("a call has a name and arguments, and nothing else")
     names, given = ([value[key] for key in keys if key in value] for keys in (_NAMES, _ARGUMENTS))
@@ -226,13 +229,17 @@ def _without_space(text: str, at: int) -> int:
 
 
 def parse_bare(text: str, is_ended: bool) -> tuple[list[Written], int]:
-    """Parse an answer that consists of JSON calls with arguments, perhaps in a code block."""
+    """Parse an answer that consists of JSON calls with arguments, perhaps in a code block or between tags."""
+    text = _TAGS_AROUND.sub("", text)
     calls, end = parse_calls(text, is_ended)
     if end < len(text) or len(_GIVEN.findall(text)) < len(calls):
         raise ValueError("it is no call, or has no arguments")
     return calls, end
 
 
+#: Tags that Qwen 2.5's coders make up around calls.
+CALL_TAG: Final = "(?!tool_resp)[a-z_-]{0,9}(?:tool|function)[a-z_-]{0,9}"
+_TAGS_AROUND: Final = re.compile(rf"\A\s*(?:```[a-z]*\s*)?<{CALL_TAG}>|</{CALL_TAG}>?\s*(?:```\s*)?\Z")
 _GIVEN: Final = re.compile(r"""(?:arguments|parameters|function)["']?\s*+:""")
 
 
@@ -292,15 +299,17 @@ def tagged(head: str, key: str, close: str, tail: str | None = None, *, trims: b
             (arguments, at), is_text = read_value(text, at), False
             at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
         while (opened := opens.match(text, at)) is not None:
-            found = end_of_value(text, opened.end(), begun, is_ended)
+            name, found = opened["key"].strip(), end_of_value(text, opened.end(), begun, is_ended)
             if found is None:
                 num_mended += 1
                 stop = stops.search(text, opened.end())
                 if stop is None or num_mended > _MOST_MENDED:
                     raise ValueError("a value does not end")
-                found = stop.start(), stop.start()
-            value, at = text[opened.end() : found[0]], found[1]
-            name = opened["key"].strip()
+                value, at = text[opened.end() : stop.start()], stop.start()
+                if (bare := value.rstrip()).endswith(f"</{name}>"):  # an end tag of the argument's name
+                    value = bare.removesuffix(f"</{name}>")
+            else:
+                value, at = text[opened.end() : found[0]], found[1]
             if name in arguments:
                 raise ValueError("an argument is there twice")
             if trims:
@@ -321,6 +330,8 @@ def tagged(head: str, key: str, close: str, tail: str | None = None, *, trims: b
         while begin := begins.match(text, at):
             call, at = read(begun, begin, is_ended)
             calls.append(call)
+            if sum(one.is_mended for one in calls[:_MOST_MENDED]) == _MOST_MENDED:
+                raise ValueError("too many calls without end tags")
             if at == len(text):
                 break
         if not calls or text.find(close, at) >= 0:

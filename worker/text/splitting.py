@@ -14,7 +14,7 @@ from string import ascii_letters, digits
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 from turnkeep_client.messages import Called, CalledFunction, CallPart
-from worker.models.call_parsers import MOST_NAMED
+from worker.models.call_parsers import CALL_TAG, MOST_NAMED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,9 @@ _JSON: Final = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
 _HEAD: Final = 256
 #: How many characters of a line are checked for the beginning of a code block.
 _MOST_INDENTED: Final = 40
-_FENCE: Final = re.compile(r"```(?:json|python)?(?=[\s{\[]|$)")
+#: What models write around such calls, and the beginning of it.
+_AROUND: Final = re.compile(rf"(?:```[a-z]*+(?=[\s{{\[<])|<{CALL_TAG}>)\s*+")
+_AROUND_BEGUN: Final = re.compile(r"`{1,3}[a-z]*|<[a-z_-]{0,30}")
 
 
 class Piece(NamedTuple):
@@ -245,10 +247,12 @@ class MarkedSplitter:
 
     def _may_be_bare(self) -> bool:
         head = self._held.lstrip()[:_HEAD]
-        if any(fence.startswith(head) for fence in ("```json", "```python")):
+        if head.startswith(tuple(one.opens for one in self._forms)):
+            return False
+        while around := _AROUND.match(head):
+            head = head[around.end() :]
+        if _AROUND_BEGUN.fullmatch(head):
             return True
-        if fence := _FENCE.match(head):
-            head = head[fence.end() :]
         head = "".join(head.split())
         head = head.replace("'", '"').replace("[{", "{")
         begins = ['{"arguments":{', '{"parameters":{', '{"type":"function"', '{"function":{']
