@@ -81,25 +81,13 @@ def test_two_functions_in_one_tool_call_block_are_two_calls() -> None:
 @pytest.mark.parametrize(
     "lines",
     [
-        (
-            "<function=write>",
-            "<parameter=path>",
-            "a",
-            "<parameter=content>",
-            "b",
-            "</parameter>",
-            "</function>",
-        ),
-        ("<function=bash>", "<parameter=command>", "ls", "</function>"),
         ("<function=bash>", "I list.", "<parameter=command>", "ls", "</parameter>", "</function>"),
-        ("<function=bash>", "<parameter=command>", "ls", "</parameter>", "</function>", "Done."),
-        ("<function=bash>", "<parameter=command>", "ls", "</parameter>"),
         ("<function=bash>", "</function>"),
         ("<function=zsh>", "<parameter=command>", "ls", "</parameter>", "</function>"),
         (*LS, "<parameter=command>", "rm", "</parameter>", "</function>"),
         (*LS, "<parameter=timeout>", "soon", "</parameter>", "</function>"),
     ],
-    ids=["swallowed", "no-end", "words", "more", "no-tail", "missing", "unknown", "twice", "no-number"],
+    ids=["words", "missing", "unknown", "twice", "no-number"],
 )
 def test_an_invalid_call_in_qwen3_coders_format_stays_text(lines: tuple[str, ...]) -> None:
     assert calls_in("qwen3_coder", coder(*lines)) == []
@@ -118,7 +106,7 @@ def test_an_invalid_call_in_qwen3_coders_format_stays_text(lines: tuple[str, ...
         "bash\n<arg_key>command</arg_key>",
         "bash\n<arg_key>command</arg_key><arg_value>ls",
         "bash\n<arg_key>command</arg_key><arg_value>ls</arg_value>, and then",
-        "bash\n<arg_key>command</arg_key><arg_value>a<arg_key>timeout</arg_key><arg_value>1</arg_value>",
+        "bash\n<arg_key>command</arg_key><arg_value>a<arg_key>nosuch</arg_key><arg_value>1</arg_value>",
     ],
 )
 def test_an_invalid_call_in_glms_format_stays_text(block: str) -> None:
@@ -153,7 +141,7 @@ def test_white_space_in_the_arguments_of_a_call_is_kept() -> None:
         ('[TOOL_CALLS]a1[CALL_ID]bash[ARGS]{"command": "ls"}', []),
         ('[TOOL_CALLS]my bash[ARGS]{"command": "ls"}', []),
         ('[TOOL_CALLS]bash[ARGS]["ls"]', []),
-        ('[TOOL_CALLS]bash{"command": "ls"}', []),
+        ('[TOOL_CALLS]bash{"command": "ls"}', [("bash", {"command": "ls"})]),
     ],
 )
 def test_a_mistral_call_needs_an_offered_tools_exact_name_and_an_object_as_arguments(
@@ -213,8 +201,6 @@ def test_strings_in_calls_in_python_syntax_may_contain_escapes_and_brackets() ->
 @pytest.mark.parametrize(
     "body",
     [
-        '{"name": "bash", "arguments": {"command": "ls"}}}',
-        '{"name": "bash", "arguments": {"command": "ls"}} and more',
         '{"name": "bash", "arguments": {"command": "ls"}, "reason": "why not"}',
         '{"name": "bash", "name": "write", "arguments": {"command": "ls"}}',
         '{"name": "bash", "arguments": {"command": "ls", "command": "rm -r /"}}',
@@ -235,12 +221,12 @@ def test_a_json_object_that_is_an_invalid_call_stays_text_and_counts_as_malforme
     assert outcome(splitter("generic", tools=TOOLS), text)[3], "which is a malformed call"
 
 
-def test_two_json_calls_in_a_block_count_on_two_lines_or_in_a_list_but_not_joined_by_a_comma() -> None:
+def test_two_json_calls_in_a_block_count_on_two_lines_joined_by_a_comma_or_in_a_list() -> None:
     one, other = '{"name": "clock", "arguments": {}}', '{"name": "bash", "arguments": {"command": "ls"}}'
     wanted = [("clock", {}), ("bash", {"command": "ls"})]
     for between in ("\n", ", "):
         found = calls_in("generic", f"<tool_call>\n{one}{between}{other}\n</tool_call>")
-        assert found == (wanted if between == "\n" else [])
+        assert found == wanted
     assert calls_in("generic", f"<tool_call>[{one}, {other}]</tool_call>") == wanted
 
 
@@ -510,10 +496,10 @@ def test_a_call_whose_argument_contains_all_end_markers_of_a_call_stays_text_and
 
 
 @pytest.mark.parametrize("family", TAGGED)
-def test_text_after_a_call_and_a_stray_end_marker_is_kept(family: str) -> None:
+def test_text_after_a_call_is_kept_and_a_stray_end_marker_between_them_is_dropped(family: str) -> None:
     text = good(family, "a") + markup(family).calls[1] + "\nThat lists them."
     said, _, calls, _ = outcome(splitter(family), [text])
-    assert (said.endswith("\nThat lists them."), len(calls)) == (True, 1)
+    assert (said, len(calls)) == ("That lists them.", 1)
     assert outcome(splitter(family), text) == outcome(splitter(family), [text])
 
 

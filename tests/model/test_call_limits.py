@@ -105,9 +105,9 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     believed = Calls.believed
 
-    def noted(calls: Calls, parse: Any, text: str) -> Any:
+    def noted(calls: Calls, parse: Any, text: str, **more: Any) -> Any:
         found.append(text)
-        return believed(calls, parse, text)
+        return believed(calls, parse, text, **more)
 
     monkeypatch.setattr(Calls, "believed", noted)
     return found
@@ -129,7 +129,7 @@ def test_an_unfinished_call_with_many_end_markers_is_parsed_a_few_times_only(
     begun, more = UNFINISHED[family]
     text = opens + begun + f"{more}{closes}" * 200
     assert outcome(splitter(family), [text])[0] == text
-    assert 1 < len(parsed) < 50
+    assert 1 <= len(parsed) < 50
 
 
 def test_strings_of_a_call_in_python_syntax_may_contain_end_markers_and_code(parsed: list[str]) -> None:
@@ -175,5 +175,5 @@ def test_the_arguments_of_many_calls_between_tags_are_searched_once(monkeypatch:
 
     monkeypatch.setattr(call_parsers, "re", SimpleNamespace(compile=Counted))
     parse = call_parsers.tagged("<f=(?P<name>f)>", "<a=(?P<key>.)>", "</a>", "</f>")
-    assert len(parse("<f=f><a=x>1</a></f>" * 100)) == 100
+    assert len(parse("<f=f><a=x>1</a></f>" * 100, True)[0]) == 100
     assert len(searched) == 1

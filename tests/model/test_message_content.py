@@ -61,6 +61,25 @@ QWEN = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
 NO_SEPARATOR = "{% for m in messages %}{{ m.content }}{% endfor %}"
+#: Ways in which templates look at contents; each is rendered on a line of its own.
+LOOKS = (
+    "m.content | tojson",
+    "m.content | tojson(ensure_ascii=true)",
+    "{'of': [m.content]} | tojson(true, 2)",
+    "m.content | length",
+    "m.content[1:12]",
+    "m.content[-9:]",
+    "m.content | truncate(9, true, '')",
+    "'no_think / b.' in m.content",
+    "m.content | replace('no_think / b.', 'brief')",
+    "m.content.split(' / ')[-1]",
+    "m.content.startswith('e')",
+    "m.content == 'x'",
+    "m.content | trim",
+)
+LOOKING = "<|im_start|>" + "".join(
+    "{% for m in messages %}{{ " + look + " }}\n{% endfor %}" for look in LOOKS
+)
 
 
 def special(*names: str, **options: Any) -> list[AddedToken]:
@@ -96,6 +115,7 @@ FAMILIES: dict[str, tuple[str | None, list[AddedToken]]] = {
         plain("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
     ),
     "no_separator": (NO_SEPARATOR, special("<s>")),
+    "looking": (LOOKING, special('<|"|>', "<\uff5cend\u2581of\uff5c>")),
 }
 #: `{a}` and `{z}` stand for a family's first and last added token, `{all}` for all added tokens.
 INJECTIONS = [
@@ -283,6 +303,17 @@ def test_the_content_of_a_message_never_becomes_a_special_token(
             assert controls(tokenizer, tokens, role) == expected, (role, injection)
             if family != "qwen" or role != "assistant":  # its template drops reasoning
                 assert read(tokenizer, tokens) == read(tokenizer, full(tokenizer, messages)), injection
+
+
+def test_a_template_that_looks_at_contents_writes_the_same_text_if_they_spell_special_tokens(
+    families: dict[str, Tokenizer],
+) -> None:
+    tokenizer = families["looking"]
+    for injection in (*INJECTIONS, "{a}no_think / b. {z} / {all}", "é{a}🙂"):
+        said = chat("user", fill(tokenizer, injection))
+        tokens = told(tokenizer, said)
+        assert controls(tokenizer, tokens) == {"<|im_start|>": 1}
+        assert tokenizer.decode(tokens) == render(tokenizer, said), injection
 
 
 @pytest.mark.parametrize("family", FAMILIES)

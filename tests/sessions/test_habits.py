@@ -83,6 +83,19 @@ NO_SYSTEM = """
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
 {{- '<start_of_turn>' + m.role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}
 """
+#: Refuses conversations without a user's message, as Qwen 3.5's template does.
+WANTS_QUESTION = """
+{%- set ns = namespace(asked=false) %}
+{%- for m in messages[::-1] if m.role == 'user' and not (m.content | trim).startswith('<tool_response>') %}
+{%- set ns.asked = true %}{% endfor %}
+{%- if not ns.asked %}{{ raise_exception('No user query found in messages.') }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'system' and not loop.first %}{{ raise_exception('System must be first') }}{% endif %}
+{{- '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\n' }}
+{{- '<tool_response>\n' + m.content + '\n</tool_response>' if m.role == 'tool' else m.content }}
+{%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>\n' }}
+{%- endfor %}{# tools #}
+"""
 #: Has its own form for developer messages.
 KNOWS_DEVELOPER = """
 {%- for m in messages %}{{ '<|start|>' + ('developer' if m.role == 'system' else m.role) }}
@@ -113,6 +126,7 @@ ALL = (
         "ids": MISTRAL_SMALL,
         "refusing": REFUSING,
         "no_system": NO_SYSTEM,
+        "question": WANTS_QUESTION,
         "developer": KNOWS_DEVELOPER,
     }
     | TEMPLATES
@@ -179,6 +193,10 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "users in a row": [ASKED, say("user", "once-more"), say("user", "and-again"), ANSWERED],
     "assistants in a row": [ASKED, ANSWERED, say("assistant", "more-said"), say("user", "again")],
     "assistant first": [ANSWERED, ASKED],
+    "assistant alone": [ANSWERED],
+    "call first": [CALLING, result("found")],
+    "system and call": [say("system", "told"), CALLING, result("found"), ANSWERED],
+    "result first": [result("found")],
     "system and assistant": [say("system", "told"), ANSWERED, ASKED],
 }
 

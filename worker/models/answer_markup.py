@@ -12,18 +12,13 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .call_parsers import (
-    CODE,
+    CLOSED_CODE,
     Form,
     either,
-    framed,
-    gemma,
     parse_bare,
     parse_bare_python,
-    parse_bare_several,
+    parse_calls,
     parse_cdata,
-    parse_json,
-    parse_python,
-    parse_several,
     tagged,
 )
 
@@ -93,21 +88,27 @@ def _deepseek(name: str) -> str:
 _BEGIN, _SEP, _END = map(_deepseek, ("tool call begin", "tool sep", "tool call end"))
 _DSML: Final = _deepseek("DSML")[1:-1]
 _JSON_LIST: Final = ('[{"name": "NAME", "arguments": ', "}]")
-_JSON: Final = re.compile(r"\s*[{\[]")
-_WORD: Final = re.compile(r"\n*[\w.{-]")
-_TAG: Final = re.compile(r"\s*<")
-_PARAMETER: Final = ("<parameter=", "</parameter>")
-_FUNCTIONS: Final = tagged(
-    r"\s*<function=(?P<name>[^<>\s]+)>\s*",
-    r"<parameter=(?P<key>[^<>\n]+)>",
-    "</parameter>",
-    r"</function>\s*",
-    trims=True,
-)
 
 
-def _json_form(opens: str, closes: str) -> Form:
-    return Form(opens, closes, either(parse_json, parse_several), _JSON)
+def _form(opens: str, closes: str | None, **more: Any) -> Form:
+    return Form(opens, closes, parse_calls, **more)
+
+
+def _tag_forms(
+    opens: str, closes: str, call: str, key: str, names: str, *, trims: bool = False
+) -> tuple[Form, ...]:
+    """Return the syntax of calls between tags named `call`, with values between tags named `key`.
+
+    The second form is the same without the markers around all calls. `names` stands between a tag's name and
+    the name of a tool.
+    """
+    name = rf'(?:<{call}(?:=|\b(?>[^<>]*?\bname=)))?"?(?P<name>[^"<>\s{{}}\[\]]++)"?[^<>]*+>\s*'
+    value = (
+        rf'<{key}(?:=|\b(?>[^<>]*?\bname=))"?(?P<key>[^"<>\n]++)"?(?: string="(?P<type>true|false)")?[^<>]*+>'
+    )
+    parse = either(tagged(rf"\s*{name}", value, f"</{key}>", f"</{call}>", trims=trims), parse_calls)
+    quotes = (f"<{key}", f"</{key}>")
+    return Form(opens, closes, parse, quotes), Form(f"<{call}{names}", f"</{call}>", parse, quotes)
 
 
 def _keys_form(prefix: str) -> Form:
@@ -116,179 +117,119 @@ def _keys_form(prefix: str) -> Form:
         r"(?P<name>[^<>{}]++)(?=<|\Z)",
         rf"<{prefix}arg_key>(?P<key>[^<>]+)</{prefix}arg_key>\s*<{prefix}arg_value>",
         f"</{prefix}arg_value>",
-        r"\Z",
     )
     quotes = (f"<{prefix}arg_value>", f"</{prefix}arg_value>")
     opens, closes = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
-    return Form(opens, closes, either(parse_json, parse), _WORD, quotes, is_framed=False)
-
-
-def _kimi_form(section: str) -> Form:
-    head = (
-        r"\s*<\|tool_call_begin\|>\s*"
-        r"(?:(?P<id>(?:functions\.)?(?P<name>[^\s<>:]+):\d+)|(?:functions\.)?(?P<name_alone>[^\s<>:]+))"
-        r"\s*<\|tool_call_argument_begin\|>\s*"
-    )
-    parse = framed(head, r"\s*(?:<\|tool_call_end\|>\s*|\Z)")
-    return Form(f"<|{section}_begin|>", f"<|{section}_end|>", parse, _TAG)
-
-
-def _gemma_form(opens: str, closes: str, quote: str) -> Form:
-    return Form(opens, closes, gemma(quote), re.compile(r"\s*c"), (quote, quote), cost=5)
-
-
-def _python_form(opens: str, closes: str) -> Form:
-    return Form(opens, closes, parse_python, re.compile(r"\s*[\[\w`]"), whole=CODE, cost=30)
+    return Form(opens, closes, either(parse, parse_calls), quotes, is_framed=False)
 
 
 #: The markers of calls for models whose template knows no tools: the format of Hermes and Qwen.
 GENERIC: Final = ("<tool_call>", "</tool_call>")
-_GENERIC: Final = _Family((_json_form(*GENERIC),), bare=parse_bare)
-_DEEPSEEK: Final = Form(
-    _deepseek("tool calls begin"),
-    _deepseek("tool calls end"),
-    either(
-        framed(rf"\s*{_BEGIN}function{_SEP}(?P<name>[^\n]+)\n```json\s*\n\s*", rf"\s*```\s*{_END}\s*"),
-        framed(rf"\s*{_BEGIN}(?P<name>[^<>\n]+){_SEP}\s*", rf"\s*(?:{_END}\s*|\Z)"),
-    ),
-    _TAG,
-)
-_MISTRAL: Final = Form(
+_GENERIC: Final = _Family((_form(*GENERIC),), bare=parse_bare)
+_DEEPSEEK: Final = (_form(_deepseek("tool calls begin"), _deepseek("tool calls end")), _form(_BEGIN, _END))
+_MISTRAL: Final = _form(
     "[TOOL_CALLS]",
     "",
-    either(
-        parse_json,
-        framed(r"\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*+(?P<id>[^\s\[\]{}]*)\s*)?\[ARGS\]\s*", r"\s*"),
+    value=re.compile(
+        r"\s*(?:(?=[\[{])|[^\s\[\]{}]+\s*(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\]\s*(?=[\[{])|(?=\{)))"
     ),
-    re.compile(r"\s*[\[\w]"),
-    value=re.compile(r"\s*(?:[^\s\[\]{}]+\s*(?:\[CALL_ID\][^\[\]{}]*)?\[ARGS\]\s*)?(?=[\[{])"),
 )
 _LLAMA: Final = _Family(
-    (Form("<|python_tag|>", None, parse_several, re.compile(r"\s*\{")),),
-    ('{"name": "NAME", "parameters": ', "}"),
-    parse_bare_several,
+    (_form("<|python_tag|>", None),), ('{"name": "NAME", "parameters": ', "}"), parse_bare
 )
-_XTML_ARGUMENT: Final = r'<\|open\|>argument key="(?P<key>[^"]+)"(?: type="(?P<type>[^"]*)")?[^<>]*<\|sep\|>'
+_XTML_JSON: Final = r"(?:<\|open\|>json[^<>]*<\|sep\|>\s*)?"
+_XTML_FORM: Final = either(
+    tagged(
+        rf'\s*(?:<\|open\|>call tool=)?"(?P<name>[^"<>]+)"[^<>]*<\|sep\|>\s*{_XTML_JSON}',
+        r'<\|open\|>argument key="(?P<key>[^"]+)"(?: type="(?P<type>[^"]*)")?[^<>]*<\|sep\|>',
+        "<|close|>argument<|sep|>",
+        r"(?:<\|close\|>json<\|sep\|>\s*)?<\|close\|>call<\|sep\|>",
+    ),
+    parse_calls,
+)
+_XTML_QUOTES: Final = ("<|open|>argument ", "<|close|>argument")
 _FAMILIES: Final[dict[str, _Family]] = {
     "minimax_m2": _Family(
-        (
-            Form(
-                "<minimax:tool_call>",
-                "</minimax:tool_call>",
-                tagged(
-                    r'\s*<invoke name="(?P<name>[^"<>]+)">\s*',
-                    r'<parameter name="(?P<key>[^"<>]+)">',
-                    "</parameter>",
-                    r"</invoke>\s*",
-                ),
-                _TAG,
-                ("<parameter name=", "</parameter>"),
-            ),
-        ),
+        _tag_forms("<minimax:tool_call>", "</minimax:tool_call>", "invoke", "parameter", " name="),
         ('\n<invoke name="NAME">\n', None),
     ),
     "gemma4": _Family(
-        (_gemma_form("<|tool_call>", "<tool_call|>", '<|"|>'),), ("call:NAME{", None), None, ("<channel|>",)
+        (_form("<|tool_call>", "<tool_call|>", quotes=('<|"|>', '<|"|>'), cost=5),),
+        ("call:NAME{", None),
+        None,
+        ("<channel|>",),
     ),
     "function_gemma": _Family(
-        (_gemma_form("<start_function_call>", "<end_function_call>", "<escape>"),), ("call:NAME{", None)
+        (_form("<start_function_call>", "<end_function_call>", quotes=("<escape>", "<escape>"), cost=5),),
+        ("call:NAME{", None),
     ),
     "longcat": _Family((_keys_form("longcat_"),), ("NAME\n", None)),
     "glm47": _Family((_keys_form(""),), ("NAME\n", None)),
     "laguna": _Family((_keys_form(""),), ("NAME\n", None)),
-    "pythonic": _Family((_python_form("<|tool_call_start|>", "<|tool_call_end|>"),), ("[NAME(", None)),
-    "olmo3": _Family((_python_form("<function_calls>", "</function_calls>"),), ("\nNAME(", None)),
+    "pythonic": _Family(
+        (_form("<|tool_call_start|>", "<|tool_call_end|>", closed=CLOSED_CODE, cost=5),), ("[NAME(", None)
+    ),
+    "olmo3": _Family(
+        (_form("<function_calls>", "</function_calls>", closed=CLOSED_CODE, cost=5),), ("\nNAME(", None)
+    ),
     "llama4": _Family(
-        (_python_form("<|python_start|>", "<|python_end|>"),),
+        (_form("<|python_start|>", "<|python_end|>", closed=CLOSED_CODE, cost=5),),
         ("[NAME(", None),
-        either(parse_bare_several, parse_bare_python),
+        either(parse_bare, parse_bare_python),
     ),
     "seed_oss": _Family(
-        (Form("<seed:tool_call>", "</seed:tool_call>", _FUNCTIONS, _TAG, _PARAMETER),),
+        _tag_forms("<seed:tool_call>", "</seed:tool_call>", "function", "parameter", "=", trims=True),
         ("\n<function=NAME>\n", None),
     ),
     "qwen3_coder": _Family(
-        (Form(*GENERIC, either(_FUNCTIONS, parse_json), re.compile(r"\s*[<{]"), _PARAMETER),),
-        ("\n<function=NAME>\n", None),
+        _tag_forms(*GENERIC, "function", "parameter", "=", trims=True), ("\n<function=NAME>\n", None)
     ),
     "kimi_k2": _Family(
-        (_kimi_form("tool_calls_section"), _kimi_form("tool_call_section")),
+        (
+            _form("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+            _form("<|tool_call_section_begin|>", "<|tool_call_section_end|>"),
+            _form("<|tool_call_begin|>", "<|tool_call_end|>"),
+        ),
         ("<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     ),
     "kimi_k3": _Family(
         (
-            Form(
-                "<|open|>tools<|sep|>",
-                "<|close|>tools<|sep|>",
-                tagged(
-                    r'\s*<\|open\|>call tool="(?P<name>[^"<>]+)"[^<>]*<\|sep\|>\s*',
-                    _XTML_ARGUMENT,
-                    "<|close|>argument<|sep|>",
-                    r"<\|close\|>call<\|sep\|>\s*",
-                ),
-                _TAG,
-                ("<|open|>argument ", "<|close|>argument"),
-            ),
+            Form("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", _XTML_FORM, _XTML_QUOTES),
+            Form("<|open|>call tool=", "<|close|>call<|sep|>", _XTML_FORM, _XTML_QUOTES),
         ),
         ('<|open|>call tool="NAME"', None),
+        None,
+        ("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
     ),
     "minicpm5": _Family(
-        (
-            Form(
-                "<function name=",
-                "</function>",
-                parse_cdata,
-                re.compile(r'\s*"'),
-                ("<param ", "</param>"),
-            ),
-        ),
-        ("", None),
+        (Form("<function name=", "</function>", parse_cdata, ("<param ", "</param>")),), ("", None)
     ),
     "muse_spark": _Family(
-        (
-            Form(
-                "<atem:function_calls>",
-                "</atem:function_calls>",
-                tagged(
-                    r'\s*<atem:invoke\b[^<>]*?\bname="(?P<name>[^"]+)">\s*',
-                    r'<atem:parameter\b(?>[^<>]*?\bname="(?P<key>[^"]+)")[^<>]*>',
-                    "</atem:parameter>",
-                    r"</atem:invoke>\s*",
-                ),
-                _TAG,
-                ("<atem:parameter", "</atem:parameter>"),
-            ),
+        _tag_forms(
+            "<atem:function_calls>", "</atem:function_calls>", "atem:invoke", "atem:parameter", " name="
         ),
         ("", None),
     ),
     "deepseek_v32": _Family(
-        (
-            Form(
-                f"<{_DSML}function_calls>",
-                f"</{_DSML}function_calls>",
-                tagged(
-                    rf'\s*<{_DSML}invoke name="(?P<name>[^"<>]+)">\s*',
-                    rf'<{_DSML}parameter name="(?P<key>[^"<>]+)" string="(?P<type>true|false)">',
-                    f"</{_DSML}parameter>",
-                    rf"</{_DSML}invoke>\s*",
-                ),
-                _TAG,
-                (f"<{_DSML}parameter ", f"</{_DSML}parameter>"),
-            ),
+        _tag_forms(
+            f"<{_DSML}function_calls>",
+            f"</{_DSML}function_calls>",
+            f"{_DSML}invoke",
+            f"{_DSML}parameter",
+            " name=",
         ),
         (f'\n<{_DSML}invoke name="NAME">\n', None),
     ),
     "mistral": _Family((_MISTRAL,), _JSON_LIST),
     "mistral_args": _Family((_MISTRAL,), ("NAME[ARGS]", "")),
-    "deepseek_v3": _Family((_DEEPSEEK,), (f"{_BEGIN}function{_SEP}NAME\n```json\n", f"\n```{_END}")),
-    "deepseek_v31": _Family((_DEEPSEEK,), (f"{_BEGIN}NAME{_SEP}", _END)),
-    "nemotron": _Family((_json_form("<TOOLCALL>", "</TOOLCALL>"),), _JSON_LIST),
-    "phi4": _Family((_json_form("<|tool_call|>", "<|/tool_call|>"),), _JSON_LIST),
+    "deepseek_v3": _Family(_DEEPSEEK, (f"{_BEGIN}function{_SEP}NAME\n```json\n", f"\n```{_END}")),
+    "deepseek_v31": _Family(_DEEPSEEK, (f"{_BEGIN}NAME{_SEP}", _END)),
+    "nemotron": _Family((_form("<TOOLCALL>", "</TOOLCALL>"),), _JSON_LIST),
+    "phi4": _Family((_form("<|tool_call|>", "<|/tool_call|>"),), _JSON_LIST),
     "granite": _Family(
-        (Form("<|tool_call|>", "", parse_json, _JSON, value=re.compile(r"\s*(?=\[)")), _json_form(*GENERIC)),
-        _JSON_LIST,
+        (_form("<|tool_call|>", "", value=re.compile(r"\s*(?=[\[{])")), _form(*GENERIC)), _JSON_LIST
     ),
-    "hunyuan": _Family((_json_form("<tool_calls>", "</tool_calls>"),), _JSON_LIST),
+    "hunyuan": _Family((_form("<tool_calls>", "</tool_calls>"),), _JSON_LIST),
     "llama": _LLAMA,
     "json_tools": _GENERIC,
 }

@@ -1,38 +1,42 @@
 """Parses the tool calls that models write, with a parser for each format. Pure.
 
-A parser takes the whole text between a call's markers, and raises `ValueError` unless it can parse all of it;
-mlx-lm's parsers skip parts that they do not understand. `worker.text.arguments` then checks that the tool
-was offered and that the arguments fit its schema.
+A parser takes the text between a call's markers, and raises `ValueError` unless it begins with calls that
+it understands to the last character; mlx-lm's parsers skip parts that they do not understand. `parse_calls`
+reads names and arguments in JSON, in Python's syntax or in Gemma's, `tagged` arguments between tags. Both
+excuse slips of form, since `worker.text.arguments` then checks that the tool was offered and that the
+arguments fit its schema.
 """
 
 from __future__ import annotations
 
-import ast
-import json
 import re
-import warnings
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from .written_values import read_json, read_keywords, read_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
 
-    Parser: TypeAlias = "Callable[[str], list[Written]]"
+    #: Returns the calls that a text begins with, and the index where they end. The second argument says
+    #: whether the model has ended the calls, so that an end within them may be missing.
+    Parser: TypeAlias = "Callable[[str, bool], tuple[list[Written], int]]"
 
 
 class Written(NamedTuple):
     """One call as the model wrote it. With `is_text`, all values are text, as the format has no other types.
 
-    `id` is the model's own id of the call, mostly None.
+    `id` is the model's own id of the call, mostly None. With `is_mended`, a tag was missing, so each argument
+    must be one that the tool's schema names.
     """
 
     name: str
     arguments: Mapping[str, Any]
     id: str | None = None
     is_text: bool = False
+    is_mended: bool = False
 
 
 class ParsedCall(NamedTuple):
@@ -43,26 +47,48 @@ class ParsedCall(NamedTuple):
     id: str | None = None
 
 
+#: What may follow the marker that opens a call; after other text the marker is only mentioned.
+_BEGINS: Final = re.compile(r"""\s*(?:["\[{(<`#]|[^\s<>{}()\[\]"'`,;]+\s*(?:\Z|[\n({<>\["`]))""")
+#: Limit of the text before a call's arguments, which is its name and id; it is searched at each push.
+MOST_NAMED: Final = 1_024
+
+
+#: Text in which all strings have ended, in JSON and in Python's syntax.
+_CLOSED: Final = re.compile(r'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*', re.DOTALL)
+CLOSED_CODE: Final = re.compile(
+    r"""(?:[^'"#]++|\#[^\n\r]*+|'''(?:[^'\\]++|\\.|'(?!''))*+'''|\"\"\"(?:[^"\\]++|\\.|"(?!""))*+\"\"\"
+        |'(?!'')(?:[^'\\]++|\\.)*+'|"(?!"")(?:[^"\\]++|\\.)*+")*+""",
+    re.DOTALL | re.VERBOSE,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """The syntax of calls between the markers `opens` and `closes`.
 
     If `closes` is empty, a call ends where its JSON value ends; the regex `value` matches the text before
-    that value. If `closes` is None, a call ends where the answer ends. If the regex `begins` does not match
-    after `opens`, the text only mentions the marker. `quotes` begin and end strings, in which markers have no
-    effect. With `is_framed`, a complete call counts even if the answer was truncated before its end marker.
-    Only text that the regex `whole` matches is parsed, which takes `cost` times as long as for JSON.
+    that value. If `closes` is None, a call ends where the answer ends. `quotes` begin and end strings, in
+    which markers have no effect; if they are JSON's, the regex `closed` matches text in which all strings
+    have ended. With `is_framed`, a complete call counts even if the answer was truncated before its end
+    marker. Parsing takes `cost` times as long as for JSON.
     """
 
     opens: str
     closes: str | None
     parse: Parser
-    begins: re.Pattern[str]
     quotes: tuple[str, str] = ('"', '"')
     value: re.Pattern[str] | None = None
+    closed: re.Pattern[str] = _CLOSED
     is_framed: bool = True
-    whole: re.Pattern[str] | None = None
     cost: int = 1
+
+    def may_begin(self, text: str) -> bool:
+        """Return whether a call may have begun with `opens` and then `text`, which may still grow."""
+        return not text.strip() or _BEGINS.match(text, 0, MOST_NAMED) is not None
+
+    def may_end(self, text: str) -> bool:
+        """Return whether a call's text may end here, so that it is worth parsing."""
+        return self.quotes[0] != '"' or self.closed.fullmatch(text) is not None
 
     @property
     def is_tagged(self) -> bool:
@@ -73,7 +99,7 @@ class Form:
         """Return whether a call's text ends within a string, so that a marker there does not end the call."""
         begin, end = self.quotes
         if begin == '"':
-            return not _CLOSED.fullmatch(text) or (
+            return not self.closed.fullmatch(text) or (
                 self._holds_another(text) and text.count(self.opens) > text.count(self.closes or "")
             )
         if begin == end:
@@ -83,7 +109,7 @@ class Form:
     def _holds_another(self, text: str) -> bool:
         """Return whether the next `opens` in `text` is inside a string that is still open there."""
         head, opens, _ = text.partition(self.opens)
-        return bool(opens) and (self.closes or "") not in head and not _CLOSED.fullmatch(head)
+        return bool(opens) and (self.closes or "") not in head and not self.closed.fullmatch(head)
 
     def num_own(self, text: str) -> int:
         """Return how many characters of `text`, after an invalid call's marker, precede the next call."""
@@ -99,31 +125,7 @@ class Form:
         return len(text)
 
 
-# A model can write any text, and a search holds the interpreter. So in the regular expressions of calls two
-# repetitions that match the same text never meet: their time would grow with the text's square or cube.
-#: Text in which all strings have ended.
-_CLOSED: Final = re.compile(r'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*', re.DOTALL)
 _SPACE: Final = re.compile(r"\s*")
-
-
-def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key is there twice")
-    return found
-
-
-def _refused(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
-
-
-#: Not strict: models write raw line breaks into strings, which can mean nothing else.
-_DECODER: Final = json.JSONDecoder(object_pairs_hook=_without_twice, parse_constant=_refused, strict=False)
-
-
-def read_json(text: str) -> Any:
-    """Parse a JSON value; refuses repeated keys and NaN. Raises `ValueError` or `RecursionError`."""
-    return _DECODER.decode(text)
 
 
 def is_utf8(text: str) -> bool:
@@ -135,140 +137,179 @@ def is_utf8(text: str) -> bool:
     return True
 
 
-def _call(value: Any, id_: str | None = None) -> Written:
+def _call(value: Any) -> Written:
     """Read a call from a JSON object; raises `ValueError` for missing, wrong or additional fields."""
+    id_ = None
     if isinstance(value, dict) and isinstance(value.get("function"), dict):  # as in OpenAI's API
         if value.keys() - {"type", "id", "index", "function"}:
             raise ValueError("a call has more than a function")
         value, id_ = value["function"], value.get("id")
-    if not isinstance(value, dict) or value.keys() - {"name", "arguments", "parameters", "id", "type"}:
+    if isinstance(value, dict) and len(value) == 1 and value.keys().isdisjoint(_NAMES):
+        ((name, arguments),) = value.items()  # as Apertus writes calls
+        value = {"name": name, "arguments": arguments}
+    if not isinstance(value, dict) or value.keys() - {*_NAMES, *_ARGUMENTS, "id", "type"}:
         raise ValueError("a call has a name and arguments, and nothing else")
-    if "arguments" in value and "parameters" in value:
-        raise ValueError("a call has its arguments once")
-    name, id_ = value.get("name"), value.get("id", id_)
-    arguments = value.get("arguments", value.get("parameters"))
+    names, given = ([value[key] for key in keys if key in value] for keys in (_NAMES, _ARGUMENTS))
+    if len(names) != 1 or len(given) > 1:
+        raise ValueError("a call has one name, and its arguments once")
+    (name,), arguments, id_ = names, given[0] if given else {}, value.get("id", id_)
     if isinstance(arguments, str):
         arguments = read_json(arguments) if arguments.strip() else {}
-    arguments = {} if arguments is None else arguments
+    arguments = arguments or {}  # null or an empty list
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("a call has a name, and an object as its arguments")  # noqa: TRY004
     return Written(name, arguments, id_ if isinstance(id_, str) and id_ and is_utf8(id_) else None)
 
 
-def parse_json(text: str) -> list[Written]:
-    """Parse one JSON call, or a JSON list of calls."""
-    value = read_json(text)
-    return [_call(one) for one in (value if isinstance(value, list) else [value])]
+_NAMES: Final = ("name", "function")
+_ARGUMENTS: Final = ("arguments", "parameters")
+#: Marks within the calls of all families, which may stand between calls, names and arguments.
+_MARK: Final = (
+    r"</?tool_call>|<\|tool_call_[a-z_]++\|>|<\uff5ctool\u2581call\u2581begin\uff5c>function<\uff5ctool\u2581sep\uff5c>"
+    r"|<\uff5ctool\u2581(?:call\u2581(?:begin|end)|sep)\uff5c>"
+    r"|\[CALL_ID\]\s*+(?P<id>[^\s\[\]{}]*+)|\[ARGS\]"
+)
+_FENCE: Final = "```[a-z]*+"
+_BETWEEN: Final = re.compile(rf"(?:{_MARK}|{_FENCE}|[\s,;\[\]}})]++|#[^\n\r]*+)*+")
+_BEHIND_NAME: Final = re.compile(rf"\s*+(?:{_FENCE})?\s*+(?P<marks>(?:(?:{_MARK})\s*+)*+)(?:{_FENCE})?\s*+")
+_ENDED: Final = re.compile(r"(?:end[|\uff5c]|/tool_call)>\s*\Z")
+_NAME: Final = re.compile(r"""(?:call:)?(?P<id>(?:functions\.)?(?P<name>[^\s<>{}()\[\]"'`,;=]++))""")
+#: The end of a string and of a value: behind a call it shows that the call's string ended too early.
+_DOUBT: Final = re.compile(r"""(?:["'`]|<\|"\|>|<escape>)\s*+[}\])]""")
 
 
-def parse_several(text: str) -> list[Written]:
-    """Parse successive JSON calls, with or without semicolons between them."""
-    calls, at, text = list[Written](), 0, text.strip()
-    while at < len(text) or not calls:
-        value, at = _DECODER.raw_decode(text, at)
-        calls.append(_call(value))
-        at = _SEPARATORS.match(text, at).end()  # type: ignore[union-attr]  # it also matches the empty text
-    return calls
+def parse_calls(text: str, is_ended: bool) -> tuple[list[Written], int]:
+    """Parse calls that are objects, or names with arguments as an object or in Python's syntax.
+
+    Marks, brackets, commas and code fences may stand between these parts.
+    """
+    calls, at = list[Written](), _BETWEEN.match(text).end()  # type: ignore[union-attr]  # as all patterns below
+    while at < len(text):
+        try:
+            call, end = _call_at(text, at, may_be_name=is_ended and not calls)
+        except ValueError:
+            if not calls:
+                raise
+            break
+        calls.append(call)
+        at = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]
+    if not calls or _DOUBT.search(text, at):
+        raise ValueError("it is no call")
+    return calls, _without_space(text, at)
 
 
-def parse_bare(text: str) -> list[Written]:
-    """Parse an answer that consists of one JSON call with arguments, perhaps in a code block."""
-    fenced = _FENCED.fullmatch(text)
-    value = read_json(fenced[1] if fenced else text.strip())
-    if not isinstance(value, dict) or not {"arguments", "parameters", "function"} & value.keys():
-        raise ValueError("it has no arguments")
-    return [_call(value)]
+def _call_at(text: str, at: int, *, may_be_name: bool) -> tuple[Written, int]:
+    if text.startswith("{", at):
+        value, end = read_value(text, at)
+        return _call(value), end
+    found = _NAME.match(text, at)
+    if found is None:
+        raise ValueError("no call begins here")
+    behind = cast("re.Match[str]", _BEHIND_NAME.match(text, found.end()))
+    name, colon, counter = found["name"].rpartition(":")
+    has_counter = bool(colon) and counter.isdigit()
+    written = Written(
+        name if has_counter else found["name"], {}, found["id"] if has_counter else behind["id"] or None
+    )
+    at = behind.end()
+    if text.startswith("{", at):
+        arguments, at = read_value(text, at)
+    elif text.startswith("(", at):
+        arguments, at = read_keywords(text, at + 1)
+    elif _ENDED.search(behind["marks"]) or (may_be_name and text[at : at + 1] in ("", "]")):
+        arguments = {}
+    else:
+        raise ValueError("a name has no arguments")
+    return written._replace(arguments=arguments), at
 
 
-def parse_bare_several(text: str) -> list[Written]:
-    """Parse an answer that consists of JSON calls with arguments, as Llama's models write it."""
-    fenced = _FENCED.fullmatch(text)
-    calls = parse_several(fenced[1] if fenced else text)
-    if '"arguments"' not in text and '"parameters"' not in text:
-        raise ValueError("they have no arguments")
-    return calls
+def _without_space(text: str, at: int) -> int:
+    """Return the index `at` in a text, or that of the white space before it; the end if nothing follows."""
+    return len(text[:at].rstrip()) if at < len(text) else at
 
 
-_SEPARATORS: Final = re.compile(r"[;\s]*")
-_FENCED: Final = re.compile(r"\s*```(?:json)?\s(.*?)(?:```\s*)?", re.DOTALL)
+def parse_bare(text: str, is_ended: bool) -> tuple[list[Written], int]:
+    """Parse an answer that consists of JSON calls with arguments, perhaps in a code block or between tags."""
+    text = _TAGS_AROUND.sub("", text)
+    calls, end = parse_calls(text, is_ended)
+    if end < len(text) or len(_GIVEN.findall(text)) < len(calls):
+        raise ValueError("it is no call, or has no arguments")
+    return calls, end
+
+
+#: Tags that Qwen 2.5's coders make up around calls.
+CALL_TAG: Final = "(?!tool_resp)[a-z_-]{0,9}(?:tool|function)[a-z_-]{0,9}"
+_TAGS_AROUND: Final = re.compile(rf"\A\s*(?:```[a-z]*\s*)?<{CALL_TAG}>|</{CALL_TAG}>?\s*(?:```\s*)?\Z")
+_GIVEN: Final = re.compile(r"""(?:arguments|parameters|function)["']?\s*+:""")
+
+
+def parse_bare_python(text: str, is_ended: bool) -> tuple[list[Written], int]:
+    """Parse an answer that consists of a list of calls in Python's syntax."""
+    calls, end = parse_calls(text, is_ended)
+    if end < len(text) or not text.lstrip().startswith("["):
+        raise ValueError("it is no list")
+    return calls, end
 
 
 def either(*parsers: Parser) -> Parser:
     """Return a parser that gives the result of the first of `parsers` that raises no `ValueError`."""
 
-    def parse(text: str) -> list[Written]:
+    def parse(text: str, is_ended: bool) -> tuple[list[Written], int]:
         for one in parsers[:-1]:
             try:
-                return one(text)
+                return one(text, is_ended)
             except ValueError:
                 continue
-        return parsers[-1](text)
+        return parsers[-1](text, is_ended)
 
     return parse
 
 
-def _each(begins: re.Pattern[str], read: Callable[[re.Match[str]], tuple[Written, int]]) -> Parser:
-    """Return a parser of successive calls; `read` turns a match of `begins` into a call and its end index."""
-
-    def parse(text: str) -> list[Written]:
-        calls, at = list[Written](), 0
-        while at < len(text) or not calls:
-            begin = begins.match(text, at)
-            if begin is None:
-                raise ValueError("no call begins here")
-            call, at = read(begin)
-            calls.append(call)
-        return calls
-
-    return parse
-
-
-def framed(head: str, tail: str) -> Parser:
-    """Return a parser of calls with JSON arguments between texts that match the regexes `head` and `tail`.
-
-    `head` has a group `name`, or several whose names begin with it, and perhaps a group `id`.
-    """
-    begins, ends = re.compile(head, re.DOTALL), re.compile(tail)
-
-    def read(begin: re.Match[str]) -> tuple[Written, int]:
-        arguments, at = _DECODER.raw_decode(begin.string, begin.end())
-        end = ends.match(begin.string, at)
-        if end is None or not isinstance(arguments, dict):
-            raise ValueError("the call does not end behind its arguments")
-        found = begin.groupdict()
-        name = next(one for key, one in found.items() if key.startswith("name") and one is not None)
-        return Written(name.strip(), arguments, found.get("id") or None), end.end()
-
-    return _each(begins, read)
-
-
-def tagged(head: str, key: str, close: str, tail: str, *, trims: bool = False) -> Parser:
-    """Return a parser of calls whose arguments are text between tags.
+def tagged(head: str, key: str, close: str, tail: str | None = None, *, trims: bool = False) -> Parser:
+    """Return a parser of calls whose arguments are text between tags, or one JSON object.
 
     Three parameters are regexes: `head` with the group `name`; `key`, a value's start tag, with the group
-    `key`, and `type` if the format marks JSON values; and `tail`, the end of a call. White space around names
-    and keys is not part of them. A value ends at the first end tag `close` that is followed by a `key` or
-    `tail`, once all values nested in it have ended. With `trims`, one line break at each end is not part of
-    the value.
+    `key`, and `type` if the format marks JSON values; and `tail`, the end of a call, which may be missing at
+    the text's end. A value ends at the first end tag `close` that is followed by a `key` or `tail`, once all
+    values nested in it have ended; without such an end tag it ends before the next `key` or `tail`, and the
+    call is mended. With `trims`, one line break at each end is not part of the value.
     """
-    begins, opens, ends = re.compile(head), re.compile(key), re.compile(tail)
+    begins, opens = re.compile(head), re.compile(key)
+    ends = re.compile(rf"(?:{tail})\s*" if tail else r"\Z")
+    stops = re.compile(f"{key}|{tail}" if tail else key)
 
-    def end_of_value(text: str, at: int, begun: Sequence[int]) -> tuple[int, int]:
+    def is_end(text: str, at: int, is_ended: bool) -> bool:
+        return ends.match(text, at) is not None or (is_ended and at == len(text))
+
+    def end_of_value(text: str, at: int, begun: Sequence[int], is_ended: bool) -> tuple[int, int] | None:
         num_ended = bisect_left(begun, at)  # values that began before this one
         while (found := text.find(close, at)) >= 0:
             at = _SPACE.match(text, found + len(close)).end()  # type: ignore[union-attr]
-            if (opens.match(text, at) or ends.match(text, at)) and bisect_left(begun, found) <= num_ended:
+            if (opens.match(text, at) or is_end(text, at, is_ended)) and bisect_left(
+                begun, found
+            ) <= num_ended:
                 return found, at
             at, num_ended = found + len(close), num_ended + 1
-        raise ValueError("a value does not end")
+        return None
 
-    def read(begun: Sequence[int], begin: re.Match[str]) -> tuple[Written, int]:
+    def read(begun: Sequence[int], begin: re.Match[str], is_ended: bool) -> tuple[Written, int]:
         text = begin.string
-        at, arguments, is_text = begin.end(), dict[str, Any](), True
+        at, arguments, is_text, num_mended = begin.end(), dict[str, Any](), True, 0
+        if text.startswith("{", at):
+            (arguments, at), is_text = read_value(text, at), False
+            at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
         while (opened := opens.match(text, at)) is not None:
-            end, at = end_of_value(text, opened.end(), begun)
-            value = text[opened.end() : end]
-            name = opened["key"].strip()
+            name, found = opened["key"].strip(), end_of_value(text, opened.end(), begun, is_ended)
+            if found is None:
+                num_mended += 1
+                stop = stops.search(text, opened.end())
+                if stop is None or num_mended > _MOST_MENDED:
+                    raise ValueError("a value does not end")
+                value, at = text[opened.end() : stop.start()], stop.start()
+                if (bare := value.rstrip()).endswith(f"</{name}>"):  # an end tag of the argument's name
+                    value = bare.removesuffix(f"</{name}>")
+            else:
+                value, at = text[opened.end() : found[0]], found[1]
             if name in arguments:
                 raise ValueError("an argument is there twice")
             if trims:
@@ -277,151 +318,43 @@ def tagged(head: str, key: str, close: str, tail: str, *, trims: bool = False) -
             is_text = kind is None
             is_string = is_text or kind in ("string", "true")
             arguments[name] = value if is_string else read_json(value)
-        ended = ends.match(text, at)
-        if ended is None:
+        if not is_end(text, at, is_ended):
             raise ValueError("the call does not end behind its arguments")
-        return Written(begin["name"].strip(), arguments, is_text=is_text), ended.end()
+        if ended := ends.match(text, at):
+            at = ended.end()
+        return Written(begin["name"].strip(), arguments, None, is_text, num_mended > 0), at
 
-    def parse(text: str) -> list[Written]:
+    def parse(text: str, is_ended: bool) -> tuple[list[Written], int]:
         begun = [one.start() for one in opens.finditer(text)]  # once for all calls
-        return _each(begins, partial(read, begun))(text)
+        calls, at = list[Written](), 0
+        while begin := begins.match(text, at):
+            call, at = read(begun, begin, is_ended)
+            calls.append(call)
+            if sum(one.is_mended for one in calls[:_MOST_MENDED]) == _MOST_MENDED:
+                raise ValueError("too many calls without end tags")
+            if at == len(text):
+                break
+        if not calls or text.find(close, at) >= 0:
+            raise ValueError("it is no call")
+        return calls, _without_space(text, at)
 
     return parse
 
 
-def parse_cdata(text: str) -> list[Written]:
+#: How many end tags of arguments may be missing in a call; each costs a search.
+_MOST_MENDED: Final = 8
+
+
+def parse_cdata(text: str, is_ended: bool) -> tuple[list[Written], int]:
     """Parse a call in MiniCPM's format, whose values may be CDATA sections."""
+    calls, end = _MINICPM(text, is_ended)
     return [
         one._replace(arguments={name: _CDATA.sub(r"\1", value) for name, value in one.arguments.items()})
-        for one in _MINICPM(text)
-    ]
+        for one in calls
+    ], end
 
 
 _MINICPM: Final = tagged(
-    r'\s*"(?P<name>[^"<>]+)"\s*>\s*', r'<param\s+name\s*=\s*"(?P<key>[^"<>]+)"\s*>', "</param>", r"\Z"
+    r'\s*"(?P<name>[^"<>]+)"\s*>\s*', r'<param\s+name\s*=\s*"(?P<key>[^"<>]+)"\s*>', "</param>"
 )
 _CDATA: Final = re.compile(r"\A\s*<!\[CDATA\[(.*)\]\]>\s*\Z", re.DOTALL)
-
-
-def parse_python(text: str) -> list[Written]:
-    """Parse calls in Python's syntax: a list of calls, or one call per line, perhaps in a code block."""
-    if fence := _PYTHON.match(text):
-        text = text[fence.end() :].rstrip().removesuffix("```")
-    if not CODE.fullmatch(text):
-        raise ValueError("a string does not end, or is formatted")
-    nodes: list[ast.expr] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they are about unknown escapes
-        parsed = ast.parse(text.strip())
-    for statement in parsed.body:
-        if not isinstance(statement, ast.Expr):
-            raise ValueError("it is no call")  # noqa: TRY004
-        nodes += statement.value.elts if isinstance(statement.value, ast.List) else [statement.value]
-    return [_of_python(node) for node in nodes]
-
-
-def parse_bare_python(text: str) -> list[Written]:
-    """Parse an answer that consists of a list of calls in Python's syntax."""
-    if not text.lstrip().startswith("["):
-        raise ValueError("it is no list")
-    return parse_python(text)
-
-
-#: Code in which all strings have ended and none is an f-string. Python parses an f-string in a time that
-#: grows with the square of its length, for no call: its value is no constant.
-CODE: Final = re.compile(
-    r"""(?:[^'"#]++|\#[^\n\r]*+|(?<![fFtT])(?<![fFtT][rR])(?:
-        '''(?:[^'\\]++|\\.|'(?!''))*+'''|\"\"\"(?:[^"\\]++|\\.|"(?!""))*+\"\"\"
-        |'(?!'')(?:[^'\\\n\r]++|\\(?:\r\n|.))*+'|"(?!"")(?:[^"\\\n\r]++|\\(?:\r\n|.))*+"))*+""",
-    re.DOTALL | re.VERBOSE,
-)
-_PYTHON: Final = re.compile(r"\s*```(?:python)?[^\S\n]*\n")
-
-
-def _of_python(node: ast.expr) -> Written:
-    if not isinstance(node, ast.Call) or node.args:
-        raise ValueError("a call has only arguments with names")
-    arguments = {}
-    for keyword in node.keywords:
-        if keyword.arg is None or keyword.arg in arguments:
-            raise ValueError("a call has only arguments with different names")
-        arguments[keyword.arg] = ast.literal_eval(_JsonWords().visit(keyword.value))
-    return Written(ast.unparse(node.func), arguments)
-
-
-class _JsonWords(ast.NodeTransformer):
-    """Replaces the names true, false and null in calls in Python's syntax by Python's constants.
-
-    Models write them because templates show them values in JSON.
-    """
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # `ast.NodeTransformer` requires this name
-        words = {"true": True, "false": False, "null": None}
-        return ast.Constant(words[node.id]) if node.id in words else node
-
-
-def gemma(quote: str) -> Parser:
-    """Return a parser of calls `call:NAME{key:value}`, in which `quote` begins and ends strings."""
-
-    def read(begin: re.Match[str]) -> tuple[Written, int]:
-        arguments, at = _gemma_object(begin.string, begin.end(), quote)
-        end = _SPACE.match(begin.string, at).end()  # type: ignore[union-attr]
-        return Written(begin["name"], arguments), end
-
-    return _each(_GEMMA, read)
-
-
-_GEMMA: Final = re.compile(r"\s*call:(?P<name>[^\s{}]+)\s*\{")
-_GEMMA_KEY: Final = re.compile(r"\s*([^\s:,{}\[\]<>\"]+)\s*:")
-_CLOSES: Final = {"}": re.compile(r"\s*\}"), "]": re.compile(r"\s*\]")}
-_PLAIN: Final = re.compile(r"[^\s,{}\[\]]+")
-
-
-def _gemma_object(text: str, at: int, quote: str) -> tuple[dict[str, Any], int]:
-    """Parse an object after its opening brace; return the object and the index of its end."""
-    pairs: list[tuple[str, Any]] = []
-    while not (end := _CLOSES["}"].match(text, at)):
-        if pairs:
-            at = _comma(text, at)
-        if text.startswith(quote, at):
-            key, at = _gemma_value(text, at, quote)
-            if not text.startswith(":", at):
-                raise ValueError("a key has no value")
-            at += 1
-        elif found := _GEMMA_KEY.match(text, at):
-            key, at = found[1], found.end()
-        else:
-            raise ValueError("an object has no key here")
-        value, at = _gemma_value(text, at, quote)
-        pairs.append((key, value))
-    return _without_twice(pairs), end.end()
-
-
-def _gemma_value(text: str, at: int, quote: str) -> tuple[Any, int]:
-    at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
-    if text.startswith(quote, at):
-        end = text.index(quote, at + len(quote))
-        return text[at + len(quote) : end], end + len(quote)
-    if text.startswith("{", at):
-        return _gemma_object(text, at + 1, quote)
-    if text.startswith("[", at):
-        values: list[Any] = []
-        at += 1
-        while not (ended := _CLOSES["]"].match(text, at)):
-            value, at = _gemma_value(text, _comma(text, at) if values else at, quote)
-            values.append(value)
-        return values, ended.end()
-    if text.startswith('"', at):
-        string, at = _DECODER.raw_decode(text, at)
-        return string, at
-    plain = _PLAIN.match(text, at)
-    if plain is None:
-        raise ValueError("a value is missing")
-    return read_json(plain[0]), plain.end()
-
-
-def _comma(text: str, at: int) -> int:
-    at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
-    if not text.startswith(",", at):
-        raise ValueError("a comma is missing")
-    return _SPACE.match(text, at + 1).end()  # type: ignore[union-attr]

@@ -35,6 +35,8 @@ _MAX_STEPS: Final = 5_000_000
 _MAX_SECONDS: Final = 60.0
 _MAX_CHARS: Final = 2**26
 _STEP: Final = "count_one_step"
+#: What JSON in ASCII escapes; not the stand-ins of `control_tokens`, which are no characters of their own.
+_ESCAPED: Final = re.compile("[^\x00-\x7e\ud800-\udbff]")
 _DATE_FORMAT: Final = re.compile(r"""strftime_now\(\s*["']([^"']*)["']\s*\)""")
 
 
@@ -245,9 +247,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Return a value as JSON; Jinja's own filter would escape HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _ESCAPED.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
 
 
 def _refuse(message: str) -> NoReturn:

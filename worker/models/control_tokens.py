@@ -1,25 +1,27 @@
 """Keeps messages from injecting control tokens: text in a message never becomes a control token.
 
 A template writes control tokens and the content of messages into one text, which is tokenised as a whole.
-Content that could form a control token is therefore marked: a lone surrogate, which no message and no
-template can contain, follows each of its characters. The template may truncate content; each mark stays with
-its character. If a control token would cover a mark, the text is tokenised in pieces instead. Marks change no
-other token, and content that cannot form a control token is not marked.
+Content that spells a control token, or a part of one at its ends, is therefore marked: each character there
+is replaced by a stand-in, a lone surrogate, which no message and no template can contain. So the template
+sees contents of the same length and the same other text; it may truncate them. If a control token would cover
+a stand-in, the text is tokenised in pieces instead. Stand-ins change no other token.
 """
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
-from itertools import accumulate, groupby, pairwise
+from bisect import bisect_left
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-_MARK: Final = "\ud800"
-#: White space gets no marks, since templates trim it.
-_MARKED: Final = re.compile(r"\S")
+#: The stand-in of a character is this many code points further: a high surrogate.
+_DISTANCE: Final = 0xD800
+_STAND_IN: Final = re.compile("[\ud800-\udbff]")
+#: Characters that have a stand-in: no white space, which templates trim, and none that JSON escapes.
+_MARKED: Final = re.compile(r'[^\s"\\\u0400-\U0010ffff]')
 #: Fields of a message whose values the protocol restricts to a few words.
 _NO_CONTENT: Final = frozenset({"role", "type"})
 
@@ -119,66 +121,62 @@ class ControlTokens:
 
     def encode(self, text: str, encode_later: Callable[[str], list[int]]) -> list[int]:
         """Tokenise a marked text, without its marks. `encode_later` tokenises all pieces but the first."""
-        parts = text.split(_MARK)
-        plain = "".join(parts)
-        marks = _mark_positions(parts)
-        found = self._rust.encode_batch([plain], add_special_tokens=False)[0]  # as in `Tokenizer`
+        marks = [found.start() for found in _STAND_IN.finditer(text)]
+        found = self._rust.encode_batch([unmarked(text)], add_special_tokens=False)[0]  # as in `Tokenizer`
         cuts = [
             start + 1
             for token, (start, end) in zip(found.ids, found.offsets, strict=True)
-            if token in self._all
-            and end - start > 1
-            and bisect_right(marks, start) < bisect_right(marks, end)
+            if token in self._all and end - start > 1 and bisect_left(marks, start) < bisect_left(marks, end)
         ]
         if not cuts:
             ids: list[int] = found.ids
             return ids
         ids = []
-        places = [0, *(cut + bisect_right(marks, cut) for cut in cuts), len(text)]
-        for start, end in pairwise(places):
+        for start, end in pairwise([0, *cuts, len(text)]):
             ids += encode_later(text[start:end]) if start else self.encode(text[:end], encode_later)
         return ids
 
     def _mark(self, text: str, forbidden: frozenset[int]) -> str:
-        if self._first.search(text):
-            ids = self._rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
-            if not forbidden.isdisjoint(ids) or any(name in text for name in self._normalized):
-                return _with_marks(text)
-        return self._mark_ends(text)
+        spelled, ends = list(self._spelled(text, forbidden)), list(self._ends_of(text))
+        if not spelled and not ends:
+            return text
+        chars = list(text)
+        for start, end in spelled + ends:
+            chars[start:end] = _with_marks(text[start:end])
+        for start, end in spelled:
+            if not is_marked("".join(chars[start:end])):
+                chars[start] = "\ufffd"  # a token without a character that has a stand-in
+        return "".join(chars)
 
-    def _mark_ends(self, text: str) -> str:
-        """Mark a text's start and end where they could form a control token with the text beside them."""
+    def _spelled(self, text: str, forbidden: frozenset[int]) -> Iterator[tuple[int, int]]:
+        """Yield where a text spells control tokens."""
+        if not self._first.search(text):
+            return
+        # Offsets take twice the time.
+        if not forbidden.isdisjoint(self._rust.encode_batch_fast([text], add_special_tokens=False)[0].ids):
+            found = self._rust.encode_batch([text], add_special_tokens=False)[0]
+            yield from (at for token, at in zip(found.ids, found.offsets, strict=True) if token in forbidden)
+        for name in self._normalized:
+            yield from (found.span() for found in re.finditer(re.escape(name), text))
+
+    def _ends_of(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield the parts at a text's ends that could form a control token with the text beside them."""
         bare = text.strip()
         sizes = range(min(len(bare), self._longest), 0, -1)
-        head = next((size for size in sizes if bare[:size] in self._ends), 0)
-        tail = next((size for size in sizes if bare[-size:] in self._beginnings), 0)
-        if not head and not tail:
-            return text
-        start = text.index(bare)
-        middle, end = start + head, start + len(bare)
-        last = max(middle, end - tail)
-        return text[:start] + _with_marks(text[start:middle]) + text[middle:last] + _with_marks(text[last:])
+        start, end = text.find(bare), text.find(bare) + len(bare)
+        yield from ((start, start + size) for size in sizes if bare[:size] in self._ends)
+        yield from ((end - size, end) for size in sizes if bare[-size:] in self._beginnings)
 
 
 def _with_marks(text: str) -> str:
-    return _MARKED.sub(rf"\g<0>{_MARK}", text)
+    return _MARKED.sub(lambda found: chr(ord(found[0]) + _DISTANCE), text)
 
 
 def is_marked(text: str) -> bool:
     """Return whether a text has marks."""
-    return _MARK in text
+    return _STAND_IN.search(text) is not None
 
 
 def unmarked(text: str) -> str:
-    """Remove the marks from a text."""
-    return text.replace(_MARK, "")
-
-
-def index_after(text: str, num_chars: int) -> int:
-    """Return the index in a marked text after its first `num_chars` characters and their marks."""
-    return num_chars + bisect_right(_mark_positions(text.split(_MARK)), num_chars)
-
-
-def _mark_positions(parts: Sequence[str]) -> list[int]:
-    """Return, for each mark between `parts`, the number of characters before it that are no marks."""
-    return list(accumulate(map(len, parts[:-1])))
+    """Return a text of the same length, with the characters that the stand-ins replace."""
+    return _STAND_IN.sub(lambda found: chr(ord(found[0]) - _DISTANCE), text)

@@ -30,6 +30,7 @@ class Habits:
     `objects`, `texts`: calls whose arguments are objects, or any text. `several_calls`: messages with more
     than one call. `text_with_calls`: messages with both. `any_ids`: any call ids, and results without ids.
     `results`: messages of tools; `results_alone`: also after an answer whose call is only in its text.
+    `answer_first`: a first answer, whether or not a user's message follows.
     `joined`: pairs of roles not rendered in a row; `Tokenizer` joins the texts of such messages.
     """
 
@@ -121,7 +122,7 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
         any_ids=not (calls.known and results) or _takes_any_ids(shows, calls),
         results=results,
         results_alone=not results or shows(_ASKED, _ANSWERED, result, says),
-        answer_first=shows(_ANSWERED, _said("user", "3")),
+        answer_first=shows(_ANSWERED) and shows(_ANSWERED, _said("user", "3")),
         empty=shows(_said("user", None)) and shows(_ASKED, _said("assistant", None), _said("user", "3")),
         joined=_joined(shows, calls, results=results, several_calls=several_calls),
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .answer_markup import markup_of, renders_tools, with_calls, with_objects, with_short_ids, with_tools
 from .chat_template import ChatTemplate, CodeTemplate, template_of
-from .control_tokens import ControlTokens, index_after, is_marked, unmarked
+from .control_tokens import ControlTokens, is_marked, unmarked
 from .habits import INSTEAD, Habits, habits_of, in_parts, joined_in_words
 from .model_files import one_line, read_json
 from .tokenizer_files import load
@@ -169,7 +169,7 @@ class Tokenizer:
         """
         text = self._controls.mark_answer(tokens, self.decode)
         lead = self.answer_lead if unmarked(text).startswith(self.answer_lead) else ""
-        return lead, text[index_after(text, len(lead)) :]
+        return lead, text[len(lead) :]
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token stands for in the middle of a text; empty beyond the vocabulary."""
@@ -295,10 +295,11 @@ class Tokenizer:
         habits = self.habits
         found: list[Mapping[str, Any]] = []
         for message in messages:
-            before, role = found[-1] if found else None, message.get("role")
-            if role == "assistant" and not habits.answer_first and not _has_others(found):
+            role = message.get("role")
+            if role in ("assistant", "tool") and not habits.answer_first and not _has_others(found):
                 found.append({"role": "user", "content": ""})
-            elif before and (before.get("role"), role) in habits.joined and self._may_follow(before, message):
+            before = found[-1] if found else None
+            if before and (before.get("role"), role) in habits.joined and self._may_follow(before, message):
                 texts = (found.pop().get("content"), message.get("content"))
                 own = message if role == before.get("role") else before
                 message = {**own, "content": "\n\n".join(text for text in texts if text)}  # noqa: PLW2901

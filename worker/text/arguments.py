@@ -14,7 +14,8 @@ import json
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
-from worker.models.call_parsers import ParsedCall, is_utf8, read_json
+from worker.models.call_parsers import ParsedCall, is_utf8
+from worker.models.written_values import read_json
 
 from .grammar import text_matcher
 
@@ -101,6 +102,8 @@ class Offered:
         num_free = 10 + len(json.dumps(arguments)) / 8  # a valid call's; it is worth that many steps
         fit = _Fit(schema, self._matchers, self._left_steps + num_free)
         try:
+            if written.is_mended and any(fit.of_property(name) == {} for name in arguments):
+                raise NoCallError("an argument without an end is none of the tool's")  # noqa: TRY301
             if written.is_text:
                 arguments = {name: fit.read(text, fit.of_property(name)) for name, text in arguments.items()}
             arguments = fit.converted(arguments, {"type": "object", "allOf": [schema]})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from worker.models.call_parsers import Written, read_json
+from worker.models.call_parsers import parse_calls
 
 from .splitting import Piece, first_marker
 
@@ -109,16 +109,8 @@ class HarmonySplitter:
         callee, self._callee = self._callee, None
         if callee is None:
             return Piece()
-        found = self._calls.believed(lambda text: [_written(callee, text)], self._arguments)
-        if found:
-            return self._calls.add(found)
+        found = self._calls.believed(parse_calls, callee + self._arguments)
+        if found and found[0] and found[1] == len(callee + self._arguments):
+            return self._calls.add(found[0])
         self.malformed = True
         return Piece(self._opened + self._arguments)
-
-
-def _written(callee: str, arguments: str) -> Written:
-    """Parse the arguments of a call; raises `ValueError` if they are not a JSON object."""
-    found = read_json(arguments) if arguments.strip() else {}
-    if not isinstance(found, dict):
-        raise ValueError("the arguments are no object")  # noqa: TRY004
-    return Written(callee, found)

@@ -11,9 +11,10 @@ import re
 from contextlib import suppress
 from hashlib import blake2b
 from string import ascii_letters, digits
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
 
 from turnkeep_client.messages import Called, CalledFunction, CallPart
+from worker.models.call_parsers import CALL_TAG, MOST_NAMED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
     from .arguments import Offered
 
+    #: The code block that text is in, if any: one behind other text shows examples.
+    _Code = Literal["", "own", "example"]
+
 _SPACE: Final = " \t\r\n"
 #: Characters of a call's id: templates of Mistral's models require nine of them, others accept any id.
 _LETTERS: Final = digits + ascii_letters
@@ -30,11 +34,13 @@ _LETTERS: Final = digits + ascii_letters
 _MOST_TRIED: Final = 4_000_000
 #: The characters that decide where a JSON value ends.
 _JSON: Final = re.compile(r'\\.|["{}\[\]]', re.DOTALL)
-#: Limit of the text before a call's JSON value, which is its name and id; it is searched at each push.
-_MOST_NAMED: Final = 1_024
 #: How many characters of an answer are checked for the beginning of a call without a marker.
 _HEAD: Final = 256
-_FENCE: Final = re.compile(r"```(?:json|python)?(?=[\s{\[]|$)")
+#: How many characters of a line are checked for the beginning of a code block.
+_MOST_INDENTED: Final = 40
+#: What models write around such calls, and the beginning of it.
+_AROUND: Final = re.compile(rf"(?:```[a-z]*+(?=[\s{{\[<])|<{CALL_TAG}>)\s*+")
+_AROUND_BEGUN: Final = re.compile(r"`{1,3}[a-z]*|<[a-z_-]{0,30}")
 
 
 class Piece(NamedTuple):
@@ -99,12 +105,18 @@ class Calls:
         self._max_calls = max_calls
         self._ends_at_repeat = ends_at_repeat
 
-    def believed(self, parse: Parser, text: str) -> list[ParsedCall] | None:
-        """Parse and check a text as calls; None if it cannot be parsed, empty if one call is invalid."""
-        found: list[ParsedCall] | None = None
+    def believed(
+        self, parse: Parser, text: str, *, is_ended: bool = True
+    ) -> tuple[list[ParsedCall], int] | None:
+        """Parse and check the calls that a text begins with; return them and the index where they end.
+
+        None if the text cannot be parsed; no calls if one of them is invalid.
+        """
+        found: tuple[list[ParsedCall], int] | None = None
         with suppress(Exception):  # checking a model's text against any schema may raise anything
-            written, found = parse(text), []
-            found = [self.offered.believed(one) for one in written]
+            written, end = parse(text, is_ended)
+            found = [], end
+            found = [self.offered.believed(one) for one in written], end
         return found
 
     def add(self, found: Sequence[ParsedCall]) -> Piece:
@@ -150,13 +162,17 @@ class MarkedSplitter:
         self.in_reasoning = in_reasoning
         self._held = ""  # text that may begin a marker, or an incomplete call
         self._space = ""  # white space that ends the text, dropped before a call
-        self._last = ""  # last character of the text
+        self._last = ""  # last character of the text since the last call
+        self._line = ""  # beginning of the text's last line
+        self._is_first_line = True
+        self._code: _Code = ""  # the code block around that line
         self._has_text = self._has_reasoning = False
         self._form: Form | None = None  # format of the call that `_held` begins with
         self._seen = 0  # characters of the call, or after it, already searched
         self._scan: _Scan | None = None
-        #: A parsed call whose last argument may continue after its apparent end, and its length.
-        self._whole: tuple[list[ParsedCall], int] | None = None
+        #: A parsed call whose last argument may continue after its apparent end, and the text behind it up to
+        #: its end marker; with the index behind that marker.
+        self._whole: tuple[list[ParsedCall], str, int] | None = None
         self._left_tries = _MOST_TRIED
 
     @property
@@ -207,8 +223,10 @@ class MarkedSplitter:
             found = self._if_bare(self._bare, is_over=is_over)
             if found is not None:
                 return found
-        opens = [*self._markup.strays, *(one.opens for one in self._forms if self._left_tries > 0)]
-        at, marker = first_marker(self._held, [reasoning[0], *opens] if reasoning else opens)
+        opens = [one.opens for one in self._forms if self._left_tries > 0]
+        closes = [one.closes for one in self._forms if one.closes and self.calls and not self._last]
+        markers = [*opens, *closes, *self._markup.strays, *(reasoning or ())[:1]]
+        at, marker = first_marker(self._held, markers)
         if marker is None and is_over:
             at = len(self._held)
         piece = self._said(self._held[:at])
@@ -217,9 +235,9 @@ class MarkedSplitter:
             return piece
         if reasoning and marker == reasoning[0]:
             self.in_reasoning, self._held = True, self._held[len(marker) :]
-        elif marker in self._markup.strays:
+        elif marker in self._markup.strays or (marker in closes and not self._last):
             self._held = self._held[len(marker) :]
-        elif self._last == "`" and not self._space:  # the text quotes the marker
+        elif marker in closes or self._is_quoted():
             piece += self._mentioned(marker)
         else:
             self._form = next(one for one in self._forms if one.opens == marker)
@@ -231,22 +249,25 @@ class MarkedSplitter:
         if self._may_be_bare():
             if not is_over:
                 return Piece()
-            if found := self._calls.believed(parse, self._held):
+            if (found := self._calls.believed(parse, self._held)) and found[0]:
                 self._held = self._space = ""
-                return self._calls.add(found)
+                return self._calls.add(found[0])
         self._bare = None
         return None
 
     def _may_be_bare(self) -> bool:
         head = self._held.lstrip()[:_HEAD]
-        if any(fence.startswith(head) for fence in ("```json", "```python")):
+        if head.startswith(tuple(one.opens for one in self._forms)):
+            return False
+        while around := _AROUND.match(head):
+            head = head[around.end() :]
+        if _AROUND_BEGUN.fullmatch(head):
             return True
-        if fence := _FENCE.match(head):
-            head = head[fence.end() :]
         head = "".join(head.split())
+        head = head.replace("'", '"').replace("[{", "{")
         begins = ['{"arguments":{', '{"parameters":{', '{"type":"function"', '{"function":{']
         for name in self._calls.offered.names:
-            begins += [f'{{"name":"{name}"', f"[{name}("]
+            begins += [f'{{"name":"{name}"', f'{{"function":"{name}"', f"[{name}("]
         return any(head.startswith(one) or one.startswith(head) for one in begins)
 
     def _said(self, text: str) -> Piece:
@@ -257,8 +278,26 @@ class MarkedSplitter:
         end = len(text.rstrip(_SPACE)) if self._calls.offered else len(text)
         text, self._space = text[:end], text[end:]
         if text:
+            self._note_lines(text)
             self._has_text, self._last, self._bare = True, text[-1], None
         return Piece(text)
+
+    def _note_lines(self, text: str) -> None:
+        *lines, last = (self._line + text).split("\n")
+        for line in lines:
+            self._code, self._is_first_line = self._code_behind(line), False
+        self._line = last[:_MOST_INDENTED]
+
+    def _code_behind(self, line: str) -> _Code:
+        if not line.lstrip().startswith("```"):
+            return self._code
+        return "" if self._code else "own" if self._is_first_line else "example"
+
+    def _is_quoted(self) -> bool:
+        """Return whether the text quotes the marker behind it, so that it begins no call."""
+        if self._last == "`" and not self._space:
+            return True
+        return (self._code_behind(self._line) if "\n" in self._space else self._code) == "example"
 
     def _mentioned(self, marker: str) -> Piece:
         """Return `marker`, with which the held text begins, as text; other markers may follow in the rest."""
@@ -281,29 +320,31 @@ class MarkedSplitter:
     def _in_call(self, form: Form, *, is_over: bool, is_cut: bool) -> Piece:
         """Look for the end of a call. An invalid call becomes text, in which other calls may begin."""
         text = self._held[len(form.opens) :]
-        if text.strip() and not form.begins.match(text):
+        if not form.may_begin(text):
             return self._mentioned(form.opens)
         if self._whole is None:
             for end, behind in self._ends(form, text):
-                if (found := self._tried(form, text[:end])) is not None:
-                    self._whole, self._seen = (found, behind), behind
+                is_ended = end < behind
+                found = self._tried(form, text[:end], is_ended) if form.may_end(text[:end]) else None
+                if found is not None:
+                    self._whole, self._seen = (found[0], text[found[1] : end], behind), behind
                     break
                 if self._left_tries <= 0 or form.value or not form.is_in_string(text[:end]):
                     return self._no_call(form, form.num_own(text[:end]))
         if self._whole is not None:
             return self._behind_call(form, text, *self._whole, is_over=is_over)
-        if form.value is not None and self._scan is None and len(text) > _MOST_NAMED:
+        if form.value is not None and self._scan is None and len(text) > MOST_NAMED:
             return self._no_call(form, form.num_own(text))
         if not is_over:
             return Piece()
         if form.is_framed or not is_cut:
             whole = _without_beginning_of(form.closes or "", text)
-            if found := self._tried(form, whole):
-                return self._called(found, "")
+            if (found := self._tried(form, whole, not form.closes and not is_cut)) and found[0]:
+                return self._called(found[0], whole[found[1] :])
         return self._no_call(form, form.num_own(text))
 
     def _behind_call(
-        self, form: Form, text: str, found: Sequence[ParsedCall], behind: int, *, is_over: bool
+        self, form: Form, text: str, found: Sequence[ParsedCall], more: str, behind: int, *, is_over: bool
     ) -> Piece:
         """Add a parsed call once it is certain that its end marker was not text in its last argument.
 
@@ -317,7 +358,7 @@ class MarkedSplitter:
             if marker is None and not is_over:
                 return Piece()
             found = [] if marker == form.quotes[1] else found
-        return self._called(found, text[behind:]) if found else self._no_call(form, behind)
+        return self._called(found, more + text[behind:]) if found else self._no_call(form, behind)
 
     def _called(self, found: Sequence[ParsedCall], rest: str) -> Piece:
         self._form, self._held, self._space, self._last = None, rest, "", ""
@@ -328,11 +369,10 @@ class MarkedSplitter:
         self.malformed = True
         return self._mentioned(self._held[: len(form.opens) + num_chars])
 
-    def _tried(self, form: Form, text: str) -> list[ParsedCall] | None:
-        is_whole = form.whole is None or form.whole.fullmatch(text) is not None
-        found = self._calls.believed(form.parse, text) if is_whole else None
-        if not found:
-            self._left_tries -= (len(text) + 1) * (form.cost if is_whole else 1)
+    def _tried(self, form: Form, text: str, is_ended: bool) -> tuple[list[ParsedCall], int] | None:
+        found = self._calls.believed(form.parse, text, is_ended=is_ended)
+        if not found or not found[0]:
+            self._left_tries -= (len(text) + 1) * form.cost
         return found
 
     def _ends(self, form: Form, text: str) -> Iterator[tuple[int, int]]:
@@ -341,7 +381,7 @@ class MarkedSplitter:
         A call may end with its JSON value, or before an end marker or another call.
         """
         if form.value is not None:
-            if self._scan is None and (value := form.value.match(text, 0, _MOST_NAMED)):
+            if self._scan is None and (value := form.value.match(text, 0, MOST_NAMED)):
                 self._scan = _Scan(value.end())
             if self._scan is not None and (end := self._scan.end(text)) is not None:
                 yield end, end

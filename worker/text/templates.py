@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cache.names.errors import CutOffError
 from cache.names.tokens import unpack
-from worker.models.control_tokens import index_after, unmarked
+from worker.models.control_tokens import unmarked
 from worker.models.tokenizer import TemplateError, Tokenizer
 
 from .conversation import Message, Said, Segment, Segments, has_question, in_order, said_in
@@ -267,7 +267,7 @@ class Conversation(Segments):
         known = wanted[: len(wanted) - len(more)]
         plain, own = unmarked(known), self._texts(history, segments[start:end])
         if plain.endswith(own):
-            return _Target(start, wanted[index_after(known, len(plain) - len(own)) :])
+            return _Target(start, wanted[len(plain) - len(own) :])
         return self._target_of(history, start, segments[start:end], more)
 
     def _near(self, num_head: int) -> tuple[int, int, int] | None:
@@ -311,7 +311,7 @@ class Conversation(Segments):
         seam, seam_chars = self._seam(segments, plain, base, history, is_own=target.is_own)
         if seam == base and target.start > self._first and before[-1].kind == "prompt":
             return None  # the last token before and the first one here may merge
-        wanted = self._encode(target.text[index_after(target.text, seam_chars) :], seam, history)
+        wanted = self._encode(target.text[seam_chars:], seam, history)
         same = _num_same(history[seam:], wanted)
         return Addition(seam + same, wanted[same:])
 
