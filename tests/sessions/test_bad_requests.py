@@ -681,7 +681,7 @@ async def test_an_invalid_ask_is_refused_with_the_reason_and_not_stored(wire: St
         (b"[]", "must be `object`"),
         (b'{"type":"append","text":"a"}', "ask takes a generate, not append"),
         (b'{"text":"a","id":"a b"}', "id must be"),
-        (b'{"text":"a","max_tokens":0}', "max_tokens 0 with echo only"),
+        (b'{"text":"a","max_tokens":-1}', "max_tokens must be a whole number"),
         (b'{"text":"a","frob":0}', "no field 'frob'"),
     ):
         reply = json.loads((await w.nc.request(w.subject("s", "ask"), body, timeout=20)).data)

@@ -244,12 +244,15 @@ export interface DeadLetter {
 /**
  * Embed each of the `inputs`, texts or lists of token ids (on the `ctl` of any session).
  *
- * Vectors are truncated to `dimensions` numbers. The log stores nothing of this.
+ * Vectors are truncated to `dimensions` numbers. With `input_tokens` only the first tokens of each input are
+ * read: so many, or those that fit the model; without it, an input that does not fit is refused. The log
+ * stores nothing of this.
  */
 export interface EmbedRequest {
   type: "embed";
   inputs: readonly (string | readonly number[])[];
   dimensions?: number | null;
+  input_tokens?: number | null;
 }
 
 /**
@@ -324,18 +327,19 @@ export interface GatewayMetrics {
  * Sample tokens, after appending at most one of `messages`, `text`, `tokens`.
  *
  * `logit_bias` (added to the logits of token ids), penalties, temperature, `top_k`, `top_p` and `min_p` apply
- * in this order. A temperature of 0 takes the most likely token; `top_k` 0 and `top_p` 1 are off. The
- * `repetition_penalty` is for the answer's tokens and the session's tokens; under `sink_window` only for the
- * session's tokens that the model sees when the answer begins. `presence_penalty` and `frequency_penalty` are
- * for the answer's tokens, as in OpenAI's API. A missing seed is derived from the request, so an interrupted
- * answer continues with the same tokens.
+ * in this order. A temperature or `top_p` of 0 takes the most likely token; `top_k` 0 and `top_p` 1 are off.
+ * The `repetition_penalty` is for the answer's tokens and the session's tokens; under `sink_window` only for
+ * the session's tokens that the model sees when the answer begins. `presence_penalty` and `frequency_penalty`
+ * are for the answer's tokens, as in OpenAI's API. A missing seed is derived from the request, so an
+ * interrupted answer continues with the same tokens.
  *
  * The model's end tokens are not drawn before the answer has `min_tokens` tokens; with `ignore_eos` they do
  * not end it. With `logprobs`, each token of the answer has the logarithm of its probability by the model
  * itself, before everything above, and the `top_logprobs` likeliest tokens. `echo` adds the same for each
- * token that the request adds before its answer; only with `echo` may `max_tokens` be 0. `raw` leaves out the
- * assistant header that the chat template would add after messages. The answer, from its first token or the
- * end of its reasoning on, follows the `response_format`; then it ends, even before `min_tokens`.
+ * token that the request adds before its answer. With `max_tokens` 0 the request is only prefilled, and the
+ * answer is empty. `raw` leaves out the assistant header that the chat template would add after messages. The
+ * answer, from its first token or the end of its reasoning on, follows the `response_format`; then it ends,
+ * even before `min_tokens`.
  *
  * `prefix` is the beginning of the answer, given by the client: it belongs to the prompt, and to the answer in
  * later turns. With `own_sampling`, options that the request leaves out take the values that the model's
@@ -516,9 +520,11 @@ export interface Message {
  * sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
  * `kv_layers` names the layers of each kind of KV. `sampling` has the options of a generate that the model's
  * authors recommend; the worker applies none by itself. `reasoning` says that the model marks reasoning in its
- * answers. `others` names the prefix's other running workers; a worker that `drains` hands its sessions to
- * them. `context_tokens` is the most that a session with all of its KV may hold. A `device` of `unloaded` says
- * that the first request loads the model.
+ * answers. A model is asked only for what it `makes`; `weight_bytes` is its size in memory, and
+ * `model_changed_s` says when its folder's config.json was written, in seconds since 1970. `others` names the
+ * prefix's other running workers; a worker that `drains` hands its sessions to them. `context_tokens` is the
+ * most that a session with all of its KV may hold. A `device` of `unloaded` says that the first request loads
+ * the model.
  *
  * `interval_s` is the time until the next message; `max_message_bytes` is the size of the largest request that
  * the log takes. `queue_time` and `request_duration` count the appends and generates from the moment when the
@@ -569,6 +575,9 @@ export interface Metrics {
   kv_layers?: Record<string, string>;
   sampling?: Record<string, number>;
   reasoning?: boolean;
+  makes?: readonly ("answers" | "embeddings" | "scores")[];
+  weight_bytes?: number;
+  model_changed_s?: number;
   max_memory_bytes: number;
   device_memory_bytes?: number;
   mlx_active_bytes: number;
@@ -705,8 +714,9 @@ export interface RegexFormat {
 /**
  * Score how well each of the `documents` answers the `query` (on the `ctl` of any session).
  *
- * The `instruction` describes the task; by default, to find passages that answer a web search. Only the first
- * `document_tokens` tokens of each document are read. The log stores nothing of this.
+ * The `instruction` describes the task; by default, to find passages that answer a web search. With
+ * `document_tokens` only the first tokens of each document are read: so many, or those that fit the model;
+ * without it, a document that does not fit is refused. The log stores nothing of this.
  */
 export interface RerankRequest {
   type: "rerank";
