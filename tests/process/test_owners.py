@@ -470,6 +470,24 @@ async def test_only_one_of_two_workers_that_claim_a_new_session_gets_it() -> Non
     assert ([key in one._held for one in workers], claims) == ([True, False], ["first"])
 
 
+async def test_a_forget_asks_each_other_worker_to_erase_and_believes_only_its_own_answer() -> None:
+    answers = {"yes": b"+", "not yet": b"-", "also yes": b"+", "stops": b""}
+
+    async def request(address: str, *_: Any, **__: Any) -> Any:
+        if address not in answers:
+            raise nats.errors.TimeoutError
+        return SimpleNamespace(data=answers[address])
+
+    names = [*answers, "paused"]
+    others = {name: SimpleNamespace(directory=name, worker=name) for name in names}
+    members: Any = SimpleNamespace(others=others, address=lambda member, _: member.worker)
+    nc: Any = SimpleNamespace(jetstream=lambda: None, request=request)
+    nobody: Any = None
+    made = owners.Owners(nc, Subjects(), members, nobody, nobody, erase=nobody)
+    erased = await made.erase(SessionKey("default", "s"))
+    assert erased == {name: name in ("yes", "also yes") for name in names}
+
+
 async def test_a_worker_that_stops_tells_others_at_once_that_it_answers_nothing_more() -> None:
     """They would wait for up to two minutes. After its tasks were cancelled it starts no new one."""
     answers, nobody = [], SimpleNamespace(jetstream=lambda: None)

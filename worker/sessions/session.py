@@ -608,7 +608,7 @@ class Session:
         self._count(pending, committed.result)
         pending.done.set()
         if closes and isinstance(pending.request, Close) and pending.request.forget:
-            await self._services.retention.forget(self.key, pending.seq, committed.out_seq)
+            self._services.retention.wake()
         if isinstance(pending.request, Generate):
             await self._end_tokens(pending, pending.request.id, pending.held)
         return True
