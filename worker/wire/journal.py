@@ -122,8 +122,8 @@ class Journal:
             log.warning("a checkpoint could not be stored", session=str(key), error=str(error))
             return None
 
-    async def last_seq(self, key: SessionKey, kind: Literal["in", "out"]) -> int:
-        """Read the sequence of a session's last request, or result; 0 if there is none."""
+    async def last_seq(self, key: SessionKey, kind: Literal["in", "out", "closed"]) -> int:
+        """Read the sequence of a session's last request, result, or note of a close; 0 if there is none."""
         return await self._reads.last_seq(self._subjects.log_stream, self._subjects.of(key, kind))
 
     async def last(self, key: SessionKey, kind: Literal["attempt", "in", "out"]) -> Entry | None:
