@@ -268,7 +268,7 @@ async def test_a_repeated_close_removes_nothing_of_the_reopened_session(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removed: list[Any] = []
-    monkeypatch.setattr(Retention, "wake", lambda keeper: removed.append(keeper))
+    monkeypatch.setattr(Retention, "wake", lambda _: removed.append(1))
     close = Close(id="c", forget=True)
     await world.ask(Append(id="a", text="one"))
     await world.ask(close)
