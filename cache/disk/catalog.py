@@ -54,6 +54,8 @@ _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS model (identity BLOB PRIMARY KEY, name TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS erased (log TEXT PRIMARY KEY, seq INTEGER NOT NULL, time REAL NOT NULL)",
 )
+#: Suffixes of the files that SQLite makes beside the catalog.
+_SIDE_FILES: Final = ("-wal", "-shm", "-journal")
 _PUT: Final = "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 
@@ -87,7 +89,7 @@ class Catalog:
                 return self._in_memory(error)
         db.close()
         _log.warning("index_discarded", path=str(self._path), reason=reason)
-        for suffix in ("", "-wal", "-shm", "-journal"):
+        for suffix in ("", *_SIDE_FILES):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
         db = self._connect()
         try:
@@ -99,7 +101,8 @@ class Catalog:
     def _in_memory(self, error: sqlite3.Error) -> sqlite3.Connection:
         """Open a database in memory instead of the file, which cannot be written (on a full disk, say).
 
-        Copies the readable part of the file to memory. Later changes are lost when the process ends.
+        Copies the readable part of the file to memory. Later changes are lost when the process ends, unless
+        an erasure can put the database in place of the file (`_put_back`).
         """
         _log.error("index_not_written", path=str(self._path), error=str(error))
         self.is_lasting = False
@@ -109,7 +112,33 @@ class Catalog:
             source.backup(db)
         for table in _SCHEMA:
             db.execute(table)
+        db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db
+
+    def _put_back(self) -> bool:
+        """Replace the file by the database in memory, if that is in use; return whether the file is in use.
+
+        The old file may have rows of what was erased. A reader that still holds it keeps only its own view.
+        """
+        if self.is_lasting:
+            return True
+        fresh = self._path.with_name(f"{self._path.name}-new")
+        try:
+            fresh.unlink(missing_ok=True)
+            os.close(private.opener(str(fresh), os.O_RDWR | os.O_CREAT))
+            self._db.execute("VACUUM INTO ?", (str(fresh),))  # a backup would copy deleted rows too
+            sync(fresh)
+            for suffix in _SIDE_FILES:
+                self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+            fresh.replace(self._path)
+            sync(self._path.parent)
+            db = self._prepare(self._connect(), _SCHEMA_VERSION)
+        except (OSError, sqlite3.Error) as error:
+            _log.warning("index_still_not_written", path=str(self._path), error=str(error))
+            return False
+        self._db.close()
+        self._db, self.is_lasting = db, True
+        return True
 
     def _connect(self) -> sqlite3.Connection:
         with suppress(OSError):  # SQLite reports the error itself; its log gets the same mode
@@ -187,7 +216,7 @@ class Catalog:
     def purge_log(self) -> bool:
         """Remove deleted rows from SQLite's write-ahead log too; False if some may still be on the disk."""
         # The log still has the pages from before the deletion.
-        if not self.is_lasting or self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+        if not self._put_back() or self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
             return False
         with suppress(FileNotFoundError):  # the directory was removed
             # SQLite syncs the bytes that it writes, but not the truncation of the log.

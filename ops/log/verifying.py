@@ -167,7 +167,11 @@ def faults(
     """
     answers: dict[int, _Answer] = {}
     found = list(_pair(results, answers))
-    asked = {one.seq: one.body for one in requests}
+    closes = [one.result for one in answers.values() if isinstance(one.result, Closed) and one.changes]
+    forgotten = max((one.seq or 0 for one in closes if one.forgotten is not None), default=0)
+    # What is left before a close that forgets the session is being removed, one by one.
+    answers = {seq: one for seq, one in answers.items() if seq >= forgotten}
+    asked = {one.seq: one.body for one in requests if one.seq >= forgotten}
     first = min(asked, default=0)
     # Removing a closed session deletes all entries up to its close: first the requests, then the results.
     removed = max(

@@ -187,10 +187,11 @@ class LogStream:
             return await anext(batches, [])
 
     async def delete(self, seq: int) -> None:
-        """Remove one entry. Needs `$JS.API.STREAM.MSG.DELETE.<log>`."""
-        await self._api.api(
-            f"$JS.API.STREAM.MSG.DELETE.{self.name}", json.dumps({"seq": seq, "no_erase": True}).encode()
-        )
+        """Remove one entry, and overwrite it in the server's files.
+
+        Needs `$JS.API.STREAM.MSG.DELETE.<log>`.
+        """
+        await self._api.api(f"$JS.API.STREAM.MSG.DELETE.{self.name}", json.dumps({"seq": seq}).encode())
 
     async def purge(self, key: SessionKey) -> None:
         """Remove all entries of a session. Needs `$JS.API.STREAM.PURGE.<log>`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -57,6 +58,26 @@ async def test_erased_tokens_are_left_in_no_file_of_the_directory(open_store, tm
     await store.close()
     assert traces(tmp_path / "cache", TOKENS) == []
     assert "index.sqlite" in traces(tmp_path / "cache", OTHER)
+
+
+async def test_no_row_of_erased_tokens_is_left_though_a_reader_held_the_index_as_the_store_opened(
+    open_store, tmp_path
+) -> None:
+    """The store cannot open the file then, and has its rows in memory."""
+    store = await stored(open_store, TOKENS, OTHER)
+    await store.pin("a", OTHER)
+    await store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "cache" / "index.sqlite")) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM snapshot").fetchone()
+        store = await open_store()
+        assert (await store.erase("a", TOKENS, 10)).settled
+        assert traces(tmp_path / "cache", TOKENS) == []
+    await store.close()
+    assert traces(tmp_path / "cache", TOKENS) == []
+    store = await open_store()
+    assert store.match("a", OTHER).num_tokens == 10
+    assert store.pinned("a", OTHER) == [10]
 
 
 async def test_an_erase_is_not_confirmed_until_a_file_that_could_not_be_removed_is_gone(

@@ -222,6 +222,9 @@ async def test_a_partly_removed_closed_session_verifies_without_faults(
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
     (end,) = (one for one in results if b'"type":"closed"' in one.body)
     left_requests = [one for one in requests if one.seq >= closed.seq]
+    body = end.body.replace(b'"type":"closed"', b'"type":"closed","forgotten":1')
+    forgets = [Stored(one.seq, body, one.headers) if one is end else one for one in results]
+    assert faults(requests[2:], forgets, {}) == [], "these are removed one by one"
     late = [one for one in results if one.seq > closed.seq or one is results[-3]]
     assert faults(left_requests, late, {}) == []
     late = [one for one in results if one.seq > closed.seq]

@@ -334,6 +334,36 @@ async def test_forgetting_a_session_at_one_worker_erases_its_snapshots_at_anothe
     assert not stored(first)
 
 
+async def test_parent_and_fork_forgotten_together_at_two_workers_leave_nothing_at_either(
+    cluster: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker sees the other's session as open; only the log says that both are being closed."""
+    closings, erase = [], owners.Owners.erase
+
+    async def with_the_fork(self: Any, forgotten: SessionKey) -> dict[str, bool]:
+        confirmed = await erase(self, forgotten)
+        if forgotten.session == "parent":
+            closings.append(await second.client.session("fork").close(forget=True, timeout_s=PATIENCE_S))
+        return confirmed
+
+    monkeypatch.setattr(owners.Owners, "erase", with_the_fork)
+    first = await cluster("first")
+    parent = first.client.session("parent")
+    await parent.append(text="x" * 400, timeout_s=PATIENCE_S)
+    await parent.fork("fork")
+    tokens = first.app._sessions._get(SessionKey("default", "parent")).history.tokens
+    second, key = await cluster("second"), SessionKey("default", "fork")
+    second.app._owners._held[key] = 0  # as if the first one had been away
+    await second.app._owners._js.publish(second.app._owners._claim_subject(key), b"second")
+    await second.client.session("fork").append(text="y" * 40, timeout_s=PATIENCE_S)
+    async with asyncio.timeout(PATIENCE_S):
+        while not all(_stored(worker.app._store, tokens) for worker in (first, second)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    closings.append(await parent.close(forget=True, timeout_s=PATIENCE_S))
+    assert [one.settled for one in closings] == [True, True]
+    assert [_stored(worker.app._store, tokens) for worker in (first, second)] == [0, 0]
+
+
 async def test_a_restarted_worker_erases_snapshots_of_sessions_forgotten_while_it_was_stopped(
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,6 +498,24 @@ async def test_only_one_of_two_workers_that_claim_a_new_session_gets_it() -> Non
         workers.append(owners.Owners(nc, Subjects(), members, nobody, nobody, erase=nobody))
     assert [await one._claim(key, 0) for one in workers] == [True, False]
     assert ([key in one._held for one in workers], claims) == ([True, False], ["first"])
+
+
+async def test_a_forget_asks_each_other_worker_to_erase_and_believes_only_its_own_answer() -> None:
+    answers = {"yes": b"+", "not yet": b"-", "also yes": b"+", "stops": b""}
+
+    async def request(address: str, *_: Any, **__: Any) -> Any:
+        if address not in answers:
+            raise nats.errors.TimeoutError
+        return SimpleNamespace(data=answers[address])
+
+    names = [*answers, "paused"]
+    others = {name: SimpleNamespace(directory=name, worker=name) for name in names}
+    members: Any = SimpleNamespace(others=others, address=lambda member, _: member.worker)
+    nc: Any = SimpleNamespace(jetstream=lambda: None, request=request)
+    nobody: Any = None
+    made = owners.Owners(nc, Subjects(), members, nobody, nobody, erase=nobody)
+    erased = await made.erase(SessionKey("default", "s"))
+    assert erased == {name: name in ("yes", "also yes") for name in names}
 
 
 async def test_a_worker_that_stops_tells_others_at_once_that_it_answers_nothing_more() -> None:

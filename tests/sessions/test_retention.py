@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from datetime import UTC, datetime
 from typing import Any
@@ -21,7 +22,7 @@ from turnkeep_client.messages import Append, Close, Closed, encode, failure
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
 from worker.sessions.session import Session
-from worker.wire import erasures, retention
+from worker.wire import chunks, erasures, journal, overwriting, retention
 from worker.wire.chunks import AnswerChunks
 from worker.wire.consistent_reads import Entry
 from worker.wire.fence import FencedError
@@ -66,6 +67,15 @@ async def streamed(w: Wire) -> dict[str, set[int]]:
                 name = str(message.subject).rpartition(".")[2]
                 found.setdefault(name, set()).add(json.loads(message.data)["seq"])
     return found
+
+
+async def until_streamed(w: Wire, wanted: dict[str, set[int]]) -> None:
+    """Wait until the token stream has the chunks of these requests, and no others."""
+    for _ in range(400):
+        if (found := await streamed(w)) == wanted:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(found)
 
 
 async def until_gone(w: Wire, session: str, *, text: bytes) -> dict[str, list[bytes]]:
@@ -250,11 +260,8 @@ async def test_a_forgotten_session_leaves_the_log_and_the_token_stream_at_once(q
 async def test_the_next_worker_removes_a_session_whose_forget_was_interrupted(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def dies(*_: Any) -> None:
-        pass
-
     with monkeypatch.context() as patched:
-        patched.setattr(Retention, "forget", dies)
+        patched.setattr(Retention, "wake", lambda _: None)
         patched.setattr(retention, "_PERIOD_S", 60.0)
         w = await quiet_wire()
         await w.send("s", append("a", "a secret"))
@@ -264,8 +271,7 @@ async def test_the_next_worker_removes_a_session_whose_forget_was_interrupted(
         await w.worker.stop()
     w = await quiet_wire()
     await until_gone(w, "s", text=b"secret")
-    tokens = await w.js.stream_info(f"{w.prefix}_tok", subjects_filter=f"{w.prefix}.default.s.>")
-    assert not tokens.state.subjects, "what was published of its answers is gone too"
+    await until_streamed(w, {})
 
 
 async def test_a_forget_that_is_interrupted_goes_on_though_a_sweep_has_seen_its_note_without_a_result(
@@ -279,16 +285,58 @@ async def test_a_forget_that_is_interrupted_goes_on_though_a_sweep_has_seen_its_
         await asyncio.sleep(1)
         return number
 
-    async def dies(*_: Any) -> None:
-        pass
-
     monkeypatch.setattr(Retention, "note_close", slowly)
-    monkeypatch.setattr(Retention, "forget", dies)
+    monkeypatch.setattr(Retention, "wake", lambda _: None)
     w = await quiet_wire(closed_ttl_s=3600.0)
     for name, close in (("earlier", CLOSE), ("s", FORGET)):
         await w.send(name, append("a", "a secret"))
         await w.send(name, close)
     await until_gone(w, "s", text=b"secret")
+
+
+@pytest.mark.parametrize("num_deleted", [0, 1, 2, 4, 8])
+async def test_a_forget_that_a_kill_interrupts_anywhere_is_ended_by_the_next_worker(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, num_deleted: int
+) -> None:
+    """Until then the next worker serves the next session of this name, and reuses an id."""
+    with monkeypatch.context() as patched:
+        patched.setattr(record, "_CHECKPOINT_EVERY", 2)
+        patched.setattr(Retention, "wake", lambda _: None)
+        patched.setattr(retention, "_PERIOD_S", 60.0)
+        w = await quiet_wire()
+        for name in "abxy":
+            await w.send("s", append(name, "a secret"))
+        await w.send("s", generate("g", text="a secret"))
+        await w.send("s", FORGET)
+        w.worker.process.kill()
+    delete, deleted, crashed = overwriting.overwrite, list[int](), asyncio.Event()
+
+    async def crashes(js: Any, stream: str, seq: int) -> None:
+        if len(deleted) == num_deleted:
+            crashed.set()
+            await asyncio.Event().wait()
+        deleted.append(seq)
+        await delete(js, stream, seq)
+
+    with monkeypatch.context() as patched:
+        for module in (journal, chunks):
+            patched.setattr(module, "overwrite", crashes)
+        w = await quiet_wire()
+        await asyncio.wait_for(crashed.wait(), 20)
+        w.worker.process.kill()
+        w = await quiet_wire()
+        assert (await w.send("s", append("z")))["code"] == "unknown_session"
+        await w.send("s", {"type": "open", "id": "o"})
+        again = await w.send("s", append("b", "second life"))
+        assert (again["type"], again["position"]) == ("appended", 11)
+        w.worker.process.kill()
+        w = await quiet_wire()
+        assert (await w.send("s", append("e")))["position"] == 16
+        w.worker.process.kill()
+    w = await quiet_wire()
+    left = ["c", "z", "o", "b", "e"]
+    assert b"secret" not in b"".join(itertools.chain(*(await until_left(w, "s", left, left)).values()))
+    await until_streamed(w, {})
 
 
 async def test_the_removal_of_a_forgotten_session_leaves_the_chunks_of_the_next_one(
@@ -305,10 +353,13 @@ async def test_the_removal_of_a_forgotten_session_leaves_the_chunks_of_the_next_
         chunk = {"i": 0, "tokens": [101], "text": "e", "seq": seq}
         await w.js.publish(f"{w.prefix}.default.s.chunk.{name}", json.dumps(chunk).encode())
 
+    following: list[int] = []
+
     async def slowly(keeper: Retention, *asked: Any) -> None:
         await publishes("late", 1)
         await remove_before(keeper, *asked)
-        await publishes("next", await w.publish("s", generate("next", text="eee", max_tokens=3)))
+        following.append(await w.publish("s", generate("next", text="eee", max_tokens=3)))
+        await publishes("next", following[0])
 
     with monkeypatch.context() as patched:
         patched.setattr(Retention, "_remove_before", slowly)
@@ -316,7 +367,8 @@ async def test_the_removal_of_a_forgotten_session_leaves_the_chunks_of_the_next_
         await w.send("s", generate("g", text="a secret"))
         await w.send("s", FORGET)
         await w.send("s", {"type": "open", "id": "o"})
-    assert [*await streamed(w)] == ["next"]
+        await until_left(w, "s", ["c", "o", "next"], ["c", "o", "next"])
+        await until_streamed(w, {"next": {following[0]}})
 
 
 async def test_the_next_worker_removes_chunks_of_a_forgotten_session_whose_requests_are_gone(
@@ -327,11 +379,11 @@ async def test_the_next_worker_removes_chunks_of_a_forgotten_session_whose_reque
     The next session has used one of them again.
     """
 
-    async def removes_requests(keeper: Retention, key: SessionKey, close_seq: int, closed_seq: int) -> None:
-        await keeper._remove_before(key, close_seq, closed_seq)
+    async def fails(*_: Any) -> None:
+        raise nats.errors.TimeoutError
 
     with monkeypatch.context() as patched:
-        patched.setattr(Retention, "forget", removes_requests)
+        patched.setattr(AnswerChunks, "remove", fails)
         patched.setattr(retention, "_PERIOD_S", 60.0)
         w = await quiet_wire()
         for name in ("g", "again"):
@@ -342,25 +394,21 @@ async def test_the_next_worker_removes_chunks_of_a_forgotten_session_whose_reque
         assert again["seq"] in (await streamed(w))["again"]
         await w.worker.stop()
     w = await quiet_wire()
-    for _ in range(100):
-        if (left := await streamed(w)) == {"again": {again["seq"]}}:
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError(left)
+    await until_streamed(w, {"again": {again["seq"]}})
 
 
 async def test_the_chunks_of_a_forgotten_session_are_removed_though_the_first_attempts_at_this_fail(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The note of the close stays until then, even if the close is due for removal from the log too."""
-    ids, errors = AnswerChunks.ids, [nats.errors.TimeoutError(), nats.errors.TimeoutError()]
+    remove, errors = AnswerChunks.remove, [nats.errors.TimeoutError(), nats.errors.TimeoutError()]
 
-    async def fails(chunks: AnswerChunks, key: SessionKey) -> set[str]:
+    async def fails(chunks: AnswerChunks, key: SessionKey, before: int) -> None:
         if errors:
             raise errors.pop()
-        return await ids(chunks, key)
+        await remove(chunks, key, before)
 
-    monkeypatch.setattr(AnswerChunks, "ids", fails)
+    monkeypatch.setattr(AnswerChunks, "remove", fails)
     w = await quiet_wire(closed_ttl_s=0.0)
     await w.send("s", generate("g", text="a secret"))
     await w.send("s", FORGET)
@@ -438,11 +486,8 @@ async def test_the_next_worker_also_removes_entries_stored_between_a_forget_and_
 ) -> None:
     """While the close waits, the log stores results of earlier requests, and checkpoints."""
 
-    async def dies(*_: Any) -> None:
-        pass
-
     with monkeypatch.context() as patched:
-        patched.setattr(Retention, "forget", dies)
+        patched.setattr(Retention, "wake", lambda _: None)
         patched.setattr(retention, "_PERIOD_S", 60.0)
         patched.setattr(record, "_CHECKPOINT_EVERY", 3)
         w = await quiet_wire()
@@ -544,7 +589,7 @@ async def test_a_forgotten_session_can_be_opened_again_and_read_by_the_next_work
     await w.worker.stop()
     w = await quiet_wire()
     if life == "first":
-        assert (await w.send("s", append("x")))["code"] == "unknown_session"
+        assert (await w.send("s", append("z")))["code"] == "unknown_session"
         assert (await w.send("s", {"type": "open", "id": "o"}))["type"] == "opened"
         assert (await w.send("s", append("b")))["position"] == 5
     assert (await w.send("s", append("d")))["position"] == 10
@@ -775,8 +820,12 @@ async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restar
     """The server may have lost its last entries, and another note may have the sequence of a known one."""
     removed: list[int] = []
 
+    class Chunks:
+        async def remove(self, *_: Any) -> None:
+            pass
+
     class Log:
-        server = "a"
+        server, chunks = "a", Chunks()
 
         async def log_bytes(self) -> int:
             return 0
@@ -790,15 +839,11 @@ async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restar
         result = Entry(6, "out", datetime.now(UTC), b"", {})
         return retention._Closing(result, Closed(id="c", seq=4, position=0), forgets=True)
 
-    async def nothing(*_: Any) -> None:
-        pass
-
-    async def removes(_: Retention, __: SessionKey, close_seq: int, ___: int) -> None:
-        removed.append(close_seq)
+    async def removes(_: Retention, __: SessionKey, closed: retention._Closing) -> None:
+        removed.append(closed.result.seq or 0)
 
     monkeypatch.setattr(Retention, "_find_close", found)
     monkeypatch.setattr(Retention, "_remove_before", removes)
-    monkeypatch.setattr(Retention, "_remove_chunks", nothing)
     keeper = Retention(Log(), closed_ttl_s=None, max_bytes=100)  # type: ignore[arg-type]
     for server, times in (("a", 1), ("a", 1), ("b", 2)):
         monkeypatch.setattr(Log, "server", server)

@@ -107,22 +107,10 @@ def _uncounted(self: Any, seq: int, num_tokens: int, **_: Any) -> Any:
     return attempts.AttemptNote(seq, 1, num_tokens)
 
 
-def _behind_the_rewind(remove: Any) -> Any:
-    async def mutated(self: Any, key: Any, request_id: str = "*") -> None:
-        entries, _ = await self._reads.page(self._subjects.log_stream, self._subjects.of(key, "in"), 0)
-        requests = [messages.decode_request(entry.body) for entry in entries]
-        rewinds = [i for i, one in enumerate(requests) if isinstance(one, messages.Rewind)]
-        for one in requests[max(rewinds, default=0) :]:
-            if request_id in ("*", one.id):
-                await remove(self, key, one.id)
-
-    return mutated
-
-
 def _but_checkpoints(remove: Any) -> Any:
-    async def mutated(self: Any, key: Any, before: int, kind: str | None = None) -> None:
+    async def mutated(self: Any, key: Any, before: int, kind: str | None = None, **how: bool) -> None:
         if kind != "checkpoint":
-            await remove(self, key, before, kind)
+            await remove(self, key, before, kind, **how)
 
     return mutated
 
@@ -170,7 +158,7 @@ MUTATIONS: Final[dict[str, tuple[Change, ...]]] = {
     "a lagging replica believed": (
         (consistent_reads.ConsistentReads, "_is_replicated", lambda _: _never_replicated),
     ),
-    "a forget that misses what a rewind cut off": ((chunks.AnswerChunks, "remove", _behind_the_rewind),),
+    "chunks left behind a close that forgets": ((chunks.AnswerChunks, "remove", lambda _: _nothing),),
     "checkpoints left behind a close that forgets": ((journal.Journal, "remove", _but_checkpoints),),
     "results left behind a close that forgets": ((retention, "answers", lambda _: lambda _: 2**60),),
     "a forget that skips absent workers": ((erasures.Erasures, "note", lambda _: _nothing),),
@@ -204,7 +192,7 @@ _VISITED: Final[dict[str, Any]] = {
 }
 #: By removed safeguard: fields of the plans that fail soonest without the safeguard.
 FAVOURED: Final[dict[str, dict[str, Any]]] = {
-    "a forget that misses what a rewind cut off": {"kinds": ("crash",), "num_faults": 1},
+    "chunks left behind a close that forgets": {"kinds": ("crash",), "num_faults": 1},
     "results left behind a close that forgets": {"num_clients": 3, "num_requests": 9},
     "a checkpoint believed without its digest": {
         "kinds": ("rot", "rot", "stop"),

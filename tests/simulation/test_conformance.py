@@ -404,7 +404,7 @@ async def a_worker_whose_chunks_have_all_expired_reads_the_log_before_it_publish
     key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
     seq = await place.put("in")
     first = await journal.chunks.publish(key, "g", Chunk(0, (7,), "x", seq=seq), 0, server=journal.server)
-    await journal.chunks.remove(key)
+    await journal.chunks.remove(key, seq + 1)
     with pytest.raises(FencedError):
         await journal.chunks.publish(key, "g", Chunk(1, (7,), "x", seq=seq), first, server=journal.server)
     with pytest.raises(FencedError):
@@ -436,7 +436,7 @@ async def a_forgotten_answer_publishes_nothing_after_a_new_one_under_its_id(plac
     stalled, other = (Journal(place.nc, place.nc.jetstream(), place.subjects) for _ in range(2))
     first = await stalled.chunks.publish(key, "g", Chunk(0, (7,), "x", seq=seq), 0, server=stalled.server)
     await other.remove(key, seq + 1)
-    await other.chunks.remove(key)
+    await other.chunks.remove(key, seq + 1)
     again = await place.put("in")
     last = await other.chunks.publish(key, "g", Chunk(0, (8,), "y", seq=again), 0, server=other.server)
     with pytest.raises(FencedError):

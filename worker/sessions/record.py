@@ -157,6 +157,8 @@ class Record:
         self.overtaken = False
         #: Whether the log has more requests after `in_seq`.
         self.has_more = False
+        #: Sequence of the first request that counts: read first, the checkpoint's, or a close that forgets.
+        self.first_in = 0
         self.in_seq = 0
         self.out_seq = 0
         #: Number of entries of `out` that answer no request: no worker publishes such entries.
@@ -173,9 +175,9 @@ class Record:
         self.branches: list[tuple[History, Append | Generate | None]] | None = [] if whole else None
         #: The last result's sequence, its request, and the result.
         self.last: tuple[int, Pending, Result] | None = None
-        self._first_in = 0  # sequence of the first request that was read, or of the checkpoint's
         self._last_out = 0  # sequence of the entry of `out` that was read or stored last; 0 if unknown
         self._is_begun = False  # whether a result was read that changed the session
+        self._is_unreadable = False  # whether `mark_diverged` was called before the first reading
         self._lost_results: list[tuple[int, int]] = []  # (the last result before it, the lost one)
         self._early: dict[int, _EarlyResult] = {}
         self._cancelled_before = 0  # a close at this sequence cancels the requests before it
@@ -192,7 +194,7 @@ class Record:
             self.history = replace(self.history, policy=self._fold.policy)
         self._last_position = 0 if self.history.closed else self.history.position
         # Not the sequence of the checkpoint's result: results of later requests may lie before it.
-        self.in_seq = self.out_seq = self._checkpoint_seq = self._first_in = checkpoint.in_seq
+        self.in_seq = self.out_seq = self._checkpoint_seq = self.first_in = checkpoint.in_seq
         self._is_begun = not self.history.closed  # a closing result may have left the log
         self.has_branched = True
 
@@ -287,7 +289,7 @@ class Record:
         """
         if self.in_seq == 0 and entries:
             self.history = self._fold.begin(_began(entries[0]))
-            self._first_in = entries[0].seq
+            self.first_in = entries[0].seq
         for entry in entries:
             if entry.seq in self._answered_unread:
                 self._answered_unread.remove(entry.seq)  # its id was added when it was answered
@@ -302,7 +304,7 @@ class Record:
         lost = [
             seq
             for seq, early in self._early.items()
-            if self._first_in < seq <= self.in_seq and not changes_nothing(early.result)
+            if self.first_in < seq <= self.in_seq and not changes_nothing(early.result)
         ]
         if self._lost_results and self.diverged is None:
             self.mark_diverged(f"the log has lost the result at sequence {self._lost_results[0][1]}")
@@ -312,6 +314,7 @@ class Record:
     def mark_diverged(self, why: str) -> None:
         """Stop reading the log; from now on requests fail with `history_diverged`."""
         self.diverged = f"{why}: go on in a new session"
+        self._is_unreadable = not self.folded
 
     def committed(self, pending: Pending, result: Result, out_seq: int, history: History) -> None:
         """Update the record: the request's result is in the log, and `history` is the session after it."""
@@ -324,6 +327,8 @@ class Record:
         self._note_branch(before, pending.request, result, pending.change)
         if isinstance(result, Closed) and result.repeat_of is None:
             self.diverged = None  # the next session of this name begins anew
+            if isinstance(pending.request, Close) and pending.request.forget:
+                self.answered_ids = AnsweredIds()
         self._num_since_checkpoint += 1
         self._num_committed += 1
         if pending.request is not None and _is_first(result):
@@ -351,11 +356,13 @@ class Record:
             return
         pending = pending_at(entry, decode_request)
         request, result, out = pending.request, recorded.result, recorded.entry
+        changes = result.repeat_of is None and not changes_nothing(result)
+        if changes and isinstance(request, Close) and request.forget:
+            self._begin_behind(entry)
         # A close of a session that does not exist belongs to a forgotten session, whose entries are gone: its
         # digest proves nothing here. Neither does the digest of a repeat, or of a request that was cancelled
         # behind an unanswered close.
         is_of_forgotten = isinstance(result, Closed) and not self.history.exists
-        changes = result.repeat_of is None and not changes_nothing(result)
         proves = HISTORY_HEADER in out.headers and not is_of_forgotten and changes
         if changes:
             self._last_position = 0 if isinstance(result, Closed) else result.position or 0
@@ -369,6 +376,14 @@ class Record:
         if self.diverged is None and changes:
             self._replay(entry, request, recorded, parts, proves=proves)
         self._note_branch(before, request, result, None if changes else prefilled_by(parts))
+
+    def _begin_behind(self, close: Entry) -> None:
+        """Ignore what is before a close that forgets the session: it is being removed, and may have holes."""
+        self.history, self.first_in = self._fold.begin(_began(close)), close.seq
+        self.answered_ids, self.proven_seq = AnsweredIds(), 0
+        self.branches = None if self.branches is None else []
+        if not self._is_unreadable:
+            self.diverged = None
 
     def _note_branch(
         self, before: History, request: Request | None, result: Result, prefilled: Change | None

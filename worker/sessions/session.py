@@ -99,6 +99,7 @@ class Session:
         self._doubted_seq = 0  # a request that this worker would refuse, but another has begun
         self.log = SessionLog(key, services, self._doubt)
         self.active: Pending | None = None
+        self._closing_seq = 0  # the log's last note that a worker is about to close the session
         self.num_users = 0  # users besides its task
         self.used_s = monotonic()
         self.counted_bytes = 0  # its size as `Sessions` last counted it
@@ -139,10 +140,11 @@ class Session:
         """The tokens whose KV this session still needs; None if it is closed, closing, or not read.
 
         If closing sessions needed tokens, two sessions that are forgotten at the same time would both keep
-        the KV that they share.
+        the KV that they share. `read_closing` shows whether another worker is closing it.
         """
         history = self.history
         is_closing = self.active is not None and isinstance(self.active.request, Close)
+        is_closing = is_closing or self._closing_seq > self.log.record.out_seq
         is_needed = self.is_read and history.exists and not (history.closed or is_closing)
         return history.tokens if is_needed else None
 
@@ -257,6 +259,15 @@ class Session:
                 self.forget()  # no request runs here that would notice
             if self.log.record.folded:  # else another task has dropped it meanwhile
                 return
+
+    async def read_closing(self) -> None:
+        """Read the log to its end, and whether any worker is closing the session. Raises as `refresh` does.
+
+        A worker stores a note of a close before it counts which tokens other sessions need. So of two
+        sessions that are closed at the same time, at two workers, the later one sees the note of the other.
+        """
+        await self.refresh()
+        self._closing_seq = await self._services.journal.last_seq(self.key, "closed")
 
     async def cancel(self, request_id: str, asked: Pending | None = None) -> Cancelled | Failed:
         """Cancel a request that has no result yet; return once its result is in the log.
@@ -607,7 +618,7 @@ class Session:
         self._count(pending, committed.result)
         pending.done.set()
         if closes and isinstance(pending.request, Close) and pending.request.forget:
-            await self._services.retention.forget(self.key, pending.seq, committed.out_seq)
+            self._services.retention.wake()
         if isinstance(pending.request, Generate):
             await self._end_tokens(pending, pending.request.id, pending.held)
         return True

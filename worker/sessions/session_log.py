@@ -163,11 +163,9 @@ class SessionLog:
     async def _read_log(self, record: Record) -> None:
         """Read the log into an empty record: from a checkpoint, else from the beginning of the log."""
         journal, rung_seq = self._services.journal, self._rung_seq
-        first_seq = 0  # the first request that was read, or the checkpoint's
         if record.diverged is None and not record.whole and (found := await self._attachments.find()):
             record.resume(found.checkpoint)
             record.add_results(found.results)
-            first_seq = found.checkpoint.in_seq
         more_results, read_seq = 1, -1
         # The last results may belong to requests that came while the log was read.
         while not record.pending and read_seq < record.in_seq:
@@ -175,7 +173,6 @@ class SessionLog:
             while record.has_more and not record.pending:
                 requests, num_more = await journal.page(self.key, "in", record.in_seq)
                 record.has_more = num_more > 0
-                first_seq = first_seq or (requests[0].seq if requests else 0)
                 while more_results and not all(record.has_result(entry.seq) for entry in requests):
                     results, more_results = await journal.page(self.key, "out", record.out_seq)
                     record.add_results(results)
@@ -186,7 +183,7 @@ class SessionLog:
             if record.unread_seq <= record.in_seq:
                 break
         # Another worker may have removed the session meanwhile: removals begin with the first request.
-        for seq in (first_seq, record.pending[0].seq if record.pending else 0):
+        for seq in (record.first_in, record.pending[0].seq if record.pending else 0):
             if seq and not await journal.is_there(seq):
                 raise FencedError(f"the request at sequence {seq} has left the log")
         record.end_fold()

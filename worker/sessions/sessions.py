@@ -284,7 +284,7 @@ class Sessions:
 async def _read(other: Session) -> None:
     """Read another session's log to its end. If that fails, log it; the session's `needed` is then None."""
     try:
-        await other.refresh()
+        await other.read_closing()
     except FencedError:
         pass  # its own task reads it anew
     except Exception:

@@ -17,6 +17,7 @@ from turnkeep_client.messages import Chunk, decode_chunk, encode
 
 from .consistent_reads import MAX_BACKOFF_S, RACE_S, TIMEOUT_S, pause_after
 from .fence import WRONG_LAST_SEQUENCE, FencedError, check_server
+from .overwriting import overwrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey, Subjects
 
-    from .consistent_reads import ConsistentReads
+    from .consistent_reads import ConsistentReads, Entry
 
 log = structlog.get_logger()
 
@@ -201,7 +202,7 @@ class AnswerChunks:
         if self._is_alone() or not await self._is_gone(seq):
             return
         with contextlib.suppress(nats.errors.Error, APIError, OSError):  # it expires
-            await self._js.delete_msg(self._subjects.token_stream, chunk_seq)
+            await overwrite(self._js, self._subjects.token_stream, chunk_seq)
         raise FencedError("the session was forgotten")
 
     async def _last_chunk(
@@ -259,30 +260,28 @@ class AnswerChunks:
         """Return whether a request was removed from the log."""
         return await self._reads.get(self._subjects.log_stream, seq) is None
 
-    async def ids(self, key: SessionKey) -> set[str]:
-        """Return the ids of the requests whose answers have chunks. Raises nats-py's errors."""
-        pattern = self._subjects.tokens(key, "*")
-        info = await self._js.stream_info(self._subjects.token_stream, subjects_filter=pattern)
-        return {subject.rsplit(".", 1)[1] for subject in info.state.subjects or {}}
+    async def remove(self, key: SessionKey, before: int) -> None:
+        """Remove and overwrite the messages of answers to the requests below the sequence `before`.
 
-    async def remove(self, key: SessionKey, request_id: str = "*") -> None:
-        """Remove the chunks of a session's answers, or of one of them. Raises nats-py's errors."""
-        subject = self._subjects.tokens(key, request_id)
-        await self._js.purge_stream(self._subjects.token_stream, subject=subject)
-
-    async def remove_before(self, key: SessionKey, request_id: str, seq: int) -> None:
-        """Remove the chunks of requests before the sequence `seq`; those of a later one with this id stay.
-
-        Chunks of the later one that are stored among them are removed too. Raises nats-py's errors.
+        Also those that name no request: no worker has written them. The requests must have left the log: then
+        a worker that still answers one cannot publish a chunk in place of a removed one. Raises nats-py's
+        errors.
         """
-        stream, subject = self._subjects.token_stream, self._subjects.tokens(key, request_id)
-        last_seq = 0
-        async for entry in self._reads.entries(stream, subject):
-            with contextlib.suppress(InvalidMessageError):
-                if entry.body and (decode_chunk(entry.body).seq or seq) < seq:
-                    last_seq = entry.seq
-        if last_seq:
-            await self._js.purge_stream(stream, seq=last_seq + 1, subject=subject)
+        stream, subject = self._subjects.token_stream, self._subjects.tokens(key, "*")
+        while gone := [
+            entry.seq async for entry in self._reads.entries(stream, subject) if _request(entry) < before
+        ]:  # again, since a worker may have published more behind a chunk that was still there
+            for seq in reversed(gone):
+                await overwrite(self._js, stream, seq)
+
+
+def _request(entry: Entry) -> int:
+    """Return the sequence of the request whose chunk, end or seal a message is; 0 if it is none."""
+    with contextlib.suppress(InvalidMessageError, ValueError):
+        if entry.body:
+            return decode_chunk(entry.body).seq or 0
+        return int(entry.headers.get(ENDED_HEADER) or _sealed(entry.headers)[0])
+    return 0
 
 
 def _sealed(headers: Mapping[str, str]) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from turnkeep_client.direct import DirectGets
 from worker.process.clock import monotonic
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncGenerator, Mapping
 
     from nats.aio.client import Client
     from nats.aio.msg import Msg
@@ -111,7 +111,7 @@ class ConsistentReads:
             except (nats.errors.Error, APIError, OSError) as error:
                 await pause_after("reading the log", error, 1.0)
 
-    async def entries(self, stream: str, subject: str) -> AsyncIterator[Entry]:
+    async def entries(self, stream: str, subject: str) -> AsyncGenerator[Entry]:
         """Iterate over a subject's messages."""
         after, num_more = 0, 1
         while num_more:

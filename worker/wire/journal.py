@@ -27,6 +27,7 @@ from turnkeep_client.subjects import REFUSED, SessionKey, check_id
 from .chunks import AnswerChunks
 from .consistent_reads import MAX_BACKOFF_S, TIMEOUT_S, ConsistentReads, Entry, pause_after, single
 from .fence import WRONG_LAST_SEQUENCE, FencedError, check_server
+from .overwriting import overwrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -40,8 +41,6 @@ log = structlog.get_logger()
 
 #: JetStream's error code if a message is larger than the stream permits.
 MESSAGE_TOO_LARGE: Final = 10054
-#: JetStream's error code if a delete finds no message; a read raises `NotFoundError`, with another code.
-_NO_MESSAGE: Final = 10057
 
 
 class TooLargeError(Exception):
@@ -123,8 +122,8 @@ class Journal:
             log.warning("a checkpoint could not be stored", session=str(key), error=str(error))
             return None
 
-    async def last_seq(self, key: SessionKey, kind: Literal["in", "out"]) -> int:
-        """Read the sequence of a session's last request, or result; 0 if there is none."""
+    async def last_seq(self, key: SessionKey, kind: Literal["in", "out", "closed"]) -> int:
+        """Read the sequence of a session's last request, result, or note of a close; 0 if there is none."""
         return await self._reads.last_seq(self._subjects.log_stream, self._subjects.of(key, kind))
 
     async def last(self, key: SessionKey, kind: Literal["attempt", "in", "out"]) -> Entry | None:
@@ -241,22 +240,32 @@ class Journal:
         return self._is_alone() or await self._reads.get(self._subjects.log_stream, seq) is not None
 
     async def remove(
-        self, key: SessionKey, before: int, kind: Literal["checkpoint", "dead"] | None = None
+        self,
+        key: SessionKey,
+        before: int,
+        kind: Literal["in", "checkpoint", "dead"] | None = None,
+        *,
+        overwrites: bool = False,
     ) -> None:
         """Remove a session's entries below the sequence `before`: of one kind, or of all.
 
+        With `overwrites`, removes them one by one, in order, and overwrites them in the server's files.
         Raises nats-py's errors.
         """
+        stream = self._subjects.log_stream
         subject = self._subjects.of(key, kind) if kind else self._subjects.log(key)
-        await self._js.purge_stream(self._subjects.log_stream, seq=before, subject=subject)
+        if not overwrites:
+            await self._js.purge_stream(stream, seq=before, subject=subject)
+            return
+        async with contextlib.aclosing(self._reads.entries(stream, subject)) as entries:
+            async for entry in entries:
+                if entry.seq >= before:
+                    return
+                await self.delete(entry.seq)
 
     async def delete(self, seq: int) -> None:
-        """Remove one entry, if it exists. Raises nats-py's errors."""
-        try:
-            await self._js.delete_msg(self._subjects.log_stream, seq)
-        except APIError as error:
-            if error.err_code != _NO_MESSAGE:
-                raise
+        """Remove and overwrite one entry, if it exists. Raises nats-py's errors."""
+        await overwrite(self._js, self._subjects.log_stream, seq)
 
     async def refuse(self, subject: str, seq: int, message: str) -> None:
         """Refuse a request whose names cannot be used in subjects: store a failure in session `_refused`.

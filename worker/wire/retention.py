@@ -1,5 +1,9 @@
 """Removes sessions from the log: closed sessions after a time, or if the log is full; forgotten ones at once.
 
+The entries of forgotten sessions are also overwritten in the server's files, one by one (`overwriting`).
+This may take minutes, and be interrupted. So whoever reads a session's log ignores what is left of it before
+a close that forgets it.
+
 Before the result of a close is stored, a note is stored on the session's subject `closed`. So the note exists
 even if the worker crashes in between; it takes effect once the result exists. Entries of an open session
 always stay.
@@ -20,7 +24,7 @@ from weakref import WeakValueDictionary
 
 import nats.errors
 import structlog
-from anyio import Lock, sleep
+from anyio import Event, Lock, move_on_after
 from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
@@ -90,6 +94,7 @@ class Retention:
         self._server = ""  # the server process that has these notes
         self._nearly_full = False
         self._locks: WeakValueDictionary[SessionKey, Lock] = WeakValueDictionary()
+        self._woken = Event()
 
     def lock(self, key: SessionKey) -> Lock:
         """Return a session's lock, held while its log is read page by page, closed, or removed."""
@@ -104,17 +109,14 @@ class Retention:
         await self._journal.append(key, "closed", _FORGET if forget else b"")
         return num_entries and num_entries - 1  # not the close itself
 
-    async def forget(self, key: SessionKey, close_seq: int, closed_seq: int) -> None:
-        """Remove a session's entries before a close, given the sequences of the close and its result."""
-        try:
-            await self._remove_before(key, close_seq, closed_seq)
-            await self._remove_chunks(key, close_seq)
-        except (nats.errors.Error, APIError, OSError) as error:
-            log.warning("a session's log could not be removed yet", session=str(key), error=str(error))
+    def wake(self) -> None:
+        """Look for sessions to remove now: the result of a close that forgets one was stored."""
+        self._woken.set()
 
     async def run(self) -> None:
         """Remove due sessions periodically, until cancelled."""
         while True:
+            self._woken = Event()
             try:
                 if self._is_first():
                     await self.sweep()
@@ -122,7 +124,8 @@ class Retention:
                     self.num_bytes = await self._journal.log_bytes()
             except (nats.errors.Error, APIError, OSError) as error:
                 log.warning("closed sessions could not be removed, trying again", error=str(error))
-            await sleep(_PERIOD_S)
+            with move_on_after(_PERIOD_S):
+                await self._woken.wait()
 
     async def sweep(self) -> None:
         """Remove the sessions that are due; if the log is nearly full, more of them, oldest first."""
@@ -167,45 +170,21 @@ class Retention:
         forget = note.body == _FORGET and note.seq not in self._forgotten
         if key is None or not (due or forget) or (note.seq in self._stripped and _age_s(note) < _LAST_S):
             return True
-        async with self.lock(key):
-            closed = await self._find_close(key, note.seq)
-            if closed is None:
-                if stale := _age_s(note) > _STALE_S:
-                    await self._journal.delete(note.seq)
-                return stale
-            close_seq = closed.result.seq or 0
-            if due or closed.forgets:
-                await self._remove_before(key, close_seq, closed.entry.seq)
-            if closed.forgets:
-                await self._remove_chunks(key, close_seq)
-            if due:  # last: it removes the note, by which an interrupted removal is continued
+        closed = await self._find_close(key, note.seq)
+        if closed is None:
+            if stale := _age_s(note) > _STALE_S:
+                await self._journal.delete(note.seq)
+            return stale
+        if closed.forgets:  # without the lock: this may take minutes
+            await self._remove_before(key, closed)
+            await self._journal.chunks.remove(key, closed.result.seq or 0)
+        if due:  # last: it removes the note, by which an interrupted removal is continued
+            async with self.lock(key):
+                if not closed.forgets:
+                    await self._remove_before(key, closed)
                 await self._remove(key, note, closed)
         self._forgotten.add(note.seq)
         return True
-
-    async def _remove_chunks(self, key: SessionKey, close_seq: int) -> None:
-        """Remove the chunks of the requests before a close, which have left the log; a new session's stay.
-
-        Before they have left it, a worker may publish further chunks.
-        """
-        ids = await self._journal.chunks.ids(key)  # first: a request is stored before its chunks
-        behind = await self._ids(key, close_seq)
-        for name in ids:
-            if name in behind:
-                await self._journal.chunks.remove_before(key, name, close_seq)
-            else:
-                await self._journal.chunks.remove(key, name)
-
-    async def _ids(self, key: SessionKey, after: int) -> set[str]:
-        """Return the ids of the requests in the log after the sequence `after`."""
-        found, more = set[str](), 1
-        while more:
-            requests, more = await self._journal.page(key, "in", after)
-            for entry in requests:
-                after = entry.seq
-                with contextlib.suppress(InvalidMessageError):
-                    found.add(decode_request(entry.body).id)
-        return found
 
     async def _remove(self, key: SessionKey, note: Entry, closed: _Closing) -> None:
         """Remove a close and its result, unless a worker may still know an older one as the session's last.
@@ -229,11 +208,16 @@ class Retention:
         for seq in (*gone, note.seq):  # in this order: a request must not lack its result
             await self._journal.delete(seq)
 
-    async def _remove_before(self, key: SessionKey, close_seq: int, closed_seq: int) -> None:
-        """Remove all entries up to a close, and later ones that belong to requests before it."""
-        await self._journal.remove(key, close_seq)
-        await self._journal.remove(key, closed_seq, "checkpoint")
-        await self._journal.remove(key, closed_seq, "dead")
+    async def _remove_before(self, key: SessionKey, closed: _Closing) -> None:
+        """Remove all entries up to a close, and later ones that belong to requests before it.
+
+        Requests first: a request must not lack its result. Overwrites them if the close forgets the session.
+        """
+        close_seq, closed_seq, overwrites = closed.result.seq or 0, closed.entry.seq, closed.forgets
+        await self._journal.remove(key, close_seq, "in", overwrites=overwrites)
+        await self._journal.remove(key, close_seq, overwrites=overwrites)
+        await self._journal.remove(key, closed_seq, "checkpoint", overwrites=overwrites)
+        await self._journal.remove(key, closed_seq, "dead", overwrites=overwrites)
         after, more = close_seq, 1
         while more and after < closed_seq:
             results, more = await self._journal.page(key, "out", after)
