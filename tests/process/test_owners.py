@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from turnkeep_client.direct import DirectGets
 from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, words
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.wire import owners
+from worker.wire.consistent_reads import Entry
 from worker.wire.members import Members
 
 if TYPE_CHECKING:
@@ -516,6 +518,34 @@ async def test_a_forget_asks_each_other_worker_to_erase_and_believes_only_its_ow
     made = owners.Owners(nc, Subjects(), members, nobody, nobody, erase=nobody)
     erased = await made.erase(SessionKey("default", "s"))
     assert erased == {name: name in ("yes", "also yes") for name in names}
+
+
+@pytest.mark.parametrize("stops", ["before", "meanwhile"])
+async def test_a_stopping_worker_leaves_a_delivery_that_is_passed_on_to_it_to_its_sender(stops: str) -> None:
+    nobody, stored, accepted = SimpleNamespace(jetstream=lambda: None), datetime.now(UTC), list[Any]()
+
+    async def entry(seq: int) -> Entry:
+        return Entry(seq, "in", stored, b"", {})
+
+    async def deliver(message: Msg, _: Any) -> None:
+        accepted.append(message)
+
+    async def note_returned(*_: Any) -> None:
+        router.close()
+
+    members = SimpleNamespace(me=SimpleNamespace(worker="w", drains=False), others={})
+    router: Any = owners.Owners(
+        nobody, Subjects(), members, SimpleNamespace(entry=entry), nobody, erase=nobody
+    )  # type: ignore[arg-type]
+    router._held[SessionKey("t", "s")] = 0
+    router._ring, router._note_returned = None, note_returned
+    router.intake = SimpleNamespace(deliver=deliver, expects=lambda *_: True)
+    if stops == "before":
+        router.close()
+    ack = f"$JS.ACK.s.c.1.7.1.{int(stored.timestamp() * 1e6) * 1000}.0"
+    passed = json.dumps({"subject": "turnkeep.t.s.in", "seq": 7, "reply": ack})
+    assert await router._delivered(SimpleNamespace(data=passed.encode())) == b"-"
+    assert not accepted
 
 
 async def test_a_worker_that_stops_tells_others_at_once_that_it_answers_nothing_more() -> None:

@@ -13,24 +13,29 @@ pytestmark = pytest.mark.simulated
 
 
 async def test_requests_that_a_full_worker_only_returned_count_no_attempt_at_another_worker(
-    wire: Start, server: Server
+    quiet_wire: Start, server: Server
 ) -> None:
-    full = await wire(worker="full", max_waiting=1, ack_wait_s=60.0)
-    await wire(worker="idle", ack_wait_s=60.0)
+    """The floods come at different times between two pulls, so that the other worker gets some of them."""
+    full = await quiet_wire(worker="full", max_waiting=1, ack_wait_s=60.0)
+    await asyncio.sleep(0.5)
+    await quiet_wire(worker="idle", ack_wait_s=60.0)
     await asyncio.sleep(1.0)
-    asked = [await full.publish(f"s{number}", generate("g", text="e", max_tokens=90)) for number in range(24)]
-    for seq in asked:
-        await full.result(seq)
     log = server.jetstream.streams["turnkeep_log"]
+    for flood in range(10):
+        await asyncio.sleep(0.1)
+        asked = [await full.publish(f"s{flood}-{number}", generate("g", text="e")) for number in range(12)]
+        for seq in asked:
+            await full.result(seq)
     assert server.counts["redeliveries"] > 0
     assert not [one.data for one in log.all if one.subject.endswith(".attempt")]
 
 
 async def test_what_a_stopping_worker_has_not_answered_is_answered_at_once_by_another(
-    quiet_wire: Start,
+    quiet_wire: Start, server: Server
 ) -> None:
-    """It stops between two steps of pulling, passing on and answering the requests."""
+    """It stops between two steps of pulling, passing on and answering the requests, and keeps no delivery."""
     stays = await quiet_wire(worker="stays", ack_wait_s=60.0)
+    (consumer,) = server.jetstream.streams["turnkeep_log"].consumers.values()
     for number in range(10):
         stops = await quiet_wire(worker="stops", ack_wait_s=60.0)
         await asyncio.sleep(0.5)
@@ -40,3 +45,5 @@ async def test_what_a_stopping_worker_has_not_answered_is_answered_at_once_by_an
         async with asyncio.timeout(5.0):
             await asyncio.gather(*asked)
         await stops.worker.task
+        await asyncio.sleep(1.0)
+        assert not consumer.pending

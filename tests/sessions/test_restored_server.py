@@ -231,9 +231,12 @@ async def test_undelivered_requests_are_searched_until_it_succeeds_after_each_st
     assert searched == ["S", "S", "S", "T"]
 
 
-@pytest.mark.parametrize("comes_back", ["same", "other", "same, without the request"])
+@pytest.mark.parametrize(
+    ("after", "comes_back", "is_stored"),
+    [(0, "same", True), (0, "other", False), (0, "same, without the request", False), (1, "other", False)],
+)
 async def test_a_result_that_waits_for_the_server_is_stored_only_if_the_server_still_has_the_request(
-    comes_back: str,
+    after: int, comes_back: str, is_stored: bool
 ) -> None:
     """Another worker may have removed the session meanwhile, and the server may have lost its end."""
     nc: Any = SimpleNamespace(is_connected=False, _server_info={"server_id": "S"})
@@ -249,12 +252,12 @@ async def test_a_result_that_waits_for_the_server_is_stored_only_if_the_server_s
     journal = Journal(nc, SimpleNamespace(publish=publish), Subjects())  # type: ignore[arg-type]
     journal.get = get  # type: ignore[method-assign]
     body = b'{"type":"failed","id":"a","seq":1,"code":"internal","message":"","retryable":false}'
-    commit = asyncio.create_task(journal.commit(SessionKey("t", "s"), body, 0, {}, server="S"))
+    commit = asyncio.create_task(journal.commit(SessionKey("t", "s"), body, after, {}, server="S"))
     await asyncio.sleep(0.05)
     nc.is_connected, nc._server_info = True, {"server_id": "T" if comes_back == "other" else "S"}
-    with contextlib.nullcontext() if comes_back == "same" else pytest.raises(FencedError):
+    with contextlib.nullcontext() if is_stored else pytest.raises(FencedError):
         await commit
-    assert len(stored) == (comes_back == "same")
+    assert len(stored) == is_stored
 
 
 async def test_a_worker_exits_with_an_error_if_the_server_returns_with_a_smaller_message_limit(
