@@ -63,6 +63,12 @@ def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tupl
     return [one for some in found for one in some]
 
 
+def test_the_option_model_names_the_model_to_load_in_every_command() -> None:
+    own = [command for command in commands() if command[0] != "bench"]
+    having = {command for command in own if "\n  --model " in help_of(*command)}
+    assert having == {("serve",), ("doctor",), ("size",), ("demo",), ("model", "path")}
+
+
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_help_lists_the_nats_connection_options_in_a_separate_section(command: tuple[str, ...]) -> None:
     shown = help_of(*command)
