@@ -323,7 +323,11 @@ async def _run_all(
     async with task_group() as tasks:
         if manner.of is not None or manner.until_eof:
             tasks.start_soon(_serve_a_parent, app, starting)
-        elif _for_people(settings) and settings.log_level in {"debug", "info"} and manner.unloaded is None:
+        elif (
+            _for_people(settings)
+            and settings.log_level in {"auto", "debug", "info"}
+            and manner.unloaded is None
+        ):
             tasks.start_soon(_say_what_next, settings, app, "gateway" in manner.beside)
         for name, options in manner.beside.items():
             tasks.start_soon(_run_beside, app, name, options, manner, grant)

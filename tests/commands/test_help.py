@@ -40,7 +40,7 @@ def help_of(*command: str, columns: int = 80) -> str:
         "--cache-policy [full|sink_window:SINK,WINDOW|paged:RESIDENT]",
         "--snapshots [on|off|temporary]",
         "--log-format [auto|console|json]",
-        "--log-level [debug|info|warning|error]",
+        "--log-level [auto|debug|info|warning|error]",
         "--max-memory [auto|SIZE]",
         "--max-disk SIZE",
         "--max-stall-s TIME",

@@ -342,7 +342,9 @@ class Settings:
         "how log lines are written, to standard error; auto is console on a terminal, else json",
     )
     log_level: str = _setting(
-        kinds.choice("debug", "info", "warning", "error"), "info", "the lowest level that is logged"
+        kinds.choice("auto", "debug", "info", "warning", "error"),
+        "auto",
+        "the lowest level that is logged; auto is info, on a terminal without details",
     )
 
     @property
