@@ -221,7 +221,9 @@ def run(settings: Settings, read_again: Callable[[], Settings], manner: Manner) 
     async def run() -> None:
         from worker.app import App
 
-        with terminal_progress(log.info) as progress:
+        # `run` and the benches hide the log of their worker, but not that it loads a model for minutes.
+        tells = (lambda what: click.echo(what, err=True)) if manner.until_eof else log.info
+        with terminal_progress(tells) as progress:
             app = App(settings, progress=progress, loaded=loaded)
             await _run(
                 app, settings, lambda: _reload(app, read_again), manner, partial(_restart, app, manner)

@@ -19,6 +19,7 @@ from command_runs import Terminal, environment, turnkeep, where
 from command_runs import command as run
 
 from commands.cli import main
+from commands.progress import terminal_progress
 from worker.process.formatting import size, span
 
 LONG = "a-model-with-a-name-that-is-longer-than-a-terminal-is-wide-" * 2
@@ -190,6 +191,15 @@ async def test_cache_ls_says_that_a_new_worker_has_nothing_cached(local_worker: 
     worker = await local_worker()
     done = await asyncio.to_thread(turnkeep, "cache", "ls", "--data-dir", worker.settings.data_dir)
     assert (done.returncode, done.stdout.startswith("nothing is cached yet")) == (0, True)
+
+
+def test_in_a_pipe_a_long_step_prints_lines_that_say_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commands.progress._EVERY_S", 0.0)
+    lines: list[str] = []
+    with terminal_progress(lines.append) as progress:
+        for done in (0, 50, 100):
+            progress(done * 2**20, 100 * 2**20, "loading weights")
+    assert lines == ["loading weights", "loading weights: 50 MiB of 100 MiB"]
 
 
 @pytest.mark.parametrize(
