@@ -35,7 +35,7 @@ from worker.wire.credentials import worker_options
 
 from .flags import with_settings
 from .progress import terminal_progress
-from .talking import CLIENT_SETTINGS, command_line
+from .talking import CLIENT_SETTINGS, GATEWAY_SETTINGS, command_line
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -183,7 +183,7 @@ def _beside(
 
     found, words = {}, [word for option, value in told.items() if value for word in (option, value)]
     for name, port, settings, options in (
-        ("gateway", gateway_port, ("placeholders",), []),
+        ("gateway", gateway_port, GATEWAY_SETTINGS, []),
         ("console", console_port, (), words),
     ):
         if port:
