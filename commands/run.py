@@ -127,7 +127,11 @@ def _worker(options: list[str], question: str | None) -> Iterator[None]:
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     ) as process:
         try:
-            if process.stdout is None or not process.stdout.readline():
+            lines = iter(process.stdout or ())
+            while (line := next(lines, b"")) not in {b"", b"ready\n"}:
+                if not sys.stderr.isatty():  # there the worker shows a bar
+                    click.echo(line.rstrip(), err=True)
+            if not line:
                 if (code := process.wait()) and question is not None:  # the worker has printed the reason
                     complain(
                         "is that a question? The first word after `run` is the model; to ask the default one:"

@@ -70,7 +70,8 @@ class Manner:
 
     `options` are the words of the command line that lead to the same settings. `beside` maps the commands to
     run beside the worker, `gateway` and `console`, to their options. `of` names one of several models; then,
-    or with `until_eof`, the worker prints `ready` once it serves, and ends when its standard input does.
+    or with `until_eof`, the worker prints `ready` once it serves, and ends when its standard input does; with
+    `until_eof` it prints the steps of its start before that.
     `unloaded` names the model that was unloaded. `log` holds lines not yet sent to the console, `wishes` the
     console's requests.
     """
@@ -221,9 +222,7 @@ def run(settings: Settings, read_again: Callable[[], Settings], manner: Manner) 
     async def run() -> None:
         from worker.app import App
 
-        # `run` and the benches hide the log of their worker, but not that it loads a model for minutes.
-        tells = (lambda what: click.echo(what, err=True)) if manner.until_eof else log.info
-        with terminal_progress(tells) as progress:
+        with terminal_progress(click.echo if manner.until_eof else log.info) as progress:
             app = App(settings, progress=progress, loaded=loaded)
             await _run(
                 app, settings, lambda: _reload(app, read_again), manner, partial(_restart, app, manner)
