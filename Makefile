@@ -5,6 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --no-deps
+# pip takes a minute or more, in which a line every few seconds says how far it is: it unpacks once all is there.
+DOWNLOADS := $(VENV)/downloads
+INSTALL = mkdir -p $(DOWNLOADS); while sleep 3 && kill -0 $$$$ 2>/dev/null; do \
+	echo "  $$(du -sm $(DOWNLOADS) 2>/dev/null | cut -f1) MB downloaded," \
+		"$$(ls -d $(VENV)/lib/*/site-packages/*.dist-info | wc -l) packages installed"; done & \
+	TMPDIR=$(DOWNLOADS) $(PIP)
 APT := DEBIAN_FRONTEND=noninteractive apt-get install -y -q
 COMPILE := $(BIN)/uv pip compile --universal --generate-hashes --no-emit-index-url --no-emit-find-links \
 	--no-header --no-annotate --python-version 3.11 --override requirements/overrides.txt $(UPGRADE)
@@ -94,13 +100,14 @@ $(BIN)/pip:
 			echo "$(PYTHON) cannot make environments; install its venv module (Debian: apt-get install $$package)" >&2; \
 			exit 1; \
 		fi; }
+	@echo "Making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
 $(STAMP): requirements/dev.lock requirements/corpora.lock pyproject.toml protocol/turnkeep_client/__init__.py | $(BIN)/pip
 	@echo "Installing packages into $(VENV): a minute or two"
-	@$(PIP) --require-hashes -r requirements/dev.lock
-	@$(PIP) --require-hashes -r requirements/corpora.lock
-	@$(PIP) --no-build-isolation -e .
+	@$(INSTALL) --require-hashes -r requirements/dev.lock
+	@$(INSTALL) --require-hashes -r requirements/corpora.lock
+	@$(INSTALL) --no-build-isolation -e .
 	@# Without OpenBLAS a Linux CPU computes correctly, but 15 times slower: advice, never a failure.
 	@$(BIN)/python -c 'import sys; from worker.models.blas import preload; sys.exit(preload().advice or 0)' 2>/dev/null || { \
 		package=libopenblas0-pthread; \
@@ -108,10 +115,11 @@ $(STAMP): requirements/dev.lock requirements/corpora.lock pyproject.toml protoco
 			$(APT) $$package || { apt-get update -q && $(APT) $$package; }; \
 		fi; \
 		$(BIN)/python -c 'import sys; from worker.models.blas import preload; sys.exit(preload().advice or 0)'; } || true
+	@rm -rf $(DOWNLOADS)
 	@touch $@
 	@echo "Done. $(BIN)/turnkeep serve starts a worker, $(BIN)/turnkeep --help lists the commands"
 
 $(VENV)/tools/.set-up $(VENV)/docs/.set-up: $(VENV)/%/.set-up: requirements/%.lock $(STAMP)
 	$(BIN)/uv venv -q --allow-existing --python $(BIN)/python $(VENV)/$*
-	$(BIN)/uv pip sync -q --require-hashes --python $(VENV)/$*/bin/python requirements/$*.lock
+	$(BIN)/uv pip sync --require-hashes --python $(VENV)/$*/bin/python requirements/$*.lock
 	@touch $@

@@ -275,7 +275,7 @@ def verify(where: _Where, quarantine: bool, as_json: bool) -> None:
     callback=_parsed(parse_size, "a size such as 5GiB"),
     help="Remove the least recently used, until this size is left.",
 )
-@click.option("--model", metavar="IDENTITY", help="Only of this model: the beginning of its identity.")
+@click.option("--identity", metavar="IDENTITY", help="Only of the model whose identity begins so.")
 @click.option("--all", "everything", is_flag=True, help="Remove everything, also quarantine and pins.")
 @as_json
 @_cache_options()
@@ -283,14 +283,16 @@ def prune(
     where: _Where,
     older_than_s: float | None,
     to_bytes: int | None,
-    model: str | None,
+    identity: str | None,
     everything: bool,
     as_json: bool,
 ) -> None:
     """Remove snapshots that meet every condition given. Needs the lock; pinned prefixes stay."""
-    conditions = [older_than_s, to_bytes, model]
+    conditions = [older_than_s, to_bytes, identity]
     if everything == any(condition is not None for condition in conditions):
-        raise click.UsageError("say what to remove: --all, or conditions (--older-than, --to-bytes, --model)")
+        raise click.UsageError(
+            "say what to remove: --all, or conditions (--older-than, --to-bytes, --identity)"
+        )
     place, settings = where.existing()
     if everything:
         pruned = pruning.prune_all(place)
@@ -300,7 +302,7 @@ def prune(
             cache_access(settings),
             older_than_s=older_than_s,
             to_bytes=to_bytes,
-            model=model,
+            model=identity,
             now_s=time.time(),
         )
     if as_json:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.local import LocalWorker
+from worker.process.formatting import size
 from worker.process.installed import program
 
 from .talking import interrupted_by_signals
@@ -39,6 +40,7 @@ class Demo:
     def __init__(self, data_dir: Path, model: str | None, *options: str) -> None:
         self._console = Console(highlight=False)
         self._is_first = not data_dir.exists()
+        self._data_dir = data_dir
         self._options = () if model is None else ("--model", model)
         self._worker = LocalWorker(data_dir, "--worker", "one", *self._options, *options)
         self._table = Table(title="What each turn cost", box=None, title_justify="left")
@@ -62,6 +64,8 @@ class Demo:
                 await self._play(client)
         finally:
             self._stop()
+        kept = size(sum(one.stat().st_size for one in self._data_dir.rglob("*") if one.is_file()))
+        self._console.print(f"\nIts files stay for the next run: rm -r {self._data_dir} frees {kept}")
 
     def _stop(self) -> None:
         self._worker.stop()

@@ -215,7 +215,7 @@ class Given:
 def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add `--config` and an option for each named setting (without names: for all), passed as `given`.
 
-    If `prefix` is among the names, also add `--model`, passed as the flag `of` of `given`.
+    If `prefix` is among the names, also add `--of`, a flag of `given`.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,8 +234,8 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
             metavar = f"[{setting.shape}]" if "|" in setting.shape else setting.shape
             called = click.option(setting.flag, setting.name, metavar=metavar, help=help_text)(called)
         if "prefix" in names:
-            help_text = "A model of turnkeep.toml's [models], instead of --prefix. [default: the first]"
-            called = click.option("--model", "of", metavar="NAME", help=help_text)(called)
+            help_text = "Which of turnkeep.toml's [models], instead of --prefix. [default: the first]"
+            called = click.option("--of", metavar="NAME", help=help_text)(called)
         return click.option(
             "--config", type=click.Path(path_type=Path), help="Settings file. [default: ./turnkeep.toml]"
         )(called)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.argument("session")
 @click.argument("name", metavar="NEW")
 @click.option("--position", metavar="N", type=click.IntRange(0), help="Begin with the first N tokens.")
-@click.option("--last", metavar="N", type=click.IntRange(1), help="Leave out the last N questions.")
+@click.option("--without-last", metavar="N", type=click.IntRange(1), help="Leave out the last N questions.")
 @tag_option("A name for it, which `turnkeep sessions --tag` finds; may be given several times.")
 @with_result_timeout("How long to wait for the result.")
 @tenant_option
@@ -39,7 +39,7 @@ def fork(
     session: str,
     name: str,
     position: int | None,
-    last: int | None,
+    without_last: int | None,
     tags: tuple[str, ...],
     timeout_s: float,
     tenant: str,
@@ -48,13 +48,13 @@ def fork(
 
     Nothing is prefilled again. Both sessions go on apart: either may be closed or removed.
     """
-    if last is not None and position is not None:
-        raise click.UsageError("give --last or --position, not both")
+    if without_last is not None and position is not None:
+        raise click.UsageError("give --without-last or --position, not both")
 
     async def run(client: Client) -> None:
         async with named(client, session) as parent:
             await check_open(parent)
-        at = position if last is None else (await start_of_last(client, session, last))[0]
+        at = (await start_of_last(client, session, without_last))[0] if without_last else position
         forked = await parent.fork(name, at, tags=tags, timeout_s=timeout_s)
         info = await forked.info(limit=0)
         click.echo(f"forked {session} at position {info.position} as {name}")

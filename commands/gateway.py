@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import math
 import os
 import re
 import sys
@@ -18,8 +19,8 @@ from turnkeep_client.subjects import DEFAULT_TENANT
 from worker.process.installed import http_libraries
 from worker.process.settings import default_worker
 
-from .flags import Number, listen_option, with_settings
-from .talking import CLIENT_SETTINGS, connected, instead, run_until_signal
+from .flags import listen_option, with_settings
+from .talking import CLIENT_SETTINGS, GATEWAY_SETTINGS, connected, instead, run_until_signal
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -38,14 +39,6 @@ if TYPE_CHECKING:
     help="API keys: lines of a key, its tenant and perhaps limits. [default: no key is needed]",
 )
 @click.option(
-    "--idle-hours",
-    metavar="H",
-    type=Number(0.01),
-    default=24.0,
-    show_default=True,
-    help="Remove conversations that nobody continued for so long.",
-)
-@click.option(
     "--cors",
     metavar="ORIGIN",
     multiple=True,
@@ -59,12 +52,11 @@ if TYPE_CHECKING:
     help="Say in a header, and in the log, what was found of each conversation, and what differs.",
 )
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
-@with_settings(*CLIENT_SETTINGS, "placeholders")
+@with_settings(*CLIENT_SETTINGS, *GATEWAY_SETTINGS)
 def gateway(
     given: Given,
     listen: tuple[str, int],
     keys: Path | None,
-    idle_hours: float,
     cors: list[str],
     explain: bool,
     until_eof: bool,
@@ -102,7 +94,7 @@ def gateway(
             connect,
             known,
             models=[*models],
-            idle_s=3600 * idle_hours,
+            idle_s=settings.gateway_ttl_s or math.inf,
             cors=cors,
             explain=explain,
             placeholders=settings.placeholders == "on",

@@ -53,9 +53,7 @@ _PORT: Final = 8080
     default=_NO_KEY,
     help="A key of the gateway, if it wants one. [TURNKEEP_GATEWAY_KEY]",
 )
-@click.option(
-    "--model", metavar="NAME", help="Which of the gateway's models to use. [default: its first one]"
-)
+@click.option("--of", metavar="NAME", help="Which of the gateway's models to use. [default: its first one]")
 @click.option(
     "--print",
     "only_print",
@@ -69,7 +67,7 @@ def launch(
     given: Given,
     url: str | None,
     key: str,
-    model: str | None,
+    of: str | None,
     only_print: bool,
     agent: str,
     arguments: tuple[str, ...],
@@ -82,7 +80,7 @@ def launch(
     settings = given.load()
     own = own_gateway(settings.data_dir)
     url = url or f"http://127.0.0.1:{own or _PORT}"
-    door = _awaited_door(url.rstrip("/").removesuffix("/v1"), key, model, settings.data_dir, own)
+    door = _awaited_door(url.rstrip("/").removesuffix("/v1"), key, of, settings.data_dir, own)
     start = start_of(Path(agent).name, door)
     found = agent if only_print else shutil.which(agent)
     if found is None:

@@ -11,6 +11,8 @@ import click
 
 #: The smallest width of a truncated column; below it the column is left out.
 _LEAST_CUT = 12
+#: How wide a truncated column shall be before others are left out for it.
+_ENOUGH_CUT = 24
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -42,12 +44,14 @@ def table(
     *,
     cut: str | None = None,
     same: Collection[str] = (),
+    spare: Sequence[str] = (),
 ) -> None:
     """Print a table: wrapped to a terminal's width, but one line per row in a pipe or file.
 
     On a terminal the column `cut` is truncated to the remaining width, or left out if that is too small. A
-    column in `same` is left out if all its cells are equal. Columns of single words, such as names, are not
-    wrapped if the other columns then still show whole words. Cells are printed literally, never as markup.
+    column in `same` is left out if all its cells are equal. The columns `spare` are left out, the first one
+    first, until `cut` has room. Columns of single words, such as names, are not wrapped if the other columns
+    then still show whole words. Cells are printed literally, never as markup.
     """
     if not sys.stdout.isatty():
         _print_plain([[str(cell) for cell in row] for row in (heads, *rows)])
@@ -60,7 +64,15 @@ def table(
     console = Console()
     told = [i for i, head in enumerate(heads) if head not in same or len({str(row[i]) for row in rows}) != 1]
     of = {i: max(cell_len(str(cell)) for cell in (heads[i], *(row[i] for row in rows))) for i in told}
-    left = console.width - sum(2 + of[i] for i in told if heads[i] != cut)
+
+    def room() -> int:
+        return console.width - sum(2 + of[i] for i in told if heads[i] != cut)
+
+    enough = max((min(of[i], _ENOUGH_CUT) for i in told if heads[i] == cut), default=0)
+    for head in spare:
+        if room() < enough:
+            told = [i for i in told if heads[i] != head]
+    left = room()
     told = [i for i in told if heads[i] != cut or left >= _LEAST_CUT]
     layout = Table(box=None, header_style="bold", pad_edge=False)
     longest = {i: _longest_word((heads[i], *(row[i] for row in rows))) for i in told}

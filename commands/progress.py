@@ -1,10 +1,13 @@
-"""Shows the progress of long steps: a line at the start of each step, and on a terminal a progress bar."""
+"""Shows the progress of long steps: a line at the start of each, then a bar or, in a pipe, more lines."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Final
+
+from worker.process.formatting import size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -13,6 +16,9 @@ if TYPE_CHECKING:
 
     from worker.models.model import Progress
 
+#: The pause between two lines about one step.
+_EVERY_S: Final = 5.0
+
 
 @contextlib.contextmanager
 def terminal_progress(
@@ -20,17 +26,26 @@ def terminal_progress(
 ) -> Iterator[Progress]:
     """Yield a callback `(done, total, what)` that shows progress; any thread may call it.
 
-    The numbers are bytes if `of_bytes`. Calls `begins(what)` once per step. A bar is shown only while its
-    step runs: a permanent live display would keep redrawing its line and erase other output there.
+    The numbers are bytes if `of_bytes`. Calls `begins(what)` once per step; without a terminal also with how
+    far a step is, every 5 s. A bar is shown only while its step runs: a permanent live display would keep
+    redrawing its line and erase other output there.
     """
-    begun: set[str] = set()
+    has_bars = sys.stderr.isatty()
+    told_s: dict[str, float] = {}
 
     def tell(done: int, total: int, what: str) -> None:
-        if what not in begun and done < total:
-            begun.add(what)
+        now_s = time.monotonic()
+        if done >= total:
+            return
+        if what not in told_s:
             begins(what)
+        elif not has_bars and now_s - told_s[what] >= _EVERY_S:
+            begins(f"{what}: {size(done)} of {size(total)}" if of_bytes else f"{what}: {done} of {total}")
+        else:
+            return
+        told_s[what] = now_s
 
-    if not sys.stderr.isatty():
+    if not has_bars:
         yield tell
         return
     bars = _bars(of_bytes)

@@ -115,17 +115,23 @@ async def _model_of(client: Client, data_dir: Path) -> str:
 
 @contextlib.contextmanager
 def _worker(options: list[str], question: str | None) -> Iterator[None]:
-    """Run a worker until the block ends, and print its warnings; enter the block once the worker serves.
+    """Run a worker until the block ends; enter the block once the worker serves.
 
-    If the worker cannot serve, and `question` is given (perhaps mistaken for a model), print how to ask it.
+    Prints the steps of its start, and its warnings. If the worker cannot serve, and `question` is given
+    (perhaps mistaken for a model), print how to ask it.
     The worker has its own process session, since Ctrl-C ends only an answer; it ends if this process dies.
     """
+    click.echo("starting a worker; it ends with this command", err=True)
     command = [*PROGRAM, "serve", "--log-level", "warning", "--until-eof", *options]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     ) as process:
         try:
-            if process.stdout is None or not process.stdout.readline():
+            lines = iter(process.stdout or ())
+            while (line := next(lines, b"")) not in {b"", b"ready\n"}:
+                if not sys.stderr.isatty():  # there the worker shows a bar
+                    click.echo(line.rstrip(), err=True)
+            if not line:
                 if (code := process.wait()) and question is not None:  # the worker has printed the reason
                     complain(
                         "is that a question? The first word after `run` is the model; to ask the default one:"

@@ -35,7 +35,7 @@ from worker.wire.credentials import worker_options
 
 from .flags import with_settings
 from .progress import terminal_progress
-from .talking import CLIENT_SETTINGS, command_line
+from .talking import CLIENT_SETTINGS, GATEWAY_SETTINGS, command_line
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -70,7 +70,8 @@ class Manner:
 
     `options` are the words of the command line that lead to the same settings. `beside` maps the commands to
     run beside the worker, `gateway` and `console`, to their options. `of` names one of several models; then,
-    or with `until_eof`, the worker prints `ready` once it serves, and ends when its standard input does.
+    or with `until_eof`, the worker prints `ready` once it serves, and ends when its standard input does; with
+    `until_eof` it prints the steps of its start before that.
     `unloaded` names the model that was unloaded. `log` holds lines not yet sent to the console, `wishes` the
     console's requests.
     """
@@ -184,7 +185,7 @@ def _beside(
 
     found, words = {}, [word for option, value in told.items() if value for word in (option, value)]
     for name, port, settings, options in (
-        ("gateway", gateway_port, ("placeholders",), []),
+        ("gateway", gateway_port, GATEWAY_SETTINGS, []),
         ("console", console_port, (), words),
     ):
         if port:
@@ -222,7 +223,7 @@ def run(settings: Settings, read_again: Callable[[], Settings], manner: Manner) 
     async def run() -> None:
         from worker.app import App
 
-        with terminal_progress(log.info) as progress:
+        with terminal_progress(click.echo if manner.until_eof else log.info) as progress:
             app = App(settings, progress=progress, loaded=loaded)
             await _run(
                 app, settings, lambda: _reload(app, read_again), manner, partial(_restart, app, manner)
@@ -324,7 +325,11 @@ async def _run_all(
     async with task_group() as tasks:
         if manner.of is not None or manner.until_eof:
             tasks.start_soon(_serve_a_parent, app, starting)
-        elif _for_people(settings) and settings.log_level in {"debug", "info"} and manner.unloaded is None:
+        elif (
+            _for_people(settings)
+            and settings.log_level in {"auto", "debug", "info"}
+            and manner.unloaded is None
+        ):
             tasks.start_soon(_say_what_next, settings, app, "gateway" in manner.beside)
         for name, options in manner.beside.items():
             tasks.start_soon(_run_beside, app, name, options, manner, grant)

@@ -99,13 +99,13 @@ async def sessions(
     if as_json:
         click.echo(encode({"sessions": rows}))
         return
-    _print_sessions(rows)
+    _print_sessions(rows, by)
     hidden = 0 if states else sum(row.state == "forgotten" for row in found)
     note = f"; {hidden} more were removed: --state forgotten lists them" if hidden else ""
     click.echo(f"{len(rows)} of {len(found) - hidden} sessions{note}")
 
 
-def _print_sessions(rows: list[SessionRow]) -> None:
+def _print_sessions(rows: list[SessionRow], by: str) -> None:
     sized = any(row.size_bytes is not None for row in rows)
     heads = ["session", "tenant", "state", "position", "last", "entries", "worker", "model"]
     heads += ["size", "begins"] if sized else ["begins"]
@@ -126,7 +126,8 @@ def _print_sessions(rows: list[SessionRow]) -> None:
         for row in rows
     ]
     if lines:
-        table(heads, lines, cut="begins", same=("tenant", "worker", "model"))
+        spare = [head for head in ("worker", "model", "entries", "position") if head != by]
+        table(heads, lines, cut="begins", same=("tenant", "worker", "model"), spare=spare)
 
 
 def telling_tags(tags: tuple[str, ...]) -> tuple[str, ...]:
@@ -213,7 +214,8 @@ async def dead_list(client: Client, tenants: str, as_json: bool) -> None:
         for one in found
     ]
     if rows:
-        table(("session", "tenant", "request", "type", "attempts", "given up", "reason"), rows)
+        heads = ("session", "tenant", "request", "type", "attempts", "given up", "reason")
+        table(heads, rows, same=("tenant",), spare=("type", "attempts", "given up"))
     else:
         click.echo("there are no dead letters")
 

@@ -22,6 +22,8 @@ _POLL_S: Final = 0.3
 _SILENCE_S: Final = 1.5
 #: How long a worker may take to reply with its state; then it counts as missing.
 _PATIENCE_S: Final = 5.0
+#: In a pipe, the pause between two lines about a request that waits.
+_EVERY_S: Final = 5.0
 
 
 async def stream(
@@ -156,7 +158,7 @@ class _Stream:
 
     async def _show_state(self) -> None:
         """Show, while no text arrives, why the answer is waiting: for a worker, its turn or its prefill."""
-        warned = False
+        warned, told_s = False, self._loop.time()
         while True:
             await asyncio.sleep(_POLL_S)
             heard_at = self._heard_at
@@ -170,8 +172,10 @@ class _Stream:
             missing = why_no_worker() or "waiting for the worker"
             missing = missing if self._session.connected else "no connection to NATS"
             self._screen.note(f"{missing}; Ctrl-C leaves" if state is None else state)
-            if state is None and not warned and not self._screen.shows_notes:
-                complain(missing)
+            is_due = self._loop.time() - told_s >= _EVERY_S if state else state is None and not warned
+            if is_due and not self._screen.shows_notes:
+                complain(state or missing)
+                told_s = self._loop.time()
             warned = state is None
 
     async def _ask_state(self) -> str | None:

@@ -57,7 +57,12 @@ if TYPE_CHECKING:
 
 #: The settings of a command that talks to NATS.
 CLIENT_SETTINGS: Final = ("data_dir", "nats", "nats_port", "prefix", *CREDENTIAL_SETTINGS)
-_SECRETS: Final = frozenset({"nats_password", "nats_token"})
+#: The settings of a gateway, beside those.
+GATEWAY_SETTINGS: Final = ("gateway_ttl_s", "placeholders")
+#: Settings that no other command is advised to use: each NATS user has its own. The CA is everybody's.
+_OF_A_USER: Final = frozenset(CREDENTIAL_SETTINGS) - {"nats_ca"}
+#: How many workers are named to a user who has found none.
+_MOST_NAMED: Final = 3
 #: How long a worker may take to reply; it may have to load its model first.
 _CONTROL_S: Final = 60.0
 #: The pause between two attempts to connect to the server of a starting worker.
@@ -210,6 +215,8 @@ def instead(settings: Settings) -> str:
 
     starts = f"start a worker with: {command_line(settings, 'serve')}"
     running = [f"{whose} runs with --data-dir {root}" for root, _ in own_servers() if (whose := owner(root))]
+    if num_more := len(running[_MOST_NAMED:]):
+        running = [*running[:_MOST_NAMED], f"{num_more} more run"]
     return f"{' and '.join(running)}: name it, or {starts}" if running else starts
 
 
@@ -349,7 +356,7 @@ def _own_prefixes() -> list[str]:
 
 
 def command_line(settings: Settings, command: str, names: Sequence[str] = CLIENT_SETTINGS) -> str:
-    """Return the shell command that runs `command` with the settings of these names, without secrets."""
+    """Return the shell command that runs `command` with the settings of these names, without credentials."""
     standard, words = type(settings)(), [program(), command]
     # A supervisor derives its models' prefixes itself; with --prefix, `serve` would serve a single model.
     is_named = command == "serve" and settings.prefix in _own_prefixes()
@@ -357,6 +364,6 @@ def command_line(settings: Settings, command: str, names: Sequence[str] = CLIENT
         if name == "prefix" and is_named:
             continue
         value = getattr(settings, name)
-        if name not in _SECRETS and value != getattr(standard, name):
+        if name not in _OF_A_USER and value != getattr(standard, name):
             words += [f"--{name.replace('_', '-')}", shown(value) if name == "nats" else str(value)]
     return shlex.join(words)

@@ -190,11 +190,11 @@ async def test_cache_prune_removes_snapshots_by_age_and_by_model(open_store, fil
         db.execute("UPDATE snapshot SET used = ? WHERE used = (SELECT min(used) FROM snapshot)", (day_ago,))
     db.close()
     assert "removed 0 files" in turnkeep("prune", "--older-than", "2d").stdout
-    assert "removed 0 files" in turnkeep("prune", "--older-than", "1h", "--model", "f" * 12).stdout
+    assert "removed 0 files" in turnkeep("prune", "--older-than", "1h", "--identity", "f" * 12).stdout
     assert "removed 1 files" in turnkeep("prune", "--older-than", "1d").stdout
     assert other["identity"] not in turnkeep("du", "--json").stdout
     tiny = next(model for model in models if model["model"])["identity"]
-    assert "removed 4 files" in turnkeep("prune", "--model", tiny[:8]).stdout
+    assert "removed 4 files" in turnkeep("prune", "--identity", tiny[:8]).stdout
 
 
 async def test_cache_prune_all_leaves_an_empty_cache_that_accepts_new_snapshots(

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -409,6 +410,22 @@ async def test_a_question_abandoned_without_a_worker_is_removed_unanswered_by_th
     assert isinstance(closed, Closed)
     assert closed.position < TINY_CONTEXT, "it was not continued"
     assert is_begun or closed.position == 0
+
+
+async def test_ask_in_a_pipe_says_from_time_to_time_how_far_its_prompt_is(
+    local_worker: Callable[..., Any], endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model), max_batch=1)
+    long: list[Any] = [{"role": "user", "content": "long"}]
+    async with worker.client.session("other").generate(messages=long, max_tokens=50_000) as other:
+        await anext(aiter(other))
+        words = ("ask", "hello", "--max-tokens", "2", *where(worker))
+        asking = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "commands", *words), stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE
+        )
+        assert asking.stderr is not None
+        assert (await asking.stderr.readline()).startswith(b"turnkeep: prefill: ")
+    await asking.communicate()
 
 
 @pytest.mark.process

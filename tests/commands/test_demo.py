@@ -29,6 +29,7 @@ def test_the_demo_continues_after_each_kill_and_shows_the_cost_of_its_turns(
     rows = [line for line in done.stdout.splitlines() if re.search(r"… +SSD +\d", line)]
     assert len(rows) == 2, done.stdout
     assert "tokens were prefilled, and the first token" in done.stdout
+    assert re.search(r"stay for the next run: rm -r +\S+data +frees \d+", done.stdout.replace("\n", " "))
 
 
 @pytest.mark.process

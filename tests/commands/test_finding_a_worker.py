@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from commands.cli import main
 from tests.commands.command_runs import turnkeep
 from tests.parts import WorkerProcess, free_port
 
@@ -82,6 +84,29 @@ def test_a_wrong_nats_port_fails_with_an_error_that_names_the_right_one(
         f"turnkeep: no NATS server at nats://127.0.0.1:{wrong}: connection refused; the one of"
         f" {worker.data_dir} is at nats://127.0.0.1:{right}: leave out --nats-port\n"
     )
+
+
+def test_a_client_without_a_worker_is_not_advised_to_start_one_as_its_own_user(
+    nats_url: str, tmp_path: Path
+) -> None:
+    word = tmp_path / "password"
+    word.write_text("secret")
+    options = ("--nats", nats_url, "--prefix", "nobody")
+    done = turnkeep("info", *options, "--nats-user", "agent", "--nats-password-file", word)
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"; start a worker with: turnkeep serve {' '.join(options)}\n"), done.stderr
+
+
+def test_a_command_that_finds_no_worker_names_three_others_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roots = [tmp_path / name for name in "abcde"]
+    monkeypatch.setattr("worker.wire.broker.own_servers", lambda: [(root, 1) for root in roots])
+    monkeypatch.setattr("commands.talking.owner", lambda root: f"worker {root.name}")
+    place = ("--data-dir", str(tmp_path), "--nats-port", str(free_port()))
+    said = CliRunner().invoke(main, ["info", *place]).stderr
+    assert [f"worker {one} runs" in said for one in "abcde"] == [True] * 3 + [False] * 2
+    assert " and 2 more run: name it, or start a worker with: " in said
 
 
 def test_the_variable_nats_url_names_the_server_unless_an_option_does(

@@ -32,6 +32,8 @@ def test_serve_on_a_terminal_prints_its_progress_and_then_the_next_commands_to_t
         )
         terminal.wait_for(r"the (gateway|console) is at http://")
         terminal.wait_for(r"the (gateway|console) is at http://")
+        turnkeep("ask", "Hello", "--session", "garden", "--max-tokens", 3, *place)
+        terminal.wait_for(r"\n\d\d:\d\d:\d\d answered garden: \d tokens? in \d+\.\d+ s *\r\n")
         terminal.type("\x03")
         assert terminal.end() == 0
         assert terminal.transcript.count("testing how") == 1
@@ -41,6 +43,12 @@ def test_serve_on_a_terminal_prints_its_progress_and_then_the_next_commands_to_t
         assert address
         with pytest.raises(httpx2.ConnectError):  # it has ended too
             httpx2.get(address[1])
+    with Terminal("serve", *place, "--model", tiny_model, "--log-level", "info") as terminal:
+        terminal.wait_for("ready ")
+        turnkeep("ask", "And now?", "--session", "garden", "--max-tokens", 3, *place)
+        terminal.wait_for(r"answered .* outcome=ok .*request=")
+        terminal.type("\x03")
+        assert terminal.end() == 0
     with Terminal("serve", *place, "--model", tiny_model, "--log-format", "json", columns=2000) as terminal:
         terminal.wait_for('"ready"')
         terminal.type("\x03")

@@ -40,7 +40,7 @@ def help_of(*command: str, columns: int = 80) -> str:
         "--cache-policy [full|sink_window:SINK,WINDOW|paged:RESIDENT]",
         "--snapshots [on|off|temporary]",
         "--log-format [auto|console|json]",
-        "--log-level [debug|info|warning|error]",
+        "--log-level [auto|debug|info|warning|error]",
         "--max-memory [auto|SIZE]",
         "--max-disk SIZE",
         "--max-stall-s TIME",
@@ -61,6 +61,12 @@ def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tupl
         for name, command in inner
     ]
     return [one for some in found for one in some]
+
+
+def test_the_option_model_names_the_model_to_load_in_every_command() -> None:
+    own = [command for command in commands() if command[0] != "bench"]
+    having = {command for command in own if "\n  --model " in help_of(*command)}
+    assert having == {("serve",), ("doctor",), ("size",), ("demo",), ("model", "path")}
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)

@@ -19,6 +19,7 @@ from command_runs import Terminal, environment, turnkeep, where
 from command_runs import command as run
 
 from commands.cli import main
+from commands.progress import terminal_progress
 from tests.parts import make_tiny_model
 from worker.process.formatting import size, span
 
@@ -85,6 +86,25 @@ async def test_show_wraps_messages_between_words_on_a_terminal_and_not_in_a_pipe
     assert " ".join(told).split() == WORDS.split()
     assert all(line.startswith("    c") for line in told)
     assert f"    {WORDS}\n" in (await run(*command)).stdout
+
+
+async def test_sessions_at_80_columns_show_whole_names_the_sorted_column_and_first_words(
+    local_worker: Callable,
+) -> None:
+    worker = await local_worker()
+    name = f"gw-{'0' * 32}"
+    await worker.client.session(name).append(text="once upon a time there was a princess who had a plum tree")
+
+    def read(*options: object) -> list[list[str]]:
+        with Terminal("sessions", *options, *where(worker)) as terminal:
+            assert terminal.end() == 0
+            return [line.split() for line in terminal.transcript.splitlines()]
+
+    head, line, _ = await asyncio.to_thread(read)
+    assert head == ["session", "state", "last", "begins"]
+    assert (line[0], "once" in line) == (name, True)
+    head, *_ = await asyncio.to_thread(read, "--sort", "entries")
+    assert "entries" in head
 
 
 @pytest.mark.parametrize(
@@ -172,6 +192,15 @@ async def test_cache_ls_says_that_a_new_worker_has_nothing_cached(local_worker: 
     worker = await local_worker()
     done = await asyncio.to_thread(turnkeep, "cache", "ls", "--data-dir", worker.settings.data_dir)
     assert (done.returncode, done.stdout.startswith("nothing is cached yet")) == (0, True)
+
+
+def test_in_a_pipe_a_long_step_prints_lines_that_say_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commands.progress._EVERY_S", 0.0)
+    lines: list[str] = []
+    with terminal_progress(lines.append) as progress:
+        for done in (0, 50, 100):
+            progress(done * 2**20, 100 * 2**20, "loading weights")
+    assert lines == ["loading weights", "loading weights: 50 MiB of 100 MiB"]
 
 
 @pytest.mark.parametrize(

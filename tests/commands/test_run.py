@@ -25,6 +25,8 @@ def test_run_starts_a_worker_answers_a_message_and_leaves_no_process(
     done = turnkeep("run", tiny_model, "Hello", *place, "--max-tokens", 4, "--seed", 1)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.strip()) > 0
+    assert done.stderr.startswith("starting a worker; it ends with this command\n")
+    assert "\nreading the tokenizer\n" in done.stderr, "a start that takes long is not silent"
     assert owner(data) is None
     assert processes_with(str(data)) == []
 

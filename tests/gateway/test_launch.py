@@ -123,7 +123,7 @@ async def test_launch_fails_with_the_reason_for_an_unknown_agent_gateway_or_mode
         (("--gateway", "http://127.0.0.1:1", "claude"), "gateway --listen 1` starts one"),
         (("--gateway", "http://127.0.0.1:99999", "claude"), "no gateway answers"),
         (("--gateway", "localhost", "claude"), "no URL of a gateway"),
-        (("--model", "other", "claude"), "has no model 'other'; it has tiny"),
+        (("--of", "other", "claude"), "has no model 'other'; it has tiny"),
         (("--gateway", f"{url}/nothing", "claude"), "refuses: GET /nothing/v1/models is not served"),
     ]:
         code, said, complained = await launched(tmp_path, "--gateway", url, *arguments)

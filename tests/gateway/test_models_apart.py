@@ -57,6 +57,6 @@ async def test_models_share_no_sessions_but_a_model_can_continue_another_models_
 
 
 async def test_launch_names_the_model_that_has_no_worker(served: Any, tmp_path: Path) -> None:
-    code, said, complained = await launched(tmp_path, "--gateway", served.url, "--model", "gone", "other")
+    code, said, complained = await launched(tmp_path, "--gateway", served.url, "--of", "gone", "other")
     assert (code, said) == (1, "")
     assert complained == f"turnkeep: no worker of the model gone answers the gateway at {served.url}\n"

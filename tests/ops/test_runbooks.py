@@ -47,7 +47,7 @@ async def test_the_commands_of_the_runbooks_run_as_written(
     stopped = [line for line in COMMANDS if line.endswith("# the worker is stopped")]
     assert (len(stopped), len(COMMANDS) > 15) == (2, True)
     for line in COMMANDS:
-        if line in stopped:
+        if line in stopped or line.endswith("# in another terminal"):  # a worker runs already
             continue
         if line.startswith("turnkeep cancel"):
             answer = garden.generate(text="eee", max_tokens=1900, request_id="turn-7")

@@ -29,7 +29,7 @@ async def family(start: Start) -> LocalWorker:
     garden = worker.client.session("garden")
     for number in range(2):
         await garden.generate(messages=SAY, max_tokens=4, request_id=f"q{number}")
-    for asked in (("garden", "red", "--last", 1, "--tag", "try"), ("red", "rose")):
+    for asked in (("garden", "red", "--without-last", 1, "--tag", "try"), ("red", "rose")):
         done = await command("fork", *asked, *where(worker))
         assert done.returncode == 0, done.stderr
     return worker
@@ -83,7 +83,7 @@ async def test_a_fork_that_is_impossible_fails_and_says_why(local_worker: Start)
         (("nobody", "x"), "there is no session nobody; see turnkeep sessions"),
         (("garden", "red"), "the session is open already"),
         (("garden", "x", "--position", "99999"), "cannot fork garden at 99999"),
-        (("garden", "x", "--last", "9"), "the session has 2 exchanges, not 9"),
+        (("garden", "x", "--without-last", "9"), "the session has 2 exchanges, not 9"),
         (("garden", "a.b"), "a.b"),
     ]:
         done = await command("fork", *asked, *where(worker))

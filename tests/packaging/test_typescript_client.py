@@ -24,7 +24,7 @@ from tests.parts import WorkerProcess, free_port
 from turnkeep_client.messages import Generated, decode_result
 
 PROJECT = Path(__file__).parents[2] / "protocol" / "typescript"
-EXAMPLE = PROJECT.parents[1] / "examples" / "typescript" / "agent.ts"
+EXAMPLE = PROJECT.parents[1] / "examples" / "typescript" / "agent.mts"
 INSTALL = ("install", "--no-audit", "--no-fund", "--ignore-scripts")
 MAX_TOKENS = 1500
 
@@ -133,7 +133,7 @@ async def test_the_example_agent_continues_after_a_kill_and_no_answer_is_generat
     programs: Path, worker: Any, tiny_model: Path
 ) -> None:
     process = await worker(tiny_model)
-    command = ("node", programs / "agent.js", "trip")
+    command = ("node", programs / "agent.mjs", "trip")
     environment = {**os.environ, "NATS_URL": process.url}
     killed = await asyncio.create_subprocess_exec(
         *map(str, command), stdout=asyncio.subprocess.PIPE, env=environment

@@ -171,7 +171,7 @@ def test_an_unknown_setting_is_refused_with_its_source_and_the_most_similar_name
         ("sync_interval", "never", "'always' or a duration"),
         ("data_dir", 7, "a path"),
         ("model", "  ", "text"),
-        ("log_level", ["info"], "one of debug, info, warning, error"),
+        ("log_level", ["info"], "one of auto, debug, info, warning, error"),
     ],
 )
 def test_an_invalid_value_is_refused_with_the_values_that_are_allowed(tmp_path, name, value, right):

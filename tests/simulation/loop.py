@@ -232,6 +232,8 @@ class Loop(asyncio.BaseEventLoop):
                     _close(task.get_coro())
             elif not task.cancelled():
                 task.exception()
+            # anyio's state of a killed task would keep the task, and with it the whole history, for ever.
+            _asyncio._task_states.pop(task, None)
         self.tasks.clear()
         self.close()
 

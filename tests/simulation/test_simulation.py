@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import os
 import re
@@ -14,9 +15,10 @@ import pytest
 from anyio import create_task_group
 
 from cache.names.policy import FULL
+from tests.simulation import history
 from tests.simulation.actors import History, Plan, Supervisor
 from tests.simulation.history import Outcome, patched, world
-from tests.simulation.loop import Process, run, simulated
+from tests.simulation.loop import Process, _Task, run, simulated
 from tests.simulation.played import ROOT, simulate
 from turnkeep_client.messages import Generated, decode_chunk, decode_result
 from worker.sessions.attempts import AttemptNote, Attempts
@@ -43,6 +45,13 @@ def test_new_histories_of_the_simulation_break_no_invariant() -> None:
     status, said = simulate(str(seed), "--histories", HISTORIES)
     print(said[-4000:])
     assert status == 0
+
+
+def test_a_history_that_is_over_leaves_no_task_in_memory() -> None:
+    for seed in (1009, 1028):  # their workers are killed with open scopes of anyio
+        history.simulate(seed)
+    gc.collect()
+    assert not [one for one in gc.get_objects() if isinstance(one, _Task)]
 
 
 def test_attempts_of_a_redelivered_request_are_not_counted_for_the_next_request(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from turnkeep_client.redact import redact
+from turnkeep_client.subjects import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from collections import deque
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 
     from structlog.typing import EventDict, Processor
 
-#: Lines, and fields of lines, that a terminal shows only with `--log-format console`.
+#: Lines, and fields of lines, that a terminal shows only with a `--log-level`.
 _OF_A_START: Final = frozenset({"created stream", "set up consumer", "nats-server is ready"})
 _CLOCKS: Final = ("%H:%M:%S.%f", "%H:%M:%S")
 _DETAILS: Final = frozenset(
     {
         *("cache_policy", "caches", "kv_bits", "kv_bounded_bytes", "kv_bytes_per_token"),
-        *("features", "folder", "kv_layers", "protocol"),
+        *("features", "folder", "kv_layers", "level", "protocol"),
     }
 )
 
@@ -31,7 +32,7 @@ _DETAILS: Final = frozenset(
 def configure(log_format: str, log_level: str, kept: deque[str] | None = None) -> None:
     """Set up logging for the process. `log_format` auto is `console` on a terminal, otherwise `json`.
 
-    With `auto`, the console omits details. Each line is also added to `kept`, on any thread.
+    The level auto is info, on a terminal without details. Each line is also added to `kept`, on any thread.
     """
 
     def keep(_logger: object, _method: str, line: Any) -> Any:
@@ -39,8 +40,9 @@ def configure(log_format: str, log_level: str, kept: deque[str] | None = None) -
             kept.append(line)
         return line
 
-    is_brief = log_format == "auto" and sys.stderr.isatty()
-    console = log_format == "console" or is_brief
+    is_auto = log_level == "auto"
+    console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
+    is_brief = is_auto and console and sys.stderr.isatty()
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -61,7 +63,7 @@ def configure(log_format: str, log_level: str, kept: deque[str] | None = None) -
     structlog.configure(
         processors=[*shared, *([_brief] if is_brief else []), *rendered, _redacted, keep],
         wrapper_class=structlog.make_filtering_bound_logger(
-            logging.getLevelNamesMapping()[log_level.upper()]
+            logging.getLevelNamesMapping()["INFO" if is_auto else log_level.upper()]
         ),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
@@ -83,10 +85,21 @@ def warnings_on_stderr() -> Iterator[None]:
 
 
 def _brief(_logger: object, method: str, event: EventDict) -> EventDict:
-    """Drop lines and fields about the start that matter only to programs or for debugging."""
-    if method == "info" and event["event"] in _OF_A_START:
+    """Drop what matters only to programs or for debugging, and write an answer in a short line."""
+    if method != "info":
+        return event
+    if event["event"] in _OF_A_START:
         raise structlog.DropEvent
-    return {name: value for name, value in event.items() if name not in _DETAILS}
+    event = {name: value for name, value in event.items() if name not in _DETAILS}
+    return _short(event) if event["event"] == "answered" else event
+
+
+def _short(event: EventDict) -> EventDict:
+    session = str(event.get("session", "")).removeprefix(f"{DEFAULT_TENANT}/")
+    what = f"{event['tokens']} tokens" if "tokens" in event else event["type"]
+    outcome = "" if event["outcome"] == "ok" else f", {event['outcome']}"
+    said = f"answered {session}: {what} in {event['seconds']} s{outcome}"
+    return {"event": said} | {name: event[name] for name in ("timestamp", "model") if name in event}
 
 
 def _redacted(_logger: object, _method: str, line: Any) -> str:

@@ -288,6 +288,11 @@ class Settings:
         "on",
         "whether a text stands for images and the like, which no model here can read; off refuses them",
     )
+    gateway_ttl_s: float | None = _setting(
+        kinds.word_or("off", None, kinds.duration(1, 10 * 365 * 86400)),
+        30 * 86400.0,
+        "time until a gateway removes a conversation that nobody continued; off keeps it",
+    )
     idle_timeout_s: float = _setting(
         kinds.duration(0, 30 * 86400),
         300.0,
@@ -342,7 +347,9 @@ class Settings:
         "how log lines are written, to standard error; auto is console on a terminal, else json",
     )
     log_level: str = _setting(
-        kinds.choice("debug", "info", "warning", "error"), "info", "the lowest level that is logged"
+        kinds.choice("auto", "debug", "info", "warning", "error"),
+        "auto",
+        "the lowest level that is logged; auto is info, on a terminal without details",
     )
 
     @property
@@ -358,7 +365,7 @@ class Settings:
 
 #: Settings that must be the same for all models of one file.
 SHARED: Final = frozenset(
-    {"data_dir", "worker", "memory", "health", "sync_interval", "log_format", "log_level"}
+    {"data_dir", "worker", "memory", "health", "gateway_ttl_s", "sync_interval", "log_format", "log_level"}
     | {field.name for field in dataclasses.fields(Settings) if field.name.startswith("nats")}
 )
 

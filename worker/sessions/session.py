@@ -631,12 +631,19 @@ class Session:
         counted = outcome if outcome in ("ok", *ERROR_CODES) else "other"  # a repeat may have an unknown code
         services.telemetry.requests[pending.type][counted] += 1
         services.telemetry.tenants.count_request(self.key.tenant, counted)
+        seconds = pending.waited_s(monotonic())
         if isinstance(result, Appended | Generated) and result.repeat_of is None:
-            services.telemetry.request_duration.observe(pending.waited_s(monotonic()))
+            services.telemetry.request_duration.observe(seconds)
         if services.traces is not None and isinstance(pending.request, Append | Generate):
             services.traces.add(turn_times(self.key, pending, result, services.model))
         log.info(
-            "answered", type=pending.type, outcome=outcome, seq=pending.seq, position=self.log.record.position
+            "answered",
+            type=pending.type,
+            outcome=outcome,
+            seq=pending.seq,
+            position=self.log.record.position,
+            seconds=round(seconds, 2),
+            **({"tokens": result.usage.completion_tokens} if isinstance(result, Generated) else {}),
         )
 
     async def _end_tokens(self, pending: Pending, request_id: str, held: Chunk | None) -> None:
