@@ -65,10 +65,12 @@ def make(
     With `rings` the model's own sliding windows become rings too; attention must then support rings.
     `sketched` are the layers with sketches (2-bit copies of keys) in paged sessions, by default all layers.
     With `block_tokens`, layers with chunks of two blocks or more are stored per token; a shorter chunk could
-    be dropped before its block is copied, since a block may wait for one more piece of the prompt. Raises
-    `ValueError` with the class of a layer that does not support the policy.
+    be dropped before its block is copied, since a block may wait for one more piece of the prompt. The rings
+    of the model's own windows then keep at least a block. Raises `ValueError` with the class of a layer that
+    does not support the policy.
     """
     pages = Pages(policy) if policy.recall else None
+    kept = (block_tokens or 0) if rings else None
     own = (
         ChunkCache(cache.chunk_size)  # type: ignore[no-untyped-call]
         if type(cache) is ChunkedKVCache and block_tokens and cache.chunk_size >= 2 * block_tokens
@@ -76,20 +78,20 @@ def make(
         for cache in make_prompt_cache(model)
     )
     return [
-        _under(policy, pages, cache, rings=rings, is_sketched=sketched is None or layer in sketched)
+        _under(policy, pages, cache, kept=kept, is_sketched=sketched is None or layer in sketched)
         for layer, cache in enumerate(own)
     ]
 
 
-def _under(policy: Policy, pages: Pages | None, cache: Any, *, rings: bool, is_sketched: bool) -> Any:
+def _under(policy: Policy, pages: Pages | None, cache: Any, *, kept: int | None, is_sketched: bool) -> Any:
     kind = type(cache)
-    if rings and kind is RotatingKVCache and not cache.keep:
-        return RingCache(0, cache.max_size)
+    if kept is not None and kind is RotatingKVCache and not cache.keep:
+        return RingCache(0, cache.max_size, kept=kept)
     if policy.window is None or kind in (RotatingKVCache, ArraysCache):
         return cache
     if kind is CacheList:
         members = [
-            _under(policy, pages, member, rings=rings, is_sketched=is_sketched) for member in cache.caches
+            _under(policy, pages, member, kept=kept, is_sketched=is_sketched) for member in cache.caches
         ]
         return CacheList(*members)  # type: ignore[no-untyped-call]
     if kind in (KVCache, QuantizedKVCache):
@@ -308,7 +310,7 @@ def most_run(caches: Sequence[Any], block: int) -> int:
     held = sys.maxsize
     for _, cache in leaves(caches):
         if isinstance(cache, RingCache):
-            held = min(held, cache.window + SLACK)
+            held = min(held, cache.kept + SLACK)
         elif not isinstance(cache, states.PLAIN):
             return block
     return max(held - block, block)
@@ -421,7 +423,7 @@ def grows(caches: Sequence[Any], num_tokens: int) -> bool | None:
 def sizes(caches: Sequence[Any], sketched: Collection[int] | None = None) -> KvSize:
     """Measure a model's KV size on caches that have processed some tokens; for `sketched` see `make`."""
     per_token = fixed = sketch = 0
-    windows: Counter[tuple[int, bool, bool]] = Counter()
+    windows: Counter[tuple[int, bool, int, bool]] = Counter()
     for path, cache in leaves(caches):
         if not hasattr(cache, "keys"):
             fixed += int(cache.nbytes)
@@ -435,10 +437,12 @@ def sizes(caches: Sequence[Any], sketched: Collection[int] | None = None) -> KvS
                     dtype.size * heads * width for dtype, heads, width in states.sketch(cache).values()
                 )
         else:
-            windows[most, isinstance(cache, RingCache), isinstance(cache, ChunkCache)] += size
+            is_ring = isinstance(cache, RingCache)
+            spare = SLACK + (cache.kept - cache.window if is_ring else 0)
+            windows[most, is_ring, spare, isinstance(cache, ChunkCache)] += size
     found = (
-        Window(most, size, is_ring, is_chunk=is_chunk)
-        for (most, is_ring, is_chunk), size in sorted(windows.items())
+        Window(most, size, is_ring, spare, is_chunk)
+        for (most, is_ring, spare, is_chunk), size in sorted(windows.items())
     )
     return KvSize(per_token, tuple(found), fixed, sketch)
 

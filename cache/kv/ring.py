@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class RingCache:
-    """KV of one layer's first `sink` tokens, its last `window`, and up to `SLACK` tokens before the window.
+    """KV of one layer's first `sink` tokens, its last `kept`, and up to `SLACK` tokens before these.
+
+    A token sees the last `window` tokens. More are kept if a block is longer than the window: a session that
+    continues within a block must still have the beginning of the block, which is stored once it is full.
 
     `keys` and `values` are tuples of arrays, (1, KV heads, allocated, size) each: one array, or codes, scales
     and biases if KV is quantised in groups of `group_size` to `bits` bits. Token p is at place p if p < sink;
@@ -28,10 +31,17 @@ class RingCache:
     """
 
     def __init__(
-        self, sink: int, window: int, group_size: int = 0, bits: int = 0, grid: int | None = None
+        self,
+        sink: int,
+        window: int,
+        group_size: int = 0,
+        bits: int = 0,
+        grid: int | None = None,
+        kept: int = 0,
     ) -> None:
         self.sink = sink
         self.window = window
+        self.kept = max(window, kept)
         self.group_size = group_size
         self.bits = bits
         # Stored keys depend on the grid: another formula needs another `FORMAT_VERSION`.
@@ -44,13 +54,13 @@ class RingCache:
 
     @property
     def capacity(self) -> int:
-        """The largest number of places, each for one token: sinks, window and `SLACK`."""
-        return self.sink + self.window + SLACK
+        """The largest number of places, each for one token: sinks, kept tokens and `SLACK`."""
+        return self.sink + self.kept + SLACK
 
     @property
     def earliest(self) -> int:
         """The smallest number of tokens to which `trim` can shorten the cache; greater numbers work too."""
-        return 0 if self.first_held <= self.sink else self.first_held + self.window
+        return 0 if self.first_held <= self.sink else self.first_held + self.kept
 
     @property
     def state(self) -> tuple[mx.array, ...]:
@@ -71,7 +81,7 @@ class RingCache:
         return self.keys is None
 
     def can_trim(self, num_tokens: int) -> bool:
-        """Whether the cache, shortened to `num_tokens`, would have all tokens that the next one sees."""
+        """Whether the cache, shortened to `num_tokens`, would have all tokens that it must keep."""
         return self.earliest <= num_tokens <= self.offset
 
     def trim(self, num_tokens: int) -> None:
@@ -92,9 +102,9 @@ class RingCache:
 
         The ring has run `num_tokens` tokens; after the sinks it has the tokens from `first_held` on.
         """
-        ring = RingCache(self.sink, self.window, grid=self.grid)
+        ring = RingCache(self.sink, self.window, grid=self.grid, kept=self.kept)
         ring.keys, ring.values, ring.offset = (keys,), (values,), num_tokens
-        ring.first_held = max(first_held, num_tokens - self.window - SLACK)
+        ring.first_held = max(first_held, num_tokens - self.kept - SLACK)
         return ring
 
     def shrink(self) -> None:
@@ -159,15 +169,15 @@ class RingCache:
                     array[..., place, :] = part[..., at : at + num, :]
                     at += num
         self.offset = end
-        self.first_held = max(self.first_held, end - self.window - SLACK)
+        self.first_held = max(self.first_held, end - self.kept - SLACK)
 
     def fill(self, keys: Sequence[mx.array], values: Sequence[mx.array], num_tokens: int) -> None:
-        """Fill an empty cache for a session of `num_tokens` tokens with the KV of sinks, then of the window.
+        """Fill an empty cache for a session of `num_tokens` tokens with the KV of sinks and of the last ones.
 
         Raises `ValueError` unless `keys` and `values` have exactly these tokens.
         """
         num_sinks = min(self.sink, num_tokens)
-        num_held = min(num_tokens, self.sink + self.window)
+        num_held = min(num_tokens, self.sink + self.kept)
         if any(array.shape[2] != num_held for array in (*keys, *values)):
             raise ValueError(f"not the keys and values of {num_held} tokens")
         for start, end, at in (

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class Window:
     """Layers that keep at most `num_tokens` tokens; together they take `bytes_per_token` for each token.
 
-    The size of a ring (`is_ring`) includes `spare` tokens: the piece of a prompt that is being prefilled, and
-    chunks that are being read from SSD. Layers with rings or chunked attention (`is_chunk`) are stored by
-    block.
+    The size of a ring (`is_ring`) includes `spare` tokens, which no later token sees: the piece of a prompt
+    that is being prefilled, chunks that are being read from SSD, and the beginning of a block that is longer
+    than the window. Layers with rings or chunked attention (`is_chunk`) are stored by block.
     """
 
     num_tokens: int

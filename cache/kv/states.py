@@ -88,12 +88,12 @@ def describe(cache: Any) -> str:
 
 
 def reach(cache: Any) -> Policy:
-    """Return which tokens are visible in this cache's layer; only for caches stored per token."""
+    """Return which tokens a session needs in this cache's layer; only for caches stored per token."""
     if isinstance(cache, PagedCache):
         return cache.pages.policy
     if isinstance(cache, ChunkCache):
         return Policy(0, cache.chunk_size)
-    return Policy(cache.sink, cache.window) if isinstance(cache, RingCache) else FULL
+    return Policy(cache.sink, cache.kept) if isinstance(cache, RingCache) else FULL
 
 
 def num_tokens(cache: Any) -> int | None:

@@ -22,7 +22,7 @@ from cache.disk import format as snapshot_format
 from cache.kv import layers
 from cache.kv.paged import PagedCache, Pages
 from cache.names.blocks import Span
-from cache.names.policy import CHUNK, Policy
+from cache.names.policy import CHUNK, FULL, Policy
 from cache.names.tokens import as_tokens
 from turnkeep_client.messages import Chunk
 from worker import sizing
@@ -524,6 +524,24 @@ async def test_a_paged_turn_waits_while_a_slow_disk_takes_blocks_and_prefills_dr
         assert len(said) == 3
         again = await process.append([*tokens, *said], policy=POLICY)
         assert again.num_prefilled <= 2
+
+
+@pytest.mark.parametrize("policy", [FULL, POLICY], ids=["full", "paged"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
+async def test_a_model_whose_windows_are_shorter_than_a_block_stores_all_blocks_after_a_restart(
+    build_model, tmp_path, kind: str, policy: Policy
+) -> None:
+    """The restart is within a block, whose beginning has left the windows."""
+    model, tokens = build_model(kind, **WIDE), prompt(20 * CHUNK + 40)
+    for _ in range(3):
+        async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+            outcome, said, _ = await process.generate(tokens, 3, policy=policy)
+            assert outcome.num_prefilled <= 20 * CHUNK + 40
+            tokens = [*tokens, *said]
+            assert await process.store.barrier(10)
+            chain = process.store.chain(engine_process.key("s").tenant, policy)
+            assert process.store.num_stored(chain, tokens) == len(tokens) - 1
+            tokens += prompt(20 * CHUNK)
 
 
 async def test_a_turn_cancelled_while_it_waits_for_blocks_to_be_written_ends_at_once(

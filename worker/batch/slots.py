@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from .attention import Attention
     from .ring_attention import Sight
 
-#: For each layer its ring's sink, window and grid, or None for a plain cache. Rows of equal form share pools.
-Form: TypeAlias = tuple[tuple[int, int, int] | None, ...]
+#: For each layer its ring's sink, window, grid and kept tokens, or None for a plain cache. Rows of equal form
+#: share pools.
+Form: TypeAlias = tuple[tuple[int, int, int, int] | None, ...]
 
 
 #: Capacity of the smallest pool, in tokens; each larger pool has twice the capacity.
@@ -39,7 +40,8 @@ def form_of(caches: Sequence[Any]) -> Form | None:
     if not all(type(cache) is KVCache or (type(cache) is RingCache and not cache.bits) for cache in caches):
         return None
     return tuple(
-        (cache.sink, cache.window, cache.grid) if type(cache) is RingCache else None for cache in caches
+        (cache.sink, cache.window, cache.grid, cache.kept) if type(cache) is RingCache else None
+        for cache in caches
     )
 
 
@@ -87,7 +89,9 @@ class Pool:
 
     def __init__(self, form: Form, capacity: int) -> None:
         self.capacity = capacity
-        self._rings = [None if ring is None else RingCache(ring[0], ring[1], grid=ring[2]) for ring in form]
+        self._rings = [
+            None if ring is None else RingCache(ring[0], ring[1], grid=ring[2], kept=ring[3]) for ring in form
+        ]
         self._first_held: dict[int, list[int]] = {}  # by slot: each layer's `first_held` when the row joined
         self._keys: list[_Buffer] = []
         self._values: list[_Buffer] = []
