@@ -110,7 +110,6 @@ def size(given: Given, drive: int | None, as_json: bool, **asked: Any) -> None:
 
 def weigh(settings: Settings) -> Needs:
     """Return the memory that a model needs with its draft model. Raises `ModelError`, `SettingsError`."""
-    from worker.models.pooling import made
     from worker.sizing import device_bytes, measure
     from worker.supervisor import Needs
 
@@ -131,7 +130,7 @@ def weigh(settings: Settings) -> Needs:
         context_tokens=max_context,
         sampling=loaded.sampling,
         reasoning=loaded.tokenizer.markup.has_reasoning,
-        makes=made(loaded, settings.pooling),
+        makes=loaded.makes(settings.pooling),
         weight_bytes=loaded.weight_bytes,
         model_changed_s=loaded.changed_s,
         least_bytes=device_bytes(sized, least, block=block, **sizes),

@@ -17,7 +17,6 @@ from worker.models import model
 from worker.models.blas import preload
 from worker.models.code import code_digest
 from worker.models.partial_import import import_mlx_lm
-from worker.models.pooling import made
 from worker.sessions.policies import misfit
 
 from .process.concurrency import in_thread, shielded, step_in_thread
@@ -104,7 +103,7 @@ class ModelStart:
         self._log(loaded)
         self.context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
         self.kv_bytes = self._kv_limit()
-        self.makes = made(loaded, settings.pooling)
+        self.makes = loaded.makes(settings.pooling)
         self._check_policy()
         self.is_loaded = True
 

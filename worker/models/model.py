@@ -28,7 +28,7 @@ from .model_files import (
     text_config,
 )
 from .own_sampling import own_sampling
-from .pooling import is_encoder, no_answers
+from .pooling import is_encoder, judging, no_answers, no_embeddings
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
 
     from cache.kv.size import KvSize
+    from turnkeep_client.messages import Made
 
 __all__ = [
     "LoadedModel",
@@ -83,6 +84,16 @@ class LoadedModel:
     held: Hold | None = None
     no_answers: str | None = None  # why the model makes no answers
     changed_s: float = 0.0  # when the folder's config.json was written, in seconds since 1970
+
+    def makes(self, pooling: str) -> tuple[Made, ...]:
+        """Return what the model makes, with the setting `pooling`. Raises `ModelError`."""
+        told = self.config, self.folder, pooling
+        can: dict[Made, bool] = {
+            "answers": self.no_answers is None,
+            "embeddings": no_embeddings(self.model, *told) is None,
+            "scores": not isinstance(judging(self.tokenizer, *told), str),
+        }
+        return tuple(name for name, is_made in can.items() if is_made)
 
 
 def default_dtype() -> str:

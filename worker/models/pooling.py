@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from turnkeep_client.messages import Made
-
-    from .model import LoadedModel
     from .tokenizer import Tokenizer
 
 #: Control tokens of the prompt format that Qwen3-Reranker was trained with.
@@ -35,17 +32,6 @@ _NO_EMBEDDINGS: Final = (
     "the worker's model makes no embeddings: serve one that does, such as `turnkeep serve --model"
     " Qwen/Qwen3-Embedding-0.6B`"
 )
-
-
-def made(loaded: LoadedModel, pooling: str) -> tuple[Made, ...]:
-    """Return what a model makes, for the metrics. Raises `ModelError`."""
-    told = loaded.config, loaded.folder, pooling
-    can: dict[Made, bool] = {
-        "answers": loaded.no_answers is None,
-        "embeddings": no_embeddings(loaded.model, *told) is None,
-        "scores": not isinstance(judging(loaded.tokenizer, *told), str),
-    }
-    return tuple(name for name, is_made in can.items() if is_made)
 
 
 def no_answers(config: Mapping[str, Any], folder: Path) -> str | None:
