@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import shutil
 import sqlite3
 import sys
@@ -23,7 +24,7 @@ from cache.admin import archive, pruning, survey
 from cache.names.errors import CacheError, DirectoryLockedError
 from ops.log.copies import OWN
 from turnkeep_client.errors import TurnkeepError
-from worker.observe.logs import warnings_on_stderr
+from worker.observe.logs import logs_on_stderr
 from worker.process.formatting import size, span
 from worker.process.keys import cache_access
 from worker.process.setting_kinds import parse_duration, parse_size
@@ -49,7 +50,7 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with warnings_on_stderr():
+            with logs_on_stderr(logging.INFO):
                 return super().invoke(ctx)
         except DirectoryLockedError as error:
             raise CacheCommandError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from worker.observe.logs import warnings_on_stderr
+from worker.observe.logs import logs_on_stderr
 
 from .flags import as_json, with_settings
 
@@ -29,7 +29,7 @@ def doctor(given: Given, as_json: bool) -> None:
     examine(given.load(), given.load_models(), as_json=as_json)
 
 
-@warnings_on_stderr()
+@logs_on_stderr()
 def examine(settings: Settings, models: Mapping[str, Settings], *, as_json: bool) -> NoReturn:
     """Run the checks, print their results, and exit: with code 1 if a check failed."""
     from .checks import checks, exit_code, show

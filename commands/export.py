@@ -18,7 +18,7 @@ from cache.names.identity import differing
 from ops.log import copies, importing
 from turnkeep_client.errors import NoWorkerError, RequestFailedError
 from turnkeep_client.subjects import Subjects, session_key
-from worker.observe.logs import warnings_on_stderr
+from worker.observe.logs import logs_on_stderr
 from worker.process.datadir import DataDir
 from worker.process.formatting import size
 from worker.process.keys import cache_access
@@ -153,7 +153,7 @@ def _log_of(settings: Settings) -> Iterator[None]:
     from worker.wire import broker
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings_on_stderr())
+        stack.enter_context(logs_on_stderr())
         if settings.nats is None:
             directory = stack.enter_context(DataDir.open(settings.data_dir, "import", settings.own_port))
             server = broker.EmbeddedServer(directory, settings)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from worker.observe.logs import warnings_on_stderr
+from worker.observe.logs import logs_on_stderr
 from worker.process.formatting import size as in_units
 from worker.process.setting_kinds import parse_size, policy_text
 from worker.process.settings import SettingsError
@@ -74,7 +74,7 @@ def _tokens(flag: str, name: str, default: int, purpose: str, least: int = 0) ->
 )
 @as_json
 @with_settings(*_SETTINGS)
-@warnings_on_stderr()
+@logs_on_stderr()
 def size(given: Given, drive: int | None, as_json: bool, **asked: Any) -> None:
     """Estimate memory, disk and SSD writes for a number of sessions.
 

@@ -158,7 +158,8 @@ def truncate(folder: Path, keep: int) -> None:
 
 
 def name_a_missing_shard(folder: Path) -> None:
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    there = (folder / "model.safetensors").rename(folder / "model-00002-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": there.name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 

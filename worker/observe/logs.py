@@ -71,11 +71,11 @@ def configure(log_format: str, log_level: str, kept: deque[str] | None = None) -
 
 
 @contextmanager
-def warnings_on_stderr() -> Iterator[None]:
-    """In the block, log only warnings, to standard error: a command prints its result on standard output."""
+def logs_on_stderr(level: int = logging.WARNING) -> Iterator[None]:
+    """In the block, log to standard error: a command prints its result on standard output."""
     before = structlog.get_config()
     structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
     try:
