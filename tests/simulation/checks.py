@@ -248,6 +248,9 @@ def _check_result(
         not was_asked or request.id in log.firsts
     ):  # otherwise the first result was removed, perhaps meanwhile
         yield from _check_repeat(seq, request, result, log.firsts)
+    if isinstance(result, Closed) and result.forgotten is not None and result.repeat_of is None:
+        log.firsts.clear()  # its ids are free again, before all of its entries are removed
+        log.records.clear()
     if not _is_known(result):
         log.firsts.setdefault(request.id, (seq, request, result))
         log.records.setdefault(request.id, (log.asked[seq], message))
