@@ -252,7 +252,7 @@ _SAMPLING: tuple[tuple[str, str, click.ParamType[Any], str], ...] = (
     (
         "--top-p",
         "P",
-        Number(0, 1, min_open=True),
+        Number(0, 1),
         "Only the most likely tokens with this total probability. [default: the model's]",
     ),
     ("--top-k", "N", _TOKENS, "Only the N most likely tokens; 0 is all. [default: the model's]"),

@@ -41,7 +41,7 @@ from worker.process.datadir import (
 )
 from worker.process.installed import program
 from worker.process.setting_sources import load_models
-from worker.process.settings import SettingsError
+from worker.process.settings import SettingsError, default_data_dir
 from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tls
 
 from .flags import with_settings
@@ -155,7 +155,6 @@ def _just_begun(data_dir: Path) -> int | None:
     """Return the pid of a `serve` that has just started and may not have locked its data directory yet."""
     import psutil
 
-    variable = "TURNKEEP_DATA_DIR"
     for process in psutil.process_iter(["cmdline", "create_time"]):
         words = process.info["cmdline"] or []
         is_serve = (
@@ -165,9 +164,8 @@ def _just_begun(data_dir: Path) -> int | None:
             continue
         with contextlib.suppress(psutil.Error):
             given = next((after for one, after in pairwise(words) if one == "--data-dir"), None)
-            given = given or process.environ().get(variable)
-            is_same = Path(given).absolute() == data_dir.absolute() if given else variable not in os.environ
-            if is_same:
+            given = given or process.environ().get("TURNKEEP_DATA_DIR") or default_data_dir()
+            if Path(given).absolute() == data_dir.absolute():
                 return process.pid
     return None
 

@@ -92,6 +92,7 @@ GAUGES: Final[tuple[tuple[str, ...], ...]] = (
     ("estimated_scratch_bytes", "estimated_scratch_bytes", "Scratch memory of a step, as estimated."),
     ("measured_scratch_bytes", "measured_scratch_bytes", "Scratch memory of a step, as measured."),
     ("process_bytes", "process_bytes", "Resident memory of the process."),
+    ("weight_bytes", "weight_bytes", "Size of the model's weights in memory."),
     ("snapshots_in_flight", "snapshots.in_flight", "Snapshots queued for the disk."),
     ("snapshots_in_flight_bytes", "snapshots.in_flight_bytes", "Size of the snapshots queued for the disk."),
     ("snapshots_stored", "snapshots.stored", "Snapshots on the disk."),

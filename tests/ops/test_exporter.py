@@ -44,10 +44,12 @@ LABELS = {
     "kv_layers",
     "sampling",
     "reasoning",
+    "makes",
     "snapshots",
     "by_tenant",
 } | {
-    "max_message_bytes"  # a setting, of which there is no figure
+    "max_message_bytes",  # a setting, of which there is no figure
+    "model_changed_s",
 }
 LABEL = {"worker": "w1", "model": "tiny", "device": "cpu"}
 

@@ -121,7 +121,7 @@ class Wire:
                     asked.append((seq, session))
                 elif kind == "out" and seq not in self.forged:
                     answered.append((json.loads(body)["seq"], session))
-            if len(answered) >= len(asked):
+            if sorted(answered) == sorted(asked):
                 break
             await asyncio.sleep(0.1)
         assert sorted(answered) == sorted(asked)

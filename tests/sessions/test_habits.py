@@ -43,6 +43,12 @@ SILENT = """
 {{- '<|im_end|>\n' }}
 {%- endif %}{% endfor %}
 """
+#: Reads a content as a list of parts only, as many templates of vision models do.
+LISTS = """
+{%- for m in messages %}{{ '<|im_start|>' + m.role | capitalize + ': ' }}
+{%- for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}
+{{- '<|im_end|>\n' }}{% endfor %}
+"""
 #: Accepts a system message only first, one call per message, a result only after a call, no user after that.
 REFUSING = """
 {%- for m in messages %}
@@ -123,6 +129,7 @@ ALL = (
     {"packaged": CHAT_TEMPLATE, "parts": CHAT_TEMPLATE, "with_tools": WITH_TOOLS, "strict": STRICT}
     | {
         "silent": SILENT,
+        "lists": LISTS,
         "ids": MISTRAL_SMALL,
         "refusing": REFUSING,
         "no_system": NO_SYSTEM,
@@ -355,13 +362,13 @@ def test_a_user_message_directly_after_an_earlier_requests_user_message_counts_a
 def test_contents_become_lists_of_parts_if_the_template_requires_them(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
-    tokenizer = tokenizers["processing_smolvlm"]
+    tokenizer = tokenizers["lists"]
     assert tokenizer.habits.in_words() == [
         "contents as lists of parts",
         "developer as system",
         "calls as text",
     ]
-    assert "User: asked<end_of_utterance>\nAssistant: answered" in prompt(tokenizer, ASKED, ANSWERED)
+    assert "User: asked<|im_end|>\n<|im_start|>Assistant: answered" in prompt(tokenizer, ASKED, ANSWERED)
 
 
 def test_a_system_message_alone_with_tools_is_rendered_by_llama_4s_template(

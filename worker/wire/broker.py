@@ -126,8 +126,11 @@ def served_by(port: int) -> Path | None:
 
 
 def own_servers() -> Iterator[tuple[Path, str]]:
-    """Yield the data directory and address of each running NATS server of a worker that this user can see."""
-    for process in psutil.process_iter():
+    """Yield the data directory and address of each running NATS server of a worker that this user can see.
+
+    The server with the highest pid, which is mostly the one started last, comes first.
+    """
+    for process in sorted(psutil.process_iter(), key=lambda one: -one.pid):
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             program, *arguments = process.cmdline() or [""]
             if Path(program).name != "nats-server" or arguments[:1] != ["-c"]:
