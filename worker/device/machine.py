@@ -6,6 +6,7 @@ bench device` measures a device and suggests values for some of them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -22,6 +23,9 @@ GPU_SHARE: Final = 0.8
 #: Keys of `mx.device_info()` with the size of memory: Metal's, CUDA's, and a general one.
 _MEMORY: Final = ("max_recommended_working_set_size", "total_memory", "memory_size")
 
+#: Parts of Metal's errors. macOS ends a command buffer that keeps the display waiting, or runs for seconds.
+_TOO_MUCH: Final = ("ErrorImpactingInteractivity", "ErrorTimeout", "ErrorHang", "ErrorOutOfMemory")
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -32,7 +36,8 @@ class Profile:
     `fused_head_dims`. Temporary arrays of `kept_layers` layers are in memory at once. A step runs at most
     `prompt_blocks` blocks of prompts. If there are at least `pooled_rows` rows of similar length, they share
     a pool of KV; if there are at least `merged_rows` rows that cannot share a pass, their KV is merged, and
-    their next step can start before the last one is read. Plain caches grow by `growth_tokens` tokens.
+    their next step can start before the last one is read. Plain caches grow by `growth_tokens` tokens. A step
+    of prompts takes at most `longest_s` seconds.
     """
 
     freed_bytes: int
@@ -42,6 +47,7 @@ class Profile:
     pooled_rows: int
     merged_rows: int
     growth_tokens: int = 256
+    longest_s: float = math.inf
 
 
 #: Metal keeps the inputs of a command buffer until it has run, and up to ten of them are in flight.
@@ -63,7 +69,8 @@ _PROFILES: Final = {
         pooled_rows=3,
         merged_rows=2,
     ),
-    "metal": _GPU,
+    # macOS ends work that keeps the display waiting: pieces that took seconds, at contexts of 90,000 tokens.
+    "metal": replace(_GPU, longest_s=2.0),
     # Not 256: if a cache's length is a multiple of 256, MLX decodes with cuDNN's attention. It takes the host
     # 20 us a layer more than MLX's own kernel, and the host limits the speed of a step.
     "cuda": replace(_GPU, kept_layers=4, prompt_blocks=16, pooled_rows=3, growth_tokens=264),
@@ -71,7 +78,7 @@ _PROFILES: Final = {
 
 
 class DeviceError(TurnkeepError):
-    """The device does not support a setting's value; the message is one line."""
+    """The device does not support a setting's value, or does not work; the message is one line."""
 
 
 def on_cpu() -> bool:
@@ -91,6 +98,11 @@ def loses_kv(error: BaseException) -> bool:
     buffer should have written are undefined. A CPU raises in the call that fails.
     """
     return isinstance(error, RuntimeError) and fails_late()
+
+
+def was_too_much(error: BaseException) -> bool:
+    """Say whether a command buffer of Metal took too much time or memory: a smaller one may succeed."""
+    return any(name in str(error) for name in _TOO_MUCH)
 
 
 def fails_late() -> bool:

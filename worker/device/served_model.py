@@ -186,13 +186,10 @@ class ServedModel:
             block_tokens=block_tokens,
         )
         caches = make()
-        row = Row(caches, array("I", [0]), RowSampler(Sampling()), num_cached=1, num_left=1)
-        self.batch.step([PrefillPiece(caches, 0, [0], row)])
-        if not row.is_sound:
+        if not self.works(caches):
             raise ModelError(
                 f"{loaded.folder} is broken: {UnsoundError()}; get its weights again, or try --dtype float32"
             )
-        self.batch.remove(row)
         #: The cache class that has no snapshots, or the layout of snapshots; the classes of all layers;
         #: whether KV can be truncated at any token.
         self.unsupported_cache = layers.unsupported(caches)
@@ -206,6 +203,13 @@ class ServedModel:
         machine.limit_active(limit_bytes)
         self.estimator = estimator(loaded, caches, limit_bytes, self.batch.sketched, self._reserved_bytes)
         return make
+
+    def works(self, caches: list[Any]) -> bool:
+        """Run one token with empty `caches`; say whether its logits are finite. No step may be in flight."""
+        row = Row(caches, array("I", [0]), RowSampler(Sampling()), num_cached=1, num_left=1)
+        self.batch.step([PrefillPiece(caches, 0, [0], row)])
+        self.batch.remove(row)
+        return row.is_sound
 
     def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
         """Return why sessions cannot use a cache policy; None if they can. Any thread may call this.
