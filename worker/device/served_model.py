@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
+import structlog
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -32,6 +33,7 @@ from worker.batch.trials import SHIPPED, Trials
 from worker.models.code import code_digest, package_digest
 from worker.models.model_files import ModelError
 from worker.models.quantised import unpacked_bytes
+from worker.process.formatting import size
 
 from . import drafting, machine
 from .memory import Estimator, shape_of
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from worker.batch.batch import Batch
     from worker.batch.drafter import Drafter
     from worker.models.model import LoadedModel
+
+log = structlog.get_logger()
 
 #: The most tokens of a draft, unless a setting limits them.
 _MAX_DRAFT: Final = 8
@@ -199,7 +203,9 @@ class ServedModel:
         self.caches = layers.describe(caches)
         self.kv_layers = layers.kinds(caches)
         self.trimmable = layers.trimmable(caches)
-        limit_bytes = limit_bytes or machine.default_limit_bytes()
+        if not limit_bytes:
+            limit_bytes, why = machine.default_limit()
+            log.info("chose device_memory", size=size(limit_bytes), why=why)
         machine.limit_active(limit_bytes)
         self.estimator = estimator(loaded, caches, limit_bytes, self.batch.sketched, self._reserved_bytes)
         return make
