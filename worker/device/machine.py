@@ -7,6 +7,8 @@ bench device` measures a device and suggests values for some of them.
 from __future__ import annotations
 
 import math
+import os
+import platform
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -96,6 +98,15 @@ def on_cpu() -> bool:
 def name() -> str:
     """Name the kind of device that MLX computes on: `cpu`, `metal` or `cuda`."""
     return "cpu" if on_cpu() else "metal" if mx.metal.is_available() else "cuda"
+
+
+def kernels() -> str:
+    """Return a text that differs between devices and systems whose kernels may compute differently."""
+    device = str(mx.default_device())
+    if on_cpu():
+        return device
+    told, version, tf32 = mx.device_info(), platform.mac_ver()[0], os.environ.get("MLX_ENABLE_TF32")
+    return f"{device} {told.get('architecture')} {told.get('device_name')} {version} {tf32}"
 
 
 def loses_kv(error: BaseException) -> bool:

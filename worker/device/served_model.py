@@ -68,7 +68,7 @@ def trial_key(loaded: LoadedModel, caches: str) -> str:
         caches,
         code_digest(model),
         importlib.metadata.version("mlx"),
-        str(mx.default_device()),
+        machine.kernels(),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
