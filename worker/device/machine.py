@@ -42,8 +42,8 @@ class Profile:
     `prompt_blocks` blocks of prompts. If there are at least `pooled_rows` rows of similar length, they share
     a pool of KV; if there are at least `merged_rows` rows that cannot share a pass, their KV is merged, and
     their next step can start before the last one is read. Plain caches grow by `growth_tokens` tokens. A step
-    of prompts takes at most `longest_s` seconds. Weights, KV, temporary and freed buffers get `memory_share`
-    of a GPU's memory.
+    of prompts takes at most `longest_s` seconds, and a draft has at most `max_draft` tokens. Weights, KV,
+    temporary and freed buffers get `memory_share` of a GPU's memory.
     """
 
     freed_bytes: int
@@ -54,6 +54,7 @@ class Profile:
     merged_rows: int
     growth_tokens: int = 256
     longest_s: float = math.inf
+    max_draft: int = 8
     memory_share: float = 0.8
 
 
@@ -79,7 +80,8 @@ _PROFILES: Final = {
     # macOS ends work that keeps the display waiting: pieces that took seconds, at contexts of 90,000 tokens.
     # The recommended working set is two thirds or three quarters of a Mac's memory, so the system has enough
     # beside it. From 0.95 of it on, MLX frees buffers at each allocation.
-    "metal": replace(_GPU, longest_s=2.0, memory_share=0.92),
+    # Its attention for few queries takes eight: a draft and the token before it.
+    "metal": replace(_GPU, longest_s=2.0, memory_share=0.92, max_draft=7),
     # Not 256: if a cache's length is a multiple of 256, MLX decodes with cuDNN's attention. It takes the host
     # 20 us a layer more than MLX's own kernel, and the host limits the speed of a step.
     "cuda": replace(_GPU, kept_layers=4, prompt_blocks=16, pooled_rows=3, growth_tokens=264),

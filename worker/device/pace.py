@@ -32,6 +32,7 @@ class Pace:
         # Separate averages of seconds and of tokens: so large pieces count more than small ones.
         self._prompt_s = 0.0
         self._num_tokens = 0.0
+        self._has_run = False
 
     def learn(self, num_rows: int, num_tokens: int, step_s: float) -> None:
         """Update the averages by a step of `step_s` over `num_rows` answers and `num_tokens` prompt tokens.
@@ -45,6 +46,9 @@ class Pace:
             return
         if num_rows:
             self._row_s = min(self._row_s, step_s)
+        elif not self._has_run:  # the worker's first prompt: a GPU has also compiled its kernels
+            self._has_run = True
+            return
         rest_s = step_s - self._row_s if num_rows else step_s
         known = self._num_tokens > 0
         self._prompt_s = _mixed(self._prompt_s if known else None, rest_s)

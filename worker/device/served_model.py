@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: The most tokens of a draft, unless a setting limits them.
-_MAX_DRAFT: Final = 8
 #: On a CPU, MLX waits in a launch until all but about 100 operations have run. So steps of larger models are
 #: not launched ahead there: the previous step's tokens would be read a step later, and nothing be faster.
 _SMALL_BYTES: Final = 64 * 2**20
@@ -167,7 +165,7 @@ class ServedModel:
         return batch_for(
             loaded.model,
             has_room,
-            max_draft=_MAX_DRAFT if max_draft is None else max_draft,
+            max_draft=device.max_draft if max_draft is None else max_draft,
             drafters=drafters,
             pooled_rows=device.pooled_rows,
             merged_rows=device.merged_rows,
