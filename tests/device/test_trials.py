@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import loaded
 
-from worker.batch import batch_kinds
+from worker.batch import batch_kinds, matching
 from worker.batch.trials import SHIPPED, Trials
 from worker.device.served_model import trial_key
 
@@ -107,6 +107,22 @@ def test_a_broken_file_of_trial_results_counts_as_empty_and_is_replaced(path: Pa
 def test_a_model_trial_with_an_invalid_stored_result_runs_again(path: Path, way: object) -> None:
     path.write_text(json.dumps({"model": {"merge": way}}))
     assert Trials(path, "model").way("merge", lambda: 0, 2) == 0
+
+
+@pytest.mark.parametrize("trial", ["share", "sketches"])
+def test_a_trial_in_which_the_gpu_fails_says_nothing_of_the_model(
+    make_model, monkeypatch, trial: str
+) -> None:
+    """Otherwise a sound model would be served slowly, or without a policy, until the next start."""
+    error = "[METAL] Command buffer execution failed: Impacting Interactivity (0000000e:)"
+
+    def fail(*_: object) -> float:
+        raise RuntimeError(error)
+
+    owner, name = {"share": (batch_kinds, "_deviation_shared"), "sketches": (matching, "find")}[trial]
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(RuntimeError, match="Impacting"):
+        batch_kinds.batch_for(make_model("llama"))
 
 
 def test_the_file_of_trial_results_has_at_most_sixteen_models_among_them_the_latest(path: Path) -> None:

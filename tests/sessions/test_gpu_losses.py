@@ -107,6 +107,12 @@ async def test_a_worker_whose_gpu_fails_every_time_ends_and_the_next_one_answers
     assert (await asyncio.wait_for(first, 60)).tokens == said.tokens
 
 
+async def test_a_worker_whose_gpu_fails_at_its_start_says_so_in_one_line(local_worker: Any, gpu: Gpu) -> None:
+    gpu.error = lambda frame: IGNORED if num_prompt_tokens(frame) else None
+    with pytest.raises(machine.DeviceError, match=r"^the GPU has failed: .*; start the worker again$"):
+        await local_worker()
+
+
 @pytest.mark.parametrize("error", [TOO_LONG, NO_MEMORY], ids=["time", "memory"])
 async def test_prompts_run_in_smaller_pieces_after_a_piece_took_the_gpu_too_long(
     local_worker: Any, gpu: Gpu, error: str

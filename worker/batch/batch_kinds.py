@@ -30,7 +30,7 @@ from cache.kv import layers
 from cache.kv.ring import RingCache
 from cache.kv.states import leaves
 
-from . import matching
+from . import matching, metal
 from .batch import Batch
 from .draft_model import DraftModel
 from .forward import Forward
@@ -166,7 +166,9 @@ def _sketched(model: Any, forward: Forward, trials: Trials) -> tuple[int, ...]:
     def find() -> int | None:
         try:
             return sum(1 << layer for layer in matching.find(model, forward))
-        except Exception as error:  # noqa: BLE001  # a model may raise anything on unknown caches
+        except Exception as error:  # a model may raise anything on unknown caches
+            if metal.has_failed(error):
+                raise
             log.debug(
                 "a trial of this model failed", trial="sketches", error=f"{type(error).__name__}: {error}"
             )
@@ -198,7 +200,9 @@ def _fits(model: Any, trial: str, deviation: Callable[[], float]) -> bool:
     try:
         with _in_float32(model):
             worst = deviation()
-    except Exception as error:  # noqa: BLE001  # a model may raise anything on unknown caches
+    except Exception as error:  # a model may raise anything on unknown caches
+        if metal.has_failed(error):
+            raise
         log.debug("a trial of this model failed", trial=trial, error=f"{type(error).__name__}: {error}")
         return False
     if not worst < _tolerance(model):  # NaN passes no trial

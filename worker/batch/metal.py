@@ -1,4 +1,4 @@
-"""Lays out masks for Metal's attention kernels. Device thread only."""
+"""Lays out masks for Metal's attention kernels, and knows its errors. Device thread only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import mlx.core as mx
 
 #: The most queries of a row that the vector kernel takes.
 _MOST_QUERIES: Final = 8
+
+
+def has_failed(error: BaseException) -> bool:
+    """Say whether an error is of the GPU itself, not of the operation that raises it."""
+    return "Command buffer execution failed" in str(error)
 
 
 def spreads_masks(mask: mx.array) -> bool:
