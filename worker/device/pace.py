@@ -32,7 +32,7 @@ class Pace:
         # Separate averages of seconds and of tokens: so large pieces count more than small ones.
         self._prompt_s = 0.0
         self._num_tokens = 0.0
-        self._has_run = False
+        self._is_first = False
 
     def learn(self, num_rows: int, num_tokens: int, step_s: float) -> None:
         """Update the averages by a step of `step_s` over `num_rows` answers and `num_tokens` prompt tokens.
@@ -46,11 +46,10 @@ class Pace:
             return
         if num_rows:
             self._row_s = min(self._row_s, step_s)
-        elif not self._has_run:  # the worker's first prompt: a GPU has also compiled its kernels
-            self._has_run = True
-            return
         rest_s = step_s - self._row_s if num_rows else step_s
-        known = self._num_tokens > 0
+        known = self._num_tokens > 0 and not self._is_first
+        # The worker's first prompt runs alone, and a GPU also compiles kernels: the next time replaces it.
+        self._is_first = not num_rows and not self._num_tokens
         self._prompt_s = _mixed(self._prompt_s if known else None, rest_s)
         self._num_tokens = _mixed(self._num_tokens if known else None, num_tokens)
 
