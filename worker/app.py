@@ -23,6 +23,7 @@ from msgspec import structs
 
 from cache.names.errors import CacheError
 from cache.store import Store, may_hold
+from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import FEATURES
 from turnkeep_client.messages import VERSION as PROTOCOL
 from turnkeep_client.redact import shown
@@ -599,7 +600,8 @@ class App:
 
     def _device_died(self, error: BaseException) -> None:
         """Stop the worker because the device thread ended. Called on the device thread."""
-        self._loop.call_soon_threadsafe(self._fail, f"the device thread ended: {error!r}")
+        why = str(error) if isinstance(error, TurnkeepError) else f"the device thread ended: {error!r}"
+        self._loop.call_soon_threadsafe(self._fail, why)
 
     async def _reconnected(self) -> None:
         """Resume pulling requests after a reconnect; stop if the server's message limit is now too small."""

@@ -140,7 +140,7 @@ def measure(
         raise ValueError("this model's keys cannot be sketched; use another policy than paged")
     reserved_bytes = drafting.checked_bytes(loaded, draft)
     weight_bytes = loaded.weight_bytes + (draft.weight_bytes if draft else 0)
-    limit = limit_bytes or machine.default_limit_bytes(weight_bytes)
+    limit = limit_bytes or machine.default_limit(weight_bytes).size_bytes
     identity = Identity.of_no_model(
         kv_dtype="float32",
         block_tokens=block,

@@ -84,7 +84,7 @@ class Measuring:
         )
         self._held: dict[tuple[int, ...], list[Any]] = {}
         caches = self._prefilled((0,))
-        limit_bytes = chosen.device_memory or machine.default_limit_bytes()
+        limit_bytes = chosen.device_memory or machine.default_limit().size_bytes
         machine.limit_active(limit_bytes)
         self._estimator = estimator(loaded, caches, limit_bytes, batch.sketched)
         self._trimmable = layers.trimmable(caches)

@@ -81,12 +81,12 @@ def test_the_default_memory_limit_of_a_device_respects_the_control_group(
     monkeypatch.setattr(machine.mx, "device_info", dict)
     monkeypatch.setattr(machine.mx, "get_active_memory", lambda: 0)
     monkeypatch.setattr(machine, "left_bytes", lambda: 100 * MIB)
-    assert machine.default_limit_bytes() == int(100 * MIB * machine.MEMORY_SHARE)
-    assert machine.default_limit_bytes(40 * MIB) == 40 * MIB + int(60 * MIB * machine.MEMORY_SHARE)
+    assert machine.default_limit().size_bytes == int(100 * MIB * machine.MEMORY_SHARE)
+    assert machine.default_limit(40 * MIB).size_bytes == 40 * MIB + int(60 * MIB * machine.MEMORY_SHARE)
     monkeypatch.setattr(machine, "left_bytes", lambda: 2**60)
-    assert machine.default_limit_bytes() < 2**60 * machine.MEMORY_SHARE
+    assert machine.default_limit().size_bytes < 2**60 * machine.MEMORY_SHARE
     monkeypatch.setattr(machine, "left_bytes", lambda: None)
-    assert machine.default_limit_bytes() > 0
+    assert machine.default_limit().size_bytes > 0
 
 
 def test_the_limit_of_a_real_control_group_is_read() -> None:

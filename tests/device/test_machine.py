@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from structlog.testing import capture_logs
 from tiny_models import BLOCK, alone, generate, prompt
 
+from cache.kv.size import KvSize
 from cache.names.blocks import spans
 from worker.device import machine
+from worker.device.memory import Estimator, Shape
+from worker.process import mac_memory
 
 GIB = 2**30
 METAL = {
@@ -29,6 +34,18 @@ CUDA = {
     "uuid": "GPU-0",
 }
 FREED = 512 * 2**20
+VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                               {free}.
+Pages active:                            324340.
+Pages inactive:                          321839.
+Pages speculative:                         1826.
+Pages wired down:                        127117.
+Pages purgeable:                           {purgeable}.
+"Translation faults":                 392839023.
+File-backed pages:                       {files}.
+Anonymous pages:                         457665.
+Pages stored in compressor:              523456.
+"""
 
 
 @pytest.fixture
@@ -48,36 +65,120 @@ def a_gpu(monkeypatch) -> Any:
     return pretend
 
 
-def test_the_memory_limit_on_metal_is_80_percent_of_the_working_set_minus_freed_buffers(a_gpu) -> None:
+def test_the_memory_limit_on_metal_is_92_percent_of_the_working_set_minus_freed_buffers(a_gpu) -> None:
     a_gpu(METAL, is_metal=True)
     assert machine.name() == "metal"
-    assert machine.default_limit_bytes() == int(96 * GIB * 0.8) - FREED
+    size_bytes, why = machine.default_limit()
+    assert size_bytes == int(96 * GIB * 0.92) - FREED
+    assert why == "0.92 of the 96 GiB that the GPU has for programs, less 512 MiB for freed buffers"
     a_gpu(METAL, is_metal=True, free=10 * GIB, active=5 * GIB)
-    assert machine.default_limit_bytes() == 15 * GIB - FREED, "others use the rest of the memory"
+    size_bytes, why = machine.default_limit()
+    assert size_bytes == 15 * GIB - FREED, "others use the rest of the memory"
+    assert why.startswith("the 15 GiB that are free or in use by this worker, of the GPU's 96 GiB")
     a_gpu(METAL, is_metal=True, free=0)
-    assert machine.default_limit_bytes() == 0
+    assert machine.default_limit().size_bytes == 0
 
 
 @pytest.mark.parametrize("host", [8 * GIB, 128 * GIB])
 def test_the_memory_limit_on_cuda_depends_on_the_gpus_memory_and_not_on_the_hosts(a_gpu, host) -> None:
     a_gpu(CUDA, free=host)
     assert machine.name() == "cuda"
-    assert machine.default_limit_bytes() == int(24 * GIB * 0.8) - FREED
+    assert machine.default_limit().size_bytes == int(24 * GIB * 0.8) - FREED
     a_gpu({**CUDA, "free_memory": 4 * GIB}, free=host, active=GIB)
-    assert machine.default_limit_bytes() == 5 * GIB - FREED
+    assert machine.default_limit().size_bytes == 5 * GIB - FREED
     a_gpu({**CUDA, "free_memory": str(4 * GIB)}, free=host)
-    assert machine.default_limit_bytes() == 4 * GIB - FREED
+    assert machine.default_limit().size_bytes == 4 * GIB - FREED
 
 
 def test_a_gpu_that_reports_memory_size_instead_of_total_memory_gets_a_limit(a_gpu) -> None:
     a_gpu({"memory_size": 24 * GIB, "architecture": "sm_80"})
-    assert machine.default_limit_bytes() == int(24 * GIB * 0.8) - FREED
+    assert machine.default_limit().size_bytes == int(24 * GIB * 0.8) - FREED
 
 
 def test_a_gpu_that_does_not_report_its_memory_needs_the_setting_device_memory(a_gpu) -> None:
     a_gpu({"architecture": "gfx"})
     with pytest.raises(machine.DeviceError, match="set device_memory"):
-        machine.default_limit_bytes()
+        machine.default_limit()
+
+
+@dataclass
+class Weights:
+    """A model in 4 bits by its config.json, and the size of its files, in bytes, as the hub has them."""
+
+    size_bytes: float
+    layers: int  # that keep all tokens
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+
+    def room(self, working_set: float) -> int:
+        """Return how many tokens of KV fit beside the weights, on a Mac with this working set in GiB."""
+        told, device = (
+            {"max_recommended_working_set_size": int(working_set * GIB)},
+            machine._PROFILES["metal"],
+        )
+        shape = Shape(self.heads, self.head_dim, self.hidden, self.intermediate, 151_936)
+        estimator = Estimator(
+            shape=shape,
+            limit_bytes=machine.gpu_limit(told, device, 2**50).size_bytes,
+            weight_bytes=int(self.size_bytes),
+            kv=KvSize(4 * self.layers * self.kv_heads * self.head_dim),
+            num_layers=self.layers,
+            fused=shape.fuses(device.fused_head_dims),
+            kept_layers=device.kept_layers,
+        )
+        return estimator.kv_limit(8, 128, 32_768) // estimator.kv.bytes_per_token
+
+
+#: By memory in GB: the recommended working set in GiB, as llama.cpp's logs have it.
+MACS = {8: 5.33, 16: 10.67, 24: 16, 32: 21.33, 36: 27, 48: 36, 64: 48, 96: 72, 128: 96}
+
+
+@pytest.mark.parametrize(
+    ("weights", "rooms"),
+    [
+        pytest.param(Weights(4.6e9, 36, 32, 8, 128, 4096, 12288), [0, 30, 65, 101, 139], id="Qwen3 8B"),
+        pytest.param(Weights(8.3e9, 40, 40, 8, 128, 5120, 17408), [0, 4, 35, 67, 101], id="Qwen3 14B"),
+        pytest.param(Weights(17.2e9, 48, 32, 4, 128, 2048, 6144), [0, 0, 0, 28, 85], id="Qwen3 30B-A3B"),
+        pytest.param(Weights(18.4e9, 64, 64, 8, 128, 5120, 25600), [0, 0, 0, 3, 23, 57], id="Qwen3 32B"),
+        pytest.param(Weights(19.7e9, 10, 16, 2, 256, 2048, 6144), [0, 0, 0, 3, 97], id="Qwen3.5 35B-A3B"),
+        pytest.param(Weights(39.7e9, 80, 64, 8, 128, 8192, 28672), [0] * 6 + [16, 88, 161], id="Llama 3 70B"),
+    ],
+)
+def test_a_model_that_fits_into_the_memory_of_a_mac_is_served_there(
+    weights: Weights, rooms: list[int]
+) -> None:
+    """The table has thousands of tokens of KV; a model with none is refused."""
+    assert [weights.room(size) // 1000 for size in MACS.values()][: len(rooms)] == rooms
+
+
+def test_macos_memory_with_copies_of_files_counts_as_free(a_gpu, monkeypatch, tmp_path) -> None:
+    """On a Mac of 16 GiB that has just read 6 GiB of weights; 16 KiB a page."""
+    program = tmp_path / "vm_stat"
+    program.write_text(
+        f"#!/bin/sh\ncat <<EOF\n{VM_STAT.format(free=10_000, files=393_216, purgeable=8_000)}EOF\n"
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(mac_memory, "_VM_STAT", str(program))
+    assert mac_memory.droppable_bytes() == (10_000 + 393_216 + 8_000) * 16_384
+    a_gpu({"max_recommended_working_set_size": 11 * GIB}, is_metal=True, free=GIB, active=5 * GIB)
+    monkeypatch.setattr(machine, "left_bytes", lambda: None)
+    assert machine.default_limit().size_bytes == int(11 * GIB * 0.92) - FREED
+
+
+@pytest.mark.parametrize("told", ["", "Pages free: 10.", "page size of many bytes\nPages free: 1."])
+def test_an_unknown_output_of_vm_stat_counts_as_no_memory(told: str) -> None:
+    assert mac_memory.parsed(told) == 0
+
+
+def test_a_worker_logs_the_memory_limit_that_it_chose_and_why(make_rig, make_model) -> None:
+    with capture_logs() as lines:
+        make_rig(make_model("llama"))
+        make_rig(make_model("llama"), limit_bytes=GIB)
+    (line,) = [one for one in lines if one["event"] == "chose device_memory"]
+    assert "that are free, and the weights" in line["why"]
 
 
 def test_mlxs_own_memory_limit_is_set_only_on_a_gpu(a_gpu, monkeypatch) -> None:

@@ -32,6 +32,37 @@ def test_prompts_beside_answers_prefill_as_many_tokens_per_step_as_the_stall_lim
     assert Pace(0.25, 2048).budget(0) == 2048
 
 
+def test_a_prompt_alone_runs_in_smaller_pieces_where_its_context_makes_a_piece_too_long_for_the_device() -> (
+    None
+):
+    """As on a Mac: 1,024 tokens of a short context take 1 s, and of a context of 100,000 tokens 10 s."""
+    pace = Pace(0.25, 1024, alone_s=2.0)
+    pace.learn(0, 1024, 1.0)
+    assert pace.budget(0) == 1024
+    for _ in range(20):
+        pace.learn(0, pace.budget(0), pace.budget(0) * 0.01)
+    assert pace.budget(0) == 200
+
+
+def test_a_workers_first_prompt_for_which_a_gpu_compiles_kernels_makes_only_the_next_piece_small() -> None:
+    pace = Pace(0.25, 1024, alone_s=2.0)
+    pace.learn(0, 20, 3.0)
+    assert (pace.budget(0), pace.budget(1)) == (LEAST, LEAST)
+    pace.learn(1, LEAST, 0.02)
+    assert (pace.budget(0), pace.budget(1)) == (1024, 200)
+
+
+def test_a_piece_that_was_too_long_for_the_device_halves_all_later_ones_down_to_the_smallest() -> None:
+    pace, found = Pace(0.25, 1024), []
+    assert pace.shrink(700), "a prompt's last piece"
+    assert pace.budget(0) == 344
+    while pace.shrink(1024):
+        found.append(pace.budget(0))
+    assert found == [168, 80, 40, 16]
+    assert not pace.shrink(LEAST)
+    assert Pace(0.25, 1024).shrink(8) is False
+
+
 def test_prompt_pieces_are_small_until_step_times_have_been_measured() -> None:
     assert Pace(0.25, 128).budget(3) == LEAST
     assert Pace(0.25, 8).budget(3) == 8

@@ -4,7 +4,9 @@ A step runs all rows and pieces of prompts, and draws the rows' tokens. Two thin
 `batch_kinds` chooses both: how a pass runs (`Pass`: shared by all rows, or the model's own), and where rows
 can keep KV besides their own caches (`Keeping`: in pools, merged, or nowhere). Two things make answers faster
 without changing their tokens: drafts for some rows (`speculation`), and launching the next step before the
-host has read the tokens of the step before.
+host has read the tokens of the step before. On a GPU this is true up to rounding: other kernels compute
+several tokens, or a row beside others, and of two tokens that are almost equally likely, the other one may
+be drawn.
 
 A step only appends to plain caches, so setting a cache's offset back undoes the step.
 """

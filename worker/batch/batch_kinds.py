@@ -7,6 +7,7 @@ and compares the logits. `trials` stores the results.
 from __future__ import annotations
 
 import os
+import re
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +30,7 @@ from cache.kv import layers
 from cache.kv.ring import RingCache
 from cache.kv.states import leaves
 
-from . import matching
+from . import matching, metal
 from .batch import Batch
 from .draft_model import DraftModel
 from .forward import Forward
@@ -54,6 +55,8 @@ log = structlog.get_logger()
 #: it. `_COARSE` is for quantised KV, whose codes change by rounding, and products less exact than float32.
 _TOLERANCE: Final = 1e-3
 _COARSE: Final = 0.05
+#: The first generation of Apple's GPUs whose matrix units MLX uses for float32.
+_ROUNDS_FROM: Final = 17
 _LOOKUP: Final = Lookup()
 
 
@@ -163,7 +166,9 @@ def _sketched(model: Any, forward: Forward, trials: Trials) -> tuple[int, ...]:
     def find() -> int | None:
         try:
             return sum(1 << layer for layer in matching.find(model, forward))
-        except Exception as error:  # noqa: BLE001  # a model may raise anything on unknown caches
+        except Exception as error:  # a model may raise anything on unknown caches
+            if metal.has_failed(error):
+                raise
             log.debug(
                 "a trial of this model failed", trial="sketches", error=f"{type(error).__name__}: {error}"
             )
@@ -195,7 +200,9 @@ def _fits(model: Any, trial: str, deviation: Callable[[], float]) -> bool:
     try:
         with _in_float32(model):
             worst = deviation()
-    except Exception as error:  # noqa: BLE001  # a model may raise anything on unknown caches
+    except Exception as error:  # a model may raise anything on unknown caches
+        if metal.has_failed(error):
+            raise
         log.debug("a trial of this model failed", trial=trial, error=f"{type(error).__name__}: {error}")
         return False
     if not worst < _tolerance(model):  # NaN passes no trial
@@ -330,13 +337,23 @@ _WIDE: Final[dict[type, type]] = {Embedding: _WideEmbedding, QuantizedEmbedding:
 def _tolerance(model: Any) -> float:
     """Return by how much logits of the same tokens may differ in a trial, relative to the largest logit.
 
-    More is allowed on a GPU, which multiplies float32 with 11 bits unless `MLX_ENABLE_TF32` is 0, for
-    quantised KV, and for a model without a known embedding class, which `_in_float32` cannot widen.
+    More is allowed on a GPU that multiplies float32 with 11 bits, for quantised KV, and for a model without a
+    known embedding class, which `_in_float32` cannot widen.
     """
-    rounds = mx.default_device() != mx.cpu and os.environ.get("MLX_ENABLE_TF32") != "0"
     quantised = any(type(cache) is QuantizedKVCache for _, cache in leaves(make_prompt_cache(model)))
     is_widened = any(isinstance(module, tuple(_WIDE)) for module in model.modules())
-    return _COARSE if rounds or quantised or not is_widened else _TOLERANCE
+    return _COARSE if _rounds() or quantised or not is_widened else _TOLERANCE
+
+
+def _rounds() -> bool:
+    """Say whether the device multiplies float32 with 11 bits: CUDA, and Metal from the M5 on (generation 17).
+
+    `MLX_ENABLE_TF32` set to 0 prevents it on both.
+    """
+    if mx.default_device() == mx.cpu or os.environ.get("MLX_ENABLE_TF32") == "0":
+        return False
+    generation = re.match(r"applegpu_g(\d+)", str(mx.device_info().get("architecture")))
+    return generation is None or int(generation[1]) >= _ROUNDS_FROM
 
 
 def _deviation(found: mx.array, expected: mx.array) -> float:

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import KVCache
 
 from cache.kv.ring import RingCache, place_of
 
-from . import ring_attention
+from . import metal, ring_attention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -208,6 +208,7 @@ class PoolPart:
         self._slots = mx.array(slots)[:, None]
         self._ends: dict[tuple[int, int, int], mx.array] = {}  # flat row indices, by heads, sink and window
         self._sights: dict[tuple[int, int, int], Sight] = {}  # by ring kind; most models have one
+        self._laid: dict[int, mx.array] = {}  # the mask, by number of heads
         # Attention runs over all slots from the first row's to the last row's, even the free ones between.
         self._first, self._num = slots[0], slots[-1] + 1 - slots[0]
         self._span = max(lengths) + num_each
@@ -263,13 +264,21 @@ class PoolPart:
         spread = queries if self._spread is None else queries[self._spread]
         found: mx.array
         if sight is None:
-            found = attention(spread, keys, values, cache=None, mask=mask)
+            found = attention(spread, keys, values, cache=None, mask=self._laid_out(mask, spread.shape[1]))
         else:
             found = attention.to_ring(spread, (keys, values), sight, lambda array: array)
         found = found if self._places is None else found[self._places]
         if self._num_each > 1:
             found = found.transpose(0, 2, 1, 3).reshape(num, heads, 1, -1)
         return found
+
+    def _laid_out(self, mask: mx.array, num_heads: int) -> mx.array:
+        """Return the mask as the kernel of this device reads it, made once for all layers."""
+        if not metal.spreads_masks(mask):
+            return mask
+        if num_heads not in self._laid:
+            self._laid[num_heads] = metal.spread(mask, num_heads)
+        return self._laid[num_heads]
 
     def _sight(self, ring: RingCache) -> Sight:
         key = (ring.sink, ring.window, ring.grid)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NotRequired, TypeAlias, TypedDict, Unpack
 import mlx.core as mx
 
 from cache.names.policy import FULL
+from worker.batch import metal
 
 from . import machine
 from .room import RoomRequest
@@ -190,7 +191,8 @@ class Device:
             loaded = self._load()
             runner = self._start_runner(loaded)
         except BaseException as error:  # noqa: BLE001  # start() raises it on its caller's thread
-            self._loaded.put(error)
+            lost = machine.DeviceError(f"the GPU has failed: {error}; start the worker again")
+            self._loaded.put(lost if metal.has_failed(error) and isinstance(error, RuntimeError) else error)
             return
         self._loaded.put(loaded)
         try:

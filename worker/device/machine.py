@@ -6,21 +6,30 @@ bench device` measures a device and suggests values for some of them.
 
 from __future__ import annotations
 
+import math
+import os
+import platform
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import mlx.core as mx
 import psutil
 
 from turnkeep_client.errors import TurnkeepError
 from worker.process.cgroups import left_bytes
+from worker.process.formatting import size
+from worker.process.mac_memory import droppable_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 #: On a CPU: the share of the memory left after loading the weights that MLX may use for everything else.
 MEMORY_SHARE: Final = 0.6
-#: The share of a GPU's memory (Metal: recommended working set) for weights, KV, temporary and freed buffers.
-GPU_SHARE: Final = 0.8
 #: Keys of `mx.device_info()` with the size of memory: Metal's, CUDA's, and a general one.
 _MEMORY: Final = ("max_recommended_working_set_size", "total_memory", "memory_size")
+
+#: Parts of Metal's errors. macOS ends a command buffer that keeps the display waiting, or runs for seconds.
+_TOO_MUCH: Final = ("ErrorImpactingInteractivity", "ErrorTimeout", "ErrorHang", "ErrorOutOfMemory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +41,9 @@ class Profile:
     `fused_head_dims`. Temporary arrays of `kept_layers` layers are in memory at once. A step runs at most
     `prompt_blocks` blocks of prompts. If there are at least `pooled_rows` rows of similar length, they share
     a pool of KV; if there are at least `merged_rows` rows that cannot share a pass, their KV is merged, and
-    their next step can start before the last one is read. Plain caches grow by `growth_tokens` tokens.
+    their next step can start before the last one is read. Plain caches grow by `growth_tokens` tokens. A step
+    of prompts takes at most `longest_s` seconds, and a draft has at most `max_draft` tokens. Weights, KV,
+    temporary and freed buffers get `memory_share` of a GPU's memory.
     """
 
     freed_bytes: int
@@ -42,6 +53,9 @@ class Profile:
     pooled_rows: int
     merged_rows: int
     growth_tokens: int = 256
+    longest_s: float = math.inf
+    max_draft: int = 8
+    memory_share: float = 0.8
 
 
 #: Metal keeps the inputs of a command buffer until it has run, and up to ten of them are in flight.
@@ -63,7 +77,11 @@ _PROFILES: Final = {
         pooled_rows=3,
         merged_rows=2,
     ),
-    "metal": _GPU,
+    # macOS ends work that keeps the display waiting: pieces that took seconds, at contexts of 90,000 tokens.
+    # The recommended working set is two thirds or three quarters of a Mac's memory, so the system has enough
+    # beside it. From 0.95 of it on, MLX frees buffers at each allocation.
+    # Its attention for few queries takes eight: a draft and the token before it.
+    "metal": replace(_GPU, longest_s=2.0, memory_share=0.92, max_draft=7),
     # Not 256: if a cache's length is a multiple of 256, MLX decodes with cuDNN's attention. It takes the host
     # 20 us a layer more than MLX's own kernel, and the host limits the speed of a step.
     "cuda": replace(_GPU, kept_layers=4, prompt_blocks=16, pooled_rows=3, growth_tokens=264),
@@ -71,7 +89,7 @@ _PROFILES: Final = {
 
 
 class DeviceError(TurnkeepError):
-    """The device does not support a setting's value; the message is one line."""
+    """The device does not support a setting's value, or does not work; the message is one line."""
 
 
 def on_cpu() -> bool:
@@ -84,6 +102,15 @@ def name() -> str:
     return "cpu" if on_cpu() else "metal" if mx.metal.is_available() else "cuda"
 
 
+def kernels() -> str:
+    """Return a text that differs between devices and systems whose kernels may compute differently."""
+    device = str(mx.default_device())
+    if on_cpu():
+        return device
+    told, version, tf32 = mx.device_info(), platform.mac_ver()[0], os.environ.get("MLX_ENABLE_TF32")
+    return f"{device} {told.get('architecture')} {told.get('device_name')} {version} {tf32}"
+
+
 def loses_kv(error: BaseException) -> bool:
     """Say whether an error of MLX leaves the results of running evaluations, and so KV, undefined.
 
@@ -91,6 +118,11 @@ def loses_kv(error: BaseException) -> bool:
     buffer should have written are undefined. A CPU raises in the call that fails.
     """
     return isinstance(error, RuntimeError) and fails_late()
+
+
+def was_too_much(error: BaseException) -> bool:
+    """Say whether a command buffer of Metal took too much time or memory: a smaller one may succeed."""
+    return any(name in str(error) for name in _TOO_MUCH)
 
 
 def fails_late() -> bool:
@@ -117,24 +149,51 @@ def limit_active(limit_bytes: int) -> None:
         mx.set_memory_limit(limit_bytes + profile().freed_bytes)
 
 
-def default_limit_bytes(to_load_bytes: int = 0) -> int:
+class MemoryLimit(NamedTuple):
+    """A limit of MLX's active memory in bytes, and what it was computed from, in words."""
+
+    size_bytes: int
+    why: str
+
+
+def default_limit(to_load_bytes: int = 0) -> MemoryLimit:
     """Compute the default limit of MLX's active memory from the device's total and free memory.
 
     On a CPU and on Metal, free memory is the machine's, or less if a control group limits it; on CUDA it is
     the device's. `to_load_bytes` of weights are not in memory yet. Raises `DeviceError` if a GPU does not
     report the size of its memory.
     """
-    free, left = psutil.virtual_memory().available, left_bytes()
+    free, in_use, left = psutil.virtual_memory().available, mx.get_active_memory(), left_bytes()
+    if name() == "metal":  # psutil leaves out copies of files that were just read, such as the weights
+        free = max(free, droppable_bytes())
     free = free if left is None else min(free, left)
-    in_use = mx.get_active_memory()
-    if on_cpu():
-        return in_use + to_load_bytes + int(max(free - to_load_bytes, 0) * MEMORY_SHARE)
-    told = mx.device_info()
+    if not on_cpu():
+        return gpu_limit(mx.device_info(), profile(), free, in_use)
+    share_bytes = int(max(free - to_load_bytes, 0) * MEMORY_SHARE)
+    return MemoryLimit(
+        in_use + to_load_bytes + share_bytes,
+        f"{MEMORY_SHARE} of the {size(free)} that are free, and the weights",
+    )
+
+
+def gpu_limit(
+    told: Mapping[str, Any], device: Profile, free_bytes: int, in_use_bytes: int = 0
+) -> MemoryLimit:
+    """Compute the default limit of a GPU's memory from what `mx.device_info()` has `told`. Pure.
+
+    MLX uses `in_use_bytes` already, and `free_bytes` more can be had, unless the device tells otherwise.
+    Raises `DeviceError` if the device does not tell the size of its memory.
+    """
     most = next((int(told[key]) for key in _MEMORY if int(told.get(key, 0)) > 0), 0)
     if not most:
         raise DeviceError("the device does not say how much memory it has; set device_memory")
-    free = int(told.get("free_memory", free))
-    return max(min(int(most * GPU_SHARE), in_use + free) - profile().freed_bytes, 0)
+    free = in_use_bytes + int(told.get("free_memory", free_bytes))
+    share = int(most * device.memory_share)
+    why = f"{device.memory_share} of the {size(most)} that the GPU has for programs"
+    if free < share:
+        why = f"the {size(free)} that are free or in use by this worker, of the GPU's {size(most)}"
+    freed = device.freed_bytes
+    return MemoryLimit(max(min(share, free) - freed, 0), f"{why}, less {size(freed)} for freed buffers")
 
 
 def wire(size_bytes: int) -> None:

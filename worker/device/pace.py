@@ -1,10 +1,11 @@
-"""Decides how many prompt tokens a step may run without stalling the running answers. Pure.
+"""Decides how many prompt tokens a step may run without stalling the answers or exceeding the device. Pure.
 
 Learns from past steps how many seconds a prompt token takes on this device, and how many the answers take.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 #: The smallest budget: prompts continue, however slow the device is.
@@ -18,17 +19,20 @@ _SHARE: Final = 0.4
 class Pace:
     """Limits the prompt tokens of a step, so that it takes at most `stall_s` while answers run.
 
-    A step has at most `most` prompt tokens: a block on a CPU, several on a GPU, where a piece of one block
-    takes almost as long as one of eight.
+    Without answers, it takes at most `alone_s`. A step has at most `most` prompt tokens: a block on a CPU,
+    several on a GPU, where a piece of one block takes almost as long as one of eight.
     """
 
-    def __init__(self, stall_s: float, most: int) -> None:
+    def __init__(self, stall_s: float, most: int, alone_s: float = math.inf) -> None:
         self._stall_s = stall_s
-        self._most = most
+        self._alone_s = alone_s
+        #: The most prompt tokens of a step.
+        self.most = most
         self._row_s = 0.0
         # Separate averages of seconds and of tokens: so large pieces count more than small ones.
         self._prompt_s = 0.0
         self._num_tokens = 0.0
+        self._is_first = False
 
     def learn(self, num_rows: int, num_tokens: int, step_s: float) -> None:
         """Update the averages by a step of `step_s` over `num_rows` answers and `num_tokens` prompt tokens.
@@ -43,19 +47,28 @@ class Pace:
         if num_rows:
             self._row_s = min(self._row_s, step_s)
         rest_s = step_s - self._row_s if num_rows else step_s
-        known = self._num_tokens > 0
+        known = self._num_tokens > 0 and not self._is_first
+        # The worker's first prompt runs alone, and a GPU also compiles kernels: the next time replaces it.
+        self._is_first = not num_rows and not self._num_tokens
         self._prompt_s = _mixed(self._prompt_s if known else None, rest_s)
         self._num_tokens = _mixed(self._num_tokens if known else None, num_tokens)
 
+    def shrink(self, num_tokens: int) -> bool:
+        """Halve the most prompt tokens of a step after one of `num_tokens` was too long for the device.
+
+        Returns False if a step has so few prompt tokens that they are not the reason.
+        """
+        was = min(num_tokens, self.most)
+        self.most = min(self.most, max(was // 2 // _GRAIN * _GRAIN, LEAST))
+        return was > LEAST
+
     def budget(self, num_rows: int) -> int:
         """Return how many prompt tokens the next step may run beside `num_rows` answers."""
-        if not num_rows:
-            return self._most
         if not self._num_tokens:
-            return min(LEAST, self._most)
-        left_s = max(self._stall_s - self._row_s, 0.0)
-        fitting = left_s * self._num_tokens / self._prompt_s if self._prompt_s > 0 else self._most
-        return min(max(int(min(fitting, self._most)) // _GRAIN * _GRAIN, LEAST), self._most)
+            return min(LEAST, self.most) if num_rows else self.most
+        left_s = max(self._stall_s - self._row_s, 0.0) if num_rows else self._alone_s
+        fitting = left_s * self._num_tokens / self._prompt_s if self._prompt_s > 0 else self.most
+        return min(max(int(min(fitting, self.most)) // _GRAIN * _GRAIN, LEAST), self.most)
 
 
 def _mixed(before: float | None, now: float) -> float:

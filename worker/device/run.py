@@ -73,7 +73,7 @@ class Run(Claim):
     is_complete: bool = False  # the whole context has its KV
     num_found: int = 0  # the most tokens that had KV when a turn of it began
     num_gaps: int = 0  # how often needed KV was missing on disk since then
-    num_lost: int = 0  # failed evaluations since the last token; steps with its prompt count double
+    num_lost: int = 0  # failed evaluations since the last token, by `LostKvError.weight`
     num_reused: int | None = None  # prompt tokens that were not prefilled in any turn
     num_covered: int = 0
     live_bytes: int = 0
@@ -124,13 +124,13 @@ class Run(Claim):
 
         If stored KV was missing, the turn may start again three times until it begins with more KV than ever.
         After failed evaluations it may start again three times without a token drawn in between, but only
-        once if its own prompt was in the failed step.
+        once if its own prompt was in the failed step. A failure that shortens later pieces does not count.
         """
         if isinstance(error, LostPastError):
             self.num_gaps += 1
             return self.num_gaps <= _MOST_LOST
         if isinstance(error, LostKvError):
-            self.num_lost += 2 if error.is_suspect else 1
+            self.num_lost += error.weight
             return self.num_lost <= _MOST_LOST
         return False
 

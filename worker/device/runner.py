@@ -6,10 +6,11 @@ commands or of the thread. Device thread only.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +18,7 @@ import structlog
 
 from cache.kv import layers
 from cache.names.errors import CutOffError, LostPastError
+from cache.names.policy import FULL
 from worker.batch.lookup import MOST_SEEN
 from worker.batch.row_sampler import RowSampler
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
@@ -45,7 +47,7 @@ from .turn import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from turnkeep_client.subjects import SessionKey
@@ -57,6 +59,11 @@ if TYPE_CHECKING:
     from .turn import KvRead
 
 log = structlog.get_logger()
+
+#: How many evaluations may fail, without a step that succeeds in between, before the worker ends.
+_MOST_LOST: Final = 3
+#: How many evaluations in a row may report one failure: command buffers in flight report it again.
+_MOST_REPORTS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,8 @@ class Runner:
         #: Copies KV into snapshots for the disk, once its `room` is set.
         self.cutting = Cutting(self._batch, estimator, block_tokens, self._emit, trimmable=trimmable)
         self._scheduler = Scheduler(max_batch, block_tokens, max_tenant_rows)
-        self._pace = Pace(stall_s, block_tokens * machine.profile().prompt_blocks)
+        device = machine.profile()
+        self._pace = Pace(stall_s, block_tokens * device.prompt_blocks, device.longest_s)
         make = self.served.make_caches
         self._acquisition = Acquisition(loaded, self._batch, self.room, make, trimmable=trimmable)
         parts = (self._batch, self.cutting, self._acquisition)
@@ -113,6 +121,7 @@ class Runner:
         self._turns: dict[Turn, None] = {}  # submitted and not ended, in order of submission
         self._peak = 0
         self._num_decoded = 0
+        self._num_lost = 0  # failed evaluations since the last step that succeeded
 
     def _has_room(self, size_bytes: int) -> bool:
         return self.room.has_or_asks(size_bytes)
@@ -256,6 +265,8 @@ class Runner:
             return
         try:
             action(turn)
+        except machine.DeviceError:
+            raise
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
             self._fault_all((turn,), error)
 
@@ -265,19 +276,42 @@ class Runner:
             raise error
         self._lose_kv(error)
 
-    def _lose_kv(self, error: Exception, suspects: Collection[Turn] = ()) -> None:
+    def _lose_kv(self, error: Exception, pieces: Mapping[Turn, PrefillPiece] | None = None) -> None:
         """Drop all KV after a failed evaluation, and fail every turn; the event loop starts the turns again.
 
         Idle sessions' KV is dropped too: a step in flight when an answer ended has written to the answer's
-        caches. `suspects` are the turns whose prompts were in the failed step.
+        caches. `pieces` are the prompts in the failed step. If they may have been too long for the device,
+        later ones are shorter, and the failure counts against nobody.
+
+        Raises `DeviceError` if the device does not work any more: then no turn has failed.
         """
-        log.error("an evaluation failed on the device; its turns start again from SSD", exc_info=error)
+        pieces, small = pieces or {}, False
+        if pieces and machine.was_too_much(error):
+            small = self._pace.shrink(sum(len(piece.tokens) for piece in pieces.values()))
+        log.error(
+            "an evaluation failed on the device; its turns start again from SSD",
+            most_prompt_tokens=self._pace.most,
+            exc_info=error,
+        )
+        self._num_lost += not small
         self._batch.clear()
         self.room.clear()
         self.cutting.clear()
         self._emit(KvLost())
         for turn in tuple(self._turns):
-            self._fault(turn, LostKvError(error, is_suspect=turn in suspects))
+            self._fault(turn, LostKvError(error, weight=0 if small else 2 if turn in pieces else 1))
+        if self._num_lost >= _MOST_LOST or not self._works():
+            raise machine.DeviceError(
+                f"the GPU has failed and does not recover: {error}; start the worker again"
+            )
+
+    def _works(self) -> bool:
+        """Say whether the device can run a token, once it has reported all earlier failures."""
+        for _ in range(_MOST_REPORTS):
+            with contextlib.suppress(RuntimeError):
+                mx.synchronize()
+                return self.served.works(self.served.make_caches(FULL))
+        return False
 
     def _fault(self, turn: Turn, error: Exception) -> None:
         self._turns.pop(turn, None)
@@ -333,16 +367,16 @@ class Runner:
             alone = undisturbed and len(step.decode) == len(self._scheduler)
             self._run_passes([*pieces.values()], run_ahead=alone)
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
-            prompts = tuple(pieces)
             if machine.loses_kv(error):
-                self._lose_kv(error, prompts)
-            elif prompts and self._batch.roll_back():
-                for turn in prompts:
+                self._lose_kv(error, pieces)
+            elif pieces and self._batch.roll_back():
+                for turn in pieces:
                     self._fault(turn, error)
             else:
                 self._batch.clear()
-                self._fault_all((*step.decode, *prompts), error)
+                self._fault_all((*step.decode, *pieces), error)
             return
+        self._num_lost = 0
         step_s = time.perf_counter() - started
         for turn, num in step.prefill:
             if turn in pieces:
@@ -444,6 +478,8 @@ class Runner:
         """
         try:
             end(turn)
+        except machine.DeviceError:
+            raise
         except Exception as error:  # noqa: BLE001  # whatever MLX raises
             turns = turn, *self._scheduler.decoding
             self._batch.clear()

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
+import structlog
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -32,6 +33,7 @@ from worker.batch.trials import SHIPPED, Trials
 from worker.models.code import code_digest, package_digest
 from worker.models.model_files import ModelError
 from worker.models.quantised import unpacked_bytes
+from worker.process.formatting import size
 
 from . import drafting, machine
 from .memory import Estimator, shape_of
@@ -44,8 +46,8 @@ if TYPE_CHECKING:
     from worker.batch.drafter import Drafter
     from worker.models.model import LoadedModel
 
-#: The most tokens of a draft, unless a setting limits them.
-_MAX_DRAFT: Final = 8
+log = structlog.get_logger()
+
 #: On a CPU, MLX waits in a launch until all but about 100 operations have run. So steps of larger models are
 #: not launched ahead there: the previous step's tokens would be read a step later, and nothing be faster.
 _SMALL_BYTES: Final = 64 * 2**20
@@ -64,7 +66,7 @@ def trial_key(loaded: LoadedModel, caches: str) -> str:
         caches,
         code_digest(model),
         importlib.metadata.version("mlx"),
-        str(mx.default_device()),
+        machine.kernels(),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -163,7 +165,7 @@ class ServedModel:
         return batch_for(
             loaded.model,
             has_room,
-            max_draft=_MAX_DRAFT if max_draft is None else max_draft,
+            max_draft=device.max_draft if max_draft is None else max_draft,
             drafters=drafters,
             pooled_rows=device.pooled_rows,
             merged_rows=device.merged_rows,
@@ -186,13 +188,10 @@ class ServedModel:
             block_tokens=block_tokens,
         )
         caches = make()
-        row = Row(caches, array("I", [0]), RowSampler(Sampling()), num_cached=1, num_left=1)
-        self.batch.step([PrefillPiece(caches, 0, [0], row)])
-        if not row.is_sound:
+        if not self.works(caches):
             raise ModelError(
                 f"{loaded.folder} is broken: {UnsoundError()}; get its weights again, or try --dtype float32"
             )
-        self.batch.remove(row)
         #: The cache class that has no snapshots, or the layout of snapshots; the classes of all layers;
         #: whether KV can be truncated at any token.
         self.unsupported_cache = layers.unsupported(caches)
@@ -202,10 +201,19 @@ class ServedModel:
         self.caches = layers.describe(caches)
         self.kv_layers = layers.kinds(caches)
         self.trimmable = layers.trimmable(caches)
-        limit_bytes = limit_bytes or machine.default_limit_bytes()
+        if not limit_bytes:
+            limit_bytes, why = machine.default_limit()
+            log.info("chose device_memory", size=size(limit_bytes), why=why)
         machine.limit_active(limit_bytes)
         self.estimator = estimator(loaded, caches, limit_bytes, self.batch.sketched, self._reserved_bytes)
         return make
+
+    def works(self, caches: list[Any]) -> bool:
+        """Run one token with empty `caches`; say whether its logits are finite. No step may be in flight."""
+        row = Row(caches, array("I", [0]), RowSampler(Sampling()), num_cached=1, num_left=1)
+        self.batch.step([PrefillPiece(caches, 0, [0], row)])
+        self.batch.remove(row)
+        return row.is_sound
 
     def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
         """Return why sessions cannot use a cache policy; None if they can. Any thread may call this.

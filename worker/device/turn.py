@@ -231,12 +231,13 @@ Event = Prefilled | Sampled | SnapshotCut | NeedsKv | Finished | Faulted | KvLos
 class LostKvError(Exception):
     """An evaluation failed, so the turn's KV is unknown; the turn can start again from its snapshots.
 
-    `is_suspect` says that a prompt of this turn was part of the step that failed.
+    `weight` says how much the failure counts against the turn: 0 if the next pieces of prompts are shorter,
+    2 if a prompt of this turn was part of the step that failed, else 1.
     """
 
-    def __init__(self, error: Exception, *, is_suspect: bool) -> None:
+    def __init__(self, error: Exception, *, weight: int) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
-        self.is_suspect = is_suspect
+        self.weight = weight
 
 
 class NoRoomError(Exception):

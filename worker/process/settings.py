@@ -261,7 +261,7 @@ class Settings:
     max_draft: int | None = _setting(
         kinds.word_or("auto", None, kinds.count(0, 64)),
         None,
-        "tokens that a step may draft for an answer, where that is measured to pay; auto is 8",
+        "tokens that a step may draft for an answer, where that is measured to pay; auto is 8, on Metal 7",
     )
     max_waiting: int = _setting(
         kinds.count(1, 1_000_000),
