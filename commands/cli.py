@@ -17,6 +17,7 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import redact
 from worker.process.installed import as_installed
 from worker.process.launchd import final_code
+from worker.process.open_files import raise_limit
 from worker.process.settings import SettingsError
 
 from .flags import HelpContext
@@ -168,6 +169,7 @@ def main() -> None:
 
     `turnkeep serve` starts a worker; `turnkeep chat`, in another terminal, talks with it.
     """
+    raise_limit()
 
 
 def _show_whole_sentences(group: click.Group) -> None:

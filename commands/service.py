@@ -402,6 +402,7 @@ def _installed(system: _Systemd | _Launchd) -> list[str]:
     return command
 
 
+_HAS_COMPLETION: Final = "((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404))"
 #: Where each shell looks for completion scripts; zsh needs a setting for it, too.
 _PLACES: Final[Mapping[str, str]] = {
     "bash": "~/.local/share/bash-completion/completions/turnkeep",
@@ -424,6 +425,11 @@ def completion(context: click.Context, shell: str, install_: bool) -> None:
     """Print the script that completes commands and options in a shell."""
     from click.shell_completion import get_completion_class
 
+    if shell == "bash" and _ON_MAC and _run("bash", "--norc", "-c", _HAS_COMPLETION).returncode:
+        raise ServiceError(
+            "this bash is older than 4.4 (macOS has 3.2) and cannot complete; install a newer one, or use"
+            " zsh: turnkeep completion zsh --install"
+        )
     kind: Any = get_completion_class(shell)
     script = kind(context.find_root().command, {}, _PROGRAM, "_TURNKEEP_COMPLETE").source()
     if not install_:

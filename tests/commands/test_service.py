@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import plistlib
+import resource
 import shutil
 import socket
 import subprocess
@@ -266,6 +267,55 @@ def test_service_logs_shows_the_journal_of_the_systemd_unit(
 def test_a_systemd_unit_quotes_any_word_so_that_the_command_is_read_back_unchanged(word: str) -> None:
     command = ["/bin/turnkeep", "serve", "--config", word]
     assert units.command_in(units.unit(command)) == command
+
+
+def test_completion_refuses_a_bash_that_is_too_old_on_macos(run: Run, stub: Callable[..., Path]) -> None:
+    stub("bash", "#!/bin/sh\nexit 1\n")
+    done = run("completion", "bash", "--install", on_mac=True)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "turnkeep completion zsh --install" in done.stderr
+
+
+def test_commands_raise_the_limit_of_open_files() -> None:
+    program = (
+        "import resource as r, atexit, sys; files = r.RLIMIT_NOFILE; hard = r.getrlimit(files)[1];"
+        "r.setrlimit(files, (256, hard));"
+        "atexit.register(lambda: print(r.getrlimit(files)[0], file=sys.stderr));"
+        "sys.argv = ['turnkeep', 'completion', 'zsh']; from commands.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stderr) >= min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 10_240)
+
+
+@pytest.mark.parametrize(
+    ("machine", "version", "why"),
+    [
+        ("x86_64", "15.1", "for arm64"),
+        ("arm64", "13.6", "macOS 14"),
+        ("arm64", "14.0", ""),
+        ("x86_64", "", ""),
+    ],
+)
+def test_make_setup_refuses_a_mac_without_mlx_before_it_installs_anything(
+    stub: Callable[..., Path], tmp_path: Path, machine: str, version: str, why: str
+) -> None:
+    """The stub is the Python of such a machine. On others it ends with an error at the module `venv`."""
+    fakes = (
+        f"import platform; platform.mac_ver = lambda: ({version!r},); platform.machine = lambda: {machine!r};"
+    )
+    python = stub("python", f'#!/bin/sh\n[ "$1" = -c ] || exit 9\nexec {sys.executable} -c "{fakes} $2"\n')
+    made = tmp_path / "venv"
+    done = subprocess.run(
+        ["make", made / "bin" / "pip", f"VENV={made}", f"PYTHON={python}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode
+    assert ("Making" in done.stdout) == (not why), done.stderr
+    assert why in done.stderr
+    assert not made.exists()
 
 
 def test_bash_completes_commands_and_options(run: Run, stub: Callable[..., Path], tmp_path: Path) -> None:
