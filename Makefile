@@ -62,8 +62,9 @@ lint: $(STAMP) ## Check style and format (ruff)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-type: $(STAMP) ## Check types (mypy, strict)
+type: $(STAMP) ## Check types (mypy, strict), also as macOS has them
 	$(BIN)/mypy
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 
 check: lint type test ## What CI runs: lint, type, test
 
@@ -92,6 +93,9 @@ $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "Turnkeep needs Python 3.11 or newer, and '$(PYTHON)' is not; try make setup PYTHON=python3.12" >&2; \
 		exit 1; }
+	@$(PYTHON) -c 'import platform as p, sys; mac = p.mac_ver()[0]; sys.exit(mac and ( \
+		"MLX needs a Python for arm64, and this one is for Intel (or runs under Rosetta)" if p.machine() != "arm64" \
+		else "MLX needs macOS 14 or newer, and this is " + mac if int(mac.split(".")[0]) < 14 else 0) or 0)'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 		package=$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); \
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \

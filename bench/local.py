@@ -63,10 +63,10 @@ class Process:
     @property
     def blas(self) -> list[Path]:
         """The BLAS libraries that the process has loaded; empty on systems that do not list them (macOS)."""
-        try:
-            found = {Path(region.path) for region in psutil.Process(self.pid).memory_maps()}
-        except (psutil.Error, AttributeError):  # not on macOS
-            return []
+        found: set[Path] = set()
+        if sys.platform == "linux":
+            with contextlib.suppress(psutil.Error):
+                found = {Path(region.path) for region in psutil.Process(self.pid).memory_maps()}
         return sorted(path for path in found if _BLAS.search(path.name) and path.parent.name not in _PRIVATE)
 
     @property

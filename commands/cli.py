@@ -16,6 +16,8 @@ import click
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import redact
 from worker.process.installed import as_installed
+from worker.process.launchd import final_code
+from worker.process.open_files import raise_limit
 from worker.process.settings import SettingsError
 
 from .flags import HelpContext
@@ -145,7 +147,7 @@ class _Group(click.Group):
             names = group.list_commands(error.ctx)
             raise type(error)(error.command_name, possibilities=names, ctx=error.ctx) from None
         except SettingsError as error:
-            _fail(str(error), 2)
+            _fail(str(error), final_code(2))
         except TurnkeepError as error:
             _fail(str(error), 1)
         except KeyboardInterrupt:
@@ -167,6 +169,7 @@ def main() -> None:
 
     `turnkeep serve` starts a worker; `turnkeep chat`, in another terminal, talks with it.
     """
+    raise_limit()
 
 
 def _show_whole_sentences(group: click.Group) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import plistlib
 import shlex
@@ -9,6 +10,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -34,6 +37,16 @@ if TYPE_CHECKING:
 
 _ON_MAC: Final = sys.platform == "darwin"
 _PROGRAM: Final = "turnkeep"
+_AGENTS: Final = Path("~/Library/LaunchAgents")
+_DAEMONS: Final = Path("/Library/LaunchDaemons")
+#: How long launchd may take to end a worker (`ExitTimeOut` and a margin), and the pause between two looks.
+_STOPPING_S: Final = 70.0
+_POLL_S: Final = 0.2
+#: Folders that macOS opens only to programs which a person has allowed in a dialog.
+_GUARDED: Final = (
+    *("~/Desktop", "~/Documents", "~/Downloads", "~/Library/Mobile Documents", "~/Library/CloudStorage"),
+    "/Volumes",
+)
 
 
 class ServiceError(TurnkeepError):
@@ -73,7 +86,11 @@ class _Systemd:
     def stop(self) -> None:
         _ask("systemctl", "--user", "disable", "--now", units.NAME)
 
-    def removed(self) -> None:
+    def write(self, content: bytes) -> None:
+        _write(self.file, content)
+
+    def remove(self) -> None:
+        self.file.unlink()
         _ask("systemctl", "--user", "daemon-reload")
 
     def state(self) -> tuple[bool, str]:
@@ -95,22 +112,36 @@ class _Systemd:
 
 @dataclass(frozen=True, slots=True)
 class _Launchd:
-    """Installs and controls the service with the user's launchd, on macOS."""
+    """Installs and controls the service with launchd, on macOS.
+
+    It is an agent of the user who is logged in, or a daemon, which runs as the same user without a login.
+    What changes a daemon is done by `sudo`, which asks for an administrator's password.
+    """
+
+    is_daemon: bool
 
     @property
     def file(self) -> Path:
-        return Path("~/Library/LaunchAgents/turnkeep.plist").expanduser()
+        return (_DAEMONS if self.is_daemon else _AGENTS).expanduser() / "turnkeep.plist"
 
     @property
     def _domain(self) -> str:
-        return f"gui/{os.getuid()}"
+        return "system" if self.is_daemon else f"gui/{os.getuid()}"
+
+    @property
+    def _service(self) -> str:
+        return f"{self._domain}/{units.NAME}"
+
+    def _as_owner(self, *command: str) -> list[str]:
+        return [*["sudo"] * self.is_daemon, *command]
 
     @property
     def _log(self) -> Path:
         return Path("~/Library/Logs/turnkeep.log").expanduser()
 
     def content(self, command: list[str], config: Path) -> bytes:
-        return units.agent(command, config.parent, self._log)
+        user = getpass.getuser() if self.is_daemon else ""
+        return units.agent(command, config.parent, self._log, user)
 
     def command(self) -> list[str]:
         return [str(word) for word in plistlib.loads(self.file.read_bytes())["ProgramArguments"]]
@@ -119,18 +150,37 @@ class _Launchd:
         if _run("launchctl", "print", self._domain).returncode:
             raise ServiceError("launchd has no session of this user: log in on the screen of this Mac once")
 
+    def write(self, content: bytes) -> None:
+        if not self.is_daemon:
+            _write(self.file, content)
+            return
+        with tempfile.NamedTemporaryFile() as made:
+            made.write(content)
+            made.flush()
+            owned = ("-o", "root", "-g", "wheel", "-m", "644")
+            _ask(*self._as_owner("install", *owned, made.name, str(self.file)))
+
     def start(self) -> None:
-        _run("launchctl", "bootout", f"{self._domain}/{units.NAME}")  # of an earlier installation
-        _ask("launchctl", "bootstrap", self._domain, str(self.file))
+        self.stop()  # of an earlier installation
+        _ask(*self._as_owner("launchctl", "bootstrap", self._domain, str(self.file)))
 
     def stop(self) -> None:
-        _run("launchctl", "bootout", f"{self._domain}/{units.NAME}")
+        """Stop the worker and wait for its end: `bootout` returns before, and `bootstrap` then fails."""
+        _run(*self._as_owner("launchctl", "bootout", self._service))
+        end = time.monotonic() + _STOPPING_S
+        while not _run("launchctl", "print", self._service).returncode:
+            if time.monotonic() > end:
+                raise ServiceError(
+                    f"the worker has not ended within {_STOPPING_S} s; try again when `launchctl print"
+                    f" {self._service}` no longer finds it"
+                )
+            time.sleep(_POLL_S)
 
-    def removed(self) -> None:
-        pass
+    def remove(self) -> None:
+        _ask(*self._as_owner("rm", str(self.file)))
 
     def state(self) -> tuple[bool, str]:
-        done = _run("launchctl", "print", f"{self._domain}/{units.NAME}")
+        done = _run("launchctl", "print", self._service)
         pids = [
             line.split("=")[1].strip()
             for line in done.stdout.splitlines()
@@ -143,11 +193,25 @@ class _Launchd:
 
     @property
     def hint(self) -> str:
-        return "It runs while you are logged in."
+        return "" if self.is_daemon else "It runs while you are logged in; with --system it needs no login."
 
 
-def _system() -> _Systemd | _Launchd:
-    return _Launchd() if _ON_MAC else _Systemd()
+def _system(*, is_daemon: bool = False) -> _Systemd | _Launchd:
+    """Return what runs the service: a daemon if one is asked for or installed."""
+    if not _ON_MAC and is_daemon:
+        raise ServiceError(
+            "--system is for macOS; on Linux `loginctl enable-linger` keeps a user's service running, and"
+            " ops/deploy/turnkeep.service is a service of the machine"
+        )
+    if not _ON_MAC:
+        return _Systemd()
+    daemon = _Launchd(is_daemon=True)
+    return daemon if is_daemon or daemon.file.exists() else _Launchd(is_daemon=False)
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -189,12 +253,13 @@ def service() -> None:
 @click.option(
     "--print", "only_print", is_flag=True, help="Print the file for systemd or launchd; change nothing."
 )
-def install(config: Path | None, gateway: int | None, only_print: bool) -> None:
+@click.option("--system", "is_daemon", is_flag=True, help="macOS: run it without a login; asks for sudo.")
+def install(config: Path | None, gateway: int | None, only_print: bool, is_daemon: bool) -> None:
     """Install and start the service, or start it anew with other settings.
 
     A user's systemd runs it on Linux, launchd on macOS.
     """
-    system = _system()
+    system = _system(is_daemon=is_daemon)
     config = _settings_file(config)
     command = [*_program(), "serve", "--config", str(config), *([f"--gateway={gateway}"] if gateway else [])]
     content = system.content(command, config)
@@ -203,13 +268,16 @@ def install(config: Path | None, gateway: int | None, only_print: bool) -> None:
         return
     system.check()
     settings = load({}, {}, config if config.exists() else None, config.parent)
+    if _ON_MAC:
+        _check_places(Path(command[0]), Path(__file__), config, settings.data_dir)
+        if is_daemon and (agent := _Launchd(is_daemon=False)).file.exists():
+            raise ServiceError(f"{agent.file} is installed; remove it by `turnkeep service uninstall` first")
     if not (system.file.exists() and system.state()[0]):
         _check_free(settings, gateway)
     if not config.exists():
         config.parent.mkdir(parents=True, exist_ok=True)
         config.write_text("# Settings of the worker: https://toml.io. `turnkeep serve --help` lists them.\n")
-    system.file.parent.mkdir(parents=True, exist_ok=True)
-    system.file.write_bytes(content)
+    system.write(content)
     system.start()
     click.echo(f"installed {system.file}, with the settings in {config}, and started it. {system.hint}")
     click.echo("See: turnkeep service status, turnkeep service logs. Undo: turnkeep service uninstall")
@@ -229,6 +297,14 @@ def _program() -> list[str]:
     """Return the command that runs this installation, with absolute paths."""
     called = Path(sys.argv[0]).absolute()
     return [str(called)] if called.name == _PROGRAM else [sys.executable, "-P", "-m", "commands"]
+
+
+def _check_places(*paths: Path) -> None:
+    """Raise `ServiceError` if macOS would ask a person before the service may use one of the paths."""
+    for path in map(Path.resolve, paths):
+        for folder in (Path(one).expanduser().resolve() for one in _GUARDED):
+            if path.is_relative_to(folder):
+                raise ServiceError(f"macOS keeps services out of {folder}; move {path} to another folder")
 
 
 def _check_free(settings: Settings, gateway: int | None) -> None:
@@ -310,8 +386,7 @@ def uninstall() -> None:
     command = _installed(system)
     system.check()
     system.stop()
-    system.file.unlink()
-    system.removed()
+    system.remove()
     config = command[command.index("--config") + 1]
     click.echo(f"removed {system.file}; the settings in {config} and the data directory stay")
 
@@ -327,6 +402,7 @@ def _installed(system: _Systemd | _Launchd) -> list[str]:
     return command
 
 
+_HAS_COMPLETION: Final = "((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404))"
 #: Where each shell looks for completion scripts; zsh needs a setting for it, too.
 _PLACES: Final[Mapping[str, str]] = {
     "bash": "~/.local/share/bash-completion/completions/turnkeep",
@@ -349,6 +425,11 @@ def completion(context: click.Context, shell: str, install_: bool) -> None:
     """Print the script that completes commands and options in a shell."""
     from click.shell_completion import get_completion_class
 
+    if shell == "bash" and _ON_MAC and _run("bash", "--norc", "-c", _HAS_COMPLETION).returncode:
+        raise ServiceError(
+            "this bash is older than 4.4 (macOS has 3.2) and cannot complete; install a newer one, or use"
+            " zsh: turnkeep completion zsh --install"
+        )
     kind: Any = get_completion_class(shell)
     script = kind(context.find_root().command, {}, _PROGRAM, "_TURNKEEP_COMPLETE").source()
     if not install_:

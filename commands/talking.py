@@ -37,6 +37,7 @@ from worker.process.datadir import (
     is_unloaded,
     noted_nats,
     owner,
+    real_path,
     starting_pid,
 )
 from worker.process.installed import program
@@ -129,7 +130,7 @@ def _refused(here: Settings) -> NotPermittedError | None:
         root = served_by(port) if port is not None else None
         if root is None:
             return None
-        more = "" if root == here.data_dir.absolute() else f", and give --data-dir {root}"
+        more = "" if root == real_path(here.data_dir) else f", and give --data-dir {shlex.quote(str(root))}"
         return NotPermittedError(
             f"the NATS server at {shown(here.nats)} wants its token; it is that of this machine's own"
             f" worker: leave out --nats or NATS_URL{more}"
@@ -137,8 +138,8 @@ def _refused(here: Settings) -> NotPermittedError | None:
     path, root = here.data_dir / TOKEN_NAME, served_by(here.own_port)
     why = f"refuses the token in {path}" if path.exists() else f"wants a token, and there is no {path}"
     helps = "name its worker's data directory by --data-dir"
-    if root is not None and root != here.data_dir.absolute():
-        helps = f"its worker has --data-dir {root}"
+    if root is not None and root != real_path(here.data_dir):
+        helps = f"its worker has --data-dir {shlex.quote(str(root))}"
     return NotPermittedError(f"the NATS server at {url_of(here)} {why}; {helps}")
 
 
@@ -165,7 +166,7 @@ def _just_begun(data_dir: Path) -> int | None:
         with contextlib.suppress(psutil.Error):
             given = next((after for one, after in pairwise(words) if one == "--data-dir"), None)
             given = given or process.environ().get("TURNKEEP_DATA_DIR") or default_data_dir()
-            if Path(given).absolute() == data_dir.absolute():
+            if real_path(Path(given)) == real_path(data_dir):
                 return process.pid
     return None
 
@@ -212,7 +213,11 @@ def instead(settings: Settings) -> str:
     from worker.wire.broker import own_servers
 
     starts = f"start a worker with: {command_line(settings, 'serve')}"
-    running = [f"{whose} runs with --data-dir {root}" for root, _ in own_servers() if (whose := owner(root))]
+    running = [
+        f"{whose} runs with --data-dir {shlex.quote(str(root))}"
+        for root, _ in own_servers()
+        if (whose := owner(root))
+    ]
     if num_more := len(running[_MOST_NAMED:]):
         running = [*running[:_MOST_NAMED], f"{num_more} more run"]
     return f"{' and '.join(running)}: name it, or {starts}" if running else starts

@@ -112,16 +112,22 @@ def _quoted(word: str) -> str:
     return '"' + re.sub(r'(["\\])', r"\\\1", word).replace("%", "%%").replace("$", "$$") + '"'
 
 
-def agent(command: Sequence[str], folder: Path, log: Path) -> bytes:
-    """Return a launchd property list that runs a worker in a folder, and appends its output to `log`."""
+def agent(command: Sequence[str], folder: Path, log: Path, user: str = "") -> bytes:
+    """Return a launchd property list that runs a worker in a folder, and appends its output to `log`.
+
+    With a `user` it is a daemon, which runs as that user from the start of the machine on.
+    """
     return plistlib.dumps(
         {
             "Label": NAME,
+            **({"UserName": user} if user else {}),
             "ProgramArguments": [*command],
             "WorkingDirectory": str(folder),
-            "EnvironmentVariables": {"TURNKEEP_LOG_FORMAT": "json"},
+            # By the second one a worker knows that it is this service (`worker.process.launchd`).
+            "EnvironmentVariables": {"TURNKEEP_LOG_FORMAT": "json", "TURNKEEP_SERVICE_LOG": str(log)},
             "RunAtLoad": True,
-            "KeepAlive": True,
+            # The worker exits with 0 for wrong settings, which no restart mends.
+            "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": 10,
             "ExitTimeOut": 60,
             "ProcessType": "Interactive",

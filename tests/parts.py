@@ -21,10 +21,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tests.forked import CAN_FORK, Forked
 from turnkeep_client.client import connect
+from worker.process import clock
 from worker.wire.credentials import own_token
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    import pytest
 
     from turnkeep_client.client import Client
     from worker.app import App
@@ -274,3 +277,9 @@ class WorkerProcess:
                 if time.monotonic() > deadline or not self.running:
                     raise
                 await asyncio.sleep(0.1)
+
+
+def fall_asleep(monkeypatch: pytest.MonkeyPatch, for_s: float) -> None:
+    """Let a simulated machine sleep: the wall clock is then `for_s` later, and the monotonic clock is not."""
+    before = clock.source.time
+    monkeypatch.setattr(clock.source, "time", lambda: before() + for_s)

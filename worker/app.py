@@ -13,6 +13,7 @@ import dataclasses
 import importlib.metadata
 import os
 import sqlite3
+import sys
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -34,6 +35,7 @@ from worker.models import model
 from worker.models.model_files import text_config
 from worker.models.pooling import is_encoder, judging, no_embeddings
 from worker.process.rotation import Rotation
+from worker.process.wakefulness import keep_awake
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
 from worker.sessions.embedding import Embedder
@@ -408,6 +410,11 @@ class App:
             ("metrics", partial(self._publish_metrics, Outbox(nc, self._subjects), intake)),
         ):
             parts.start_soon(self._run_part, name, part)
+        if sys.platform == "darwin" and self._settings.keep_awake == "on":
+            parts.start_soon(self._run_part, "keep-awake", partial(keep_awake, self._is_busy))
+
+    def _is_busy(self) -> bool:
+        return self._engine.num_running + self._engine.num_waiting > 0
 
     def _build(
         self, nc: Client, js: JetStreamContext, names: Streams, *, work: TaskGroup, asides: TaskGroup

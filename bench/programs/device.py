@@ -278,8 +278,8 @@ class Measuring:
 
 def _drop_cached(folder: Path) -> None:
     """On Linux, drop a folder's files from the page cache, so that the next read is from the disk."""
-    for path in folder.rglob("*") if sys.platform == "linux" else ():
-        if path.is_file():
+    for path in folder.rglob("*"):
+        if sys.platform == "linux" and path.is_file():
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

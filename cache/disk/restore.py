@@ -249,14 +249,14 @@ def _on_share_of_processors(share: int, num_shares: int) -> Iterator[None]:
 
     Linux has been seen to run two threads on one processor for a whole restore, while another was idle.
     """
-    if sys.platform != "linux":
+    if sys.platform == "linux":
+        allowed = os.sched_getaffinity(0)
+        with suppress(OSError, ValueError):  # there is only one processor
+            os.sched_setaffinity(0, sorted(allowed)[share::num_shares])
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                os.sched_setaffinity(0, allowed)
+    else:
         yield
-        return
-    allowed = os.sched_getaffinity(0)
-    with suppress(OSError, ValueError):  # there is only one processor
-        os.sched_setaffinity(0, sorted(allowed)[share::num_shares])
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            os.sched_setaffinity(0, allowed)

@@ -91,6 +91,8 @@ class SharedDirectory:
         self._max_bytes, self._min_free_bytes = max_bytes, min_free_bytes
         self._used_bytes = 0
         self._measure_at = 0.0
+        #: While fewer bytes than this are free, removals for want of free space have no effect.
+        self._no_effect_below = 0
         self._unsynced: set[Path] = set()
         if any((directory / name).exists() for name in ("lock", "worker.lock")):
             raise FileExistsError(errno.EEXIST, "it is a worker's own directory", str(directory))
@@ -162,11 +164,16 @@ class SharedDirectory:
 
     def _make_room(self, size_bytes: int) -> None:
         now = time.monotonic()
-        missing_bytes = self._min_free_bytes + size_bytes - self._free_bytes()
+        before_bytes = self._free_bytes()
+        if before_bytes >= self._no_effect_below:
+            self._no_effect_below = 0
+        missing_bytes = 0 if self._no_effect_below else self._min_free_bytes + size_bytes - before_bytes
         is_full = self._used_bytes + size_bytes > self._max_bytes or missing_bytes > 0
         if is_full or now >= self._measure_at:
             self._used_bytes = self._swept(size_bytes, max(missing_bytes, 0))
             self._measure_at = now + _MEASURE_S
+            if self._free_bytes() < (enough_bytes := before_bytes + missing_bytes // 2):
+                self._no_effect_below = enough_bytes
         if self._free_bytes() - size_bytes < self._min_free_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -178,7 +185,7 @@ class SharedDirectory:
         """Evict files until `size_bytes` more fit the limits; return the bytes that are used afterwards.
 
         The file system lacks `missing_bytes` of its minimum of free bytes. A removed file counts as freed,
-        even if a worker's hard link still keeps its bytes.
+        even if a worker's hard link still keeps its bytes; then no more are removed for want of free space.
         """
         entries = {entry.file: entry for entry in self._entries()}
         used_bytes = sum(entry.size_bytes for entry in entries.values())

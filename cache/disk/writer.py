@@ -17,6 +17,7 @@ import errno
 import queue
 import threading
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, Literal, Protocol, TypeVar
@@ -140,6 +141,25 @@ class _Job:
 
 
 @dataclass(slots=True)
+class Freed:
+    """What the removal of files did to the file system's free bytes, measured just before and after it."""
+
+    removed_bytes: int
+    before_bytes: int = 0
+    after_bytes: int = 0
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether less than half came back: a snapshot of the file system or another link keeps the files."""
+        return self.after_bytes < self.enough_bytes
+
+    @property
+    def enough_bytes(self) -> int:
+        """Free bytes from which on the removal has had its effect, perhaps later."""
+        return self.before_bytes + self.removed_bytes // 2
+
+
+@dataclass(slots=True)
 class Counts:
     """Counts snapshots by outcome. Belongs to the event loop."""
 
@@ -176,6 +196,8 @@ class Writer(Generic[NodeT]):
         #: loop need not query the disk.
         self.free_bytes = free_bytes
         self.quarantined_bytes = quarantined_bytes
+        #: Called on the event loop after each removal of files.
+        self.on_removed: Callable[[Freed], None] = lambda _: None
         self._folder = folder
         self._catalog = catalog
         self._on_end = on_end
@@ -241,21 +263,24 @@ class Writer(Generic[NodeT]):
 
         Never waits, and does not count against the queue's limit in bytes.
         """
-        size_bytes = sum(row.size_bytes for row in rows)
-        self.unlinking_bytes += size_bytes
-        work = partial(self._unlink, rows, quarantined=quarantined)
-        self._jobs.put(_Job(work, partial(self._unlinked, size_bytes)))
+        self._put_removal(rows, partial(self._unlink, rows, quarantined=quarantined))
 
     def make_gaps(self, rows: list[Row], *, needed: bool = False) -> None:
         """Queue the removal of these rows' files; the rows stay, with a size of 0. Never waits.
 
         If the rows cannot be written, the files stay until the next start, unless their space is `needed`.
         """
-        size_bytes = sum(row.size_bytes for row in rows)
-        self.unlinking_bytes += size_bytes
-        self._jobs.put(
-            _Job(partial(self._make_gaps, rows, needed=needed), partial(self._unlinked, size_bytes))
-        )
+        self._put_removal(rows, partial(self._make_gaps, rows, needed=needed))
+
+    def measure(self) -> None:
+        """Measure the disk soon; every job does, so this queues an empty one if none is waiting."""
+        if self._jobs.empty():
+            self._jobs.put(_Job(_nothing))
+
+    def _put_removal(self, rows: list[Row], work: Callable[[], None]) -> None:
+        freed = Freed(sum(row.size_bytes for row in rows))
+        self.unlinking_bytes += freed.removed_bytes
+        self._jobs.put(_Job(partial(self._removing, work, freed), partial(self._unlinked, freed)))
 
     def shorten(
         self, row: Row, layout: ModelLayout, identity: Identity, done: Callable[[int | None], None]
@@ -335,8 +360,9 @@ class Writer(Generic[NodeT]):
         self._count(write)
         self._on_end(write)
 
-    def _unlinked(self, size_bytes: int) -> None:
-        self.unlinking_bytes -= size_bytes
+    def _unlinked(self, freed: Freed) -> None:
+        self.unlinking_bytes -= freed.removed_bytes
+        self.on_removed(freed)
 
     def _count(self, write: Write[NodeT]) -> None:
         del self._in_flight[write.node]
@@ -450,6 +476,13 @@ class Writer(Generic[NodeT]):
             partial(self._catalog.note_identities, name=model), [identity]
         ):
             self._noted.add(identity)
+
+    def _removing(self, work: Callable[[], None], freed: Freed) -> None:
+        with suppress(OSError):
+            freed.before_bytes = self._folder.free_bytes()
+        work()
+        with suppress(OSError):
+            freed.after_bytes = self._folder.free_bytes()
 
     def _unlink(self, rows: list[Row], *, quarantined: bool) -> None:
         self._remove(rows)

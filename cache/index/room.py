@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from cache.disk.rows import Pin
-    from cache.disk.writer import Writer
+    from cache.disk.writer import Freed, Writer
 
     from .behind import Behind
     from .index import Index
@@ -81,6 +81,9 @@ class Room:
         self._pins = Pins(index, pins)
         self._loop = asyncio.get_running_loop()
         self._step: asyncio.TimerHandle | None = None
+        #: While fewer bytes than this are free, evictions for want of free space have no effect.
+        self._no_effect_below = 0
+        writer.on_removed = self._note_removed
 
     def usage(self) -> DiskUsage:
         """Return the current use of the disk."""
@@ -101,7 +104,8 @@ class Room:
         need = self._excess() + size_bytes
         if need <= 0:
             return True
-        if need > self.usage().evictable:
+        if self._has_no_effect(size_bytes) or need > self.usage().evictable:
+            self._writer.measure()  # nothing else would, until a save is accepted
             return False  # evicting everything would not be enough
         return self._evict(need, EVICT_LIMIT) >= need
 
@@ -168,15 +172,44 @@ class Room:
 
     def _excess(self) -> int:
         """Return by how many bytes the cache exceeds its limits; if negative, how many more bytes fit."""
-        in_flight = self._writer.counts.in_flight_bytes
-        used = self._index.stored_bytes + in_flight + self._writer.quarantined_bytes
-        free = self._writer.free_bytes + self._writer.unlinking_bytes - in_flight
-        return max(used - self.max_bytes, self.min_free_bytes - free)
+        return max(self._above_limit(), self._lacking())
+
+    def _above_limit(self) -> int:
+        used = self._index.stored_bytes + self._writer.counts.in_flight_bytes
+        return used + self._writer.quarantined_bytes - self.max_bytes
+
+    def _lacking(self) -> int:
+        """Return how many bytes the file system lacks of the minimum that stays free; negative if none."""
+        free = self._writer.free_bytes + self._writer.unlinking_bytes - self._writer.counts.in_flight_bytes
+        return self.min_free_bytes - free
+
+    def _has_no_effect(self, size_bytes: int = 0) -> bool:
+        """Whether free space lacks for `size_bytes` more, and the last eviction did not raise it."""
+        if self._writer.free_bytes >= self._no_effect_below:
+            self._no_effect_below = 0
+        return self._no_effect_below > 0 and self._lacking() + size_bytes > 0
+
+    def _note_removed(self, freed: Freed) -> None:
+        """Without effect, further evictions would only empty the cache: they wait until space is free."""
+        lacks = freed.after_bytes < self.min_free_bytes and freed.removed_bytes > 0
+        if not (lacks and freed.is_missing):
+            self._no_effect_below = 0
+            return
+        if not self._no_effect_below:
+            _log.warning(
+                "eviction_freed_nothing",
+                removed_bytes=freed.removed_bytes,
+                free_bytes=freed.after_bytes,
+                min_free_bytes=self.min_free_bytes,
+                hint="snapshots of the file system or hard links keep removed files: free space elsewhere,"
+                " delete local snapshots (macOS: tmutil listlocalsnapshots /), or lower min_free_disk",
+            )
+        self._no_effect_below = max(self._no_effect_below, freed.enough_bytes)
 
     def _shrink(self) -> None:
         self._step = None
         self._behind.evict(EVICT_LIMIT)
-        excess = self._excess()
+        excess = self._above_limit() if self._has_no_effect() else self._excess()
         has_evicted = excess > 0 and self._evict(min(excess, self.usage().evictable), EVICT_LIMIT)
         if has_evicted or self._behind:
             self.check()

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -102,7 +103,11 @@ def _opened(url: str) -> Iterator[None]:
     page = Path(name)
 
     def show() -> None:
-        if not webbrowser.open(page.as_uri()):
+        if sys.platform == "darwin":  # where `webbrowser` asks by AppleScript, which opens no files
+            has_opened = subprocess.run(["open", page], check=False, capture_output=True).returncode == 0
+        else:
+            has_opened = webbrowser.open(page.as_uri())
+        if not has_opened:
             click.echo("turnkeep: no browser was found; open this address in one", err=True)
 
     try:

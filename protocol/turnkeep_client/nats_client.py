@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import socket
 import ssl
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import nats.errors
@@ -62,7 +64,13 @@ def unreachable(error: Exception) -> str | None:
     # asyncio raises a bare OSError without a number if all addresses of a name refuse.
     if isinstance(error, ConnectionRefusedError) or (type(error) is OSError and error.errno is None):
         return "connection refused"
-    return os.strerror(error.errno).lower() if type(error) is OSError and error.errno else None
+    if type(error) is not OSError or not error.errno:
+        return None
+    why = os.strerror(error.errno).lower()
+    # What macOS answers to a program that may not use the local network.
+    if sys.platform == "darwin" and error.errno == errno.EHOSTUNREACH:
+        why += "; allow the program in System Settings, Privacy & Security, Local Network"
+    return why
 
 
 def server_id(connection: Client) -> str:

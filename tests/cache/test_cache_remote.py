@@ -295,6 +295,24 @@ async def test_a_tier_on_a_full_file_system_takes_no_snapshots(open_store: Any, 
     assert one.stats().remote_failed
 
 
+def test_a_tier_whose_removed_files_have_other_links_removes_no_more_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own"
+    own.write_bytes(b"x" * 1000)
+    tier = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=1 << 20)
+    for number in range(10):
+        tier.put(Key(f"{number:064x}", "file"), own)
+    monkeypatch.setattr(tier, "_free_bytes", lambda: (1 << 20) + 1)
+    for number in range(10, 20):
+        with pytest.raises(OSError, match="space"):
+            tier.put(Key(f"{number:064x}", "file"), own)
+    assert len(in_tier(tmp_path)) == 9
+    monkeypatch.setattr(tier, "_free_bytes", lambda: 1 << 21)
+    tier.put(Key("a" * 64, "file"), own)
+    assert len(in_tier(tmp_path)) == 10
+
+
 async def test_a_worker_s_own_cache_directory_is_refused_as_a_tier(open_store: Any, tmp_path: Path) -> None:
     await open_store(tmp_path / "one")
     with pytest.raises(FileExistsError, match="a worker's own directory"):

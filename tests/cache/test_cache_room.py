@@ -242,6 +242,29 @@ async def test_the_required_free_space_can_be_changed_while_the_store_runs(open_
     assert save_all(store, "a", [1, 1]) == [True]
 
 
+async def test_evictions_that_free_nothing_stop_until_space_is_free(open_store, monkeypatch) -> None:
+    """APFS and btrfs keep the blocks of removed files while a snapshot of the file system has them."""
+    free = 1 << 30
+    monkeypatch.setattr(Folder, "free_bytes", lambda _: free)
+    store = await open_store(min_free_bytes=free - (1 << 20))
+    await fill(store, 60)
+    before = store.stats().stored
+    with capture_logs() as logs:
+        store.set_limits(min_free_bytes=free + 1)
+        for session in range(100):
+            assert save_all(store, "a", [session, *range(7)])[0] is False or session == 0
+            await store.barrier(5)
+    assert [log["event"] for log in logs if log["log_level"] == "warning"] == ["eviction_freed_nothing"]
+    assert 0 < before - store.stats().stored <= EVICT_LIMIT
+    assert_sum_rule(store)
+
+    free += 1 << 21  # the file system has dropped its snapshot
+    save_all(store, "b", TOKENS)
+    await store.barrier(5)
+    assert save_all(store, "b", TOKENS)[0]
+    assert_sum_rule(store)
+
+
 async def test_space_for_snapshots_that_wait_to_be_written_does_not_count_as_free(open_store, gate) -> None:
     store = await open_store()
     assert save_all(store, "a", TOKENS[:4]) == [True]

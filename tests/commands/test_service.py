@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import plistlib
+import resource
 import shutil
 import socket
 import subprocess
@@ -13,10 +15,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import structlog
 from command_runs import environment
 
 from ops import units
 from tests.parts import free_port
+from worker.process import launchd
 from worker.process.datadir import DataDir
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -47,9 +51,10 @@ def run(tmp_path: Path) -> Run:
     home = tmp_path / "home"
     home.mkdir()
 
-    def run(*words: str, on_mac: bool = False) -> subprocess.CompletedProcess[str]:
+    def run(*words: str, on_mac: bool = False, **more: str) -> subprocess.CompletedProcess[str]:
         program = (
-            f"import sys; from commands import service; service._ON_MAC = {on_mac};"
+            "import sys; from pathlib import Path; from commands import service;"
+            f"service._ON_MAC = {on_mac}; service._DAEMONS = Path({str(tmp_path / 'daemons')!r});"
             "sys.argv = ['/opt/tk/bin/turnkeep', *sys.argv[1:]];"
             "from commands.cli import main; main(prog_name='turnkeep')"
         )
@@ -58,6 +63,7 @@ def run(tmp_path: Path) -> Run:
             "RECORD": str(tmp_path / "record"),
             "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
             "PYTHONPATH": f"{ROOT}:{ROOT / 'protocol'}",
+            **more,
         }
         env.pop("XDG_CONFIG_HOME", None)
         return subprocess.run(
@@ -131,22 +137,80 @@ def test_service_installs_starts_shows_and_removes_a_systemd_unit(
     assert "`turnkeep service install` makes one" in gone.stderr
 
 
-def test_service_installs_and_removes_a_launchd_agent_on_macos(
+#: As launchd does, it knows a service for a while after `bootout`, and refuses to start it meanwhile.
+LAUNCHCTL = """#!/bin/sh
+echo "launchctl $*" >> "$RECORD"
+case "$1" in
+  bootout) echo 3 > "$RECORD.ending" ;;
+  bootstrap) [ ! -s "$RECORD.ending" ] || { echo "Bootstrap failed: 5: Input/output error" >&2; exit 5; } ;;
+  print)
+    case "$2" in system | gui/*[0-9]) exit 0 ;; esac
+    left=$(cat "$RECORD.ending" 2>/dev/null || echo 0)
+    if [ "${left:-0}" -gt 0 ]; then echo $((left - 1)) > "$RECORD.ending"; exit 0; fi
+    : > "$RECORD.ending"
+    exit 113 ;;
+esac
+"""
+SUDO = '#!/bin/sh\n[ "$1" != install ] || set -- "$1" "$8" "$9"\necho "sudo $1" >> "$RECORD"\nexec "$@"\n'
+
+
+@pytest.mark.parametrize("is_daemon", [False, True])
+def test_service_installs_twice_and_removes_a_launchd_agent_or_daemon_on_macos(
+    run: Run, stub: Callable[..., Path], config: Path, tmp_path: Path, is_daemon: bool
+) -> None:
+    stub("launchctl", LAUNCHCTL)
+    stub("sudo", SUDO)
+    agents = tmp_path / "home" / "Library" / "LaunchAgents"
+    folder, domain = (tmp_path / "daemons", "system") if is_daemon else (agents, f"gui/{os.getuid()}")
+    (tmp_path / "daemons").mkdir()
+    for _ in range(2):  # the second one ends the worker of the first
+        done = run("service", "install", "--config", str(config), *["--system"] * is_daemon, on_mac=True)
+        assert done.returncode == 0, done.stderr
+        said = [line for line in asked(tmp_path) if " print " not in line and "sudo" not in line]
+        assert said == [
+            f"launchctl bootout {domain}/turnkeep",
+            f"launchctl bootstrap {domain} {folder / 'turnkeep.plist'}",
+        ]
+    made = plistlib.loads((folder / "turnkeep.plist").read_bytes())
+    assert made["ProgramArguments"] == ["/opt/tk/bin/turnkeep", "serve", "--config", str(config)]
+    assert made.get("UserName") == (getpass.getuser() if is_daemon else None)
+    assert run("service", "uninstall", on_mac=True).returncode == 0
+    asks = [line for line in asked(tmp_path) if line.startswith("sudo")]
+    assert asks == ["sudo launchctl", "sudo rm"] * is_daemon
+    assert not (folder / "turnkeep.plist").exists()
+
+
+def test_launchd_does_not_restart_a_worker_whose_settings_are_wrong(run: Run, config: Path) -> None:
+    made = plistlib.loads(units.agent(["turnkeep"], config.parent, config.parent / "log"))
+    assert made["KeepAlive"] == {"SuccessfulExit": False}
+    config.write_text("modle = 'x'\n")
+    for environment_, code in (({}, 2), (made["EnvironmentVariables"], 0)):
+        done = run("serve", "--config", str(config), **environment_)
+        assert (done.returncode, "modle" in done.stderr) == (code, True), done.stderr
+
+
+def test_the_log_that_launchd_appends_to_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "log"
+    monkeypatch.setenv(launchd.LOG, str(path))
+    monkeypatch.setattr(launchd, "_MAX_LOG_BYTES", 100)
+    with path.open("a") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        for number in range(100):
+            structlog.PrintLogger(launchd.log_file()).msg(f"line {number}")
+    assert 0 < len(path.read_text() + (tmp_path / "log.1").read_text()) < 300
+    assert f"{(tmp_path / 'log.1').read_text()}{path.read_text()}".endswith("line 98\nline 99\n")
+
+
+def test_service_install_on_macos_refuses_folders_that_are_closed_to_services(
     run: Run, stub: Callable[..., Path], config: Path, tmp_path: Path
 ) -> None:
-    stub("launchctl")
+    stub("launchctl", LAUNCHCTL)
+    documents = tmp_path / "home" / "Documents" / "x"
+    documents.mkdir(parents=True)
+    config.write_text(f"data_dir = '{documents}'\n")
     done = run("service", "install", "--config", str(config), on_mac=True)
-    assert done.returncode == 0, done.stderr
-    agent = tmp_path / "home" / "Library" / "LaunchAgents" / "turnkeep.plist"
-    words = plistlib.loads(agent.read_bytes())["ProgramArguments"]
-    assert words == ["/opt/tk/bin/turnkeep", "serve", "--config", str(config)]
-    domain = f"gui/{os.getuid()}"
-    assert asked(tmp_path)[-2:] == [
-        f"launchctl bootout {domain}/turnkeep",
-        f"launchctl bootstrap {domain} {agent}",
-    ]
-    assert run("service", "uninstall", on_mac=True).returncode == 0
-    assert not agent.exists()
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert f"macOS keeps services out of {documents.parent}; move {documents}" in done.stderr
 
 
 def test_service_install_without_config_names_the_default_settings_file(
@@ -203,6 +267,55 @@ def test_service_logs_shows_the_journal_of_the_systemd_unit(
 def test_a_systemd_unit_quotes_any_word_so_that_the_command_is_read_back_unchanged(word: str) -> None:
     command = ["/bin/turnkeep", "serve", "--config", word]
     assert units.command_in(units.unit(command)) == command
+
+
+def test_completion_refuses_a_bash_that_is_too_old_on_macos(run: Run, stub: Callable[..., Path]) -> None:
+    stub("bash", "#!/bin/sh\nexit 1\n")
+    done = run("completion", "bash", "--install", on_mac=True)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "turnkeep completion zsh --install" in done.stderr
+
+
+def test_commands_raise_the_limit_of_open_files() -> None:
+    program = (
+        "import resource as r, atexit, sys; files = r.RLIMIT_NOFILE; hard = r.getrlimit(files)[1];"
+        "r.setrlimit(files, (256, hard));"
+        "atexit.register(lambda: print(r.getrlimit(files)[0], file=sys.stderr));"
+        "sys.argv = ['turnkeep', 'completion', 'zsh']; from commands.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stderr) >= min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 10_240)
+
+
+@pytest.mark.parametrize(
+    ("machine", "version", "why"),
+    [
+        ("x86_64", "15.1", "for arm64"),
+        ("arm64", "13.6", "macOS 14"),
+        ("arm64", "14.0", ""),
+        ("x86_64", "", ""),
+    ],
+)
+def test_make_setup_refuses_a_mac_without_mlx_before_it_installs_anything(
+    stub: Callable[..., Path], tmp_path: Path, machine: str, version: str, why: str
+) -> None:
+    """The stub is the Python of such a machine. On others it ends with an error at the module `venv`."""
+    fakes = (
+        f"import platform; platform.mac_ver = lambda: ({version!r},); platform.machine = lambda: {machine!r};"
+    )
+    python = stub("python", f'#!/bin/sh\n[ "$1" = -c ] || exit 9\nexec {sys.executable} -c "{fakes} $2"\n')
+    made = tmp_path / "venv"
+    done = subprocess.run(
+        ["make", made / "bin" / "pip", f"VENV={made}", f"PYTHON={python}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode
+    assert ("Making" in done.stdout) == (not why), done.stderr
+    assert why in done.stderr
+    assert not made.exists()
 
 
 def test_bash_completes_commands_and_options(run: Run, stub: Callable[..., Path], tmp_path: Path) -> None:

@@ -154,8 +154,9 @@ async def test_a_request_sent_while_the_model_is_unloaded_is_answered_after_the_
         assert (said.status_code, said.json()["said"][:20]) == (200, "tiny is unloaded; re")
         told = await get(http, "workers", lambda told: told["unloaded"] == "tiny")
         assert (told["connected"], told["is_served"]) == (True, False)
-        libraries = {one.path for one in psutil.Process(pid).memory_maps() if "mlx" in one.path}
-        assert not libraries, "the process is another one, with the same id"
+        if sys.platform == "linux":  # elsewhere psutil does not list them
+            libraries = {one.path for one in psutil.Process(pid).memory_maps() if "mlx" in one.path}
+            assert not libraries, "the process is another one, with the same id"
         assert (await get(http, "models", bool))["served"] == [{"name": "tiny", "is_loaded": False}]
         assert [row["session"] for row in (await get(http, "sessions", bool))["rows"]] == ["s"]
         assert (await get(http, "sessions/s", bool))["turns"]

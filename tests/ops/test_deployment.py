@@ -91,9 +91,9 @@ def test_the_committed_systemd_and_launchd_files_equal_the_generated_ones() -> N
 def test_the_launchd_file_has_only_known_keys_with_values_of_the_right_type() -> None:
     agent = plistlib.loads((DEPLOY / "turnkeep.plist").read_bytes())
     times = {"ThrottleInterval", "ExitTimeOut"}
-    flags = {"RunAtLoad", "KeepAlive"}
+    flags = {"RunAtLoad"}
     texts = {"Label", "WorkingDirectory", "ProcessType", "StandardErrorPath"}
-    assert set(agent) == times | flags | texts | {"ProgramArguments", "EnvironmentVariables"}
+    assert set(agent) == times | flags | texts | {"ProgramArguments", "EnvironmentVariables", "KeepAlive"}
     assert {type(agent[name]) for name in times} == {int}
     assert {type(agent[name]) for name in flags} == {bool}
     assert agent["ProgramArguments"][1:] == ["serve", "--config", "/opt/turnkeep/turnkeep.toml"]

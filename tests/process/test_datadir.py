@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from worker.process import datadir
 from worker.process.datadir import DataDir, DataDirError
+from worker.wire.broker import server_name
 
 HOLDER = """
 import sys, time
@@ -39,6 +41,23 @@ def test_a_data_directory_keeps_its_generated_name_when_it_is_opened_again(tmp_p
     (tmp_path / "b" / "worker.lock").write_text('["no note"]')
     with DataDir.open(tmp_path / "a", "w") as again, DataDir.open(tmp_path / "b") as other:
         assert again.name == name != other.name
+
+
+def test_on_macos_models_and_snapshots_are_kept_out_of_backups_once(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(datadir.sys, "platform", "darwin")
+    monkeypatch.setattr(datadir.subprocess, "run", lambda words, **_: asked.append(words))
+    for _ in range(2):
+        with DataDir.open(tmp_path / "a") as opened:
+            pass
+    assert asked == [["tmutil", "addexclusion", folder] for folder in (opened.models, opened.snapshots)]
+
+
+def test_another_spelling_of_a_data_directory_is_the_same_server(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    assert server_name(tmp_path / "link" / "data") == server_name(tmp_path / "real" / "data")
+    assert server_name(tmp_path / "link") != server_name(tmp_path)
 
 
 def test_a_second_worker_is_refused_with_the_first_ones_pid_until_the_first_is_killed(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from nats.aio.client import Client
 from scripted_worker import NatsServer
 
 from tests.parts import free_port
+from turnkeep_client import nats_client
 from turnkeep_client.client import connect
 from turnkeep_client.errors import NoServerError, ResultTimeoutError
 from turnkeep_client.nats_client import Nats
@@ -138,3 +140,14 @@ async def test_calls_that_end_during_an_outage_leave_no_subscription_at_the_serv
 async def test_a_url_without_a_valid_host_and_port_raises_an_error_that_names_it(url: str) -> None:
     with pytest.raises(NoServerError, match=f"no NATS server at {url}"):
         await connect(url)
+
+
+@pytest.mark.parametrize(("platform", "is_named"), [("darwin", True), ("linux", False)])
+def test_a_host_without_route_names_macos_permission_for_the_local_network(
+    monkeypatch: pytest.MonkeyPatch, platform: str, is_named: bool
+) -> None:
+    monkeypatch.setattr(nats_client.sys, "platform", platform)
+    why = nats_client.unreachable(OSError(errno.EHOSTUNREACH, ""))
+    assert why is not None
+    assert why.startswith("no route to host")
+    assert ("Local Network" in why) == is_named

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.parts import fall_asleep
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Append, Failed, Generate, Generated
 from turnkeep_client.subjects import SessionKey
@@ -39,6 +40,22 @@ async def test_a_request_past_its_deadline_is_refused_before_any_device_work(loc
     assert (await last).usage.prompt_tokens == position + 1
     info = await worker.client.session("late").info()
     assert info.worker.prefilled_tokens + info.worker.cached_tokens == (position - 1) + (position + 1)
+
+
+@pytest.mark.simulated
+async def test_a_deadline_that_passes_while_the_machine_sleeps_ends_the_answer_soon_after(
+    local_worker: Any, endless_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock by which the event loop sleeps does not go on meanwhile, on macOS or Linux."""
+    worker = await local_worker(model=str(endless_model), max_draft=0)
+    generation = worker.client.session("s").generate(tokens=[40, 41], max_tokens=50_000, deadline_s=1000)
+    woken_s = 0.0
+    async for chunk in generation:
+        if chunk.i >= 4 and not woken_s:
+            woken_s = asyncio.get_running_loop().time()
+            fall_asleep(monkeypatch, 3600)
+    assert generation.result.finish_reason == "expired"
+    assert asyncio.get_running_loop().time() - woken_s < 20
 
 
 @pytest.mark.simulated

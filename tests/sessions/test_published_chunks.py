@@ -13,6 +13,7 @@ from nats.js.api import StreamConfig
 from raw_wire import Start, Wire, append, generate
 from structlog.testing import capture_logs
 
+from tests.parts import fall_asleep
 from turnkeep_client.chunks import Assembly
 from turnkeep_client.log import SEALED_HEADER
 from turnkeep_client.messages import Chunk, decode_chunk
@@ -145,6 +146,22 @@ async def test_an_answer_that_runs_longer_than_the_token_stream_keeps_chunks_los
     assert result["resumed_tokens"] == known
     await asyncio.sleep(1)  # the last chunk may come behind the result, on another subscription
     assert result["text"] == "".join(chunk.text for chunk in whole(heard))
+
+
+@pytest.mark.simulated
+async def test_chunks_that_became_old_while_the_machine_slept_are_published_again(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = await wire(token_ttl_s=600.0)
+    heard = await listen(w)
+    await w.publish("s", generate("g", text="eee", max_tokens=1900))
+    async with asyncio.timeout(10):
+        while len(heard.chunks) < 20:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    fall_asleep(monkeypatch, 400)
+    async with asyncio.timeout(20):
+        while [chunk["i"] for chunk in heard.chunks].count(0) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.simulated

@@ -11,6 +11,7 @@ import structlog
 
 from turnkeep_client.redact import redact
 from turnkeep_client.subjects import DEFAULT_TENANT
+from worker.process import launchd
 
 if TYPE_CHECKING:
     from collections import deque
@@ -65,7 +66,7 @@ def configure(log_format: str, log_level: str, kept: deque[str] | None = None) -
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()["INFO" if is_auto else log_level.upper()]
         ),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(launchd.log_file()),
         cache_logger_on_first_use=True,
     )
 

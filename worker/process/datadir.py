@@ -10,14 +10,16 @@ import errno
 import fcntl
 import json
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from uuid import uuid4
 
 from turnkeep_client.errors import TurnkeepError
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from types import TracebackType
 
 LOCK_NAME: Final = "worker.lock"
@@ -39,6 +41,26 @@ _ADVICE: Final = {
     errno.ENOLCK: "its file system has no locks; choose a local disk with --data-dir",
     errno.ENOTSUP: "its file system has no locks; choose a local disk with --data-dir",
 }
+
+
+def _keep_out_of_backups(folder: Path) -> None:
+    """On macOS, exclude a folder of what can be made again from Time Machine's backups."""
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(["tmutil", "addexclusion", folder], check=False, capture_output=True, timeout=10)
+
+
+def real_path(path: Path) -> Path:
+    """Return the one spelling of a path: absolute, without links, on macOS in the case that the disk has."""
+    path = path.resolve()
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                path = Path(os.fsdecode(fcntl.fcntl(fd, fcntl.F_GETPATH, bytes(1024)).rstrip(b"\0")))
+            finally:
+                os.close(fd)
+    return path
 
 
 class DataDirError(TurnkeepError):
@@ -77,7 +99,10 @@ class DataDir:
             # The file is never unlinked: two workers could then each lock an inode of this name.
             opened = cls(path, fd, _note_worker(fd, worker, nats, has_model=has_model))
             for folder in (opened.nats, opened.models, opened.snapshots, opened.logs):
+                is_new = not folder.exists()
                 folder.mkdir(mode=0o700, exist_ok=True)
+                if is_new and folder in {opened.models, opened.snapshots}:
+                    _keep_out_of_backups(folder)
                 if folder != opened.models:  # a copied directory may be readable by all users
                     folder.chmod(0o700)
         except BlockingIOError:

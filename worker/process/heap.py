@@ -9,7 +9,6 @@ CPU memory from the same allocator.
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 from typing import Any, Final
 
@@ -62,8 +61,6 @@ class Spare:
 
 def _glibc() -> Any:
     """Return the C library of this process; None if it is not glibc."""
-    if sys.platform != "linux":
-        return None
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return None

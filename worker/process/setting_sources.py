@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 CONFIG_NAME: Final = "turnkeep.toml"
 _MODELS: Final = "models"
-#: Prefixes of environment variables that are not settings: those of the tests and of `turnkeep launch`.
-_OTHER_ENV: Final = ("TURNKEEP_TEST_", "TURNKEEP_GATEWAY_")
+#: Prefixes of environment variables that are not settings: tests, `turnkeep launch`, launchd's service.
+_OTHER_ENV: Final = ("TURNKEEP_TEST_", "TURNKEEP_GATEWAY_", "TURNKEEP_SERVICE_")
 
 
 def load(

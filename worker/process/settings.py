@@ -336,6 +336,11 @@ class Settings:
         "when the worker's own NATS server syncs to disk; a power cut loses later writes."
         " On macOS, where a sync takes 5 to 20 ms, the default is 1s",
     )
+    keep_awake: str = _setting(
+        kinds.choice("on", "off"),
+        "on",
+        "macOS: whether to prevent sleep while requests are at work; a closed lid still makes it sleep",
+    )
     health: kinds.Endpoint | None = _setting(
         kinds.word_or("off", None, kinds.ENDPOINT),
         None,

@@ -67,6 +67,8 @@ log = structlog.get_logger()
 #: Approximate bytes of a session, and of each token (its id, and its text in the conversation).
 _SIZE_BYTES: Final = 12_000
 _TOKEN_BYTES: Final = 8
+#: How often to look at the wall clock while waiting for a deadline.
+_LOOK_S: Final = 1.0
 #: Most characters of the reason why an answer was given up.
 _MAX_WHY: Final = 500
 
@@ -406,7 +408,9 @@ class Session:
 
     async def _expire(self, pending: Pending, deadline_s: float) -> None:
         """Wait for a request's deadline, then end its turn; the tokens sampled until then stay."""
-        await sleep(deadline_s - time())
+        # The clock of `sleep` stands still while a machine sleeps.
+        while (left_s := deadline_s - time()) > 0:  # noqa: ASYNC110
+            await sleep(min(left_s, _LOOK_S))
         if pending is self.active:
             pending.expired = True
             self._stop_active()

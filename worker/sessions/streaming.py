@@ -10,7 +10,7 @@ from anyio import Lock, sleep
 from msgspec.structs import replace
 
 from turnkeep_client.messages import encode, joined
-from worker.process.clock import monotonic, time
+from worker.process.clock import time
 from worker.process.concurrency import task_group
 
 if TYPE_CHECKING:
@@ -46,8 +46,9 @@ class AnswerStream:
         self._pending = pending
         self._ttl_s = ttl_s
         self._said = list(published.chunks)
-        age_s = max(time() - pending.stored.timestamp(), 0.0)  # no chunk is older than the request
-        self._said_s = monotonic() - age_s
+        # By the wall clock, as the server's: the monotonic one stands still while a machine sleeps.
+        # No chunk is older than the request.
+        self._said_s = min(pending.stored.timestamp(), time())
         self._first_seq, self._last_seq = published.first_seq, published.last_seq
         self._is_heard = True
         self._lock = Lock(fast_acquire=True)
@@ -57,7 +58,7 @@ class AnswerStream:
         async with self._lock:
             await self._copy_old()
             if not self._said:
-                self._said_s = monotonic()
+                self._said_s = time()
             chunk = replace(chunk, seq=self._pending.seq, warnings=() if chunk.i else warnings)
             await self._publish(chunk)
             self._said.append(chunk)
@@ -83,9 +84,9 @@ class AnswerStream:
                 await self._copy_old()
 
     async def _copy_old(self) -> None:
-        if self._said and monotonic() - self._said_s > _COPY_AT * self._ttl_s:
+        if self._said and time() - self._said_s > _COPY_AT * self._ttl_s:
             self._said = list(_batches(self._said))
-            self._said_s = monotonic()
+            self._said_s = time()
             for copy in self._said:
                 await self._publish(copy)
 

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import socket
 import subprocess
@@ -37,7 +38,7 @@ from anyio import (
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from worker.process.concurrency import in_thread
-from worker.process.datadir import TOKEN_NAME, owner
+from worker.process.datadir import TOKEN_NAME, owner, real_path
 
 from .connection import BrokerError, connect
 
@@ -106,7 +107,8 @@ def check_port(port: int, mend: str | None = None) -> None:
                 if root := served_by(port):
                     whose = owner(root) or "worker, which has ended"
                     reason = f"is taken by the NATS server of Turnkeep's {whose}"
-                    helps = f"choose another with --nats-port, or use that worker: --data-dir {root}"
+                    helps = "choose another with --nats-port, or use that worker: --data-dir "
+                    helps += shlex.quote(str(root))
             raise BrokerError(f"port {port} of {HOST} {reason}; {mend or helps}") from None
 
 
@@ -137,12 +139,12 @@ def own_servers() -> Iterator[tuple[Path, str]]:
                 continue
             config = Path(arguments[-1])
             if config.name == _CONFIG:
-                yield config.parent, str(json.loads(config.read_bytes()).get("listen"))
+                yield real_path(config.parent), str(json.loads(config.read_bytes()).get("listen"))
 
 
 def server_name(root: Path) -> str:
     """Return the server name for a data directory, by which a worker recognises its own server."""
-    return SERVER_PREFIX + hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:16]
+    return SERVER_PREFIX + hashlib.sha256(os.fsencode(real_path(root))).hexdigest()[:16]
 
 
 async def greet(port: int) -> dict[str, Any] | None:
