@@ -137,8 +137,7 @@ class Conversations:
     ) -> Answering:
         """Start a turn's answers; each answer's last event is its result or an error. See `Answering`."""
         answering = Answering(on_end, note, key_id, stays=stays)
-        for number in range(turn.n):
-            self.beside(self._answer(turn, number, answering))
+        self.beside(self._answer(turn, 0, answering))
         return answering
 
     async def recorded(self, answer_ids: set[str], *, conversation: bool = True) -> dict[str, Recorded]:
@@ -200,6 +199,8 @@ class Conversations:
                     answering.note = await first_note(self.client, session, request, answering.note)
                 if not attempt and not number:
                     differs = self._missing(turn, plan)
+                    for other in range(1, turn.n):  # behind the first, whose session names all of them
+                        self.beside(self._answer(turn, other, answering))
                 told = len(turn.messages or ())
                 tell(Found(plan.asked.held.name, plan.how, plan.position, plan.num_known, told, differs))
                 result = await self._carry_out(alone, plan, answering, tell)

@@ -246,6 +246,24 @@ async def test_a_restarted_gateway_finds_forks_and_repeats_a_possibly_undelivere
         assert (there, how) == (where, "continued")
 
 
+async def test_several_answers_that_a_restarted_gateway_repeats_have_their_first_id(
+    begin: Any, door: Start
+) -> None:
+    worker, one = await begin()
+    asked = {"model": "m", "messages": [user("Two?")], "n": 2, "max_tokens": 5, "logit_bias": LETTERS}
+    found = []
+    for gateway in (one, await door(worker.settings.nats, worker.settings.prefix)):
+        stream = await gateway.openai.chat.completions.create(**asked, stream=True)
+        texts, ids = ["", ""], set[str]()
+        async for chunk in stream:
+            ids.add(chunk.id)
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+        found.append((texts, ids))
+    assert found[0] == found[1]
+    assert len(found[0][1]) == 1
+
+
 async def test_conversations_that_branch_concurrently_get_the_answers_to_their_own_messages(
     begin: Any,
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,26 @@ def test_an_unfinished_call_with_many_end_markers_is_parsed_a_few_times_only(
     text = opens + begun + f"{more}{closes}" * 200
     assert outcome(splitter(family), [text])[0] == text
     assert 1 <= len(parsed) < 50
+
+
+#: Answers in which each part could be searched to the end, and how often.
+CALL_WITHOUT_TAG = "<function=run>\n<parameter=code>\nls\n</function>\n"
+QUADRATIC = {
+    "generic": ('<tool_call>{"name": "run", "arguments": {"code": "' + "<tool_call>" * 9_000, ""),
+    "pythonic": ("<|tool_call_start|>[run(code='" + "<|tool_call_end|>" * 9_000, ""),
+    "qwen3_coder": (
+        f"<tool_call>{CALL_WITHOUT_TAG.replace('</f', '</parameter></f')}",
+        CALL_WITHOUT_TAG * 1_000 + "</parameter>x" * 3_000 + "</tool_call>",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", QUADRATIC)
+def test_a_long_answer_of_markers_is_searched_to_its_end_a_few_times_only(family: str) -> None:
+    text = "".join(QUADRATIC[family])
+    began_s = time.thread_time()
+    assert outcome(splitter(family), [text])[0] == text
+    assert time.thread_time() - began_s < 1.5
 
 
 def test_strings_of_a_call_in_python_syntax_may_contain_end_markers_and_code(parsed: list[str]) -> None:

@@ -326,11 +326,12 @@ def tagged(head: str, key: str, close: str, tail: str | None = None, *, trims: b
 
     def parse(text: str, is_ended: bool) -> tuple[list[Written], int]:
         begun = [one.start() for one in opens.finditer(text)]  # once for all calls
-        calls, at = list[Written](), 0
+        calls, at, num_mended = list[Written](), 0, 0
         while begin := begins.match(text, at):
             call, at = read(begun, begin, is_ended)
             calls.append(call)
-            if sum(one.is_mended for one in calls[:_MOST_MENDED]) == _MOST_MENDED:
+            num_mended += call.is_mended
+            if num_mended == _MOST_MENDED:
                 raise ValueError("too many calls without end tags")
             if at == len(text):
                 break
@@ -341,7 +342,7 @@ def tagged(head: str, key: str, close: str, tail: str | None = None, *, trims: b
     return parse
 
 
-#: How many end tags of arguments may be missing in a call; each costs a search.
+#: How many end tags of arguments may be missing in a call, and how many calls lack some; each costs a search.
 _MOST_MENDED: Final = 8
 
 

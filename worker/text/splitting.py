@@ -325,7 +325,7 @@ class MarkedSplitter:
         if self._whole is None:
             for end, behind in self._ends(form, text):
                 is_ended = end < behind
-                found = self._tried(form, text[:end], is_ended) if form.may_end(text[:end]) else None
+                found = self._tried(form, text[:end], is_ended)
                 if found is not None:
                     self._whole, self._seen = (found[0], text[found[1] : end], behind), behind
                     break
@@ -339,7 +339,8 @@ class MarkedSplitter:
             return Piece()
         if form.is_framed or not is_cut:
             whole = _without_beginning_of(form.closes or "", text)
-            if (found := self._tried(form, whole, not form.closes and not is_cut)) and found[0]:
+            is_ended = not form.closes and not is_cut
+            if (found := self._tried(form, whole, is_ended, is_over=True)) and found[0]:
                 return self._called(found[0], whole[found[1] :])
         return self._no_call(form, form.num_own(text))
 
@@ -369,10 +370,13 @@ class MarkedSplitter:
         self.malformed = True
         return self._mentioned(self._held[: len(form.opens) + num_chars])
 
-    def _tried(self, form: Form, text: str, is_ended: bool) -> tuple[list[ParsedCall], int] | None:
-        found = self._calls.believed(form.parse, text, is_ended=is_ended)
+    def _tried(
+        self, form: Form, text: str, is_ended: bool, *, is_over: bool = False
+    ) -> tuple[list[ParsedCall], int] | None:
+        is_parsed = is_over or form.may_end(text)
+        found = self._calls.believed(form.parse, text, is_ended=is_ended) if is_parsed else None
         if not found or not found[0]:
-            self._left_tries -= (len(text) + 1) * form.cost
+            self._left_tries -= (len(text) + 1) * (form.cost if is_parsed else 1)
         return found
 
     def _ends(self, form: Form, text: str) -> Iterator[tuple[int, int]]:
