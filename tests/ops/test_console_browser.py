@@ -143,7 +143,7 @@ def act(browser: Browser) -> None:
 
 MARKDOWN = (
     "1. a **b**\n\n```python\nreturn 1\n```\n\n| a |\n|---|\n| 1 |\n\n[out](https://a.example)\n\n"
-    "- [x] done\n\n$$\\sqrt{x}$$\n\n"
+    "- [x] done\n\n$$\\int_0^1 \\sqrt{x}$$\n\n"
 )
 
 
@@ -210,14 +210,20 @@ async def test_a_chat_can_be_renamed_regenerated_edited_stopped_searched_and_exp
         assert browser.text(".side a[aria-current] .name") == "My <b>garden</b>"
 
     def draft() -> None:
-        """Leave a message half written, by a shortcut, and come back to it."""
+        """Leave a message half written, for another variant and by shortcuts, and come back to it."""
         here = browser.run("return location.hash")
         browser.type("#message", "On and")
+        browser.click("", ".switch button")
+        browser.wait_for("location.hash !== arguments[0] && document.querySelector('.switch')", here)
+        assert browser.run("return document.querySelector('#message').value") == "On and"
         browser.run(
             "dispatchEvent(new KeyboardEvent('keydown', { key: 'O', ctrlKey: true, shiftKey: true }))"
         )
         browser.wait_for("location.hash === '#/' && document.querySelector('#message')?.value === ''")
+        browser.run("location.hash = '#/workers'")
+        browser.wait_for("!document.querySelector('.side')")
         browser.run("dispatchEvent(new KeyboardEvent('keydown', { key: 'k', ctrlKey: true }))")
+        browser.wait_for("document.querySelector('.conversation > p')?.innerText.startsWith('It begins')")
         assert browser.run("return document.activeElement.type") == "search"
         browser.run("location.hash = arguments[0]", here)
         browser.wait_for("document.querySelector('#message')?.value === 'On and'")
@@ -228,6 +234,8 @@ async def test_a_chat_can_be_renamed_regenerated_edited_stopped_searched_and_exp
         browser.type("input[placeholder='what fits']", "0000")  # it still has the 5
         browser.type("#message", " on\ue007")  # behind its draft
         browser.wait_for(f"({ANSWER}).length > 20")
+        browser.type(".side input", ESCAPE)  # stops nothing
+        browser.wait_for(f"({ANSWER}).length > arguments[0]", 20 + browser.run(f"return ({ANSWER}).length"))
         browser.type("#message", "And then?\ue007")
         browser.wait_for("document.querySelectorAll('.turn.waiting').length === 2")
         browser.type("body", "\ue00c")  # Escape
@@ -254,6 +262,8 @@ async def test_a_chat_can_be_renamed_regenerated_edited_stopped_searched_and_exp
         browser.click("Rhubarb?", ".side .name")
         browser.wait_for("document.querySelector('.rich td')?.innerText === '1'")
         assert browser.text(".rich li strong") == "b"
+        fits = "[...document.querySelectorAll('.wide')].every((one) => one.scrollHeight === one.clientHeight)"
+        assert browser.run(f"return {fits}"), "no table or formula scrolls up and down"
         assert browser.run("return document.querySelector('math msqrt').namespaceURI.endsWith('MathML')")
         assert browser.text(".said.assistant .who") == endless_model.name
         assert browser.text(".code .code-k").strip() == "return"

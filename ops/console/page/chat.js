@@ -1,5 +1,6 @@
 /* The form of a chat: it asks a question, which the log keeps until a worker answers. */
 
+import { stem } from "./conversations.js";
 import { exact, made, path, post, tell, toast } from "./dom.js";
 
 export const isNearEnd = () => innerHeight + scrollY > document.documentElement.scrollHeight - 160;
@@ -52,8 +53,8 @@ function counter(name) {
   } };
 }
 
-/* A draft is kept by this browser until it is sent; `given` is null for a new chat. */
-const draft = (given) => `draft:${given ?? ""}`;
+/* A draft of a conversation, whichever variant is shown, is kept by this browser until it is sent; `given` is null for a new chat. */
+const draft = (given) => `draft:${stem(given ?? "")}`;
 export const dropDraft = (name) => localStorage.removeItem(draft(name));
 
 /* `sent` is called when a question is in the log, `stop` to cancel what waits and runs. */

@@ -19,7 +19,7 @@ let typing, turn = 0, current = null;
 const search = made("input", { type: "search", placeholder: "Search all messages", title: "Ctrl K", "aria-label": "Search all messages", autocomplete: "off", input: () => {
   clearTimeout(typing);
   typing = setTimeout(refresh, 300);
-} });
+}, keydown: (event) => { if (event.key === "Escape") event.stopPropagation(); } });  // it clears the field, and stops no answer
 export function seek() {
   const side = search.closest("details");
   if (side) side.open = true;

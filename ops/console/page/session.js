@@ -60,7 +60,7 @@ export function session(main, given, about) {
     for (const one of varied.members) if (!await act(action, {}, one)) return;
     if (action !== "forget") return void refresh();
     entitle(name, "");
-    varied.members.forEach(dropDraft);
+    dropDraft(name);
     location.hash = "#/";
   }
   async function rename() {
@@ -192,7 +192,7 @@ export function session(main, given, about) {
     if (row) more_.show(row, cost, pins);
     put(found.turns);
     earlier.hidden = !more;
-    if (isFirst && !box.hidden) box.querySelector("textarea").focus({ preventScroll: true });
+    if (isFirst && !box.hidden && document.activeElement === main) box.querySelector("textarea").focus({ preventScroll: true });
     isFirst = false;
     if (isChanged && row) { more_.drawTree(); seePins(); }
     if (isChanged || Date.now() > listed + 20000) { listed = Date.now(); beside.refresh(); }
