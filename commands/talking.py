@@ -360,7 +360,7 @@ def _own_prefixes() -> list[str]:
 
 def command_line(settings: Settings, command: str, names: Sequence[str] = CLIENT_SETTINGS) -> str:
     """Return the shell command that runs `command` with the settings of these names, without credentials."""
-    standard, words = type(settings)(), [program(), command]
+    standard, words = type(settings)(), [command]
     # A supervisor derives its models' prefixes itself; with --prefix, `serve` would serve a single model.
     is_named = command == "serve" and settings.prefix in _own_prefixes()
     for name in names:
@@ -369,4 +369,4 @@ def command_line(settings: Settings, command: str, names: Sequence[str] = CLIENT
         value = getattr(settings, name)
         if name not in _OF_A_USER and value != getattr(standard, name):
             words += [f"--{name.replace('_', '-')}", shown(value) if name == "nats" else str(value)]
-    return shlex.join(words)
+    return f"{program()} {shlex.join(words)}"

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -331,7 +332,9 @@ def main(
         for tenant in write(folder, tenants, prefix, limits, rotated):
             if url:
                 asyncio.run(mirror(folder, tenant, url, Subjects(prefix), keep_s, max_mib * _MIB))
-            click.echo(f"{tenant}: --tenant {tenant} --nats-nkey {folder / tenant}.client.nk")
+            click.echo(
+                f"{tenant}: --tenant {tenant} --nats-nkey {shlex.quote(f'{folder / tenant}.client.nk')}"
+            )
     except (OSError, TurnkeepError) as error:
         raise click.ClickException(str(error)) from None
     _say_what_is_next(folder, is_cluster=limits.copies > 1, is_done=bool(url))
@@ -339,8 +342,10 @@ def main(
 
 def _say_what_is_next(folder: Path, *, is_cluster: bool, is_done: bool) -> None:
     """Print which program uses which seed and, unless `is_done`, how to start the server."""
-    click.echo(f"workers: --nats-nkey {folder / 'worker.nk'}")
-    click.echo(f"exporter, top, console (workers only): --nats-nkey {folder / 'metrics.nk'}")
+    click.echo(f"workers: --nats-nkey {shlex.quote(str(folder / 'worker.nk'))}")
+    click.echo(
+        f"exporter, top, console (workers only): --nats-nkey {shlex.quote(str(folder / 'metrics.nk'))}"
+    )
     if not is_done:
         start = f"-c {CLUSTER} --name NAME on each node" if is_cluster else f"-c {_CONF}"
         click.echo(f"start nats-server {start} in {folder}, and run this again with --nats", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 from bench.cli import NAMES
 from commands.cache import cache
 from commands.cli import main
+from worker.process.installed import as_installed, program
 
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
 NUMBERS = {"seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11, "twelve": 12}
@@ -99,6 +101,16 @@ def test_help_lists_every_command_with_its_description_without_importing_them() 
         command = main.get_command(click.Context(main), name)
         assert command
         assert f"{name} {command.short_help}" in listed
+
+
+def test_a_program_in_a_folder_with_spaces_is_named_as_a_shell_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = tmp_path / "Application Support" / "turnkeep"
+    monkeypatch.setattr(sys, "argv", [str(called)])
+    assert shlex.split(program()) == [str(called)]
+    monkeypatch.setattr(sys, "executable", str(called.with_name("python")))
+    assert shlex.split(as_installed("pip install x")) == [str(called.with_name("pip")), "install", "x"]
 
 
 def test_the_documentation_page_of_commands_names_every_command() -> None:

@@ -53,7 +53,8 @@ def run(tmp_path: Path) -> Run:
 
     def run(*words: str, on_mac: bool = False, **more: str) -> subprocess.CompletedProcess[str]:
         program = (
-            "import sys; from pathlib import Path; from commands import service;"
+            "import os, sys; from pathlib import Path; from commands import service;"
+            f"os.getppid = lambda: {1 if on_mac else 2};"
             f"service._ON_MAC = {on_mac}; service._DAEMONS = Path({str(tmp_path / 'daemons')!r});"
             "sys.argv = ['/opt/tk/bin/turnkeep', *sys.argv[1:]];"
             "from commands.cli import main; main(prog_name='turnkeep')"
@@ -184,8 +185,9 @@ def test_launchd_does_not_restart_a_worker_whose_settings_are_wrong(run: Run, co
     made = plistlib.loads(units.agent(["turnkeep"], config.parent, config.parent / "log"))
     assert made["KeepAlive"] == {"SuccessfulExit": False}
     config.write_text("modle = 'x'\n")
-    for environment_, code in (({}, 2), (made["EnvironmentVariables"], 0)):
-        done = run("serve", "--config", str(config), **environment_)
+    of_service = made["EnvironmentVariables"]
+    for environment_, is_of_launchd, code in (({}, True, 2), (of_service, True, 0), (of_service, False, 2)):
+        done = run("serve", "--config", str(config), on_mac=is_of_launchd, **environment_)
         assert (done.returncode, "modle" in done.stderr) == (code, True), done.stderr
 
 

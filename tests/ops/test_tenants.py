@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shlex
 import signal
 import stat
 import subprocess
@@ -71,7 +72,7 @@ class Server:
 @pytest.fixture
 async def server(tmp_path: Path, local_worker: Any) -> AsyncIterator[Server]:
     """A NATS server with a worker, and accounts for the tenants acme and beta."""
-    folder = tmp_path / "nats"
+    folder = tmp_path / "Application Support"
     made = Server(folder)
     assert "run this again with --nats" in await add(folder, "acme", "beta")
     port = made.url.rpartition(":")[2]
@@ -88,7 +89,7 @@ async def server(tmp_path: Path, local_worker: Any) -> AsyncIterator[Server]:
         seed = folder / "worker.nk"
         worker = await local_worker(nats=made.url, nats_nkey=seed, prefix="turnkeep")
         printed = await add(folder, "--nats", made.url)
-        assert f"--tenant beta --nats-nkey {made.seed('beta.client')}" in printed
+        assert f"--tenant beta --nats-nkey {shlex.quote(str(made.seed('beta.client')))}" in printed
         made.process = process
         yield made
         await worker.stop()

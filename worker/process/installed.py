@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import json
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -22,11 +23,11 @@ _PIP: Final = re.compile(r"(?<![\w/])pip install ('turnkeep(?P<extra>\[\w+\])')?
 
 
 def program() -> str:
-    """Return the command that runs this program: `turnkeep`, or its path if the PATH does not find it."""
+    """Return the command that runs this program in a shell: `turnkeep`, or its path if not on the PATH."""
     called = Path(sys.argv[0])
     if called.name != "turnkeep" or shutil.which("turnkeep") == str(called.absolute()):
         return "turnkeep"
-    return _from_here(called)
+    return shlex.quote(_from_here(called))
 
 
 @contextlib.contextmanager
@@ -51,7 +52,7 @@ def as_installed(message: str) -> str:
 
 def _install(extra: str | None) -> str:
     beside = Path(sys.executable).with_name("pip")
-    pip = "pip" if shutil.which("pip") == str(beside) else _from_here(beside)
+    pip = "pip" if shutil.which("pip") == str(beside) else shlex.quote(_from_here(beside))
     if extra is None:
         return f"{pip} install "
     checkout = _checkout()

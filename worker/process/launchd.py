@@ -20,8 +20,11 @@ _MAX_LOG_BYTES: Final = 2**24
 
 
 def final_code(code: int) -> int:
-    """Return the exit code of a process that no restart can help; the log has the reason."""
-    return 0 if LOG in os.environ else code
+    """Return the exit code of a process that no restart can help; the log has the reason.
+
+    A child of the service keeps its code, which the service reads: only launchd itself is process 1.
+    """
+    return 0 if LOG in os.environ and os.getppid() == 1 else code
 
 
 class _BoundedLog:
