@@ -100,3 +100,23 @@ async def test_a_result_that_answers_no_call_of_the_last_answer_stays_where_it_c
     await generated(world, ask(1, *told))
     text = tokenizer.decode(last_context(world))
     assert text.index("late") < text.index("Wait.") < text.index("early")
+
+
+@pytest.mark.parametrize("came", ["c b a", "bc a", "c a"])
+async def test_results_of_calls_that_a_client_tells_are_read_in_the_order_of_the_calls(
+    tokenizer: Tokenizer, came: str
+) -> None:
+    async def context(groups: str) -> list[int]:
+        world = world_of(tokenizer, "Fine.")
+        told = [
+            [user("So?"), said(*"abc")],
+            *([result(one, one) for one in group] for group in groups.split()),
+        ]
+        for number, messages in enumerate(told):
+            assert isinstance(await world.ask(Append(id=f"a{number}", messages=messages)), Appended)
+        await generated(world, ask(1, user("Well?")))
+        await world.assert_fold_is_life()
+        return last_context(world)
+
+    in_order = "".join(sorted(came.replace(" ", "")))
+    assert await context(came) == await context(in_order)

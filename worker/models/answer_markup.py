@@ -356,8 +356,11 @@ def with_tools(
 
 
 def with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an assistant's message with its calls as text in the content, for templates without calls."""
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    """Return an assistant's message with its calls as text in the content, for templates without calls.
+
+    The calls' ids stay, as `call_ids`: results are put in their order.
+    """
+    calls = [call["function"] for call in message["tool_calls"]]
     said = [str(message.get("content") or "")] if message.get("content") else []
     said += [
         f'{GENERIC[0]}\n{{"name": {json.dumps(call["name"], ensure_ascii=False)},'
@@ -365,7 +368,7 @@ def with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
         for call in calls
     ]
     kept = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**kept, "content": "\n".join(said)}
+    return {**kept, "content": "\n".join(said), "call_ids": [one["id"] for one in message["tool_calls"]]}
 
 
 def with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:

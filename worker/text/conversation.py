@@ -432,9 +432,10 @@ def in_order(said: Sequence[Said]) -> list[Said]:
 def _calls_of(message: Message, answered: Container[int] = ()) -> dict[str, deque[int]]:
     """Return the indices of a message's calls by id, without those of calls that were `answered`."""
     found: dict[str, deque[int]] = {}
-    for index, call in enumerate(message.get("tool_calls") or ()):
+    ids = message.get("call_ids") or [call["id"] for call in message.get("tool_calls") or ()]
+    for index, one in enumerate(ids):
         if index not in answered:
-            found.setdefault(short_id(call["id"]), deque()).append(index)
+            found.setdefault(short_id(one), deque()).append(index)
     return found
 
 
