@@ -101,7 +101,7 @@ def test_the_launchd_file_has_only_known_keys_with_values_of_the_right_type() ->
 
 def test_the_lock_files_have_all_packages_that_the_images_extras_and_build_need() -> None:
     """dev.lock has all packages that the Dockerfile selects from it; with base.lock, none is missing."""
-    (names,) = re.findall(r"\^\(([a-z|-]+)\)==", (DEPLOY / "Dockerfile").read_text())
+    (names,) = re.findall(r"\^\(([a-z0-9|-]+)\)==", (DEPLOY / "Dockerfile").read_text())
     lock = (ROOT / "requirements" / "dev.lock").read_text()
     assert set(names.split("|")) <= set(re.findall(r"^([a-z0-9-]+)==", lock, re.MULTILINE))
     base = (ROOT / "requirements" / "base.lock").read_text()
