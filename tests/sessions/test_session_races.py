@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -354,7 +355,8 @@ async def test_a_last_attempt_that_is_cancelled_or_expires_stops_waiting_for_the
     seq = world.log.add("in", encode(request))
     world.log.notes.append(b'{"seq":%d,"attempts":2}' % seq)
     if way == "expired":
-        monkeypatch.setattr("worker.sessions.session.time", STORED.timestamp)
+        since = STORED.timestamp() - monotonic()
+        monkeypatch.setattr("worker.sessions.session.time", lambda: since + monotonic())
     async with asyncio.timeout(5), device_lock.enter(lambda: False):
         world.ring(seq, again=True)
         running = asyncio.create_task(world.session.run())
