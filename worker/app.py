@@ -536,6 +536,8 @@ class App:
             attachments=Attachments(journal, loaded.tokenizer, asides, max_message_bytes=max_bytes),
             ack=ack,
             disown=self._owners.disown,
+            is_elsewhere=self._owners.is_elsewhere,
+            give_back=intake.give_back,
             reading=Rotation(_MAX_READINGS),
             shares=Shares(settings.max_batch),
             attempts=self._attempts,

@@ -460,6 +460,11 @@ class Process:
         self.process.send_signal(number)
         self.process.wait(PATIENCE_S)
 
+    @property
+    def num_resumed(self) -> int:
+        """How often the worker has gone on with an interrupted answer."""
+        return self._log.read_text().count("resuming an interrupted answer")
+
 
 @pytest.fixture
 async def processes(
@@ -638,6 +643,28 @@ async def test_a_paused_worker_swallows_no_request_and_stores_no_second_result_w
         assert all(len(one) == 5 for one in found)
         assert {one[-1] for one in found} <= {*workers}
         assert workers[paused].process.poll() is None
+
+
+@pytest.mark.process
+async def test_a_worker_that_was_paused_in_mid_answer_leaves_the_answer_to_the_worker_that_goes_on(
+    nats_url: str, processes: Any, look: Any
+) -> None:
+    """Otherwise each would end the other's attempt, by turns, until the answer is complete."""
+    prefix, workers = await processes("first", "second")
+    log = look(prefix)
+    async with connect(nats_url, prefix=prefix) as client:
+        generation = client.session("s").generate(text="eee", max_tokens=8000, timeout_s=PATIENCE_S)
+        num_tokens, paused, is_awake = 0, "", False
+        async for chunk in generation:
+            num_tokens += len(chunk.tokens)
+            if num_tokens > 40 and not paused:
+                paused = await log.owner("s")
+                workers[paused].process.send_signal(signal.SIGSTOP)
+            if paused and not is_awake and sum(one.num_resumed for one in workers.values()):
+                is_awake = True
+                workers[paused].process.send_signal(signal.SIGCONT)
+        assert is_awake
+    assert sum(one.num_resumed for one in workers.values()) <= 2
 
 
 async def test_other_workers_serve_the_sessions_of_a_worker_that_still_loads_its_model(

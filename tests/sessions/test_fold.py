@@ -290,6 +290,8 @@ class World:
             outbox=self.outbox,  # type: ignore[arg-type]
             ack=self._release,
             disown=lambda _: None,
+            is_elsewhere=nothing,
+            give_back=nothing,
             reading=Rotation(2),
             shares=Shares(4),
             attempts=Attempts(self.log, 3),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine
     from typing import Any
 
     from turnkeep_client.subjects import SessionKey
@@ -30,7 +30,8 @@ class Services:
     """The objects that every session uses.
 
     `ack` acknowledges the deliveries of a session that has answered all its requests; `disown` notes that
-    another worker has stored a result of a session. `shares` limits how many sessions of a tenant work at
+    another worker has stored a result of a session, `is_elsewhere` says whether another running worker has it
+    now, and `give_back` returns its deliveries. `shares` limits how many sessions of a tenant work at
     once, `reading` how many logs are read at once, for whichever tenant. `build` is the header of every
     result that names the worker, its version, device and precision.
     """
@@ -44,6 +45,8 @@ class Services:
     attachments: Attachments
     ack: Callable[[SessionKey], Coroutine[Any, Any, None]]
     disown: Callable[[SessionKey], None]
+    is_elsewhere: Callable[[SessionKey], Awaitable[bool]]
+    give_back: Callable[[SessionKey], Awaitable[None]]
     reading: Rotation
     shares: Shares
     attempts: Attempts

@@ -242,8 +242,16 @@ class Session:
                         if not self.has_work:  # else a delivery came meanwhile
                             return
             except FencedError as error:
-                log.warning("this session was changed elsewhere; reading its log anew", why=str(error))
-                self.forget()
+                if await self._services.is_elsewhere(self.key):  # else both would answer it, by turns
+                    log.warning("another worker has taken this session over", why=str(error))
+                    self.forget()
+                    self.log.unring()
+                    await self._services.give_back(self.key)
+                    if not self.has_work:  # else a delivery came meanwhile
+                        return
+                else:
+                    log.warning("this session was changed elsewhere; reading its log anew", why=str(error))
+                    self._drop_state()
             except CutOffError:
                 self.log.reset(whole=True)  # a request needs an early part of the session
 
@@ -324,8 +332,12 @@ class Session:
         return _no_cancel(known.request.id, is_answered=True)
 
     def forget(self) -> None:
-        """Drop the session's state in memory and its KV on the device; the next `run` reads the log again."""
+        """Drop what this worker has of the session, and its ownership; the next `run` reads the log again."""
         self._services.disown(self.key)
+        self._drop_state()
+
+    def _drop_state(self) -> None:
+        """Drop the session's state in memory and its KV on the device."""
         if self.log.server == self._services.journal.server:  # after a restart the log is mostly the same
             self._services.engine.forget(self.key)
         self.log.reset()

@@ -113,6 +113,10 @@ class SessionLog:
         self._note_rung(delivery.seq)
         self.delivered = self.delivered or delivery
 
+    def unring(self) -> None:
+        """Forget the deliveries, since another worker has the session now."""
+        self.delivered, self._rung_seq = None, 0
+
     def _note_rung(self, seq: int) -> None:
         server = self._services.journal.server
         if self._rung_server != server:

@@ -387,6 +387,13 @@ class Intake:
         with contextlib.suppress(nats.errors.Error, OSError):
             await message.ack()
 
+    async def give_back(self, key: SessionKey) -> None:
+        """Return a session's delivery (nak), since another worker has the session now."""
+        message = self._drop(key)
+        if message is not None and self._is_checked:
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await message.nak()
+
     def _drop(self, key: SessionKey) -> Msg | None:
         message = self._anchors.pop(key, None)
         if message is not None:

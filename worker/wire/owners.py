@@ -200,6 +200,10 @@ class Owners:
         came_before = bool(self._members.others) and _came_before(message)
         return not came_before or self.intake.expects(key, _seq(message))
 
+    async def is_elsewhere(self, key: SessionKey) -> bool:
+        """Whether a session belongs to another running worker now, as after this one was paused."""
+        return bool(self._members.others) and (await self._owner(key)).member is not None
+
     def disown(self, key: SessionKey) -> None:
         """Give up this worker's ownership of a session, and remove its claim."""
         if claim_seq := self._held.pop(key, 0):
