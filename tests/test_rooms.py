@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -50,6 +51,43 @@ MLX = {
 NATS = {
     *(f"protocol/turnkeep_client/{name}.py" for name in ("wire", "direct", "nats_client")),
     "worker/wire",
+}
+
+#: The lines of Python in each room and in the folders of `worker` and `tests`, and the words of the pages.
+#: These figures only go down: a change that makes a room smaller lowers its figure, and one that needs more
+#: says why in a comment at the figure.
+SIZES = {
+    "bench": 6_299,
+    "cache": 10_167,
+    "commands": 7_118,
+    "gateway": 7_104,
+    "ops": 6_188,
+    "protocol": 5_820,
+    "tests": 81_503,
+    "tests/bench": 1_785,
+    "tests/cache": 9_458,
+    "tests/commands": 3_404,
+    "tests/device": 10_284,
+    "tests/examples": 433,
+    "tests/gateway": 7_565,
+    "tests/model": 6_652,
+    "tests/ops": 7_214,
+    "tests/packaging": 870,
+    "tests/process": 5_784,
+    "tests/protocol": 3_707,
+    "tests/sessions": 15_121,
+    "tests/simulation": 5_260,
+    "tests/soak": 2_576,
+    "words": 95_486,
+    "worker": 32_449,
+    "worker/batch": 4_616,
+    "worker/device": 4_687,
+    "worker/models": 5_734,
+    "worker/observe": 667,
+    "worker/process": 1_775,
+    "worker/sessions": 5_389,
+    "worker/text": 2_996,
+    "worker/wire": 4_850,
 }
 
 #: The packages of the gateway that translate an HTTP API to the common form in `turn`.
@@ -221,6 +259,27 @@ def circle(*, of_types: bool) -> str:
     except CycleError as error:
         return " <- ".join(error.args[1])
     return ""
+
+
+def sizes() -> dict[str, int]:
+    """Return what `SIZES` has, as it is now."""
+    found = Counter[str]()
+    for path in (*modules(), *(ROOT / "tests").rglob("*.py")):
+        room, *more = path.relative_to(ROOT).parts
+        num_lines = path.read_bytes().count(b"\n")
+        found[room] += num_lines
+        if room in {"worker", "tests"} and len(more) > 1:
+            found[f"{room}/{more[0]}"] += num_lines
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    found["words"] = sum(len(path.read_text().split()) for path in pages if "reference" not in path.parts)
+    return dict(sorted(found.items()))
+
+
+def test_no_room_is_larger_than_its_figure_and_a_smaller_one_has_a_lower_figure():
+    """Size is a cost. The message has the figures of `SIZES` that are to change."""
+    now = sizes()
+    assert {name: num for name, num in now.items() if SIZES.get(name) != num} == {}
+    assert SIZES.keys() == now.keys()
 
 
 def test_no_modules_import_each_other_in_a_circle():
