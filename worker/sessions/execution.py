@@ -347,7 +347,7 @@ class Execution:
         """Add a request's input to a history, on a thread if it may be long. Raises `RefusedError`."""
         for one in [] if self._placeholders else unread(request.messages or ()):
             if one.is_lost:
-                raise RefusedError("invalid_request", f"{one.where}: {one.refusal}")
+                raise RefusedError("invalid_request", f"{one.where}: {one.refusal}", field=one.where)
         num_given = len(request.text or request.tokens or ()) + len(getattr(request, "prefix", ""))
         if request.messages or num_given > _LITTLE or history.conversation.has_messages:
             return await self._fold.extended(key.tenant, history, request)
