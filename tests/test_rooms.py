@@ -46,7 +46,7 @@ FACE = {"names", "kv", "store"}
 MLX = {
     "cache/kv",
     *("worker/device", "worker/batch", "worker/models", "worker/sizing.py"),
-    *(f"bench/programs/{name}.py" for name in ("quality", "device", "in_process", "speculation")),
+    *(f"bench/programs/{name}.py" for name in ("device", "in_process")),
 }
 NATS = {
     *(f"protocol/turnkeep_client/{name}.py" for name in ("wire", "direct", "nats_client")),

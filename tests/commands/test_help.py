@@ -18,7 +18,7 @@ from commands.cli import main
 from worker.process.installed import as_installed, program
 
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
-NUMBERS = {"seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11, "twelve": 12}
+NUMBERS = {"six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11, "twelve": 12}
 
 
 def groups(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

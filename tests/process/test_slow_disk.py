@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from structlog.testing import capture_logs
 
-from bench import disk
 from cache.disk import format as snapshot_format
 from cache.store import Store
 from worker import app as app_module
@@ -56,7 +55,7 @@ async def test_after_a_full_queue_on_a_slow_disk_the_next_worker_prefills_at_mos
     worker_process: Callable[..., WorkerProcess], endless_model: Path, end: str
 ) -> None:
     process = worker_process("--block-tokens", f"{BLOCK}", "--writer-queue", "1MiB", model=endless_model)
-    process.command[1:3] = [str(Path(disk.__file__)), SLOW, "commands"]
+    process.command[1:3] = [str(Path(__file__).with_name("slow_disk.py")), SLOW, "commands"]
     process.start()
     client = await process.client()
     await appended(client)
