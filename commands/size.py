@@ -130,7 +130,7 @@ def weigh(settings: Settings) -> Needs:
         context_tokens=max_context,
         sampling=loaded.sampling,
         reasoning=loaded.tokenizer.markup.has_reasoning,
-        makes=loaded.makes(settings.pooling),
+        makes=loaded.makes(),
         weight_bytes=loaded.weight_bytes,
         model_changed_s=loaded.changed_s,
         least_bytes=device_bytes(sized, least, block=block, **sizes),

@@ -154,14 +154,6 @@ def told(warnings: Sequence[Warned]) -> dict[str, str]:
     return {WARNINGS: shown[:_MOST_SHOWN]} if shown else {}
 
 
-def all_read(turn: Turn) -> Turn:
-    """Return `turn` if the model can read all of the content, else raise `Fault`."""
-    for one in turn.warnings:
-        if one.is_lost:
-            raise refused(one.refusal, one.where)
-    return turn
-
-
 def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
     """Decode a request's body; unpaired surrogates become replacement characters. Raises `Fault`."""
     try:

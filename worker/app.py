@@ -410,7 +410,7 @@ class App:
             ("metrics", partial(self._publish_metrics, Outbox(nc, self._subjects), intake)),
         ):
             parts.start_soon(self._run_part, name, part)
-        if sys.platform == "darwin" and self._settings.keep_awake == "on":
+        if sys.platform == "darwin":
             parts.start_soon(self._run_part, "keep-awake", partial(keep_awake, self._is_busy))
 
     def _is_busy(self) -> bool:
@@ -482,7 +482,7 @@ class App:
 
     def _embedder(self, services: Services) -> Embedder:
         loaded = self._model.loaded
-        told = loaded.config, loaded.folder, self._settings.pooling
+        told = loaded.config, loaded.folder
         return Embedder(
             self._engine,
             loaded.tokenizer,
@@ -571,7 +571,6 @@ class App:
             limits=limits,
             max_result_bytes=settings.max_message_bytes,
             own_sampling=loaded.sampling,
-            placeholders=settings.placeholders == "on",
             token_ttl_s=settings.token_ttl_s,
             directory=self._members.me.directory,
             erasures=self._erasures,

@@ -103,7 +103,7 @@ class ModelStart:
         self._log(loaded)
         self.context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
         self.kv_bytes = self._kv_limit()
-        self.makes = loaded.makes(settings.pooling)
+        self.makes = loaded.makes()
         self._check_policy()
         self.is_loaded = True
 
@@ -133,7 +133,6 @@ class ModelStart:
             limit_bytes=settings.device_memory,
             max_draft=settings.max_draft,
             load_draft=load_draft,
-            wired_bytes=settings.wired_memory,
             trials=trials,
         )
 

@@ -153,11 +153,6 @@ class Settings:
         None,
         "bits per number in KV, in memory and on disk; full is the type of the weights",
     )
-    pooling: str = _setting(
-        kinds.choice("auto", "last", "rank"),
-        "auto",
-        "what the model makes of texts: embeddings (last), or scores (rank); auto is what it was trained for",
-    )
     cache_policy: Policy = _setting(
         kinds.word_or("full", FULL, kinds.POLICY),
         FULL,
@@ -183,11 +178,6 @@ class Settings:
         600.0,
         "time without a request until a model of turnkeep.toml's [models] is unloaded; off: until another"
         " one needs its memory",
-    )
-    wired_memory: int | None = _setting(
-        kinds.word_or("off", None, kinds.size(kinds.MIB)),
-        None,
-        "memory that macOS must not page out, on Metal; other devices have no such limit",
     )
     spare_memory: int = _setting(
         kinds.size(0, kinds.GIB),
@@ -283,11 +273,6 @@ class Settings:
         None,
         "tokens that one session may hold; auto is the model's limit",
     )
-    placeholders: str = _setting(
-        kinds.choice("on", "off"),
-        "on",
-        "whether a text stands for images and the like, which no model here can read; off refuses them",
-    )
     gateway_ttl_s: float | None = _setting(
         kinds.word_or("off", None, kinds.duration(1, 10 * 365 * 86400)),
         30 * 86400.0,
@@ -335,11 +320,6 @@ class Settings:
         "1s" if sys.platform == "darwin" else "always",
         "when the worker's own NATS server syncs to disk; a power cut loses later writes."
         " On macOS, where a sync takes 5 to 20 ms, the default is 1s",
-    )
-    keep_awake: str = _setting(
-        kinds.choice("on", "off"),
-        "on",
-        "macOS: whether to prevent sleep while requests are at work; a closed lid still makes it sleep",
     )
     health: kinds.Endpoint | None = _setting(
         kinds.word_or("off", None, kinds.ENDPOINT),
