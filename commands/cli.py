@@ -85,7 +85,6 @@ _COMMANDS: Final = {
             " position on."
         ),
     ),
-    "rm": ("close", "Remove sessions, open or closed: the same as close --forget."),
     "run": (
         "run",
         "Talk with MODEL, or answer MESSAGE; downloads the model, and starts a worker, if need be.",
