@@ -103,10 +103,6 @@ _COMMANDS: Final = {
         "Show which sessions were forked from which; with SESSION, only the tree that it is in.",
     ),
     "unpin": ("control", "Remove the pins of SESSION's tokens; their KV may then be evicted."),
-    "url": (
-        "url",
-        "Print the URL of the worker's own NATS server for other programs; its token is part of it.",
-    ),
 }
 
 

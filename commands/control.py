@@ -12,7 +12,10 @@ from msgspec import UNSET
 from ops.log.ending import check_open
 from turnkeep_client.errors import NotPermittedError, NoWorkerError, RequestFailedError, TurnkeepError
 from turnkeep_client.messages import encode
+from worker.process.datadir import TOKEN_NAME, noted_nats
 from worker.process.formatting import size, span
+from worker.process.settings import SettingsError
+from worker.wire.credentials import own_token
 
 from .flags import SpanType, as_json, tag_option, tenant_option, tool_option, with_settings
 from .printing import table
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics, SessionInfo
+    from worker.process.settings import Settings
 
     from .flags import Given
 
@@ -80,10 +84,35 @@ async def open_(
 @click.argument("session", required=False)
 @tenant_option
 @as_json
-@with_client
-async def info(client: Client, session: str | None, as_json: bool) -> None:
-    """Show a session and its worker; without SESSION, show the worker alone."""
-    await print_info(client, session, as_json=as_json)
+@click.option(
+    "--url", is_flag=True, help="Only print the URL of the worker's own NATS server, with its token."
+)
+@with_settings(*CLIENT_SETTINGS)
+def info(given: Given, session: str | None, tenant: str, as_json: bool, url: bool) -> None:
+    """Show a session and its worker; without SESSION, show the worker alone.
+
+    Other programs connect to the worker's own NATS server at the URL that --url prints.
+    """
+    settings = given.load()
+    if url:
+        click.echo(_own_url(settings))
+    else:
+        talk(settings, tenant, lambda client: print_info(client, session, as_json=as_json))
+
+
+def _own_url(settings: Settings) -> str:
+    """Return the URL of the data directory's NATS server, with its token. Raises `SettingsError`."""
+    token = own_token(settings.data_dir)
+    if token is None:
+        raise SettingsError(
+            f"there is no {settings.data_dir / TOKEN_NAME}; start its worker, or name another --data-dir"
+        )
+    nats = noted_nats(settings.data_dir) or settings.own_port
+    if isinstance(nats, str):
+        raise SettingsError(
+            f"the worker of {settings.data_dir} has no NATS server of its own; it uses {nats}"
+        )
+    return f"nats://{token}@127.0.0.1:{nats}"
 
 
 async def print_info(client: Client, name: str | None, *, as_json: bool = False) -> None:

@@ -53,10 +53,10 @@ async def test_commands_read_the_nats_token_from_the_data_directory(worker: Loca
     assert "needs a terminal" in done.stderr, "it has come further than the connection"
 
 
-async def test_the_command_url_prints_an_address_that_other_programs_can_connect_to(
+async def test_info_url_prints_an_address_that_other_programs_can_connect_to(
     worker: LocalWorker,
 ) -> None:
-    done = await command("url", *place(worker)[:2])
+    done = await command("info", "--url", *place(worker)[:2])
     assert done.returncode == 0
     client = await nats.connect(done.stdout.strip())
     assert (await client.request("$SRV.PING", timeout=5)).data
@@ -101,7 +101,7 @@ async def test_a_command_without_the_right_token_fails_and_names_the_data_direct
         f"turnkeep: the NATS server at nats://127.0.0.1:{port} wants a token, and there is no"
         f" {other}/nats-token; its worker has --data-dir {worker.settings.data_dir}\n"
     )
-    done = await command("url", *where[:2])
+    done = await command("info", "--url", *where[:2])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"turnkeep: there is no {other}/nats-token; start its worker, or name another --data-dir\n"
