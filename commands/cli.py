@@ -40,7 +40,6 @@ _COMMANDS: Final = {
         "console",
         "Serve a web page with all workers of a prefix, a tenant's sessions and a chat, until Ctrl-C.",
     ),
-    "count": ("control", "Count the tokens that a question would add to a session, without asking it."),
     "dead": (
         "sessions",
         "Requests that workers gave up: each crashed the worker or failed on every attempt.",

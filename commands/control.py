@@ -1,4 +1,4 @@
-"""The commands `open`, `info`, `count`, `cancel`, `pin` and `unpin`: requests that generate no tokens."""
+"""The commands `open`, `info`, `cancel`, `pin` and `unpin`: requests that generate no tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from worker.process.formatting import size, span
 from worker.process.settings import SettingsError
 from worker.wire.credentials import own_token
 
-from .flags import SpanType, as_json, tag_option, tenant_option, tool_option, with_settings
+from .flags import SpanType, as_json, tag_option, tenant_option, with_settings
 from .printing import table
 from .screen import complain
 from .talking import CLIENT_SETTINGS, named, talk, with_client
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics, SessionInfo
     from worker.process.settings import Settings
@@ -180,42 +178,6 @@ def _waiting(session: SessionInfo) -> str:
     """Return the ids of waiting requests that the worker has listed, and the number of further ones."""
     num_more = session.num_waiting - len(session.waiting)
     return (", ".join(session.waiting) or "none") + (f" and {num_more} more" if num_more > 0 else "")
-
-
-@click.command()
-@click.argument("question", required=False)
-@click.option("--session", "name", metavar="NAME", help="As the next question of this session.")
-@click.option("--raw", is_flag=True, help="Count the text alone, without the chat template.")
-@tool_option
-@tenant_option
-@with_settings(*CLIENT_SETTINGS)
-def count(
-    given: Given,
-    question: str | None,
-    name: str | None,
-    tenant: str,
-    raw: bool,
-    tools: tuple[Path, ...],
-) -> None:
-    """Count the tokens that a question would add to a session, without asking it.
-
-    Piped input is added to QUESTION, or is the question if there is none.
-    """
-    from .ask import tools_of, whole_question
-
-    if raw and tools:
-        raise click.UsageError("--tool is for a conversation, not for --raw text")
-    text, known = whole_question(question), tools_of(tools) or None
-    said = [{"role": "user", "content": text}]
-
-    async def run(client: Client) -> None:
-        session = client.session(name or "any-new-session")
-        counted = await (
-            session.count(text=text, raw=True) if raw else session.count(messages=said, tools=known)
-        )
-        click.echo(f"{counted.tokens} tokens" + (f", to position {counted.position}" if name else ""))
-
-    talk(given.load(), tenant, run)
 
 
 @click.command()
