@@ -71,7 +71,6 @@ _COMMANDS: Final = {
     ),
     "log": ("log", "The log as a whole: verify it."),
     "model": ("model", "Models: list, describe, download, convert and remove them."),
-    "open": ("control", "Start SESSION under a cache policy, which it keeps until it is closed."),
     "pin": (
         "control",
         "Keep the KV of SESSION's tokens on disk, safe from eviction, until they are unpinned.",

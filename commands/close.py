@@ -47,7 +47,7 @@ async def close(
 ) -> bool:
     """End sessions. Some days later the worker removes them from the log.
 
-    `turnkeep open` can use the name of a closed session again. Tokens that belong also to another session or
+    `turnkeep chat` can use the name of a closed session again. Tokens that belong also to another session or
     to a pin stay on the worker's disk, even with --forget.
     """
     failed = False

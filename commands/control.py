@@ -1,4 +1,4 @@
-"""The commands `open`, `info`, `cancel`, `pin` and `unpin`: requests that generate no tokens."""
+"""The commands `info`, `cancel`, `pin` and `unpin`: requests that generate no tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker.process.formatting import size, span
 from worker.process.settings import SettingsError
 from worker.wire.credentials import own_token
 
-from .flags import SpanType, as_json, tag_option, tenant_option, with_settings
+from .flags import as_json, tenant_option, with_settings
 from .printing import table
 from .screen import complain
 from .talking import CLIENT_SETTINGS, named, talk, with_client
@@ -31,51 +31,6 @@ if TYPE_CHECKING:
 
 #: How long to wait for a metrics message; workers publish one every few seconds.
 _PATIENCE_S: Final = 15.0
-
-
-@click.command("open")
-@click.argument("session")
-@tenant_option
-@click.option(
-    "--policy",
-    type=click.Choice(["full", "sink_window", "paged"]),
-    help="Tokens with KV: all, the first and the last ones, or all on SSD and some on the device."
-    " [default: the worker's]",
-)
-@click.option("--sink", metavar="N", type=int, help="First tokens that sink_window keeps. [default: 4]")
-@click.option("--window", metavar="N", type=int, help="Last tokens that sink_window keeps. [default: 1024]")
-@click.option(
-    "--resident", metavar="N", type=int, help="Tokens that paged has on the device. [default: 4096]"
-)
-@click.option(
-    "--pin",
-    metavar="START-END",
-    type=SpanType(),
-    multiple=True,
-    help="Tokens that paged always has there; may be given several times.",
-)
-@tag_option("A name for it, which `turnkeep sessions --tag` finds; may be given several times.")
-@with_client
-async def open_(
-    client: Client,
-    session: str,
-    policy: str | None,
-    sink: int | None,
-    window: int | None,
-    resident: int | None,
-    pin: tuple[tuple[int, int], ...],
-    tags: tuple[str, ...],
-) -> None:
-    """Start SESSION under a cache policy, which it keeps until it is closed.
-
-    Not needed for the worker's default policy: a session's first request starts it. Under sink_window a
-    session may grow without limit, in memory of a fixed size. Under paged the model can use all of it, up to
-    its context length: prompts read all KV from SSD, answers only the KV that matters to them.
-    """
-    asked = {"policy": policy, "sink": sink, "window": window, "resident": resident, "pin": pin or None}
-    cache = {name: value for name, value in asked.items() if value is not None}
-    opened = await client.session(session).open(cache, tags=tags, timeout_s=30)
-    click.echo(f"opened {session} under {opened.cache or 'full'}")
 
 
 @click.command()

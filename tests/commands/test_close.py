@@ -49,9 +49,9 @@ async def test_close_closes_the_named_sessions_or_removes_them(local_worker: Sta
     assert listed.stdout.endswith("1 of 1 sessions; 2 more were removed: --state forgotten lists them\n")
     done = await command("close", "--forget", "b", *where(worker))
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "turnkeep: session b was closed or removed; turnkeep open b starts it anew\n", (
-        "a removal of what is gone"
-    )
+    assert (
+        done.stderr == "turnkeep: session b was closed or removed; turnkeep chat --session b starts it anew\n"
+    ), "a removal of what is gone"
 
 
 async def test_commands_on_an_unknown_session_fail_in_one_line_and_create_no_session(
