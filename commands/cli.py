@@ -40,7 +40,6 @@ _COMMANDS: Final = {
         "console",
         "Serve a web page with all workers of a prefix, a tenant's sessions and a chat, until Ctrl-C.",
     ),
-    "count": ("control", "Count the tokens that a question would add to a session, without asking it."),
     "dead": (
         "sessions",
         "Requests that workers gave up: each crashed the worker or failed on every attempt.",
@@ -72,7 +71,6 @@ _COMMANDS: Final = {
     ),
     "log": ("log", "The log as a whole: verify it."),
     "model": ("model", "Models: list, describe, download, convert and remove them."),
-    "open": ("control", "Start SESSION under a cache policy, which it keeps until it is closed."),
     "pin": (
         "control",
         "Keep the KV of SESSION's tokens on disk, safe from eviction, until they are unpinned.",
@@ -85,7 +83,6 @@ _COMMANDS: Final = {
             " position on."
         ),
     ),
-    "rm": ("close", "Remove sessions, open or closed: the same as close --forget."),
     "run": (
         "run",
         "Talk with MODEL, or answer MESSAGE; downloads the model, and starts a worker, if need be.",
@@ -104,10 +101,6 @@ _COMMANDS: Final = {
         "Show which sessions were forked from which; with SESSION, only the tree that it is in.",
     ),
     "unpin": ("control", "Remove the pins of SESSION's tokens; their KV may then be evicted."),
-    "url": (
-        "url",
-        "Print the URL of the worker's own NATS server for other programs; its token is part of it.",
-    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands share: the settings, and the sampling options."""
+"""Options that several commands share: the settings, and how answers are made."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ import click
 
 from turnkeep_client.errors import TurnkeepError
 from worker.process import setting_sources
-from worker.process.setting_kinds import parse_duration
+from worker.process.setting_kinds import POLICY, parse_duration
 from worker.process.settings import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from turnkeep_client.session import Sampling
     from worker.process.settings import Settings
 
 
@@ -69,13 +70,6 @@ tenants_option = click.option(
 def tag_option(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add `--tag`, passed as the tuple `tags`."""
     return click.option("--tag", "tags", metavar="TAG", multiple=True, help=help_text)
-
-
-reasoning_option = click.option(
-    "--reasoning",
-    type=click.Choice(["show", "hide"]),
-    help="Whether to print the model's reasoning. [default: on a terminal, dimmed]",
-)
 
 
 tool_option = click.option(
@@ -294,43 +288,75 @@ def _biases(
     return found or None
 
 
-def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the sampling options, passed as `sampling` (None: not given), and `--system`."""
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """How answers are made: the options that `ask`, `chat` and `run` have in common.
+
+    In `sampling`, None is an option that was not given. `cache` is the policy of a session that the first
+    request starts; None is the worker's default. `reasoning` is `show`, `hide` or None.
+    """
+
+    sampling: Sampling
+    system: str | None
+    cache: Mapping[str, Any] | None
+    reasoning: str | None
+
+
+def _cache_policy(
+    _context: click.Context, _option: click.Parameter, value: str | None
+) -> dict[str, Any] | None:
+    """Parse a cache policy, written as the setting `cache_policy`, to the fields of an open."""
+    if value is None:
+        return None
+    if value == "full":
+        return {"policy": value}
+    try:
+        policy = POLICY.parse(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} must be full, {POLICY.wants}") from None
+    if policy.recall:
+        return {"policy": "paged", "resident": policy.most_tokens}
+    return {"policy": "sink_window", "sink": policy.sink, "window": policy.window}
+
+
+def with_answer_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of `AnswerOptions`, passed as `options`."""
     names = [flag.removeprefix("--").replace("-", "_") for flag, *_ in _SAMPLING]
 
     @functools.wraps(command)
-    def sampled(*args: Any, **options: Any) -> Any:
-        sampling = {name: options.pop(name) for name in (*names, "stop", "logit_bias", "ignore_eos")}
-        return command(*args, sampling=sampling, **options)
+    def called(
+        *args: Any, system: str | None, cache: dict[str, Any] | None, reasoning: str | None, **given: Any
+    ) -> Any:
+        sampling: Any = {name: given.pop(name) for name in (*names, "stop", "logit_bias", "ignore_eos")}
+        options = AnswerOptions(sampling=sampling, system=system, cache=cache, reasoning=reasoning)
+        return command(*args, options=options, **given)
 
-    sampled = click.option(
+    called = click.option(
         "--logit-bias",
         metavar="ID:BIAS",
         multiple=True,
         callback=_biases,
         help="Add to the logit of a token id, -100 to 100; may be repeated.",
-    )(sampled)
-    sampled = click.option(
+    )(called)
+    called = click.option(
         "--ignore-eos", is_flag=True, default=None, help="Go on behind the model's end of the answer."
-    )(sampled)
-    sampled = click.option(
+    )(called)
+    called = click.option(
         "--stop", metavar="TEXT", multiple=True, help="End before this text; may be repeated."
-    )(sampled)
+    )(called)
     for flag, metavar, kind, purpose in reversed(_SAMPLING):
-        sampled = click.option(flag, metavar=metavar, type=kind, help=purpose)(sampled)
-    return click.option("--system", metavar="TEXT", help="System message, sent first.")(sampled)
-
-
-class SpanType(click.ParamType[tuple[int, int]]):
-    """A range of positions, written START-END; END is not included."""
-
-    name = "span"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        """Parse an option's value."""
-        start, _, end = str(value).partition("-")
-        if not (start.isdecimal() and end.isdecimal()):
-            self.fail(f"{value!r} is not START-END, such as 0-200", param, ctx)
-        return int(start), int(end)
+        called = click.option(flag, metavar=metavar, type=kind, help=purpose)(called)
+    called = click.option(
+        "--cache-policy",
+        "cache",
+        metavar=f"full|{POLICY.shape}",
+        callback=_cache_policy,
+        help="Tokens of a new session with KV: all, the first and last, or all on SSD and RESIDENT on the"
+        " device. [default: the worker's]",
+    )(called)
+    called = click.option(
+        "--reasoning",
+        type=click.Choice(["show", "hide"]),
+        help="Whether to print the model's reasoning. [default: on a terminal, dimmed]",
+    )(called)
+    return click.option("--system", metavar="TEXT", help="System message, sent first.")(called)

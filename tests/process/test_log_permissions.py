@@ -36,7 +36,7 @@ ARGUMENTS = {
     "import": ["file", "--as", "copy"],
     "rewind": ["s"],
     "close": ["s"],
-    "rm": ["s"],
+    "close --forget": ["s"],
 }
 
 
