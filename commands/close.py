@@ -48,8 +48,8 @@ async def close(
 ) -> bool:
     """End sessions. Some days later the worker removes them from the log.
 
-    `turnkeep open` can use the name of a closed session again. Tokens that belong also to another session or
-    to a pin stay on the worker's disk, even with --forget.
+    `turnkeep open` can use the name of a closed session again. Tokens that belong also to another session
+    stay on the worker's disk, even with --forget.
     """
     return await _close(client, sessions, timeout_s, forget=forget, cancel=cancel)
 
