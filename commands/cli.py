@@ -71,10 +71,6 @@ _COMMANDS: Final = {
     ),
     "log": ("log", "The log as a whole: verify it."),
     "model": ("model", "Models: list, describe, download, convert and remove them."),
-    "pin": (
-        "control",
-        "Keep the KV of SESSION's tokens on disk, safe from eviction, until they are unpinned.",
-    ),
     "replay": ("replay", "Play recorded sessions again, and compare every token with the record."),
     "rewind": (
         "close",
@@ -100,7 +96,6 @@ _COMMANDS: Final = {
         "fork",
         "Show which sessions were forked from which; with SESSION, only the tree that it is in.",
     ),
-    "unpin": ("control", "Remove the pins of SESSION's tokens; their KV may then be evicted."),
 }
 
 

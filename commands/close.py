@@ -47,8 +47,8 @@ async def close(
 ) -> bool:
     """End sessions. Some days later the worker removes them from the log.
 
-    `turnkeep chat` can use the name of a closed session again. Tokens that belong also to another session or
-    to a pin stay on the worker's disk, even with --forget.
+    `turnkeep chat` can use the name of a closed session again. Tokens that belong also to another session
+    stay on the worker's disk, even with --forget.
     """
     failed = False
     for name in sessions:

@@ -103,9 +103,8 @@ GAUGES: Final[tuple[tuple[str, ...], ...]] = (
         "snapshots.free_bytes",
         "Free disk space for snapshots; negative above a limit.",
     ),
-    ("snapshots_pinned_bytes", "snapshots.pinned_bytes", "Disk space that must not be evicted now."),
+    ("snapshots_held_bytes", "snapshots.held_bytes", "Disk space that must not be evicted now."),
     ("snapshots_evictable_bytes", "snapshots.evictable_bytes", "Disk space that eviction can free."),
-    ("snapshots_kept_bytes", "snapshots.kept_bytes", "Disk space of pinned prefixes."),
 )
 HISTOGRAMS: Final[tuple[tuple[str, ...], ...]] = (
     ("queue_time_seconds", "queue_time", "From the log's time of a request until it runs."),

@@ -31,12 +31,10 @@ from .results import (
     Embedded,
     Failed,
     KnownResult,
-    Pinned,
     Reranked,
     Result,
     SessionInfo,
     UnknownResult,
-    Unpinned,
 )
 
 _T = TypeVar("_T")
@@ -54,7 +52,6 @@ FEATURES: Final = (
     "rerank",
     "priority",
     "deadline",
-    "pin",
     "forget",
     "sink_window",
     "paged",
@@ -64,7 +61,7 @@ FEATURES: Final = (
     "other_model",
     "close_cancel",
 )
-ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Counted | Embedded | Reranked | Failed
+ControlReply = SessionInfo | Metrics | Cancelled | Counted | Embedded | Reranked | Failed
 
 
 class _Named(Struct):

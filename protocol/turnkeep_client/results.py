@@ -403,26 +403,6 @@ class Cancelled(Struct, frozen=True, kw_only=True, tag_field="type", tag="cancel
     was: Annotated[str, Meta(description=_OPEN, examples=["waiting", "running"])]
 
 
-class Pinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="pinned"):
-    """Answer to `pin`. `stored_tokens` of the `tokens` are on disk or being written; they take `size_bytes`.
-
-    `pinned_bytes` is the size of all pins in the worker's cache. `noted`: whether the pin itself is on disk.
-    """
-
-    tokens: int
-    stored_tokens: int
-    size_bytes: int
-    pinned_bytes: int
-    noted: bool
-
-
-class Unpinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="unpinned"):
-    """Answer to `unpin`: the lengths in tokens of the unpinned prefixes."""
-
-    prefixes: tuple[int, ...]
-    pinned_bytes: int
-
-
 class Counted(Struct, frozen=True, kw_only=True, tag_field="type", tag="counted", omit_defaults=True):
     """Answer to `count`: the session would have `position` tokens, the last `tokens` of them new.
 
@@ -472,8 +452,8 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
 
     If `policy` is not `full`, `cache` has the policy's numbers. `visible_tokens` tokens keep their KV, at
     most `capacity_tokens`, and the model sees all tokens from the position `visible_from` on. `snapshot` is
-    the name of the last stored snapshot, as in `turnkeep cache ls`, and `pinned` has the lengths in tokens of
-    the pinned prefixes, if the request asked for the snapshot. A fork has a `parent`.
+    the name of the last stored snapshot, as in `turnkeep cache ls`, if the request asked for it. A fork has a
+    `parent`.
     """
 
     tenant: str
@@ -493,7 +473,6 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     visible_tokens: int | UnsetType = UNSET
     visible_from: int | UnsetType = UNSET
     snapshot: str | UnsetType = UNSET
-    pinned: tuple[int, ...] | UnsetType = UNSET
     parent: Parent | UnsetType = UNSET
     tags: tuple[str, ...] | UnsetType = UNSET
     answered_by: Model | UnsetType = UNSET

@@ -41,8 +41,6 @@ from .messages import (
     Message,
     Open,
     Opened,
-    Pinned,
-    PinRequest,
     Reasoning,
     Request,
     Rewind,
@@ -50,8 +48,6 @@ from .messages import (
     SessionCache,
     SessionInfo,
     Tool,
-    Unpinned,
-    UnpinRequest,
     decode_control_reply,
     decode_request,
     encode,
@@ -323,7 +319,7 @@ class Session:
         """Return the session's state, from the worker that holds it.
 
         The state counts all waiting requests, and names at most `limit` of them after the first `skip`.
-        With `snapshot` it names the last snapshot of the session's KV, and the pinned prefixes.
+        With `snapshot` it names the last snapshot of the session's KV.
         """
         request = InfoRequest(skip=skip, limit=limit, snapshot=snapshot)
         return expect(SessionInfo, await self._control(request))
@@ -331,14 +327,6 @@ class Session:
     async def cancel(self, request_id: str) -> Cancelled:
         """Stop a waiting or running request of the session."""
         return expect(Cancelled, await self._control(CancelRequest(id=check_id("request id", request_id))))
-
-    async def pin(self, position: int | None = None) -> Pinned:
-        """Keep the session's first `position` tokens on the worker's disk (None: all) until `unpin`."""
-        return expect(Pinned, await self._control(PinRequest(position=position)))
-
-    async def unpin(self, position: int | None = None) -> Unpinned:
-        """Unpin all pinned prefixes of the session, or the one with `position` tokens."""
-        return expect(Unpinned, await self._control(UnpinRequest(position=position)))
 
     async def count(
         self,

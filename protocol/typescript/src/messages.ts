@@ -157,9 +157,9 @@ export interface Chunk {
  * End the session. Only an `open` can use its name again; after some days it is removed from the log.
  *
  * `forget` removes the session's content at once: from the worker's disk, except prefixes that other sessions
- * or a pin share, and from the log, except the close and its result. Snapshots of tokens that the session had
- * before go too: those that a rewind or the chat template removed, those of a cancelled request, and those of
- * closed sessions of this name that are still in the log.
+ * share, and from the log, except the close and its result. Snapshots of tokens that the session had before go
+ * too: those that a rewind or the chat template removed, those of a cancelled request, and those of closed
+ * sessions of this name that are still in the log.
  *
  * `cancel` also cancels the session's earlier appends and generates without a result; if no worker runs, the
  * next one does so before it continues any. With `cancel`, even a session of which no request has run yet can
@@ -455,7 +455,7 @@ export interface Histogram {
 /**
  * Ask for a session's state (on `ctl`). The answer names `limit` waiting requests after the first `skip`.
  *
- * With `snapshot` the answer also names the last stored snapshot of the session's KV, and its pins.
+ * With `snapshot` the answer also names the last stored snapshot of the session's KV.
  */
 export interface InfoRequest {
   type: "info";
@@ -655,32 +655,6 @@ export interface Parent {
   position: number;
 }
 
-/**
- * Keep the KV of the session's first `position` tokens on disk until `unpin` (on `ctl`).
- *
- * Without a position: all tokens so far. The pin belongs to the tenant and the prefix, not to the session: it
- * outlives session and worker, and serves every session with the same prefix.
- */
-export interface PinRequest {
-  type: "pin";
-  /** tokens from the session's start */
-  position?: number | null;
-}
-
-/**
- * Answer to `pin`. `stored_tokens` of the `tokens` are on disk or being written; they take `size_bytes`.
- *
- * `pinned_bytes` is the size of all pins in the worker's cache. `noted`: whether the pin itself is on disk.
- */
-export interface Pinned {
-  type: "pinned";
-  tokens: number;
-  stored_tokens: number;
-  size_bytes: number;
-  pinned_bytes: number;
-  noted: boolean;
-}
-
 /** Progress of the running request: `cached_tokens` of its `context_tokens` have KV by now. */
 export interface Progress {
   cached_tokens: number;
@@ -792,8 +766,7 @@ export interface SessionCache {
  *
  * If `policy` is not `full`, `cache` has the policy's numbers. `visible_tokens` tokens keep their KV, at most
  * `capacity_tokens`, and the model sees all tokens from the position `visible_from` on. `snapshot` is the name
- * of the last stored snapshot, as in `turnkeep cache ls`, and `pinned` has the lengths in tokens of the pinned
- * prefixes, if the request asked for the snapshot. A fork has a `parent`.
+ * of the last stored snapshot, as in `turnkeep cache ls`, if the request asked for it. A fork has a `parent`.
  */
 export interface SessionInfo {
   type: "session";
@@ -815,7 +788,6 @@ export interface SessionInfo {
   visible_tokens?: number;
   visible_from?: number;
   snapshot?: string;
-  pinned?: readonly number[];
   parent?: Parent;
   tags?: readonly string[];
   answered_by?: Model;
@@ -826,11 +798,11 @@ export interface SessionInfo {
 /**
  * Counters of the snapshots; two equations hold at all times.
  *
- * `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots. `free + pinned +
- * evictable = capacity` counts bytes. `pinned` bytes must not be evicted now: pinned prefixes (`kept`) and
- * blocks that are being written or loaded. `rejected` counts files that failed a check, `timed_out` loads that
- * the disk did not answer in time. The counters of the remote tier (`remote_`): bytes uploaded, bytes
- * downloaded, snapshots not uploaded, and calls that failed.
+ * `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots. `free + held +
+ * evictable = capacity` counts bytes. `held` bytes must not be evicted now: turns use these blocks, or they
+ * are being written or loaded. `rejected` counts files that failed a check, `timed_out` loads that the disk
+ * did not answer in time. The counters of the remote tier (`remote_`): bytes uploaded, bytes downloaded,
+ * snapshots not uploaded, and calls that failed.
  */
 export interface SnapshotCounters {
   accepted?: number;
@@ -849,9 +821,8 @@ export interface SnapshotCounters {
   timed_out?: number;
   capacity_bytes?: number;
   free_bytes?: number;
-  pinned_bytes?: number;
+  held_bytes?: number;
   evictable_bytes?: number;
-  kept_bytes?: number;
   remote_put_bytes?: number;
   remote_fetched_bytes?: number;
   remote_dropped?: number;
@@ -916,20 +887,6 @@ export interface ToolFunction {
   strict?: boolean | null;
 }
 
-/** Unpin all pinned prefixes of the session, or the one with `position` tokens (on `ctl`). */
-export interface UnpinRequest {
-  type: "unpin";
-  /** tokens from the session's start */
-  position?: number | null;
-}
-
-/** Answer to `unpin`: the lengths in tokens of the unpinned prefixes. */
-export interface Unpinned {
-  type: "unpinned";
-  prefixes: readonly number[];
-  pinned_bytes: number;
-}
-
 /**
  * Tokens of one generate: `prompt_tokens = cached_tokens + prefilled_tokens`.
  *
@@ -951,6 +908,6 @@ export type Request = Open | Append | Generate | Rewind | Close;
 
 export type Result = Opened | Appended | Generated | Rewound | Closed | Failed;
 
-export type ControlRequest = InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest | EmbedRequest | RerankRequest;
+export type ControlRequest = InfoRequest | MetricsRequest | CancelRequest | CountRequest | EmbedRequest | RerankRequest;
 
-export type ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Counted | Embedded | Reranked | Failed;
+export type ControlReply = SessionInfo | Metrics | Cancelled | Counted | Embedded | Reranked | Failed;
