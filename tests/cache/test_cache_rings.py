@@ -70,7 +70,7 @@ def test_under_sink_window_plain_layers_get_ring_caches_and_windows_and_states_s
         "KVCache QuantizedKVCache(32,8) RotatingKVCache(512,0) ArraysCache(2)"
     )
     assert layers.describe(layers.make(made, POLICY)) == (
-        "RingCache(4,100) RingCache(4,100,32,8) RotatingKVCache(512,0) ArraysCache(2)"
+        "RingCache(sink_window(4,100)) RingCache(sink_window(4,100),32,8) RotatingKVCache(512,0) ArraysCache(2)"
     )
     assert layers.describe(layers.make(made, POLICY, rings=True)) == (
         "RingCache(4,100) RingCache(4,100,32,8) RingCache(0,512) ArraysCache(2)"

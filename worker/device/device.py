@@ -70,7 +70,7 @@ class Device:
     ) -> None:
         """The thread calls `load` to load the model, and `died` if an error ends the thread after that.
 
-        `wired_bytes` of MLX's memory are never paged out by the operating system.
+        `wired_bytes` of MLX's memory are never swapped out by the operating system.
         """
         self._load = load
         self._died = died

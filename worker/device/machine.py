@@ -197,7 +197,7 @@ def gpu_limit(
 
 
 def wire(size_bytes: int) -> None:
-    """Let Metal keep `size_bytes` of memory from being paged out; raise `DeviceError` if it cannot."""
+    """Let Metal keep `size_bytes` of memory from being swapped out; raise `DeviceError` if it cannot."""
     if not mx.metal.is_available():
         raise DeviceError(f"wired_memory is for Metal, and this device is {name()}: leave it off")
     try:
