@@ -282,6 +282,12 @@ def test_no_room_is_larger_than_its_figure_and_a_smaller_one_has_a_lower_figure(
     assert SIZES.keys() == now.keys()
 
 
+def test_at_most_12_files_know_paged_sessions():
+    """All others see a policy, a ring or a request for KV, and ask it."""
+    knowing = [str(path.relative_to(ROOT)) for path in modules() if "paged" in path.read_text().lower()]
+    assert len(knowing) <= 12, knowing
+
+
 def test_no_modules_import_each_other_in_a_circle():
     assert not circle(of_types=False)
 

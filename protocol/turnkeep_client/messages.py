@@ -22,7 +22,7 @@ from .explain import explain, field_of
 from .metrics import *  # noqa: F403  # users import all messages from here
 from .metrics import GatewayMetrics, Metrics
 from .requests import *  # noqa: F403  # users import all messages from here
-from .requests import Append, Generate, Id, Request
+from .requests import POLICIES, Append, Generate, Id, Request
 from .results import *  # noqa: F403  # users import all messages from here
 from .results import (
     Cancelled,
@@ -53,8 +53,7 @@ FEATURES: Final = (
     "priority",
     "deadline",
     "forget",
-    "sink_window",
-    "paged",
+    *(name for name in POLICIES if name != "full"),
     "response_format",
     "echo",
     "chat_template_kwargs",

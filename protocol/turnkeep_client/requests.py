@@ -142,10 +142,16 @@ def _in_order(value: Any, given: Any) -> Any:
     return value
 
 
-#: Defaults of the policies `sink_window` and `paged`, in tokens.
+#: Defaults of cache policies, in tokens.
 DEFAULT_SINK: Final = 4
 DEFAULT_WINDOW: Final = 1024
 DEFAULT_RESIDENT: Final = 4096
+#: By cache policy: the fields that it has, with their defaults.
+POLICIES: Final[dict[str, dict[str, Any]]] = {
+    "full": {},
+    "sink_window": {"sink": DEFAULT_SINK, "window": DEFAULT_WINDOW},
+    "paged": {"resident": DEFAULT_RESIDENT, "pin": ()},
+}
 _MOST_TOKENS: Final = 2**31 - 1
 # The bounds are checked after decoding, so that a refusal can give their reason.
 _Span = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": _MOST_TOKENS})]
@@ -170,7 +176,7 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     kv_bits: Literal[4, 8] | None = None
 
     def __post_init__(self) -> None:
-        for policy, names in (("sink_window", ("sink", "window")), ("paged", ("resident", "pin"))):
+        for policy, names in POLICIES.items():
             given = [name for name in names if getattr(self, name) is not None]
             if given and self.policy != policy:
                 raise FieldError(given[0], f"takes {' and '.join(given)} with the policy {policy} only")

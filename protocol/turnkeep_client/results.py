@@ -18,9 +18,12 @@ from .errors import (
     TokenLimit,
 )
 from .metrics import Metrics  # noqa: TC001  # msgspec reads it
+from .requests import POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from .requests import CachePolicy
 
 
 _T = TypeVar("_T")
@@ -45,6 +48,14 @@ class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
     window: int | None = None
     resident: int | None = None
     pin: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, asked: CachePolicy) -> SessionCache | None:
+        """Return the policy that a request asks for, with its defaults; None if it names none."""
+        if asked.policy is None:
+            return None
+        given = {name: getattr(asked, name) or default for name, default in POLICIES[asked.policy].items()}
+        return cls(policy=asked.policy, **given)
 
     def __str__(self) -> str:
         """Name the policy with its numbers."""

@@ -47,7 +47,7 @@ class Limits:
     ) -> None:
         """`default` is the policy of sessions that choose none.
 
-        `context_tokens` is the largest size of a session under `full` or `paged`; token ids are below
+        `context_tokens` is the largest size of a session that sees all its tokens; token ids are below
         `vocab_size`. `kv_bits` is the precision of this worker's KV; None is full precision. A `sink_window`
         is refused if its window is below `block_tokens`, or if sink and window together exceed
         `context_tokens`. `refusal` says why no session can run, `no_answers` why none gets answers.

@@ -568,7 +568,6 @@ export interface Metrics {
   accepted_draft_tokens?: number;
   draft_saved_s?: number;
   recalled_tokens?: number;
-  evicted_tokens?: number;
   decoding_s?: number;
   time_to_first_token: Histogram;
   time_per_output_token: Histogram;
