@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from worker.models import blas
 from worker.process import setting_sources
+from worker.process.constants import CONSTANTS
 
 blas.preload()  # before anything imports MLX
 
@@ -189,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = setting_sources.load({"model": given.model, "data_dir": given.data_dir}, os.environ)
     dtype = chosen.dtype if chosen.dtype != "auto" else models.default_dtype()
     machine.prepare()
-    block = min(chosen.block_tokens, given.window)
+    block = min(CONSTANTS.block_tokens, given.window)
     plan = Plan(given.window, given.windows, given.answer, given.answers, block)
     try:
         folder = models.resolve(chosen.model, chosen.data_dir, dtype=dtype)
