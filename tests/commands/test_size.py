@@ -17,7 +17,6 @@ import pytest
 from tests.commands.command_runs import command
 from tests.ops.test_operating_page import block
 from tests.parts import (
-    BLOCK,
     ENDLESS_CONTEXT,
     TINY_KV_BYTES,
     LocalWorker,
