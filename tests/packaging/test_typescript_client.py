@@ -68,7 +68,7 @@ def worker(worker_process: Callable[..., WorkerProcess]) -> Callable[..., Awaita
     """Start a worker process, and wait until it is ready."""
 
     async def start(model: Path, *options: str) -> WorkerProcess:
-        process = worker_process("--ack-wait-s", "0.5", *options, model=model)
+        process = worker_process(*options, model=model)
         await serve(process)
         return process
 

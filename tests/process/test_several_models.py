@@ -76,7 +76,7 @@ async def house(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Callable[...,
         lines += ["[models.'wide:1b']", f"model = '{wide}'", of_wide]
         (tmp_path / "house.toml").write_text("\n".join(lines))
         port, config = free_port(), str(tmp_path / "house.toml")
-        options = ("--config", config, "--block-tokens", "32", "--gateway", str(port))
+        options = ("--config", config, "--gateway", str(port))
         process = WorkerProcess(tmp_path / "data", None, free_port(), *options)
         process.start()
         made.append(House(process, port))
