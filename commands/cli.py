@@ -40,10 +40,7 @@ _COMMANDS: Final = {
         "console",
         "Serve a web page with all workers of a prefix, a tenant's sessions and a chat, until Ctrl-C.",
     ),
-    "dead": (
-        "sessions",
-        "Requests that workers gave up: each crashed the worker or failed on every attempt.",
-    ),
+    "dead": ("show", "Requests that workers gave up: show one, send it again, or drop its letter."),
     "demo": ("demo", "Hold a conversation, and kill the worker in the middle of an answer."),
     "doctor": ("doctor", "Check this machine: what was found, what is missing, and how to fix it."),
     "drain": (
@@ -69,7 +66,6 @@ _COMMANDS: Final = {
             " program."
         ),
     ),
-    "log": ("log", "The log as a whole: verify it."),
     "model": ("model", "Models: list, describe, download, convert and remove them."),
     "pin": (
         "control",
@@ -90,15 +86,11 @@ _COMMANDS: Final = {
     "serve": ("serve", "Run a worker, with its own NATS server unless --nats names one."),
     "service": ("service", "A worker that this machine starts by itself: install, status, logs, uninstall."),
     "sessions": ("sessions", "List the sessions in the log, most recently active first."),
-    "show": ("sessions", "Print a session's conversation from the log, with the cost of each request."),
+    "show": ("show", "Print a session's conversation from the log, with the cost of each request."),
     "size": ("size", "Estimate memory, disk and SSD writes for a number of sessions."),
     "top": (
         "top",
         "Watch all workers of a prefix on the terminal, and sessions of a tenant one by one; q ends it.",
-    ),
-    "tree": (
-        "fork",
-        "Show which sessions were forked from which; with SESSION, only the tree that it is in.",
     ),
     "unpin": ("control", "Remove the pins of SESSION's tokens; their KV may then be evicted."),
 }
