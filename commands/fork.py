@@ -37,9 +37,10 @@ def fork(
     timeout_s: float,
     tenant: str,
 ) -> None:
-    """Open the session NEW with the tokens of SESSION: all, or those up to a position.
+    """Open a session that begins with the tokens of another one.
 
-    Nothing is prefilled again. Both sessions go on apart: either may be closed or removed.
+    NEW begins with all tokens of SESSION, or those up to a position. Nothing is prefilled again. Both
+    sessions go on apart: either may be closed or removed.
     """
     if without_last is not None and position is not None:
         raise click.UsageError("give --without-last or --position, not both")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @as_json
 @with_client
 async def show(client: Client, session: str, last: int | None, as_json: bool) -> None:
-    """Print a session's conversation from the log, with the cost of each request.
+    """Print one session's conversation, and what each request cost.
 
     A fork begins with the part of its parent's conversation that it inherits.
     """
@@ -70,7 +70,7 @@ async def show(client: Client, session: str, last: int | None, as_json: bool) ->
 
 @click.group()
 def dead() -> None:
-    """Requests that workers gave up: show one, send it again, or drop its letter.
+    """Requests that workers gave up: show, send again or drop one.
 
     Each crashed the worker or failed on every attempt. `turnkeep sessions --state dead` lists them.
     """
