@@ -85,7 +85,7 @@ _LINE, _QUOTED = "\n", "\n> "
 @with_answer_options
 @with_client
 async def chat(client: Client, name: str, options: AnswerOptions) -> None:
-    """Talk with the model. A later chat with the same session continues the conversation.
+    """Talk with the model of a running worker. A later chat with the same session continues the conversation.
 
     Lines that begin with a slash are commands; /help lists them. If standard input is not a terminal, each of
     its lines is a question.

@@ -45,10 +45,11 @@ _patience = with_result_timeout("How long to wait for the result of one request.
 async def close(
     client: Client, sessions: tuple[str, ...], forget: bool, cancel: bool, timeout_s: float
 ) -> bool:
-    """End sessions. Some days later the worker removes them from the log.
+    """End sessions; with --forget, erase what they said.
 
-    `turnkeep chat` can use the name of a closed session again. Tokens that belong also to another session
-    stay on the worker's disk, even with --forget.
+    Some days later the worker removes a closed session from the log. `turnkeep chat` can use the name of a
+    closed session again. Tokens that belong also to another session stay on the worker's disk, even with
+    --forget.
     """
     failed = False
     for name in sessions:
@@ -99,7 +100,9 @@ def rewind(
     timeout_s: float,
     tenant: str,
 ) -> None:
-    """Remove the end of SESSION: its last question with the answer, more of them, or all from a position on.
+    """Remove a session's last questions and answers.
+
+    Without options the last question with its answer; or more of them, or all from a position on.
 
     `turnkeep show` prints removed turns, too: they stay in the log.
     """

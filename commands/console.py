@@ -48,7 +48,7 @@ def console(
     draft_model: str | None,
     tenant: str,
 ) -> None:
-    """Serve a web page with all workers of a prefix, a tenant's sessions and a chat, until Ctrl-C.
+    """Serve a web page with a chat, all sessions and all workers.
 
     The printed address has a token, without which nobody gets in. Needs the extra ops; if it is missing, a
     message says how to install it.

@@ -41,7 +41,7 @@ _PATIENCE_S: Final = 15.0
 )
 @with_settings(*CLIENT_SETTINGS)
 def info(given: Given, session: str | None, tenant: str, as_json: bool, url: bool) -> None:
-    """Show a session and its worker; without SESSION, show the worker alone.
+    """Show the state of a worker, or of a session and its worker.
 
     Other programs connect to the worker's own NATS server at the URL that --url prints.
     """
@@ -132,7 +132,7 @@ def _waiting(session: SessionInfo) -> str:
 @tenant_option
 @with_client
 async def cancel(client: Client, session: str, request_id: str | None) -> None:
-    """Stop request ID of SESSION; the tokens of its answer so far stay in the session.
+    """Stop a request; its answer so far stays in the session.
 
     Without ID: the request that is running. `turnkeep info SESSION` shows the ids.
     """

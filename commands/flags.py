@@ -20,37 +20,52 @@ from worker.process.setting_kinds import POLICY, parse_duration
 from worker.process.settings import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from turnkeep_client.session import Sampling
     from worker.process.settings import Settings
 
 
-class _Formatter(click.HelpFormatter):
-    """Formats `--help`; lists the options of the NATS connection last, in a section of their own."""
-
-    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
-        """Write options, or commands, in two columns."""
-        rows = list(rows)
-        nats = [row for row in rows if row[0].startswith("--nats")]
-        if len(nats) < _MIN_SECTION:
-            super().write_dl(rows, col_max, col_spacing)
-            return
-        super().write_dl([row for row in rows if row not in nats], col_max, col_spacing)
-        self.dedent()
-        with self.section("Connection to NATS"):
-            super().write_dl(nats, col_max, col_spacing)
-        self.indent()
+#: In the `meta` of click's context: help lists all options.
+ALL_OPTIONS: Final = "turnkeep.all_options"
+#: The settings and sampling options that `--help` lists; each other one is `Rare`.
+_DAILY: Final = frozenset(
+    {
+        *("model", "device_memory", "max_disk", "data_dir"),
+        *("max_tokens", "temperature", "seed"),
+    }
+)
 
 
-class HelpContext(click.Context):
-    """The context of a command whose `--help` is written by `_Formatter`."""
+class Rare(click.Option):
+    """An option that only `--help-all` lists."""
 
-    formatter_class = _Formatter
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the option's line in the help; None without `--help-all`."""
+        return super().get_help_record(ctx) if ctx.meta.get(ALL_OPTIONS) else None
 
 
-#: The fewest options of the NATS connection that get a section of their own.
-_MIN_SECTION: Final = 3
+def add_help_all(command: click.Command) -> None:
+    """Add `--help-all` to a command that has rare options."""
+
+    def show(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
+        if is_given:
+            ctx.meta[ALL_OPTIONS] = True
+            click.echo(ctx.get_help())
+            ctx.exit()
+
+    if any(isinstance(one, Rare) for one in command.params):
+        command.params.append(
+            click.Option(
+                ["--help-all"],
+                is_flag=True,
+                expose_value=False,
+                is_eager=True,
+                callback=show,
+                help="List all options: also of the connection, as --nats; see docs/commands.md.",
+            )
+        )
+
 
 force_option = click.option("--force", is_flag=True, help="Overwrite the file if it is there already.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -222,16 +237,25 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
             given = Given(config, {name: options.pop(name) for name in flags})
             return command(*args, given=given, **options)
 
+        connects = "prefix" in names
         for setting in reversed(added):
+            is_of_connection = setting.name.startswith("nats") or setting.name in {"data_dir", "prefix"}
+            is_rare = is_of_connection if connects else not names and setting.name not in _DAILY
             help_text = f"{setting.purpose[0].upper()}{setting.purpose[1:]}. "
             help_text += f"[{setting.variable}; default: {setting.default}]"
             metavar = f"[{setting.shape}]" if "|" in setting.shape else setting.shape
-            called = click.option(setting.flag, setting.name, metavar=metavar, help=help_text)(called)
-        if "prefix" in names:
+            cls = Rare if is_rare else click.Option
+            called = click.option(setting.flag, setting.name, cls=cls, metavar=metavar, help=help_text)(
+                called
+            )
+        if connects:
             help_text = "Which of turnkeep.toml's [models], instead of --prefix. [default: the first]"
-            called = click.option("--of", metavar="NAME", help=help_text)(called)
+            called = click.option("--of", cls=Rare, metavar="NAME", help=help_text)(called)
         return click.option(
-            "--config", type=click.Path(path_type=Path), help="Settings file. [default: ./turnkeep.toml]"
+            "--config",
+            cls=Rare if connects else click.Option,
+            type=click.Path(path_type=Path),
+            help="Settings file. [default: ./turnkeep.toml]",
         )(called)
 
     return decorate
@@ -333,22 +357,29 @@ def with_answer_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     called = click.option(
         "--logit-bias",
+        cls=Rare,
         metavar="ID:BIAS",
         multiple=True,
         callback=_biases,
         help="Add to the logit of a token id, -100 to 100; may be repeated.",
     )(called)
     called = click.option(
-        "--ignore-eos", is_flag=True, default=None, help="Go on behind the model's end of the answer."
+        "--ignore-eos",
+        cls=Rare,
+        is_flag=True,
+        default=None,
+        help="Go on behind the model's end of the answer.",
     )(called)
     called = click.option(
-        "--stop", metavar="TEXT", multiple=True, help="End before this text; may be repeated."
+        "--stop", cls=Rare, metavar="TEXT", multiple=True, help="End before this text; may be repeated."
     )(called)
-    for flag, metavar, kind, purpose in reversed(_SAMPLING):
-        called = click.option(flag, metavar=metavar, type=kind, help=purpose)(called)
+    for name, (flag, metavar, kind, purpose) in reversed([*zip(names, _SAMPLING, strict=True)]):
+        cls = click.Option if name in _DAILY else Rare
+        called = click.option(flag, cls=cls, metavar=metavar, type=kind, help=purpose)(called)
     called = click.option(
         "--cache-policy",
         "cache",
+        cls=Rare,
         metavar=f"full|{POLICY.shape}",
         callback=_cache_policy,
         help="Tokens of a new session with KV: all, the first and last, or all on SSD and RESIDENT on the"
@@ -356,6 +387,7 @@ def with_answer_options(command: Callable[..., Any]) -> Callable[..., Any]:
     )(called)
     called = click.option(
         "--reasoning",
+        cls=Rare,
         type=click.Choice(["show", "hide"]),
         help="Whether to print the model's reasoning. [default: on a terminal, dimmed]",
     )(called)
