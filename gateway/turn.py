@@ -52,7 +52,7 @@ _OVERFLOW = re.compile(r"would hold (\d+) tokens .* the context is (\d+)")
 _PATH = re.compile(r".* - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 #: Fields that are also common words: an error message names them only if it begins with them.
-_PROSE: Final = {"type", "id", "text", "tokens", "raw", "cache", "stop", "echo", "prefix", "priority"}
+_PROSE: Final = {"type", "id", "text", "tokens", "raw", "cache", "stop", "prefix", "priority"}
 _ALL: Final = "|".join(Generate.__struct_fields__)
 _CLEAR: Final = "|".join(name for name in Generate.__struct_fields__ if name not in _PROSE)
 #: The field that an error message is about.

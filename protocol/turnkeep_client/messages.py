@@ -56,7 +56,6 @@ FEATURES: Final = (
     "sink_window",
     "paged",
     "response_format",
-    "echo",
     "chat_template_kwargs",
     "other_model",
     "close_cancel",

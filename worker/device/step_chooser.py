@@ -167,8 +167,6 @@ class StepChooser:
             scratch_bytes += 3 * PART * kv.bytes_per_token // self._room.estimator.num_layers
             # Queries are compared with all sketches; growing sketches copies one layer's, of at least two.
             scratch_bytes += (self._room.estimator.asked_bytes + kv.sketch_bytes) * max(asking)
-        if any(turn.scores is not None for turn, _ in step.prefill):
-            scratch_bytes += self._room.estimator.scored_bytes
         growing = [
             turn.policy.num_held(turn.num_cached + num)
             for turn, num in step.prefill
