@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import mlx.core as mx
@@ -390,13 +390,10 @@ class Runner:
                 self._decoded(turn)
 
     def _run_passes(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool) -> None:
-        """Run the pieces that need scores or embeddings, then the other pieces together with the answers."""
-        for piece in [piece for piece in pieces if piece.scores is not None]:
-            self._batch.score(piece, self.served.estimator.most_scored)
+        """Run the pieces that need embeddings, then the other pieces together with the answers."""
         if embedded := [piece for piece in pieces if piece.embedding is not None]:
             self._batch.embed(embedded)
-        plain = [one for one in pieces if one.scores is None and one.embedding is None]
-        self._batch.step(plain, run_ahead=run_ahead)
+        self._batch.step([piece for piece in pieces if piece.embedding is None], run_ahead=run_ahead)
 
     def _piece(self, turn: Turn, num_tokens: int) -> PrefillPiece:
         start, end = turn.num_cached, turn.num_cached + num_tokens
@@ -416,20 +413,16 @@ class Runner:
                 session=turn.key,
             )
         self._paging.begin_piece(turn)
-        piece = PrefillPiece(turn.caches or [], start, turn.context.ids(start, end).tolist(), turn.row)
-        if turn.embedding is not None and end == turn.target:
-            return replace(piece, embedding=turn.embedding)
-        if turn.scores is None:
-            return piece
-        following = turn.context.ids(max(start + 1, turn.scores.end), end + 1).tolist()
-        return replace(piece, following=following, scores=turn.scores)
+        embedding = turn.embedding if end == turn.target else None
+        tokens = turn.context.ids(start, end).tolist()
+        return PrefillPiece(turn.caches or [], start, tokens, turn.row, embedding)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
         """Count a piece of a prompt as done; after the last piece, begin the answer or end the turn.
 
-        Raises `UnsoundError` if the piece's scores or its vector are not finite.
+        Raises `UnsoundError` if its vector is not finite.
         """
-        if not all(asked is None or asked.is_sound for asked in (turn.scores, turn.embedding)):
+        if turn.embedding is not None and not turn.embedding.is_sound:
             raise UnsoundError
         start, turn.num_cached = turn.num_cached, turn.num_cached + num_tokens
         turn.num_prefilled += max(min(turn.num_cached, turn.num_prompt) - start, 0)

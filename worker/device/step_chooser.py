@@ -162,8 +162,6 @@ class StepChooser:
         scratch_bytes = estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_cached)
         recalled = (estimator.recall_bytes(turn.policy, turn.num_cached + num) for turn, num in step.prefill)
         scratch_bytes += max(recalled, default=0)
-        if any(turn.scores is not None for turn, _ in step.prefill):
-            scratch_bytes += estimator.scored_bytes
         growing = [
             turn.policy.num_held(turn.num_cached + num)
             for turn, num in step.prefill

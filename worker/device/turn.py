@@ -90,7 +90,6 @@ class Turn(Asked):
             priority=asked.priority,
             answer=asked.answer,
             sampling=asked.sampling,
-            scores=asked.scores,
             embedding=asked.embedding,
             place_s=place_s,
         )
@@ -118,9 +117,7 @@ class Turn(Asked):
     @property
     def reusable(self) -> Tokens:
         """The prefix of the context whose KV may be reused; later tokens must run, for their outputs."""
-        if self.embedding is not None:
-            return self.context[:-2]
-        return self.context if self.scores is None else self.context[: self.scores.end - 1]
+        return self.context if self.embedding is None else self.context[:-2]
 
     def tokens(self, end: int) -> Tokens:
         """Return the first `end` tokens of the context followed by the answer."""
