@@ -179,6 +179,10 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "must hold a JSON object, it holds list",
     ),
     "no type": (lambda f: change(f, model_type=None), "names no model_type"),
+    "unknown type": (
+        lambda f: change(f, model_type="hal9000"),
+        r"cannot be loaded: Model type hal9000 not supported\.$",
+    ),
     "a smaller vocabulary": (
         lambda f: shorten_vocabulary(f, 300),
         r"has vocab_size 300, its tokenizer has 320 tokens \('.+' is 300\); they must agree$",
@@ -208,7 +212,6 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"model_type": "hal9000"}, "Model type hal9000 not supp"),
         ({"hidden_size": "256"}, "Error: "),
         ({"intermediate_size": 64}, r"\(64, 256\) but .* \(512, 256\) for parameter model\.layers\.0\.mlp"),
         ({"num_hidden_layers": 1}, r"parameters not in model: .*layers\.1\."),
@@ -307,7 +310,7 @@ def test_a_model_is_named_after_its_folder_link_or_gguf_file(tiny: Path, tmp_pat
         assert model.load(folder, dtype="keep").name == name
     (tmp_path / "linked").symlink_to(tmp_path / "first")
     assert model.load(tmp_path / "linked", dtype="keep").name == "linked"
-    made = shutil.copytree(tiny, tmp_path / "Tiny.Q4_0-float32-0123456789ab")
+    made = shutil.copytree(tiny, tmp_path / "Tiny.Q4_0-float32-0123456789abcdef")
     assert model.load(made, dtype="keep").name == "Tiny.Q4_0", "the GGUF file that it was made from"
 
 

@@ -29,6 +29,8 @@ def explain(config: Mapping[str, Any], error: Exception) -> str:
         return f"its weights are quantised by {method}; take the original model, or one of mlx-community"
     if "trust_remote_code" in said:
         return f"it needs its own code, {config.get('model_file')}, which is not run; take another model"
+    if "not supported" in said:  # the architecture
+        return said
     said = f"{said[:_MOST]} ..." if len(said) > _MOST else said
     return f"{type(error).__name__}: {said}; config.json must be that of these weights"
 
