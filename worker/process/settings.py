@@ -182,11 +182,6 @@ class Settings:
         "a directory or an object store that workers share: each puts its snapshots there, and fetches those"
         " of others",
     )
-    remote_tier_max: int = _setting(
-        kinds.size(kinds.MIB),
-        100 * kinds.GIB,
-        "disk space for a directory as remote_tier; least recently used snapshots are removed",
-    )
     metrics_tenants: int = _setting(
         kinds.count(0, 1000), 0, "tenants that the metrics name with figures of their own; 0 names none"
     )
