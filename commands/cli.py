@@ -46,11 +46,6 @@ _GROUPS: Final = {
         "export": ("export", "Write a session to a file, with its KV if wanted."),
         "import": ("export", "Put the session in a file into the log."),
         "dead": ("show", "Requests that workers gave up: show, send again or drop one."),
-        "pin": (
-            "control",
-            "Keep the KV of SESSION's tokens on disk, safe from eviction, until they are unpinned.",
-        ),
-        "unpin": ("control", "Remove the pins of SESSION's tokens; their KV may then be evicted."),
     },
     "Run it": {
         "serve": ("serve", "Run a worker, with its own NATS server unless --nats names one."),

@@ -46,8 +46,8 @@ async def close(
     """End sessions; with --forget, erase what they said.
 
     Some days later the worker removes a closed session from the log. `turnkeep chat` can use the name of a
-    closed session again. Tokens that belong also to another session or
-    to a pin stay on the worker's disk, even with --forget.
+    closed session again. Tokens that belong also to another session stay on the worker's disk, even with
+    --forget.
     """
     failed = False
     for name in sessions:

@@ -1,4 +1,4 @@
-"""The commands `info`, `cancel`, `pin` and `unpin`: requests that generate no tokens."""
+"""The commands `info` and `cancel`: requests that generate no tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from worker.wire.credentials import own_token
 
 from .flags import as_json, tenant_option, with_settings
 from .printing import table
-from .screen import complain
 from .talking import CLIENT_SETTINGS, named, talk, with_client
 
 if TYPE_CHECKING:
@@ -90,19 +89,11 @@ async def print_info(client: Client, name: str | None, *, as_json: bool = False)
         *_answered_by(session),
         *_policy(session),
         ("KV on the device", size(session.kv_live_bytes)),
-        *_pinned(session),
         ("requests answered", str(session.requests)),
         ("requests waiting", _waiting(session)),
     ]
     table(("session", session.session), rows)
     _print_metrics(session.worker)
-
-
-def _pinned(session: SessionInfo) -> list[tuple[str, str]]:
-    """Describe the pins of a session: how many of its first tokens stay on SSD."""
-    if not session.pinned:
-        return []
-    return [("pinned", f"the first {', '.join(map(str, session.pinned))} tokens: their KV stays on SSD")]
 
 
 def _origin(session: SessionInfo) -> list[tuple[str, str]]:
@@ -159,41 +150,6 @@ async def cancel(client: Client, session: str, request_id: str | None) -> None:
     click.echo(f"cancelled {cancelled.id}, which was {cancelled.was}")
 
 
-@click.command()
-@click.argument("session")
-@tenant_option
-@click.option("--position", type=click.IntRange(1), help="Number of first tokens to pin. [default: all]")
-@with_client
-async def pin(client: Client, session: str, position: int | None) -> None:
-    """Keep the KV of SESSION's tokens on disk, safe from eviction, until they are unpinned.
-
-    A pin belongs to the tenant and outlives the session: it serves every session that begins with these
-    tokens.
-    """
-    async with named(client, session) as found:
-        pinned = await found.pin(position)
-    stored = "all of them" if pinned.stored_tokens == pinned.tokens else f"{pinned.stored_tokens} of them"
-    click.echo(
-        f"pinned {pinned.tokens} tokens, {stored} stored in {size(pinned.size_bytes)};"
-        f" all pins together take {size(pinned.pinned_bytes)}"
-    )
-    if not pinned.noted:
-        complain("the disk did not confirm the pin in time; pin again after a restart")
-
-
-@click.command()
-@click.argument("session")
-@tenant_option
-@click.option("--position", type=click.IntRange(1), help="Only the pin with N tokens. [default: all]")
-@with_client
-async def unpin(client: Client, session: str, position: int | None) -> None:
-    """Remove the pins of SESSION's tokens; their KV may then be evicted."""
-    async with named(client, session) as found:
-        unpinned = await found.unpin(position)
-    lengths = ", ".join(map(str, unpinned.prefixes)) or "nothing"
-    click.echo(f"unpinned {lengths}; {size(unpinned.pinned_bytes)} stay pinned")
-
-
 def _print_metrics(metrics: Metrics) -> None:
     snapshots = metrics.snapshots
     rows = [
@@ -222,8 +178,7 @@ def _print_metrics(metrics: Metrics) -> None:
     ]
     if snapshots.capacity_bytes:
         free, evictable = size(max(snapshots.free_bytes, 0)), size(snapshots.evictable_bytes)
-        kept = size(snapshots.kept_bytes)
-        room = f"{free} free, {evictable} evictable, {kept} never evicted (pinned)"
+        room = f"{free} free, {evictable} evictable, {size(snapshots.held_bytes)} in use"
         rows.append(("  room", f"{size(snapshots.capacity_bytes)}: {room}"))
     written = f"{snapshots.durable} durable of {snapshots.accepted}"
     lost = f"{sum(snapshots.dropped.values())} dropped, {snapshots.failed} failed"

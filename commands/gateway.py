@@ -97,7 +97,6 @@ def gateway(
             idle_s=settings.gateway_ttl_s or math.inf,
             cors=cors,
             explain=explain,
-            placeholders=settings.placeholders == "on",
             name=f"{default_worker()[:50]}-{at}",
         )
         running = server(gateway)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -119,7 +118,7 @@ async def dead_retry(client: Client, session: str, request: str, anyway: bool, t
     found = await find(client, session, request)
     result = await retry(client, found, anyway=anyway, timeout_s=timeout_s)
     if isinstance(result, Failed):
-        raise RequestFailedError(result.code, printable(result.message), retryable=result.retryable)
+        raise result.as_error()
     click.echo(f"{result.id}: {result.__struct_config__.tag}, position {result.position}")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import shutil
 import sqlite3
-from contextlib import closing, suppress
+from contextlib import closing
 
 import pytest
 from made_kv import BLOCK, LAYOUT
@@ -19,7 +19,7 @@ from cache.disk import format as snapshot_format
 from cache.disk.folder import Folder
 from cache.index import gaps
 from cache.index.nodes import Node
-from cache.names.errors import CacheError, CutOffError, PinRefusedError
+from cache.names.errors import CacheError, CutOffError
 from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ModelLayout, seen
 from cache.names.tokens import Boundary, Tokens, as_tokens
@@ -63,8 +63,8 @@ def assert_room_rule(store) -> None:
     stats = store.stats()
     assert stats.stored == sum(not node.is_gap for node in store._index)
     assert stats.stored_bytes == sum(node.size_bytes for node in store._index if node.durable)
-    assert stats.free_bytes + stats.pinned_bytes + stats.evictable_bytes == stats.capacity_bytes
-    assert 0 <= stats.pinned_bytes <= stats.stored_bytes + stats.in_flight_bytes
+    assert stats.free_bytes + stats.held_bytes + stats.evictable_bytes == stats.capacity_bytes
+    assert 0 <= stats.held_bytes <= stats.stored_bytes + stats.in_flight_bytes
 
 
 async def test_a_sink_window_session_longer_than_the_disk_limit_is_saved_and_restored(open_store) -> None:
@@ -234,12 +234,9 @@ async def test_eviction_keeps_the_windows_of_both_branches_of_a_session(open_sto
         assert_restored(await store.load(match), LIMITED, tokens)
 
 
-async def test_eviction_removes_no_middle_blocks_of_pinned_prefixes_or_of_sessions_under_full(
-    open_store,
-) -> None:
+async def test_eviction_removes_no_middle_blocks_of_sessions_under_full(open_store) -> None:
     store = await limited(open_store, 60)
     chain = store.chain("a", POLICY)
-    await store.pin(chain, TOKENS[:40])
     await grown(store, chain, 200)
     save(store, LAYOUT, "a", TOKENS[:40])
     assert await store.barrier(5)
@@ -248,7 +245,6 @@ async def test_eviction_removes_no_middle_blocks_of_pinned_prefixes_or_of_sessio
         store._room._shrink()
     nodes = store.match(chain, TOKENS[:200]).nodes
     assert len(nodes) == 50
-    assert not any(node.is_gap for node in nodes[:10])
     assert any(node.is_gap for node in nodes)
     assert not any(node.is_gap for node in store.match("a", TOKENS[:40]).nodes)
 
@@ -323,9 +319,9 @@ async def test_finding_the_blocks_that_a_session_needs_does_not_visit_the_blocks
             if node.start < POLICY.sink or node.end > held.last.start - POLICY.window
         ]
         assert {*gaps.needed_by(held.last)} == {*slow}
-        assert store.stats().pinned_bytes == sum(node.size_bytes for node in slow)
+        assert store.stats().held_bytes == sum(node.size_bytes for node in slow)
         seen.clear()
-        assert store.stats().pinned_bytes > 0
+        assert store.stats().held_bytes > 0
         costs.append(len(seen))
         store.release(held)
     assert costs[0] == costs[1]
@@ -381,7 +377,7 @@ async def test_a_chain_with_evicted_blocks_is_exported_up_to_the_first_evicted_b
 
 
 class Sessions:
-    """Random operations on sessions: grow, branch, rewind, hold, pin, forget, restart, failing writes."""
+    """Random operations on sessions: grow, branch, rewind, hold, forget, restart, failing writes."""
 
     layout, policy = LIMITED, POLICY
 
@@ -393,16 +389,14 @@ class Sessions:
 
     async def run(self, num_steps: int) -> None:
         self.store = await self.open()
-        acts = [self.grow] * 6 + [self.rewind] * 2 + [self.hold, self.release, self.pin, self.forget]
+        acts = [self.grow] * 6 + [self.rewind] * 2 + [self.hold, self.release, self.forget]
         for _ in range(num_steps):
             self.chain = self.store.chain("a", self.policy)
             await self.chance.choice([*acts, self.restart])()
             await self.check()
         for held in self.held:
             self.store.release(held)
-        for pin in {tuple(tokens) for tokens in self.tokens}:
-            self.store.unpin(self.chain, pin)
-        assert self.store.stats().pinned_bytes == 0
+        assert self.store.stats().held_bytes == 0
         while self.store._removal.evict(1 << 40, 32):
             pass
         assert (len(self.store._index), self.store.stats().stored_bytes) == (0, 0)
@@ -437,12 +431,6 @@ class Sessions:
             if restored is not None:
                 assert restored.num_tokens == match.num_tokens
 
-    async def pin(self) -> None:
-        tokens = self.chance.choice(self.tokens)[: 3 * BLOCK]
-        if self.store.unpin(self.chain, tokens, exactly=True) == []:
-            with suppress(PinRefusedError):
-                await self.store.pin(self.chain, tokens)
-
     async def forget(self) -> None:
         if self.chance.random() < 0.3:
             await self.store.erase("a", self.chance.choice(self.tokens))
@@ -470,7 +458,6 @@ class Sessions:
         await self.settle()
         assert_room_rule(store)
         assert store.stats().rejected == 0
-        assert store._index.kept_bytes == sum(node.size_bytes for node in store._index if node.kept)
         for node in store._index:
             is_there(store, node)
 

@@ -59,7 +59,7 @@ async def test_commands_on_an_unknown_session_fail_in_one_line_and_create_no_ses
 ) -> None:
     worker = await local_worker()
     await worker.client.session("garden").append(text="x")
-    deeds = ["close", "rewind", "info", "pin", "unpin", "show"]
+    deeds = ["close", "rewind", "info", "show"]
     for deed in (*deeds, ("fork", "new"), ("cancel", "r"), ("export", "file")):
         name, *more = [deed] if isinstance(deed, str) else deed
         for typed, says in (

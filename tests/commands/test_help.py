@@ -18,7 +18,7 @@ from commands.cli import main
 from worker.process.installed import as_installed, program
 
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
-NUMBERS = {"seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11, "twelve": 12}
+NUMBERS = {"six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11, "twelve": 12}
 
 
 def groups(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -43,9 +43,9 @@ def help_of(*command: str, columns: int = 80, flag: str = "--help") -> str:
         "--snapshots [on|off|temporary]",
         "--log-format [auto|console|json]",
         "--log-level [auto|debug|info|warning|error]",
-        "--max-memory [auto|SIZE]",
+        "--device-memory [auto|SIZE]",
         "--max-disk SIZE",
-        "--max-stall-s TIME",
+        "--unload-after-s [off|TIME]",
         "--max-batch N",
         "--data-dir PATH",
         "--nats [embedded|URL]",

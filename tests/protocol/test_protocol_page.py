@@ -42,8 +42,6 @@ from turnkeep_client.messages import (
     Open,
     Opened,
     Parent,
-    Pinned,
-    PinRequest,
     Progress,
     PromptToken,
     Request,
@@ -56,8 +54,6 @@ from turnkeep_client.messages import (
     SessionInfo,
     TenantFigures,
     TokenLogprob,
-    Unpinned,
-    UnpinRequest,
     Usage,
     decode_request,
     encode,
@@ -77,8 +73,8 @@ README = (ROOT / "README.md").read_text()
 
 RESULTS = (Opened, Appended, Generated, Rewound, Closed, Failed)
 PARTS = (SessionCache, Parent, Usage, Seconds, TokenLogprob, PromptToken, Called, CallPart, Progress)
-CONTROL = (InfoRequest, CancelRequest, PinRequest, UnpinRequest, CountRequest, EmbedRequest, RerankRequest)
-REPLIES = (SessionInfo, Cancelled, Pinned, Unpinned, Counted, Embedded, Reranked)
+CONTROL = (InfoRequest, CancelRequest, CountRequest, EmbedRequest, RerankRequest)
+REPLIES = (SessionInfo, Cancelled, Counted, Embedded, Reranked)
 COUNTS = (Histogram, GatewayMetrics, TenantFigures)
 TOLD = (*RESULTS, *PARTS, Chunk, DeadLetter, *CONTROL, *REPLIES, *COUNTS)
 

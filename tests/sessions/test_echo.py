@@ -151,7 +151,7 @@ async def test_a_cancelled_echo_adds_nothing_to_the_session(
 async def test_an_answer_resumed_after_a_kill_has_the_echo_of_its_whole_prompt(
     worker_process: Any, endless_model: Path
 ) -> None:
-    process = worker_process("--ack-wait-s", "0.5", model=endless_model)
+    process = worker_process(model=endless_model)
     options = {"text": TEXT, "max_tokens": 400, "echo": True, "logprobs": True, "top_logprobs": 1}
     _, result = await heard_over_a_kill(process, options, behind=25)
     assert "".join(one.token for one in result.prompt_logprobs) == TEXT
