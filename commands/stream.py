@@ -14,6 +14,8 @@ from .screen import Screen, complain, unechoed
 from .talking import why_no_worker
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from turnkeep_client.generation import Generation
     from turnkeep_client.session import Session
 
@@ -30,8 +32,9 @@ _LOST_S: Final = 60.0
 _T = TypeVar("_T")
 
 
-async def while_reachable(session: Session, waiting: asyncio.Task[_T]) -> _T:
-    """Wait for a task; cancel it and raise `NoServerError` if NATS cannot be reached for `_LOST_S`."""
+async def while_reachable(session: Session, awaited: Awaitable[_T]) -> _T:
+    """Await `awaited`; cancel it and raise `NoServerError` if NATS cannot be reached for `_LOST_S`."""
+    waiting = asyncio.ensure_future(awaited)
     loop = asyncio.get_running_loop()
     reached_at = loop.time()
     try:
