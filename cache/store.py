@@ -428,11 +428,6 @@ class Store:
         """Whether no write is queued or running."""
         return not self._writer.counts.in_flight_bytes
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether writing is paused after a failure, so that `save` queues nothing."""
-        return self._writer.paused
-
     def listen(self, lost: Callable[[], None]) -> None:
         """Call `lost` on the event loop for each queued snapshot that was neither written nor removed."""
         self._lost = lost
