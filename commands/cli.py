@@ -71,7 +71,7 @@ _COMMANDS: Final = {
         ),
     ),
     "log": ("log", "The log as a whole: verify it."),
-    "model": ("model", "Models: list, describe, download, convert and remove them."),
+    "model": ("model", "Models: list, describe, download and remove them."),
     "open": ("control", "Start SESSION under a cache policy, which it keeps until it is closed."),
     "pin": (
         "control",
@@ -94,7 +94,6 @@ _COMMANDS: Final = {
     "service": ("service", "A worker that this machine starts by itself: install, status, logs, uninstall."),
     "sessions": ("sessions", "List the sessions in the log, most recently active first."),
     "show": ("sessions", "Print a session's conversation from the log, with the cost of each request."),
-    "size": ("size", "Estimate memory, disk and SSD writes for a number of sessions."),
     "top": (
         "top",
         "Watch all workers of a prefix on the terminal, and sessions of a tenant one by one; q ends it.",
