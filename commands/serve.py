@@ -136,7 +136,7 @@ def serve(
     if check:
         _check(settings, models)
     if weigh:
-        from .size import weigh as run_weigh
+        from .weighing import weigh as run_weigh
 
         configure(settings.log_format, settings.log_level)
         click.echo(msgspec.json.encode(run_weigh(settings)))

@@ -222,7 +222,6 @@ def test_durations_are_formatted_with_a_fitting_unit(seconds: float, text: str) 
 @pytest.mark.parametrize(
     "words",
     [
-        "size --json --sessions 1 --turns-per-hour 1 --context 256 --model {windows}",
         "serve --weigh --model {windows}",
         "doctor --json --model {windows} --draft-model {windows}",
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from cache.names.policy import FULL, Policy
+from cache.names.policy import Policy
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import DEFAULT_RESIDENT, DEFAULT_SINK, DEFAULT_WINDOW
 
@@ -214,11 +214,6 @@ def _http_url(value: object) -> str:
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.query:
         raise ValueError(url)
     return url
-
-
-def policy_text(policy: Policy) -> str:
-    """Format a cache policy as its setting is written; `str(policy)` is the text in model identities."""
-    return "full" if policy == FULL else POLICY.show(policy)
 
 
 def size_text(size_bytes: int) -> str:
