@@ -171,7 +171,7 @@ PANELS: Final = (
     Panel("Size of the log", "bytes", {"log": _of("log_bytes"), "limit": _of("log_max_bytes")}),
     Panel("Event loop lag", "s", {"p99": _quantile(0.99, "event_loop_lag_seconds")}),
     Panel(
-        "Tokens per second by tenant, with metrics_tenants",
+        "Tokens per second by tenant, if named in metrics",
         "none",
         {kind: _per_s(f"tenant_{kind}_tokens_total", "tenant") for kind in ("generated", "prefilled")},
         ("worker", "tenant"),
