@@ -1,4 +1,4 @@
-"""The interface of a running cache: match, load, save, forget, pin, limits, barrier, stats.
+"""The interface of a running cache: match, load, save, forget, limits, barrier, stats.
 
 Belongs to the event loop, which owns the index and all counts; blocking work runs on the writer thread and
 on I/O threads. Callers name KV by tenant and tokens; the store knows nothing of sessions.
@@ -19,13 +19,11 @@ from .disk.access import PLAIN, Access
 from .disk.folder import may_hold
 from .disk.header import NO_NAME
 from .disk.past import StoredPast
-from .disk.rows import Pin
 from .disk.tier import SharedDirectory, Tier
 from .disk.writer import WriteState
 from .index.behind import Behind
 from .index.loading import Form, Loading, Match
 from .index.opening import Opened, open_directory
-from .index.pins import Pinned
 from .index.remote import Remote, RemoteCounts
 from .index.removal import Removal
 from .index.room import Room
@@ -34,7 +32,7 @@ from .names import blocks
 from .names.errors import KeyFileError
 from .names.policy import FULL
 from .names.snapshot import Name
-from .names.tokens import TOKEN_BYTES, Chain, as_tokens, pack
+from .names.tokens import Chain, as_tokens, pack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -161,9 +159,7 @@ class Store:
         self._monotonic = monotonic
         removal = self._removal = Removal(index, writer)
         behind = self._behind = Behind(index, removal, keep_behind)
-        self._room = Room(
-            index, writer, opened.pins, removal, behind, max_bytes=max_bytes, min_free_bytes=min_free_bytes
-        )
+        self._room = Room(index, writer, removal, behind, max_bytes=max_bytes, min_free_bytes=min_free_bytes)
         self._loading = Loading(
             opened.folder, index, writer, removal, rejected=opened.rejected, release=self.release
         )
@@ -375,15 +371,14 @@ class Store:
         """
         self._loading.end_past(past)
 
-    def wanted(self, tenant: str | Chain, tokens: Sequence[int], start: int, end: int) -> list[Span]:
-        """Return the spans of `[start, end)` to save: those that are neither stored nor queued.
+    def wanted(self, tenant: str | Chain, tokens: Sequence[int]) -> list[Span]:
+        """Return the spans of `tokens` to save: those that are neither stored nor queued.
 
-        The spans are full blocks, the first of which may begin before `start`, then a piece of the last,
-        partial block up to `end` (see `blocks.tail_start`). Empty if the prefix before `start` is not stored,
-        since then no match could find the spans; with `start` 0 the missing prefix is returned too.
+        The spans are full blocks, then a piece of the last, partial block (see `blocks.tail_start`). A block
+        is left out if it was evicted and no layer sees it any more.
         """
         chain = self._chain(tenant)
-        return self._form(chain.policy).prefixes.wanted(chain, as_tokens(tokens)[:end], start)
+        return self._form(chain.policy).prefixes.wanted(chain, as_tokens(tokens))
 
     def save(
         self, tenant: str | Chain, tokens: Sequence[int], span: Span, tensors: tuple[Tensor, ...]
@@ -443,7 +438,7 @@ class Store:
         self._lost = lost
 
     def skip(self, num_snapshots: int) -> None:
-        """Count snapshots as dropped: the caller did not copy their KV, because `room` was too small."""
+        """Count snapshots as dropped for now: `room` was too small, or `save` did not take them."""
         self._writer.drop("disk_error" if self._writer.paused else "queue_full", num_snapshots)
 
     def free_memory(self) -> None:
@@ -458,8 +453,8 @@ class Store:
 
         Shared snapshots are those that a remaining snapshot continues, and those of the first `shared`
         tokens. Covers all identities: other models, policies, `kv_bits`. Returns how many snapshots were
-        removed. A snapshot that a load or a turn uses is removed at its release; a pinned one stays. After a
-        `barrier` no removed snapshot comes back, not even by a write in flight.
+        removed. A snapshot that a load or a turn uses is removed at its release. After a `barrier` no removed
+        snapshot comes back, not even by a write in flight.
         """
         return self._forget(tenant, pack(tokens), shared)
 
@@ -467,7 +462,7 @@ class Store:
         if self._remote is not None:
             self._remote.forget()
         within = self._within(tenant, packed)
-        return self._removal.discard(node for node in within if not node.kept and node.end > shared)
+        return self._removal.discard(node for node in within if node.end > shared)
 
     async def erase(
         self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0, *, shared: int = 0
@@ -546,7 +541,7 @@ class Store:
         return Forgotten(num_snapshots, is_clean and not is_unknown)
 
     async def clear(self, timeout_s: float = 5.0) -> bool:
-        """Remove everything from this directory: the snapshots of all tenants and models, pins, quarantine.
+        """Remove everything from this directory: the snapshots of all tenants and models, and quarantine.
 
         False if time ran out or a removal failed. Snapshots that are saved after the call stay. No earlier
         snapshot comes back, not even by a write in flight.
@@ -554,41 +549,8 @@ class Store:
         if self._remote is not None:
             self._remote.forget()
         self._index.clear()
-        self._room.clear()
         erasure = self._writer.clear()
         return await self.barrier(timeout_s) and erasure.clean
-
-    async def pin(self, tenant: str | Chain, tokens: Sequence[int], timeout_s: float = 2.0) -> Pinned:
-        """Protect a prefix's snapshots, stored now or later, from eviction until `unpin`, across restarts.
-
-        Raises `PinRefusedError` if the prefix is too large, `ValueError` if it is empty.
-        """
-        if not tokens:
-            raise ValueError("a pinned prefix has at least one token")
-        pin = Pin(self._root(tenant), pack(tokens))
-        held = self._room.pin(pin)
-        note = self._writer.pin([pin], on=True)
-        pinned = Pinned(len(tokens), held.num_tokens, held.size_bytes, self._index.kept_bytes, noted=False)
-        await self.barrier(timeout_s)
-        return replace(pinned, noted=note.made)
-
-    def unpin(self, tenant: str | Chain, tokens: Sequence[int], *, exactly: bool = False) -> list[int]:
-        """Unpin all prefixes of these tokens; with `exactly` only the prefix that equals them.
-
-        Returns the lengths of the unpinned prefixes in tokens. These prefixes can be evicted again.
-        """
-        gone = self._room.unpin(self._root(tenant), pack(tokens), exactly=exactly)
-        self._writer.pin(gone, on=False)
-        return _lengths(gone)
-
-    @property
-    def has_pins(self) -> bool:
-        """Whether any prefix is pinned."""
-        return self._room.num_pins > 0
-
-    def pinned(self, tenant: str | Chain, tokens: Sequence[int]) -> list[int]:
-        """Return the lengths in tokens of the pinned prefixes of these tokens."""
-        return _lengths(self._room.pinned(self._root(tenant), pack(tokens)))
 
     def set_limits(self, *, max_bytes: int | None = None, min_free_bytes: int | None = None) -> None:
         """Change the limits. Snapshots that exceed them are evicted in the background, in small batches."""
@@ -671,9 +633,6 @@ class Store:
                 self._remote.note(form.digest, identity.block_tokens)
         return form
 
-    def _root(self, tenant: str | Chain) -> bytes:
-        return self._chain(tenant).root
-
     def _within(self, tenant: str, packed: bytes) -> Iterator[Node]:
         """Yield a tenant's snapshots, of all models, that hold only tokens of `packed`; last ones first."""
         for identity in self._identities:
@@ -728,7 +687,3 @@ class Store:
         self._room.check()
         if write.abandoned != "cancelled" and (write.abandoned or write.state is WriteState.FAILED):
             self._lost()
-
-
-def _lengths(pins: Iterable[Pin]) -> list[int]:
-    return sorted(len(pin.tokens) // TOKEN_BYTES for pin in pins)

@@ -134,7 +134,7 @@ def cache() -> None:
 @as_json
 @_cache_options()
 def ls(where: _Where, as_json: bool) -> None:
-    """List the stored chains of tokens, the last used first, and the pins.
+    """List the stored chains of tokens, the last used first.
 
     The list cannot name sessions or tenants: names on disk are salted digests of tenant and tokens.
     """
@@ -149,18 +149,14 @@ def ls(where: _Where, as_json: bool) -> None:
             "files": chain.num_files,
             "size_bytes": chain.size_bytes,
             "own_bytes": chain.own_bytes,
-            "pinned_tokens": chain.pinned_tokens,
             "last_used": datetime.fromtimestamp(chain.used_s, UTC).isoformat(timespec="seconds"),
         }
         for chain in found.chains
     ]
-    pins = [{"name": pin.name.hex(), "tokens": len(pin.tokens) // 4} for pin in found.pins]
     if as_json:
-        click.echo(json.dumps({"chains": chains, "pins": pins}))
+        click.echo(json.dumps({"chains": chains}))
         return
     _print_chains(found, place)
-    for pin in pins:
-        click.echo(f"pin {str(pin['name'])[:12]}: {pin['tokens']} tokens")
     _print_unreadable(found)
 
 
@@ -174,13 +170,11 @@ def _print_chains(found: survey.Survey, place: Path) -> None:
             size(chain.size_bytes),
             size(chain.own_bytes),
             f"{span(now_s - chain.used_s)} ago",
-            str(chain.pinned_tokens or ""),
         ]
         for chain in found.chains
     ]
     if rows:
-        heads = ["chain", "model", "tokens", "size", "not shared", "last used", "pinned"]
-        table(heads, rows, same=("model", "pinned"))
+        table(["chain", "model", "tokens", "size", "not shared", "last used"], rows, same=("model",))
     else:
         click.echo(_empty_message(place))
 
@@ -277,7 +271,7 @@ def verify(where: _Where, quarantine: bool, as_json: bool) -> None:
     help="Remove the least recently used, until this size is left.",
 )
 @click.option("--identity", metavar="IDENTITY", help="Only of the model whose identity begins so.")
-@click.option("--all", "everything", is_flag=True, help="Remove everything, also quarantine and pins.")
+@click.option("--all", "everything", is_flag=True, help="Remove everything, also quarantine.")
 @as_json
 @_cache_options()
 def prune(
@@ -288,7 +282,7 @@ def prune(
     everything: bool,
     as_json: bool,
 ) -> None:
-    """Remove snapshots that meet every condition given. Needs the lock; pinned prefixes stay."""
+    """Remove snapshots that meet every condition given. Needs the lock."""
     conditions = [older_than_s, to_bytes, identity]
     if everything == any(condition is not None for condition in conditions):
         raise click.UsageError(
@@ -310,25 +304,11 @@ def prune(
         figures = {
             "files": pruned.num_files,
             "size_bytes": pruned.size_bytes,
-            "pinned_files": pruned.num_pinned,
             "left_bytes": pruned.left_bytes,
         }
         click.echo(json.dumps(figures))
         return
-    kept = f"; {pruned.num_pinned} more are pinned" if pruned.num_pinned else ""
-    click.echo(
-        f"removed {pruned.num_files} files, {size(pruned.size_bytes)}{kept}; {size(pruned.left_bytes)} left"
-    )
-
-
-@cache.command()
-@click.argument("names", nargs=-1, required=True, metavar="NAME...")
-@_cache_options()
-def unpin(where: _Where, names: tuple[str, ...]) -> None:
-    """Remove pins by their names in `ls`, for pins whose session is gone. Needs the lock."""
-    place, settings = where.existing()
-    for pin in pruning.unpin(place, list(names), cache_access(settings)):
-        click.echo(f"unpinned {pin.name.hex()[:12]}: {len(pin.tokens) // 4} tokens")
+    click.echo(f"removed {pruned.num_files} files, {size(pruned.size_bytes)}; {size(pruned.left_bytes)} left")
 
 
 @cache.command("export")

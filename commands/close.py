@@ -1,4 +1,4 @@
-"""The commands `close`, `rm` and `rewind`: close or remove a session, or remove its last exchanges."""
+"""The commands `close` and `rewind`: close or remove sessions, or remove the last exchanges of one."""
 
 from __future__ import annotations
 
@@ -18,59 +18,39 @@ from turnkeep_client.errors import (
 from worker.process.installed import as_installed
 
 from .exchanges import last_exchanges_and_position
-from .flags import tenant_option, with_result_timeout, with_settings
+from .flags import tenant_option, with_result_timeout
 from .screen import complain, printable
-from .talking import CLIENT_SETTINGS, named, talk, with_client
+from .talking import named, with_client
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Rewound
     from turnkeep_client.session import Session
 
-    from .flags import Given
-
 #: How many characters of the first removed question a rewind prints.
 _SHOWN = 60
 
 _patience = with_result_timeout("How long to wait for the result of one request.")
-_cancel = click.option("--cancel", is_flag=True, help="Cancel its unanswered requests; do not wait for them.")
 
 
 @click.command()
 @click.argument("sessions", metavar="SESSION...", nargs=-1, required=True)
 @click.option("--forget", is_flag=True, help="Also remove its content from the log and the worker's disk.")
-@_cancel
+@click.option("--cancel", is_flag=True, help="Cancel its unanswered requests; do not wait for them.")
 @_patience
 @tenant_option
 @with_client
 async def close(
     client: Client, sessions: tuple[str, ...], forget: bool, cancel: bool, timeout_s: float
 ) -> bool:
-    """End sessions. Some days later the worker removes them from the log.
+    """End sessions; with --forget, erase what they said.
 
-    `turnkeep open` can use the name of a closed session again. Tokens that belong also to another session or
-    to a pin stay on the worker's disk, even with --forget.
+    Some days later the worker removes a closed session from the log. `turnkeep chat` can use the name of a
+    closed session again. Tokens that belong also to another session stay on the worker's disk, even with
+    --forget.
     """
-    return await _close(client, sessions, timeout_s, forget=forget, cancel=cancel)
-
-
-@click.command()
-@click.argument("sessions", metavar="SESSION...", nargs=-1, required=True)
-@_cancel
-@_patience
-@tenant_option
-@with_client
-async def rm(client: Client, sessions: tuple[str, ...], cancel: bool, timeout_s: float) -> bool:
-    """Remove sessions, open or closed: the same as close --forget."""
-    return await _close(client, sessions, timeout_s, forget=True, cancel=cancel)
-
-
-async def _close(
-    client: Client, names: tuple[str, ...], timeout_s: float, *, forget: bool, cancel: bool
-) -> bool:
-    """Close or remove sessions; return whether this failed for any of them."""
     failed = False
-    for name in names:
+    for name in sessions:
         try:
             await _end(client, name, timeout_s, forget=forget, cancel=cancel)
         except (NoWorkerError, NotPermittedError):
@@ -109,34 +89,28 @@ async def _say_what_runs(session: Session) -> None:
 @click.option("--position", metavar="N", type=click.IntRange(0), help="Keep the first N tokens.")
 @_patience
 @tenant_option
-@with_settings(*CLIENT_SETTINGS)
-def rewind(
-    given: Given,
-    session: str,
-    last: int | None,
-    position: int | None,
-    timeout_s: float,
-    tenant: str,
+@with_client
+async def rewind(
+    client: Client, session: str, last: int | None, position: int | None, timeout_s: float
 ) -> None:
-    """Remove the end of SESSION: its last question with the answer, more of them, or all from a position on.
+    """Remove a session's last questions and answers.
+
+    Without options the last question with its answer; or more of them, or all from a position on.
 
     `turnkeep show` prints removed turns, too: they stay in the log.
     """
     if last is not None and position is not None:
         raise click.UsageError("give --last or --position, not both")
 
-    async def run(client: Client) -> None:
-        async with named(client, session) as found:
-            await check_open(found)
-        if position is not None:
-            rewound, note = await client.session(session).rewind(position, timeout_s=timeout_s), ""
-        else:
-            rewound, removed_question = await rewind_last(client, session, last or 1, timeout_s)
-            question = printable(" ".join(removed_question.split()))
-            note = f"; removed: {question if len(question) <= _SHOWN else question[:_SHOWN] + '...'}"
-        click.echo(f"rewound {session} to position {rewound.position}{note}")
-
-    talk(given.load(), tenant, run)
+    async with named(client, session) as found:
+        await check_open(found)
+    if position is not None:
+        rewound, note = await client.session(session).rewind(position, timeout_s=timeout_s), ""
+    else:
+        rewound, removed_question = await rewind_last(client, session, last or 1, timeout_s)
+        question = printable(" ".join(removed_question.split()))
+        note = f"; removed: {question if len(question) <= _SHOWN else question[:_SHOWN] + '...'}"
+    click.echo(f"rewound {session} to position {rewound.position}{note}")
 
 
 async def rewind_last(client: Client, session: str, count: int, timeout_s: float) -> tuple[Rewound, str]:

@@ -1,4 +1,4 @@
-"""The commands `open`, `info`, `count`, `cancel`, `pin` and `unpin`: requests that generate no tokens."""
+"""The commands `info` and `cancel`: requests that generate no tokens."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from msgspec import UNSET
 from ops.log.ending import check_open
 from turnkeep_client.errors import NotPermittedError, NoWorkerError, RequestFailedError, TurnkeepError
 from turnkeep_client.messages import encode
+from worker.process.datadir import TOKEN_NAME, noted_nats
 from worker.process.formatting import size, span
+from worker.process.settings import SettingsError
+from worker.wire.credentials import own_token
 
-from .flags import SpanType, as_json, tag_option, tenant_option, tool_option, with_settings
+from .flags import as_json, tenant_option, with_settings
 from .printing import table
-from .screen import complain
 from .talking import CLIENT_SETTINGS, named, talk, with_client
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics, SessionInfo
+    from worker.process.settings import Settings
 
     from .flags import Given
 
@@ -31,59 +32,39 @@ if TYPE_CHECKING:
 _PATIENCE_S: Final = 15.0
 
 
-@click.command("open")
-@click.argument("session")
-@tenant_option
-@click.option(
-    "--policy",
-    type=click.Choice(["full", "sink_window", "paged"]),
-    help="Tokens with KV: all, the first and the last ones, or all on SSD and some on the device."
-    " [default: the worker's]",
-)
-@click.option("--sink", metavar="N", type=int, help="First tokens that sink_window keeps. [default: 4]")
-@click.option("--window", metavar="N", type=int, help="Last tokens that sink_window keeps. [default: 1024]")
-@click.option(
-    "--resident", metavar="N", type=int, help="Tokens that paged has on the device. [default: 4096]"
-)
-@click.option(
-    "--pin",
-    metavar="START-END",
-    type=SpanType(),
-    multiple=True,
-    help="Tokens that paged always has there; may be given several times.",
-)
-@tag_option("A name for it, which `turnkeep sessions --tag` finds; may be given several times.")
-@with_client
-async def open_(
-    client: Client,
-    session: str,
-    policy: str | None,
-    sink: int | None,
-    window: int | None,
-    resident: int | None,
-    pin: tuple[tuple[int, int], ...],
-    tags: tuple[str, ...],
-) -> None:
-    """Start SESSION under a cache policy, which it keeps until it is closed.
-
-    Not needed for the worker's default policy: a session's first request starts it. Under sink_window a
-    session may grow without limit, in memory of a fixed size. Under paged the model can use all of it, up to
-    its context length: prompts read all KV from SSD, answers only the KV that matters to them.
-    """
-    asked = {"policy": policy, "sink": sink, "window": window, "resident": resident, "pin": pin or None}
-    cache = {name: value for name, value in asked.items() if value is not None}
-    opened = await client.session(session).open(cache, tags=tags, timeout_s=30)
-    click.echo(f"opened {session} under {opened.cache or 'full'}")
-
-
 @click.command()
 @click.argument("session", required=False)
 @tenant_option
 @as_json
-@with_client
-async def info(client: Client, session: str | None, as_json: bool) -> None:
-    """Show a session and its worker; without SESSION, show the worker alone."""
-    await print_info(client, session, as_json=as_json)
+@click.option(
+    "--url", is_flag=True, help="Only print the URL of the worker's own NATS server, with its token."
+)
+@with_settings(*CLIENT_SETTINGS)
+def info(given: Given, session: str | None, tenant: str, as_json: bool, url: bool) -> None:
+    """Show the state of a worker, or of a session and its worker.
+
+    Other programs connect to the worker's own NATS server at the URL that --url prints.
+    """
+    settings = given.load()
+    if url:
+        click.echo(_own_url(settings))
+    else:
+        talk(settings, tenant, lambda client: print_info(client, session, as_json=as_json))
+
+
+def _own_url(settings: Settings) -> str:
+    """Return the URL of the data directory's NATS server, with its token. Raises `SettingsError`."""
+    token = own_token(settings.data_dir)
+    if token is None:
+        raise SettingsError(
+            f"there is no {settings.data_dir / TOKEN_NAME}; start its worker, or name another --data-dir"
+        )
+    nats = noted_nats(settings.data_dir) or settings.own_port
+    if isinstance(nats, str):
+        raise SettingsError(
+            f"the worker of {settings.data_dir} has no NATS server of its own; it uses {nats}"
+        )
+    return f"nats://{token}@127.0.0.1:{nats}"
 
 
 async def print_info(client: Client, name: str | None, *, as_json: bool = False) -> None:
@@ -108,19 +89,11 @@ async def print_info(client: Client, name: str | None, *, as_json: bool = False)
         *_answered_by(session),
         *_policy(session),
         ("KV on the device", size(session.kv_live_bytes)),
-        *_pinned(session),
         ("requests answered", str(session.requests)),
         ("requests waiting", _waiting(session)),
     ]
     table(("session", session.session), rows)
     _print_metrics(session.worker)
-
-
-def _pinned(session: SessionInfo) -> list[tuple[str, str]]:
-    """Describe the pins of a session: how many of its first tokens stay on SSD."""
-    if not session.pinned:
-        return []
-    return [("pinned", f"the first {', '.join(map(str, session.pinned))} tokens: their KV stays on SSD")]
 
 
 def _origin(session: SessionInfo) -> list[tuple[str, str]]:
@@ -154,48 +127,12 @@ def _waiting(session: SessionInfo) -> str:
 
 
 @click.command()
-@click.argument("question", required=False)
-@click.option("--session", "name", metavar="NAME", help="As the next question of this session.")
-@click.option("--raw", is_flag=True, help="Count the text alone, without the chat template.")
-@tool_option
-@tenant_option
-@with_settings(*CLIENT_SETTINGS)
-def count(
-    given: Given,
-    question: str | None,
-    name: str | None,
-    tenant: str,
-    raw: bool,
-    tools: tuple[Path, ...],
-) -> None:
-    """Count the tokens that a question would add to a session, without asking it.
-
-    Piped input is added to QUESTION, or is the question if there is none.
-    """
-    from .ask import tools_of, whole_question
-
-    if raw and tools:
-        raise click.UsageError("--tool is for a conversation, not for --raw text")
-    text, known = whole_question(question), tools_of(tools) or None
-    said = [{"role": "user", "content": text}]
-
-    async def run(client: Client) -> None:
-        session = client.session(name or "any-new-session")
-        counted = await (
-            session.count(text=text, raw=True) if raw else session.count(messages=said, tools=known)
-        )
-        click.echo(f"{counted.tokens} tokens" + (f", to position {counted.position}" if name else ""))
-
-    talk(given.load(), tenant, run)
-
-
-@click.command()
 @click.argument("session")
 @click.argument("request_id", metavar="[ID]", required=False)
 @tenant_option
 @with_client
 async def cancel(client: Client, session: str, request_id: str | None) -> None:
-    """Stop request ID of SESSION; the tokens of its answer so far stay in the session.
+    """Stop a request; its answer so far stays in the session.
 
     Without ID: the request that is running. `turnkeep info SESSION` shows the ids.
     """
@@ -211,41 +148,6 @@ async def cancel(client: Client, session: str, request_id: str | None) -> None:
             await check_open(found)  # the worker gives the same answer for a session that it does not know
             raise
     click.echo(f"cancelled {cancelled.id}, which was {cancelled.was}")
-
-
-@click.command()
-@click.argument("session")
-@tenant_option
-@click.option("--position", type=click.IntRange(1), help="Number of first tokens to pin. [default: all]")
-@with_client
-async def pin(client: Client, session: str, position: int | None) -> None:
-    """Keep the KV of SESSION's tokens on disk, safe from eviction, until they are unpinned.
-
-    A pin belongs to the tenant and outlives the session: it serves every session that begins with these
-    tokens.
-    """
-    async with named(client, session) as found:
-        pinned = await found.pin(position)
-    stored = "all of them" if pinned.stored_tokens == pinned.tokens else f"{pinned.stored_tokens} of them"
-    click.echo(
-        f"pinned {pinned.tokens} tokens, {stored} stored in {size(pinned.size_bytes)};"
-        f" all pins together take {size(pinned.pinned_bytes)}"
-    )
-    if not pinned.noted:
-        complain("the disk did not confirm the pin in time; pin again after a restart")
-
-
-@click.command()
-@click.argument("session")
-@tenant_option
-@click.option("--position", type=click.IntRange(1), help="Only the pin with N tokens. [default: all]")
-@with_client
-async def unpin(client: Client, session: str, position: int | None) -> None:
-    """Remove the pins of SESSION's tokens; their KV may then be evicted."""
-    async with named(client, session) as found:
-        unpinned = await found.unpin(position)
-    lengths = ", ".join(map(str, unpinned.prefixes)) or "nothing"
-    click.echo(f"unpinned {lengths}; {size(unpinned.pinned_bytes)} stay pinned")
 
 
 def _print_metrics(metrics: Metrics) -> None:
@@ -276,8 +178,7 @@ def _print_metrics(metrics: Metrics) -> None:
     ]
     if snapshots.capacity_bytes:
         free, evictable = size(max(snapshots.free_bytes, 0)), size(snapshots.evictable_bytes)
-        kept = size(snapshots.kept_bytes)
-        room = f"{free} free, {evictable} evictable, {kept} never evicted (pinned)"
+        room = f"{free} free, {evictable} evictable, {size(snapshots.held_bytes)} in use"
         rows.append(("  room", f"{size(snapshots.capacity_bytes)}: {room}"))
     written = f"{snapshots.durable} durable of {snapshots.accepted}"
     lost = f"{sum(snapshots.dropped.values())} dropped, {snapshots.failed} failed"

@@ -22,7 +22,7 @@ import platformdirs
 from ops import units
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import shown
-from worker.process.datadir import DataDir
+from worker.process.datadir import DataDir, owner
 from worker.process.setting_sources import CONFIG_NAME, load
 
 from .printing import table
@@ -92,15 +92,6 @@ class _Systemd:
     def remove(self) -> None:
         self.file.unlink()
         _ask("systemctl", "--user", "daemon-reload")
-
-    def state(self) -> tuple[bool, str]:
-        shown = _ask(
-            "systemctl", "--user", "show", units.NAME, "--property=ActiveState,SubState,MainPID,Result"
-        )
-        found = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
-        if found.get("ActiveState") == "active":
-            return True, f"running (pid {found.get('MainPID')})"
-        return False, f"{found.get('ActiveState')} ({found.get('SubState')}, {found.get('Result')})"
 
     def logs(self, lines: int, *, follow: bool) -> list[str]:
         return ["journalctl", "--user-unit", units.NAME, "-o", "cat", "-n", str(lines), *["-f"] * follow]
@@ -179,15 +170,6 @@ class _Launchd:
     def remove(self) -> None:
         _ask(*self._as_owner("rm", str(self.file)))
 
-    def state(self) -> tuple[bool, str]:
-        done = _run("launchctl", "print", self._service)
-        pids = [
-            line.split("=")[1].strip()
-            for line in done.stdout.splitlines()
-            if line.strip().startswith("pid =")
-        ]
-        return (True, f"running (pid {pids[0]})") if pids else (False, "stopped")
-
     def logs(self, lines: int, *, follow: bool) -> list[str]:
         return ["tail", "-n", str(lines), *["-F"] * follow, str(self._log)]
 
@@ -232,7 +214,7 @@ def _ask(*command: str) -> str:
 
 @click.group()
 def service() -> None:
-    """A worker that this machine starts by itself: install, status, logs, uninstall."""
+    """A worker that starts with this machine: install, status, logs."""
 
 
 @service.command()
@@ -272,11 +254,11 @@ def install(config: Path | None, gateway: int | None, only_print: bool, is_daemo
         _check_places(Path(command[0]), Path(__file__), config, settings.data_dir)
         if is_daemon and (agent := _Launchd(is_daemon=False)).file.exists():
             raise ServiceError(f"{agent.file} is installed; remove it by `turnkeep service uninstall` first")
-    if not (system.file.exists() and system.state()[0]):
+    if not (system.file.exists() and owner(settings.data_dir)):  # it may be this service that runs
         _check_free(settings, gateway)
     if not config.exists():
         config.parent.mkdir(parents=True, exist_ok=True)
-        config.write_text("# Settings of the worker: https://toml.io. `turnkeep serve --help` lists them.\n")
+        config.write_text("# Settings: https://toml.io. `turnkeep serve --help-all` lists them.\n")
     system.write(content)
     system.start()
     click.echo(f"installed {system.file}, with the settings in {config}, and started it. {system.hint}")
@@ -330,15 +312,14 @@ def status() -> None:
     """Say whether the service runs and serves. Exit code 1 if it does not."""
     system = _system()
     command = _installed(system)
-    system.check()
-    is_running, state = system.state()
     config = Path(command[command.index("--config") + 1])
     settings = load({}, {}, config, config.parent)
-    metrics, why = _worker(settings) if is_running else (None, "")
+    running = owner(settings.data_dir)
+    metrics, why = _worker(settings) if running else (None, "`turnkeep service logs` may say why")
     port = next((word.partition("=")[2] for word in command if word.startswith("--gateway=")), None)
     rows = [
-        ("state", state),
-        ("ready", f"yes, turnkeep {metrics.version}" if metrics else f"no; {why}" if why else "no"),
+        ("runs", running or "no"),
+        ("ready", f"yes, turnkeep {metrics.version}" if metrics else f"no; {why}"),
         ("model", metrics.model if metrics else "-"),
         ("NATS", shown(url_of(settings))),
         ("gateway", f"http://127.0.0.1:{port}/v1" if port else "none; install --gateway adds one"),
@@ -402,7 +383,18 @@ def _installed(system: _Systemd | _Launchd) -> list[str]:
     return command
 
 
-_HAS_COMPLETION: Final = "((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404))"
+#: Click's own script needs bash 4.4, and macOS has 3.2. If nothing is found, bash completes names of files.
+_BASH: Final = """\
+_turnkeep_completion() {
+    local IFS=$'\\n' word
+    COMPREPLY=()
+    local found=$(COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD _TURNKEEP_COMPLETE=bash_complete "$1")
+    for word in $found; do
+        case $word in plain,*) COMPREPLY+=("${word#plain,}") ;; esac
+    done
+}
+complete -o default -F _turnkeep_completion turnkeep
+"""
 #: Where each shell looks for completion scripts; zsh needs a setting for it, too.
 _PLACES: Final[Mapping[str, str]] = {
     "bash": "~/.local/share/bash-completion/completions/turnkeep",
@@ -422,16 +414,13 @@ _NEEDS: Final[Mapping[str, str]] = {
 @click.option("--install", "install_", is_flag=True, help="Write the script to where the shell finds it.")
 @click.pass_context
 def completion(context: click.Context, shell: str, install_: bool) -> None:
-    """Print the script that completes commands and options in a shell."""
+    """Print the script that completes commands in a shell."""
     from click.shell_completion import get_completion_class
 
-    if shell == "bash" and _ON_MAC and _run("bash", "--norc", "-c", _HAS_COMPLETION).returncode:
-        raise ServiceError(
-            "this bash is older than 4.4 (macOS has 3.2) and cannot complete; install a newer one, or use"
-            " zsh: turnkeep completion zsh --install"
-        )
     kind: Any = get_completion_class(shell)
-    script = kind(context.find_root().command, {}, _PROGRAM, "_TURNKEEP_COMPLETE").source()
+    script = _BASH
+    if shell != "bash":
+        script = kind(context.find_root().command, {}, _PROGRAM, "_TURNKEEP_COMPLETE").source()
     if not install_:
         click.echo(script)
         return

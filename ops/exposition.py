@@ -35,8 +35,7 @@ COUNTERS: Final[tuple[tuple[str, ...], ...]] = (
     ("generated_tokens", "generated_tokens", "Tokens of answers."),
     ("draft_tokens", "draft_tokens", "Tokens that were speculated."),
     ("accepted_draft_tokens", "accepted_draft_tokens", "Speculated tokens that were right."),
-    ("recalled_tokens", "recalled_tokens", "Tokens of paged sessions whose KV came back from SSD."),
-    ("evicted_tokens", "evicted_tokens", "Tokens of paged sessions that left the device for recalled ones."),
+    ("recalled_tokens", "recalled_tokens", "Tokens whose KV an answer has recalled from SSD."),
     ("decoding_seconds", "decoding_s", "Time in which answers were decoded."),
     ("tenant_requests", "by_tenant.requests", "Requests with a result, by tenant.", "tenant", "outcome"),
     (
@@ -103,9 +102,8 @@ GAUGES: Final[tuple[tuple[str, ...], ...]] = (
         "snapshots.free_bytes",
         "Free disk space for snapshots; negative above a limit.",
     ),
-    ("snapshots_pinned_bytes", "snapshots.pinned_bytes", "Disk space that must not be evicted now."),
+    ("snapshots_held_bytes", "snapshots.held_bytes", "Disk space that must not be evicted now."),
     ("snapshots_evictable_bytes", "snapshots.evictable_bytes", "Disk space that eviction can free."),
-    ("snapshots_kept_bytes", "snapshots.kept_bytes", "Disk space of pinned prefixes."),
 )
 HISTOGRAMS: Final[tuple[tuple[str, ...], ...]] = (
     ("queue_time_seconds", "queue_time", "From the log's time of a request until it runs."),

@@ -74,7 +74,6 @@ class History:
                 "age_s": one.age_s,
                 "uptime_s": one.metrics.uptime_s,
                 "drains": one.metrics.drains,
-                "pinned_bytes": one.metrics.snapshots.kept_bytes,
                 **dict(zip(SERIES, values, strict=True)),
             }
         self._now, self._points = now, points

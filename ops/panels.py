@@ -143,7 +143,7 @@ PANELS: Final = (
     Panel(
         "Snapshots on disk",
         "bytes",
-        {"stored": _of("snapshots_stored_bytes"), "pinned": _of("snapshots_pinned_bytes")}
+        {"stored": _of("snapshots_stored_bytes"), "in use": _of("snapshots_held_bytes")}
         | {"capacity": _of("snapshots_capacity_bytes")},
     ),
     Panel(
@@ -256,7 +256,7 @@ ALERTS: Final = (
     Alert(
         *("TurnkeepSnapshotsDropped", _new("snapshots_dropped_total", 60), "> 5", "0s", "warning"),
         summary="{{ $labels.worker }} drops snapshots",
-        advice="By reason: the disk is too slow, or too full (max_disk, pins).",
+        advice="By reason: the disk is too slow, or too full (max_disk).",
     ),
     Alert(
         "TurnkeepEventLoopSlow",

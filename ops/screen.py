@@ -336,8 +336,7 @@ def _room(now: Metrics, own: Figures) -> list[tuple[str, str]]:
             "disk",
             (
                 f"{bar(own.disk_share)} {amount(saved.stored_bytes)} of {amount(saved.capacity_bytes)},"
-                f" {amount(saved.pinned_bytes)} of it in use, {amount(saved.kept_bytes)} pinned for good,"
-                f" free {amount(max(saved.free_bytes, 0))}"
+                f" {amount(saved.held_bytes)} of it in use, free {amount(max(saved.free_bytes, 0))}"
             ),
         ),
         (

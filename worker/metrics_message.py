@@ -78,7 +78,6 @@ def collect(
         accepted_draft_tokens=telemetry.accepted_draft_tokens,
         draft_saved_s=telemetry.draft_saved_s,
         recalled_tokens=telemetry.recalled_tokens,
-        evicted_tokens=telemetry.evicted_tokens,
         decoding_s=telemetry.decoding_s,
         time_to_first_token=telemetry.time_to_first_token.histogram(),
         time_per_output_token=telemetry.time_per_output_token.histogram(),

@@ -91,7 +91,7 @@ def export(
     except DoubtfulSnapshotError as error:
         raise CacheError(f"{path.name} is doubtful ({error.reason}): see turnkeep cache verify") from None
     except FileNotFoundError:
-        raise CacheError(f"{path.name} was evicted meanwhile: export again, or pin it first") from None
+        raise CacheError(f"{path.name} was evicted meanwhile: export again") from None
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

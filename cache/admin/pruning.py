@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections import Counter
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from cache.disk.access import PLAIN, SEAL, SUFFIX
 from cache.disk.catalog import Catalog
 from cache.disk.folder import Folder
 from cache.disk.header import read_header
-from cache.index.pins import Pins
 from cache.index.reconciling import reconcile
 from cache.names.errors import CacheError, DoubtfulSnapshotError
 
@@ -23,18 +21,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cache.disk.access import Access
-    from cache.disk.rows import Pin
     from cache.index.index import Index
     from cache.index.nodes import Node
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """The result of pruning. `num_pinned` snapshots met the conditions, but stay because they are pinned."""
+    """The result of pruning: the removed files, and how many bytes are left."""
 
     num_files: int
     size_bytes: int
-    num_pinned: int
     left_bytes: int
 
 
@@ -72,24 +68,19 @@ def prune(
 
     The conditions: the snapshot was not used for `older_than_s` seconds; it belongs to `model`; more than
     `to_bytes` are left in the cache. None means no condition. `model` is the hex digest of a model's
-    identity, or a prefix of it. A snapshot that others continue is removed after them; pinned prefixes stay.
+    identity, or a prefix of it. A snapshot that others continue is removed after them.
     """
     with opened(directory, access) as (folder, catalog, index):
-        Pins(index, catalog.pins())
         left_bytes = index.stored_bytes
         is_of_model = _of_model(folder, model)
         victims: list[Node] = []
         gone: Counter[bytes] = Counter()
-        num_pinned = 0
         for node in index:
             if to_bytes is not None and left_bytes <= to_bytes:
                 break
             if older_than_s is not None and node.used / 1e6 >= now_s - older_than_s:
                 break  # the rest was used later
             if len(node.children) > gone[node.digest] or not is_of_model(node):
-                continue
-            if node.kept:
-                num_pinned += 1
                 continue
             victims.append(node)
             gone[node.parent] += 1
@@ -98,11 +89,11 @@ def prune(
             folder.remove(node.digest)
         catalog.remove(node.row for node in victims)
     num_files = sum(not node.is_gap for node in victims)
-    return Pruned(num_files, sum(node.size_bytes for node in victims), num_pinned, left_bytes)
+    return Pruned(num_files, sum(node.size_bytes for node in victims), left_bytes)
 
 
 def prune_all(directory: Path) -> Pruned:
-    """Remove all snapshots, quarantined files and pins, and the record of the encryption key. Needs no key.
+    """Remove all snapshots and quarantined files, and the record of the encryption key. Needs no key.
 
     Raises `CacheError` if files cannot be removed.
     """
@@ -115,31 +106,7 @@ def prune_all(directory: Path) -> Pruned:
             raise CacheError(f"{len(left)} files could not be removed, {left[0]} among them")
         for path in (*directory.glob(f"{folder.catalog.name}*"), directory / SEAL):
             path.unlink(missing_ok=True)  # the mark of the key last
-    return Pruned(len(files), size_bytes, 0, 0)
-
-
-def unpin(directory: Path, names: list[str], access: Access = PLAIN) -> list[Pin]:
-    """Remove the pins whose hex names begin with the given prefixes; return the removed pins.
-
-    Raises `CacheError` for an unknown or ambiguous prefix, or if the index cannot be written: then the pins
-    would be back at the next start.
-    """
-    full = CacheError(f"{directory}: its index cannot be written; free some disk space, then unpin")
-    with opened(directory, access) as (_, catalog, _):
-        if not catalog.is_lasting:
-            raise full
-        found: list[Pin] = []
-        pins = catalog.pins()
-        for name in names:
-            fitting = [pin for pin in pins if pin.name.hex().startswith(name.lower())]
-            if len(fitting) != 1:
-                raise CacheError(f"{len(fitting)} pins have a name that begins with {name!r}, not one")
-            found += fitting
-        try:
-            catalog.unpin(found)
-        except sqlite3.Error as error:
-            raise full from error
-    return found
+    return Pruned(len(files), size_bytes, 0)
 
 
 def _of_model(folder: Folder, model: str | None) -> Callable[[Node], bool]:

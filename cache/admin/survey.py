@@ -17,9 +17,8 @@ from cache.disk import format as snapshot_format
 from cache.disk.access import PLAIN
 from cache.disk.folder import Folder, scan
 from cache.disk.header import read_header, read_name
-from cache.disk.rows import Pin, Row
+from cache.disk.rows import Row
 from cache.index.index import Index
-from cache.index.pins import Pins
 from cache.names.errors import DoubtfulSnapshotError, NotACacheError
 
 if TYPE_CHECKING:
@@ -46,8 +45,7 @@ class StoredChain:
     """A stored sequence of tokens, in snapshots that continue each other; `digest` names the last one.
 
     `size_bytes` is the size of all its files, `own_bytes` the size of the files that no other chain shares.
-    The first `pinned_tokens` tokens are pinned. The tenant is unknown, because names are hashes that include
-    the tenant.
+    The tenant is unknown, because names are hashes that include the tenant.
     """
 
     digest: bytes
@@ -57,7 +55,6 @@ class StoredChain:
     size_bytes: int
     own_bytes: int
     used_s: float
-    pinned_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +77,6 @@ class Survey:
 
     chains: list[StoredChain] = field(default_factory=list)
     usage: list[ModelUsage] = field(default_factory=list)
-    pins: list[Pin] = field(default_factory=list)
     doubtful: list[tuple[str, str]] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
     num_files: int = 0
@@ -108,11 +104,10 @@ def check(directory: Path, access: Access | None) -> None:
 
 
 def inspect(directory: Path, access: Access = PLAIN) -> Survey:
-    """List chains, disk usage and pins. Reads one header per chain. Raises `CacheError`, `OSError`."""
+    """List chains and disk usage. Reads one header per chain. Raises `CacheError`, `OSError`."""
     check(directory, access)
     rows, survey, names = _read(directory, access)
     index = Index(lambda: 0.0, rows)
-    Pins(index, survey.pins)
     models: dict[str, Model] = {}
     usage: dict[str, list[int]] = {}
     counted: set[bytes] = set()
@@ -192,15 +187,13 @@ def _proved(directory: Path, progress: Callable[[int, int], None], access: Acces
 
 
 def _read(directory: Path, access: Access) -> tuple[list[Row], Survey, dict[str, str]]:
-    """Read pins, model names and rows from a copy of the index; make new rows where the files differ."""
+    """Read model names and rows from a copy of the index; make new rows where the files differ."""
     survey = Survey()
     known, names = {}, {}
     with suppress(sqlite3.Error, OSError), _copied(directory / "index.sqlite") as db:
         # The rows are compared with the files below, so their proofs are not needed.
         stored = [Row(*row) for row in db.execute("SELECT * FROM snapshot")]
         known = {row.digest: row for row in access.rows(stored)}
-        pins = [Pin(*row) for row in db.execute("SELECT root, tokens FROM pin")]
-        survey.pins = list(access.pins(pins))
         names = {row[0].hex(): row[1] for row in db.execute("SELECT identity, name FROM model")}
     rows = []
     for digest, (size_bytes, mtime_ns) in scan(directory / "snapshots", access).items():
@@ -281,5 +274,4 @@ def _stored_chain(node: Node, links: list[Node], model: Model) -> StoredChain:
         size_bytes=sum(link.size_bytes for link in links),
         own_bytes=own_bytes,
         used_s=node.used / 1e6,
-        pinned_tokens=max((link.end for link in links if link.kept), default=0),
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from .rows import Pin, Row
+    from .rows import Row
 
 SUFFIX: Final = ".safetensors"
 #: The file that identifies the key with which a directory's contents are encrypted.
@@ -112,14 +112,6 @@ class Access:
 
     def rows(self, stored: list[Row]) -> Iterable[Row]:
         """Return the catalog's rows in plain form, except those that do not decrypt with this key."""
-        return stored
-
-    def hidden_pin(self, pin: Pin) -> tuple[bytes, bytes, bytes]:
-        """Return a pinned prefix in the form that the catalog stores: name, root, tokens."""
-        return pin.name, *pin
-
-    def pins(self, stored: list[Pin]) -> Iterable[Pin]:
-        """Return the catalog's pins in plain form, except those that do not decrypt with this key."""
         return stored
 
     def check(self, directory: Path) -> None:

@@ -1,8 +1,7 @@
-"""The catalog: the SQLite file that lists all snapshots, with their last use, and the pins.
+"""The catalog: the SQLite file that lists all snapshots, with their last use.
 
 Used while a store opens, then by the writer thread alone. If the catalog and the snapshot files differ, the
-files are right: a lost or damaged catalog is rebuilt from their headers, without the times of last use and
-the pins.
+files are right: a lost or damaged catalog is rebuilt from their headers, without the times of last use.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import structlog
 from cache.names.marks import Erased
 
 from . import private
-from .rows import Pin, Row, columns, proofs
+from .rows import Row, columns, proofs
 from .syncing import sync
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger("turnkeep.cache")
 
 #: Increase with each change of the tables: an index of another version is made again from the files.
-_SCHEMA_VERSION: Final = 5
+_SCHEMA_VERSION: Final = 6
 #: Errors of the disk, not of the file's contents: the file is kept.
 _DISKS_FAULTS: Final = frozenset(
     {
@@ -50,7 +49,6 @@ _SCHEMA: Final = (
         size_bytes INTEGER NOT NULL, used INTEGER NOT NULL, resumable INTEGER NOT NULL, proof BLOB
     ) WITHOUT ROWID
     """,
-    "CREATE TABLE IF NOT EXISTS pin (name BLOB PRIMARY KEY, root BLOB NOT NULL, tokens BLOB NOT NULL)",
     "CREATE TABLE IF NOT EXISTS model (identity BLOB PRIMARY KEY, name TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS erased (log TEXT PRIMARY KEY, seq INTEGER NOT NULL, time REAL NOT NULL)",
 )
@@ -60,7 +58,7 @@ _PUT: Final = "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class Catalog:
-    """Stores the rows of snapshots and pins in an SQLite file.
+    """Stores the rows of snapshots in an SQLite file.
 
     Callers log errors and continue: an error can lose times of last use, but no snapshots.
     """
@@ -171,22 +169,6 @@ class Catalog:
         made = partial(tuple.__new__, Row)  # as `Row._make`, without a Python call for each row
         return list(self._access.rows(list(map(made, self._db.execute("SELECT * FROM snapshot")))))
 
-    def pins(self) -> list[Pin]:
-        """Read the pinned prefixes."""
-        stored = [Pin(*row) for row in self._db.execute("SELECT root, tokens FROM pin")]
-        return list(self._access.pins(stored))
-
-    def pin(self, pins: Iterable[Pin]) -> None:
-        """Add pinned prefixes. They are on disk when this returns."""
-        with self._transaction(durable=True) as db:
-            db.executemany("INSERT OR REPLACE INTO pin VALUES (?, ?, ?)", map(self._access.hidden_pin, pins))
-
-    def unpin(self, pins: Iterable[Pin]) -> None:
-        """Delete pinned prefixes. The deletion is on disk when this returns."""
-        with self._transaction(durable=True) as db:
-            names = [(self._access.hidden(pin.name),) for pin in pins]
-            db.executemany("DELETE FROM pin WHERE name = ?", names)
-
     def name_model(self, identity: bytes, name: str) -> None:
         """Store the name of the model with this identity."""
         known = self._db.execute("SELECT name FROM model WHERE identity = ?", (identity,)).fetchone()
@@ -224,10 +206,9 @@ class Catalog:
         return True
 
     def clear(self, _: Iterable[object] = ()) -> None:
-        """Delete all rows and pins."""
+        """Delete all rows."""
         with self._transaction() as db:
             db.execute("DELETE FROM snapshot")
-            db.execute("DELETE FROM pin")
 
     def put(self, rows: Iterable[Row], *, durable: bool = False) -> None:
         """Add or replace the rows of snapshots; with `durable` they are on disk when this returns."""

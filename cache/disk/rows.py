@@ -1,4 +1,4 @@
-"""The rows of the catalog: one type for snapshots, one for pinned prefixes."""
+"""The rows of the catalog, one for each snapshot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
 
 import xxhash
 
-from cache.names.blocks import link
 from cache.names.snapshot import Name
 from cache.names.tokens import TOKEN_BYTES
 
@@ -51,18 +50,6 @@ class Row(NamedTuple):
     def is_of(self, packed: bytes) -> bool:
         """Whether these packed tokens contain the snapshot's tokens at the snapshot's position."""
         return packed.startswith(self.tokens, self.start * TOKEN_BYTES)
-
-
-class Pin(NamedTuple):
-    """A pinned prefix in the catalog: packed `tokens`, and the `root` that stands for tenant and model."""
-
-    root: bytes
-    tokens: bytes
-
-    @property
-    def name(self) -> bytes:
-        """The digest that names the pinned prefix."""
-        return link(self.root, self.tokens)
 
 
 def columns(rows: Sequence[Row]) -> Columns:

@@ -3,8 +3,8 @@
 A file is its salt, then its contents in chunks. Each chunk is encrypted by AES-256-GCM with a key that is
 derived from the directory's key, the salt and the snapshot's digest. The nonce is the chunk's number, so no
 nonce is used twice with a key. A renamed file or a moved chunk does not decrypt. Digests (and so file names),
-the tokens of rows and the pins are encrypted by AES-SIV, which needs no nonce: an observer sees which of them
-are equal, and nothing else. Sizes, times, positions, and which snapshot continues which, are visible.
+and the tokens of rows are encrypted by AES-SIV, which needs no nonce: an observer sees which of them are
+equal, and nothing else. Sizes, times, positions, and which snapshot continues which, are visible.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from cache.names.blocks import DIGEST_BYTES
 from cache.names.errors import DoubtfulSnapshotError, KeyFileError
 
 from .access import SUFFIX, Access, Reader, Writer
-from .rows import Pin, Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from .rows import Row
 
 _KEY_BYTES: Final = 32
 _MOST_KEY_FILE: Final = 1024
@@ -123,18 +124,6 @@ class Sealed(Access):
                 tokens = self._siv.decrypt(row.tokens, [b"row", row.digest])
                 digest, parent = (self._siv.decrypt(one, _NAME) for one in (row.digest, row.parent))
                 yield row._replace(digest=digest, parent=parent, tokens=tokens[8:], proof=tokens[:8])
-
-    def hidden_pin(self, pin: Pin) -> tuple[bytes, bytes, bytes]:
-        """Encrypt a pinned prefix: its name, root and tokens."""
-        root = self.hidden(pin.root)
-        return self.hidden(pin.name), root, self._siv.encrypt(pin.tokens, [b"pin", root])
-
-    def pins(self, stored: list[Pin]) -> Iterator[Pin]:
-        """Decrypt pins, and skip those that do not decrypt."""
-        for pin in stored:
-            with suppress(InvalidTag, TypeError, ValueError):
-                tokens = self._siv.decrypt(pin.tokens, [b"pin", pin.root])
-                yield Pin(self._siv.decrypt(pin.root, _NAME), tokens)
 
 
 def _nonce(number: int, *, last: bool) -> bytes:

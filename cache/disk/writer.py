@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .catalog import Catalog
     from .folder import Folder
     from .format import EncodedSnapshot
-    from .rows import Pin, Row
+    from .rows import Row
 
 T = TypeVar("T")
 
@@ -105,15 +105,6 @@ class Write(Generic[NodeT]):
         """Abandon the write. Its tensors are freed at once, unless the writer is using them."""
         self.abandoned = self.abandoned or reason
         self.encoded = None  # set after `abandoned`: the writer reads the two in the other order
-
-
-@dataclass(slots=True, eq=False)
-class PinNote:
-    """A queued change of pins: added if `on`, else deleted. `made` is true once the change is on disk."""
-
-    pins: list[Pin]
-    on: bool
-    made: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -303,12 +294,6 @@ class Writer(Generic[NodeT]):
         """Queue a change of the catalog that stores a snapshot's time of last use."""
         self._jobs.put(_Job(partial(self._in_catalog, self._catalog.use, [(used, digest)])))
 
-    def pin(self, pins: list[Pin], *, on: bool) -> PinNote:
-        """Queue a change of the catalog that adds these pins (`on`) or deletes them."""
-        note = PinNote(pins, on)
-        self._jobs.put(_Job(partial(self._note, note)))
-        return note
-
     def note_identity(self, identity: bytes, model: str) -> None:
         """Queue adding a new model identity to the catalog's list of identities that have snapshots."""
         if identity not in self._noted:
@@ -466,10 +451,6 @@ class Writer(Generic[NodeT]):
             return False
         write.state = WriteState.CANCELLED if write.abandoned == "cancelled" else WriteState.DROPPED
         return True
-
-    def _note(self, note: PinNote) -> None:
-        change = self._catalog.pin if note.on else self._catalog.unpin
-        note.made = self._in_catalog(change, note.pins) and self._catalog.is_lasting
 
     def _note_identity(self, identity: bytes, model: str) -> None:
         if identity not in self._noted and self._in_catalog(

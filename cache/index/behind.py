@@ -40,8 +40,7 @@ class Behind:
     """Evicts nodes that lie more than `keep_tokens` tokens before the end of every session; with None, none.
 
     A node is behind if its chain continues without a branch for `keep_tokens` more tokens, and for at least a
-    window, and if no load or turn uses a node in this range. Nodes with sink tokens and pinned nodes are
-    never behind.
+    window, and if no load or turn uses a node in this range. Nodes with sink tokens are never behind.
     """
 
     def __init__(self, index: Index, removal: Removal, keep_tokens: int | None) -> None:
@@ -92,7 +91,7 @@ class Behind:
         self._removal.make_gaps(found)
 
     def _is_behind(self, node: Node, windows: Policy) -> bool:
-        if not node.usable or node.holds or node.kept or node.start < windows.sink:
+        if not node.usable or node.holds or node.start < windows.sink:
             return False
         end = node.end + self._kept(windows)
         for other in _continued(node):

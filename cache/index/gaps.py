@@ -1,7 +1,7 @@
 """Gaps: nodes in the middle of a chain whose files were evicted, while the nodes stay in the index's tree.
 
 A session whose layers see only some of its tokens needs the first and the last blocks of its chain. The
-blocks between them may be evicted earlier. The tree stays complete, so that holds, bisection and pins work.
+blocks between them may be evicted earlier. The tree stays complete, so that holds and bisection work.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def may_become_gap(node: Node) -> bool:
     """Whether a node's file may be evicted although other nodes continue it, since no session sees its KV.
 
     This is true if every chain through the node continues for at least a window after it, and if no load or
-    turn uses a node in that range. Nodes with sink tokens and pinned nodes never become gaps.
+    turn uses a node in that range. Nodes with sink tokens never become gaps.
     """
     window = _window(node)
     if window is None or node.reach is None or node.start < node.reach.sink:
         return False
-    if not (node.children and node.usable) or node.holds or node.kept:
+    if not (node.children and node.usable) or node.holds:
         return False
     to_do, num_done = [*node.children], 0
     while to_do:

@@ -38,8 +38,6 @@ class Index:
         self._now = 0
         #: By root: the largest reach of any layer of its sessions.
         self._reaches: dict[bytes, Policy] = {}
-        #: Called with every node that was added or removed.
-        self.changed: Callable[[Node], None] = lambda _: None
         #: Called with every node that was stored or released, or lost a child, unless it is held.
         self.settled: Callable[[Node], None] = lambda _: None
         self._fill(stored)
@@ -67,8 +65,6 @@ class Index:
         self.stored_bytes = sum(row.size_bytes for row in stored)
         #: Bytes of nodes that are not stored yet.
         self.on_its_way_bytes = 0
-        #: Bytes of nodes that belong to pinned prefixes.
-        self.kept_bytes = 0
         #: A heap of (used, digest): at least one item for each evictable node, and some stale ones.
         self._eviction_heap: list[tuple[int, bytes]] = []
         self._rebuild_heap()
@@ -151,7 +147,6 @@ class Index:
             self._uncount(node)
             node.size_bytes, node.used, node.resumable = size_bytes, row.used, name.resumable
             node.durable = False
-            self.kept_bytes += size_bytes * (node.kept > 0)
         else:
             node = self._nodes[digest] = Node(row, up, durable=False)
             if isinstance(up.children, list):
@@ -160,7 +155,6 @@ class Index:
                 up.children = [node]
         self._held.add(node)
         self.on_its_way_bytes += size_bytes
-        self.changed(node)
         return node
 
     def undo_add(self, node: Node) -> None:
@@ -197,7 +191,6 @@ class Index:
         node.size_bytes, node.durable = size_bytes, True
         self.stored += 1
         self.stored_bytes += size_bytes
-        self.kept_bytes += size_bytes * (node.kept > 0)
 
     def _uncount(self, node: Node) -> None:
         if node.durable:
@@ -205,7 +198,6 @@ class Index:
             self.stored_bytes -= node.size_bytes
         else:
             self.on_its_way_bytes -= node.size_bytes
-        self.kept_bytes -= node.size_bytes * (node.kept > 0)
 
     def remove(self, node: Node) -> None:
         """Remove a leaf; its parent takes over its last use and its holds."""
@@ -228,7 +220,6 @@ class Index:
             self._reclassify(up)
         elif not up.children:
             del self._roots[up.digest]
-        self.changed(node)
 
     def clear(self) -> None:
         """Remove all nodes. A running load is not stopped."""
@@ -257,21 +248,13 @@ class Index:
         """Whether this node object is in the tree: not removed, nor replaced by one with the same digest."""
         return self._nodes.get(node.digest) is node
 
-    def keep(self, node: Node, by: int = 1) -> None:
-        """Change by `by` (1 or -1) the number of pinned prefixes that contain the node."""
-        was_kept = node.kept > 0
-        node.kept += by
-        self.kept_bytes += ((node.kept > 0) - was_kept) * node.size_bytes
-        if self.has(node):
-            self._reclassify(node)
-
     def held_bytes(self) -> int:
-        """Return the total bytes of pinned and held nodes, and of the nodes that their sessions need."""
+        """Return the total bytes of held nodes, and of the nodes that their sessions need."""
         seen: set[Node] = set()
-        size_bytes = self.kept_bytes  # the chain of a pinned node is pinned too
+        size_bytes = 0
         for held in self._held:
             for node in held.chain() if held.reach is None else gaps.needed_by(held):
-                if node.kept or node in seen:
+                if node in seen:
                     if held.reach is None:
                         break  # and so are all nodes before it
                     continue
@@ -325,21 +308,19 @@ class Index:
             digest, Parent(digest, self._reaches.get(digest))
         )
 
-    def closest_child(
-        self, parent: bytes, packed: bytes, *, usable: bool = True, gaps: bool = False
-    ) -> tuple[Node, int] | None:
+    def closest_child(self, parent: bytes, packed: bytes, *, usable: bool) -> tuple[Node, int] | None:
         """Return the child of `parent` with the longest prefix in common with `packed`, and that length.
 
         Siblings are sorted by their tokens, so this child is a neighbour of the position where `packed` would
-        be inserted. Of two equally good children the smaller one is returned, since it is read faster. With
-        `usable`, nodes with which no match may end are skipped; with `gaps`, gaps and partial files count.
+        be inserted. Of two equally good children the smaller one is returned, since it is read faster. Gaps
+        and partial files are skipped; with `usable`, all nodes with which no match may end.
         """
         siblings = self.children(parent)
         at = bisect_left(siblings, (packed, b""), key=BY_TOKENS)
         found: list[tuple[int, int, Node]] = []
         for side in (range(at, len(siblings)), range(at - 1, -1, -1)):
             near = (siblings[i] for i in side if siblings[i].usable or not usable)
-            node = next((one for one in near if gaps or not one.is_hollow), None)
+            node = next((one for one in near if not one.is_hollow), None)
             if node is not None and (num_tokens := num_common(node.tokens, packed)):
                 found.append((num_tokens, -node.size_bytes, node))
         num_tokens, _, node = max(found, key=lambda one: one[:2], default=(0, 0, None))

@@ -45,7 +45,6 @@ class Node(Parent):
         "doomed",
         "durable",
         "holds",
-        "kept",
         "rest_bytes",
         "resumable",
         "size_bytes",
@@ -73,8 +72,6 @@ class Node(Parent):
         self.doomed = False
         #: How many loads and turns hold the node, and so its chain.
         self.holds = 0
-        #: How many pinned prefixes contain the node.
-        self.kept = 0
         #: The first node of the chain, once the property `first` was used.
         self.beginning: Node | None = None
 
@@ -118,8 +115,8 @@ class Node(Parent):
 
     @property
     def evictable(self) -> bool:
-        """Whether the snapshot may be evicted now: a durable leaf that nothing holds or pins."""
-        return self.durable and not (self.holds or self.kept or self.children)
+        """Whether the snapshot may be evicted now: a durable leaf that nothing holds."""
+        return self.durable and not (self.holds or self.children)
 
     @property
     def name(self) -> Name:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cache.disk.access import Access
-    from cache.disk.rows import Pin
     from cache.disk.writer import Write
     from cache.names.marks import Erased
 
@@ -47,7 +46,6 @@ class Opened:
     folder: Folder
     catalog: Catalog
     index: Index
-    pins: list[Pin]
     identities: set[bytes]
     noted: set[bytes]
     erased: list[Erased]
@@ -101,7 +99,6 @@ def open_directory(
             folder,
             catalog,
             index,
-            catalog.pins(),
             noted | adopted | {identity},
             noted,
             catalog.erased(),

@@ -116,7 +116,7 @@ class Removal:
                 node.doomed = False  # a snapshot that was saved meanwhile continues it
 
     def reject(self, node: Node, doubt: str) -> bool:
-        """Remove a snapshot whose file failed verification, and all its descendants, even pinned ones.
+        """Remove a snapshot whose file failed verification, and all its descendants.
 
         False if the snapshot has been removed already, by another load or by `forget`.
         """

@@ -1,7 +1,7 @@
 """The disk limits of the cache: decides when snapshots are evicted.
 
-Owns the limits, the pinned prefixes and the count of evictions. Belongs to the event loop and never waits for
-the disk: the writer measures the free space there. Knows nothing of files.
+Owns the limits and the count of evictions. Belongs to the event loop and never waits for the disk: the writer
+measures the free space there. Knows nothing of files.
 """
 
 from __future__ import annotations
@@ -12,20 +12,12 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from cache.names.errors import PinRefusedError
-
-from .pins import Pins
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from cache.disk.rows import Pin
     from cache.disk.writer import Freed, Writer
 
     from .behind import Behind
     from .index import Index
     from .nodes import Node
-    from .pins import TrackedPin
     from .removal import Removal
 
 _log = structlog.get_logger("turnkeep.cache")
@@ -36,25 +28,21 @@ EVICT_LIMIT: Final = 32
 #: The pause between two evictions after a limit was lowered.
 STEP_PAUSE_S: Final = 0.01
 
-#: The share of the disk limit that pinned prefixes may take; running sessions need the rest.
-PIN_SHARE: Final = 0.5
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUsage:
-    """Bytes at one instant: `free + pinned + evictable = capacity`.
+    """Bytes at one instant: `free + held + evictable = capacity`.
 
     `capacity` is the space that snapshots may use: the disk limit minus the quarantine, and no more than the
-    file system has beyond `min_free_bytes`. `pinned` bytes must not be evicted now: pinned prefixes (`kept`
-    bytes), snapshots that are being written or loaded, and all snapshots that these continue. `free` is
-    negative while a lowered limit is exceeded.
+    file system has beyond `min_free_bytes`. `held` bytes must not be evicted now: snapshots that are being
+    written, that a load or a turn uses, and all snapshots that these continue. `free` is negative while a
+    lowered limit is exceeded.
     """
 
     capacity: int
     free: int
-    pinned: int
+    held: int
     evictable: int
-    kept: int
 
 
 class Room:
@@ -64,7 +52,6 @@ class Room:
         self,
         index: Index,
         writer: Writer[Node],
-        pins: Iterable[Pin],
         removal: Removal,
         behind: Behind,
         *,
@@ -78,7 +65,6 @@ class Room:
         self._writer = writer
         self._removal = removal
         self._behind = behind
-        self._pins = Pins(index, pins)
         self._loop = asyncio.get_running_loop()
         self._step: asyncio.TimerHandle | None = None
         #: While fewer bytes than this are free, evictions for want of free space have no effect.
@@ -88,16 +74,10 @@ class Room:
     def usage(self) -> DiskUsage:
         """Return the current use of the disk."""
         used = self._index.stored_bytes + self._writer.counts.in_flight_bytes
-        free, pinned = -self._excess(), self._index.held_bytes()
+        free, held = -self._excess(), self._index.held_bytes()
         # A snapshot that was forgotten during its write is still in flight, but no longer in the index.
-        pinned += self._writer.counts.in_flight_bytes - self._index.on_its_way_bytes
-        return DiskUsage(
-            capacity=used + free,
-            free=free,
-            pinned=pinned,
-            evictable=used - pinned,
-            kept=self._index.kept_bytes,
-        )
+        held += self._writer.counts.in_flight_bytes - self._index.on_its_way_bytes
+        return DiskUsage(capacity=used + free, free=free, held=held, evictable=used - held)
 
     def make(self, size_bytes: int) -> bool:
         """Evict snapshots until `size_bytes` more fit both limits; False if they do not fit yet, or never."""
@@ -113,8 +93,6 @@ class Room:
         """Change the limits. Snapshots above them are evicted step by step."""
         self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
         _log.info("cache_limits_changed", max_bytes=max_bytes, min_free_bytes=min_free_bytes)
-        if self._index.kept_bytes > max_bytes:
-            _log.warning("pins_exceed_the_limit", pinned_bytes=self._index.kept_bytes, max_bytes=max_bytes)
         self.check()
 
     def check(self) -> None:
@@ -129,41 +107,6 @@ class Room:
         self._evict(min(used - self.max_bytes, self.usage().evictable), len(self._index))
         if self.evicted > before:
             _log.warning("cache_shrunk", evicted=self.evicted - before, max_bytes=self.max_bytes)
-
-    def pin(self, pin: Pin) -> TrackedPin:
-        """Protect a prefix's snapshots, stored now or later, from eviction. Raises `PinRefusedError`."""
-        new = self._pins.get(pin) is None
-        tracked = self._pins.add(pin)
-        most = int(PIN_SHARE * self.max_bytes)
-        if new and self._index.kept_bytes > most:
-            size_bytes, kept_bytes = tracked.size_bytes, self._index.kept_bytes
-            self._pins.remove(pin)
-            raise PinRefusedError(
-                f"with these {size_bytes} bytes {kept_bytes} would be pinned, and at most {most} may be"
-                f" ({PIN_SHARE:.0%} of the limit of {self.max_bytes}): unpin others, or raise max_disk"
-            )
-        return tracked
-
-    @property
-    def num_pins(self) -> int:
-        """The number of pinned prefixes."""
-        return len(self._pins)
-
-    def pinned(self, root: bytes, tokens: bytes) -> list[Pin]:
-        """Return the pins that are prefixes of these packed tokens."""
-        return self._pins.within(root, tokens)
-
-    def unpin(self, root: bytes, tokens: bytes, *, exactly: bool) -> list[Pin]:
-        """Unpin all prefixes of these packed tokens; with `exactly` only the prefix that equals them."""
-        gone = [pin for pin in self.pinned(root, tokens) if not exactly or pin.tokens == tokens]
-        for pin in gone:
-            self._pins.remove(pin)
-        self.check()
-        return gone
-
-    def clear(self) -> None:
-        """Drop all pins."""
-        self._pins.clear()
 
     def close(self) -> None:
         """Cancel scheduled evictions."""

@@ -19,9 +19,8 @@ class SnapshotStats:
 
     `stored` and `stored_bytes` count the present snapshots, `evicted` the evicted ones, `rejected` files that
     failed verification, `timed_out` the loads that exceeded their time limit; for counts that begin with
-    `remote_` see `RemoteCounts`. For bytes, `free + pinned + evictable = capacity` holds (see
-    `room.DiskUsage`); `kept_bytes` is the size of pinned prefixes. All other byte counts are totals since
-    the start.
+    `remote_` see `RemoteCounts`. For bytes, `free + held + evictable = capacity` holds (see
+    `room.DiskUsage`). All other byte counts are totals since the start.
     """
 
     accepted: int = 0
@@ -40,9 +39,8 @@ class SnapshotStats:
     timed_out: int = 0
     capacity_bytes: int = 0
     free_bytes: int = 0
-    pinned_bytes: int = 0
+    held_bytes: int = 0
     evictable_bytes: int = 0
-    kept_bytes: int = 0
     remote_put_bytes: int = 0
     remote_fetched_bytes: int = 0
     remote_dropped: int = 0
@@ -79,9 +77,8 @@ class SnapshotStats:
             timed_out=timed_out,
             capacity_bytes=usage.capacity,
             free_bytes=usage.free,
-            pinned_bytes=usage.pinned,
+            held_bytes=usage.held,
             evictable_bytes=usage.evictable,
-            kept_bytes=usage.kept,
             remote_put_bytes=remote.put_bytes,
             remote_fetched_bytes=remote.fetched_bytes,
             remote_dropped=remote.dropped,

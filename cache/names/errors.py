@@ -60,7 +60,3 @@ class CutOffError(CacheError):
 
 class LostPastError(CacheError):
     """KV that the model's next pass needs from disk is missing or cannot be read; the message says why."""
-
-
-class PinRefusedError(CacheError):
-    """The prefix is too large to pin; the message gives the sizes."""

@@ -20,7 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from gateway import following, models, recorded, tokenizing
+from gateway import following, models, recorded
 from gateway.anthropic import common as anthropic
 from gateway.anthropic import messages
 from gateway.conversations import Conversations
@@ -174,8 +174,6 @@ class Gateway:
                 Route(f"{_RESPONSES_PATH}/{{id}}/input_items", self._input_items, methods=["GET"]),
                 Route(f"{_RESPONSES_PATH}/{{id}}/stream", self._durable, methods=["GET"]),
                 *(one for path, dialect in _PATHS.items() for one in self._of_answers(path, dialect)),
-                Route("/tokenize", self._tokens, methods=["POST"]),
-                Route("/detokenize", self._tokens, methods=["POST"]),
                 Route("/api/v0/models", self._models_v0, methods=["GET"]),
                 Route("/api/version", self._version, methods=["GET"]),
                 Route("/api/tags", self._tags, methods=["GET"]),
@@ -272,19 +270,6 @@ class Gateway:
                 return as_json(reply)
 
         return answer
-
-    async def _tokens(self, request: Request) -> Response:
-        key = self._key(request)
-        with key.one_request():
-            body = await bodies.read(request, self._max_body_bytes)
-            conversations = await self._of(key.tenant, self._listing.chosen(body))
-            worker = await conversations.presence.worker(patience_s=self._patience_s)
-            if request.url.path.endswith("/detokenize"):
-                reply, num_tokens = await tokenizing.detokenize(conversations, body)
-            else:
-                reply, num_tokens = await tokenizing.tokenize(conversations, body, worker.context_tokens)
-            key.spend(num_tokens)
-            return as_json(reply)
 
     def _count_tokens(self, dialect: Dialect) -> _Handler:
         async def count(request: Request) -> Response:

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from gateway import reranking, tokenizing
+from gateway import reranking
 from gateway.anthropic import messages
 from gateway.ollama import requests as ollama
 from gateway.openai import chat, completions, embeddings
@@ -54,8 +54,6 @@ SERVED: Final = {
     "/api/version": _Served(("GET",), "The version"),
     "/api/{name}": _Served(("POST", "DELETE"), "Refused: models are managed beside the gateway"),
     "/api/v0/models": _Served(("GET",), "The models, as LM Studio lists them"),
-    "/tokenize": _Served(("POST",), "The tokens of a text", tokenizing.Tokenize),
-    "/detokenize": _Served(("POST",), "The text of tokens", tokenizing.Detokenize),
     "/v1/embeddings": _Served(("POST",), "OpenAI's embeddings", embeddings.Asked),
     **{
         f"{version}/rerank": _Served(("POST",), "Jina's and Cohere's reranking", reranking.Asked)

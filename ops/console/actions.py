@@ -57,16 +57,6 @@ async def _forget(act: Act) -> str:
     return f"removed from the log and the worker's disk{rest}"
 
 
-async def _pin(act: Act) -> str:
-    pinned = await act.session.pin(act.details.position)
-    return f"pinned {pinned.tokens} tokens, {pinned.stored_tokens} of them stored"
-
-
-async def _unpin(act: Act) -> str:
-    unpinned = await act.session.unpin(act.details.position)
-    return f"unpinned {', '.join(map(str, unpinned.prefixes)) or 'nothing'}"
-
-
 async def _fork(act: Act) -> str:
     tags = (VARIANT,) if act.details.is_variant else ()
     await act.session.fork(act.details.name, act.details.position, tags=tags, timeout_s=PATIENCE_S)
@@ -78,7 +68,5 @@ ACTIONS: Final[dict[str, Callable[[Act], Awaitable[str]]]] = {
     "cancel": _cancel,
     "close": _close,
     "forget": _forget,
-    "pin": _pin,
-    "unpin": _unpin,
     "fork": _fork,
 }

@@ -197,7 +197,6 @@ class Console:
             Route(one, self._session),
             Route(f"{one}/tree", self._tree),
             Route(f"{one}/variants", self._variants),
-            Route(f"{one}/pins", self._pins),
             Route(f"{one}/export", self._export),
             Route(f"{one}/answers/{{seq:int}}", self._answer),
         ]
@@ -343,14 +342,9 @@ class Console:
     async def _variants(self, request: Request) -> Response:
         """Return the variants of a session's conversation."""
         name = request.path_params["name"]
-        rows = await list_sessions(self._client, self._client.tenant, f"{stem(name)}*")
+        rows = await list_sessions(self._client, self._client.tenant, [f"{stem(name)}*"])
         rows = [row for row in rows if row.state != "forgotten"]
         return _json(variants(name, await begun(self._client, order(rows, "last")[:_READ])))
-
-    async def _pins(self, request: Request) -> Response:
-        """Return the lengths in tokens of a session's pinned prefixes, which only its worker knows."""
-        info = await self._client.session(request.path_params["name"]).info(limit=0, snapshot=True)
-        return _json(info.pinned or [])
 
     async def _tree(self, request: Request) -> Response:
         """Return a session's tree of forks among the most recently active sessions; null if there is none."""

@@ -39,15 +39,11 @@ from .messages import (
     MetricsRequest,
     Open,
     Opened,
-    Pinned,
-    PinRequest,
     Reranked,
     RerankRequest,
     Rewind,
     Rewound,
     SessionInfo,
-    Unpinned,
-    UnpinRequest,
 )
 from .subjects import ID_RULE, SessionKey, Subjects
 
@@ -57,8 +53,6 @@ CONTROLS: Final = (
     InfoRequest,
     MetricsRequest,
     CancelRequest,
-    PinRequest,
-    UnpinRequest,
     CountRequest,
     EmbedRequest,
     RerankRequest,
@@ -67,8 +61,6 @@ CONTROL_REPLIES: Final = (
     SessionInfo,
     Metrics,
     Cancelled,
-    Pinned,
-    Unpinned,
     Counted,
     Embedded,
     Reranked,

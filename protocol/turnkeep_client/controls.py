@@ -11,7 +11,6 @@ from msgspec import Meta, Struct
 
 from .requests import (  # noqa: TC001  # msgspec reads the annotations
     Id,
-    Length,
     Message,
     SpecialTokens,
     Text,
@@ -26,7 +25,7 @@ class InfoRequest(
 ):
     """Ask for a session's state (on `ctl`). The answer names `limit` waiting requests after the first `skip`.
 
-    With `snapshot` the answer also names the last stored snapshot of the session's KV, and its pins.
+    With `snapshot` the answer also names the last stored snapshot of the session's KV.
     """
 
     skip: Annotated[int, Meta(ge=0, le=2**53)] = 0
@@ -42,26 +41,6 @@ class CancelRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     """Stop a waiting or running request of the session (on `ctl`)."""
 
     id: Id
-
-
-class PinRequest(
-    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="pin", omit_defaults=True
-):
-    """Keep the KV of the session's first `position` tokens on disk until `unpin` (on `ctl`).
-
-    Without a position: all tokens so far. The pin belongs to the tenant and the prefix, not to the session:
-    it outlives session and worker, and serves every session with the same prefix.
-    """
-
-    position: Length | None = None
-
-
-class UnpinRequest(
-    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="unpin", omit_defaults=True
-):
-    """Unpin all pinned prefixes of the session, or the one with `position` tokens (on `ctl`)."""
-
-    position: Length | None = None
 
 
 class CountRequest(
@@ -113,13 +92,4 @@ class RerankRequest(
     document_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
 
-ControlRequest = (
-    InfoRequest
-    | MetricsRequest
-    | CancelRequest
-    | PinRequest
-    | UnpinRequest
-    | CountRequest
-    | EmbedRequest
-    | RerankRequest
-)
+ControlRequest = InfoRequest | MetricsRequest | CancelRequest | CountRequest | EmbedRequest | RerankRequest

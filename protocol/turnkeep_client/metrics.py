@@ -19,11 +19,11 @@ class Histogram(Struct, frozen=True):
 class SnapshotCounters(Struct, frozen=True, kw_only=True):
     """Counters of the snapshots; two equations hold at all times.
 
-    `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots. `free + pinned +
-    evictable = capacity` counts bytes. `pinned` bytes must not be evicted now: pinned prefixes (`kept`) and
-    blocks that are being written or loaded. `rejected` counts files that failed a check, `timed_out` loads
-    that the disk did not answer in time. The counters of the remote tier (`remote_`): bytes uploaded, bytes
-    downloaded, snapshots not uploaded, and calls that failed.
+    `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots. `free + held +
+    evictable = capacity` counts bytes. `held` bytes must not be evicted now: turns use these blocks, or they
+    are being written or loaded. `rejected` counts files that failed a check, `timed_out` loads that the disk
+    did not answer in time. The counters of the remote tier (`remote_`): bytes uploaded, bytes downloaded,
+    snapshots not uploaded, and calls that failed.
     """
 
     accepted: int = 0
@@ -42,9 +42,8 @@ class SnapshotCounters(Struct, frozen=True, kw_only=True):
     timed_out: int = 0
     capacity_bytes: int = 0
     free_bytes: int = 0
-    pinned_bytes: int = 0
+    held_bytes: int = 0
     evictable_bytes: int = 0
-    kept_bytes: int = 0
     remote_put_bytes: int = 0
     remote_fetched_bytes: int = 0
     remote_dropped: int = 0
@@ -128,7 +127,6 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     accepted_draft_tokens: int = 0
     draft_saved_s: float = 0.0
     recalled_tokens: int = 0
-    evicted_tokens: int = 0
     decoding_s: float = 0.0
     time_to_first_token: Histogram
     time_per_output_token: Histogram

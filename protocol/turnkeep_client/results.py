@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from struct import unpack
-from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 
-from .errors import ERROR_CODES, RETRYABLE, AnswerNotParsedError, ErrorCode
+from .errors import (
+    ERROR_CODES,
+    RETRYABLE,
+    AnswerNotParsedError,
+    ErrorCode,
+    RequestFailedError,
+    TokenLimit,
+)
 from .metrics import Metrics  # noqa: TC001  # msgspec reads it
+from .requests import POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from .requests import CachePolicy
 
 
 _T = TypeVar("_T")
@@ -38,6 +48,14 @@ class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
     window: int | None = None
     resident: int | None = None
     pin: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, asked: CachePolicy) -> SessionCache | None:
+        """Return the policy that a request asks for, with its defaults; None if it names none."""
+        if asked.policy is None:
+            return None
+        given = {name: getattr(asked, name) or default for name, default in POLICIES[asked.policy].items()}
+        return cls(policy=asked.policy, **given)
 
     def __str__(self) -> str:
         """Name the policy with its numbers."""
@@ -209,19 +227,6 @@ class TokenLogprob(LikelyToken, frozen=True, omit_defaults=True):
     top: tuple[LikelyToken, ...] = ()
 
 
-class PromptToken(Struct, frozen=True, omit_defaults=True):
-    """One token of a prompt and its log probability, as `TokenLogprob` for an answer's tokens.
-
-    `logprob` is null for the first token of a session.
-    """
-
-    id: int
-    token: str
-    logprob: float | None
-    bytes: tuple[int, ...] | None = None
-    top: tuple[LikelyToken, ...] = ()
-
-
 class CalledFunction(Struct, frozen=True):
     """The function of a tool call; `arguments` is JSON as text."""
 
@@ -240,15 +245,14 @@ class Called(Struct, frozen=True):
 class Generated(_Turned, frozen=True, tag="generated"):
     """Answer to `generate`. `tokens` are all ids that were added. `text` leaves out the stop string (`stop`).
 
-    With `logprobs`, the field of that name has an item for each token; with `echo`, `prompt_logprobs` for
-    each token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call
-    stays in the text if its tool was not offered, it does not fit the tool's schema, or it cannot be parsed;
-    an answer with no other call then has the `finish_reason` `tool_calls_malformed`. `warnings` name parts of
-    the request that had no effect, or that the model got in another form: placeholders, and messages that the
-    chat template changed. `prefix_tokens` counts the last tokens of the prompt that are the request's
-    `prefix`; `resumed_tokens` counts the answer's tokens that an earlier worker had published. An answer that
-    another model had begun ends as it was streamed, with the `finish_reason` `model_changed`; one that the
-    worker failed to complete, with `given_up`, and then `warnings` say why.
+    With `logprobs`, the field of that name has an item for each token. `reasoning` and `tool_calls` are not
+    in the text. A call stays in the text if its tool was not offered, it does not fit the tool's schema, or
+    it cannot be parsed; an answer with no other call then has the `finish_reason` `tool_calls_malformed`.
+    `warnings` name parts of the request that had no effect, or that the model got in another form:
+    placeholders, and messages that the chat template changed. `prefix_tokens` counts the last tokens of the
+    prompt that are the request's `prefix`; `resumed_tokens` counts the answer's tokens that an earlier worker
+    had published. An answer that another model had begun ends as it was streamed, with the `finish_reason`
+    `model_changed`; one that the worker failed to complete, with `given_up`, and then `warnings` say why.
     """
 
     text: str
@@ -259,7 +263,6 @@ class Generated(_Turned, frozen=True, tag="generated"):
     kv_live_bytes: int
     stop: str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[PromptToken, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[Called, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -287,28 +290,37 @@ class Generated(_Turned, frozen=True, tag="generated"):
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag_field="type", tag="failed", omit_defaults=True):
-    """Answer to a request that changed nothing. `id` is null if the body has no valid one."""
+    """Answer to a request that changed nothing. `id` is null if the body has no valid one.
+
+    `field` is the path of the field that is wrong, if it is one, such as `messages[0].role`. `limit` is there
+    if the context is exceeded.
+    """
 
     id: str | None
     code: _OpenCode
     message: str
     retryable: bool
+    field: str | None = None
+    limit: TokenLimit | None = None
     seq: int | None = None
     position: int | None = None
     repeat_of: int | None = None
+
+    def as_error(self) -> RequestFailedError:
+        """Return the exception that tells a program of this failure."""
+        return RequestFailedError(
+            self.code, self.message, retryable=self.retryable, field=self.field, limit=self.limit
+        )
 
 
 def failure(
     request_id: str | None,
     code: ErrorCode,
     message: str,
-    *,
-    seq: int | None = None,
-    position: int | None = None,
+    **fields: Any,
 ) -> Failed:
-    """Build a `Failed` result; its `retryable` follows from the code."""
-    retryable = code in RETRYABLE
-    return Failed(id=request_id, code=code, message=message, retryable=retryable, seq=seq, position=position)
+    """Build a `Failed` result with these `fields`; its `retryable` follows from the code."""
+    return Failed(id=request_id, code=code, message=message, retryable=code in RETRYABLE, **fields)
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True, tag_field="type", tag="dead"):
@@ -387,26 +399,6 @@ class Cancelled(Struct, frozen=True, kw_only=True, tag_field="type", tag="cancel
     was: Annotated[str, Meta(description=_OPEN, examples=["waiting", "running"])]
 
 
-class Pinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="pinned"):
-    """Answer to `pin`. `stored_tokens` of the `tokens` are on disk or being written; they take `size_bytes`.
-
-    `pinned_bytes` is the size of all pins in the worker's cache. `noted`: whether the pin itself is on disk.
-    """
-
-    tokens: int
-    stored_tokens: int
-    size_bytes: int
-    pinned_bytes: int
-    noted: bool
-
-
-class Unpinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="unpinned"):
-    """Answer to `unpin`: the lengths in tokens of the unpinned prefixes."""
-
-    prefixes: tuple[int, ...]
-    pinned_bytes: int
-
-
 class Counted(Struct, frozen=True, kw_only=True, tag_field="type", tag="counted", omit_defaults=True):
     """Answer to `count`: the session would have `position` tokens, the last `tokens` of them new.
 
@@ -456,8 +448,8 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
 
     If `policy` is not `full`, `cache` has the policy's numbers. `visible_tokens` tokens keep their KV, at
     most `capacity_tokens`, and the model sees all tokens from the position `visible_from` on. `snapshot` is
-    the name of the last stored snapshot, as in `turnkeep cache ls`, and `pinned` has the lengths in tokens of
-    the pinned prefixes, if the request asked for the snapshot. A fork has a `parent`.
+    the name of the last stored snapshot, as in `turnkeep cache ls`, if the request asked for it. A fork has a
+    `parent`.
     """
 
     tenant: str
@@ -477,7 +469,6 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     visible_tokens: int | UnsetType = UNSET
     visible_from: int | UnsetType = UNSET
     snapshot: str | UnsetType = UNSET
-    pinned: tuple[int, ...] | UnsetType = UNSET
     parent: Parent | UnsetType = UNSET
     tags: tuple[str, ...] | UnsetType = UNSET
     answered_by: Model | UnsetType = UNSET

@@ -20,9 +20,6 @@ from .formats import response_format as as_format
 from .generation import STOP_S, Generation
 from .history import History, read_history
 from .messages import (
-    DEFAULT_RESIDENT,
-    DEFAULT_SINK,
-    DEFAULT_WINDOW,
     Append,
     Appended,
     CachePolicy,
@@ -41,8 +38,6 @@ from .messages import (
     Message,
     Open,
     Opened,
-    Pinned,
-    PinRequest,
     Reasoning,
     Request,
     Rewind,
@@ -50,8 +45,6 @@ from .messages import (
     SessionCache,
     SessionInfo,
     Tool,
-    Unpinned,
-    UnpinRequest,
     decode_control_reply,
     decode_request,
     encode,
@@ -85,7 +78,6 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool
     logprobs: bool
     top_logprobs: int
-    echo: bool
     seed: int | None
     stop: Sequence[str] | str
     raw: bool
@@ -323,7 +315,7 @@ class Session:
         """Return the session's state, from the worker that holds it.
 
         The state counts all waiting requests, and names at most `limit` of them after the first `skip`.
-        With `snapshot` it names the last snapshot of the session's KV, and the pinned prefixes.
+        With `snapshot` it names the last snapshot of the session's KV.
         """
         request = InfoRequest(skip=skip, limit=limit, snapshot=snapshot)
         return expect(SessionInfo, await self._control(request))
@@ -331,14 +323,6 @@ class Session:
     async def cancel(self, request_id: str) -> Cancelled:
         """Stop a waiting or running request of the session."""
         return expect(Cancelled, await self._control(CancelRequest(id=check_id("request id", request_id))))
-
-    async def pin(self, position: int | None = None) -> Pinned:
-        """Keep the session's first `position` tokens on the worker's disk (None: all) until `unpin`."""
-        return expect(Pinned, await self._control(PinRequest(position=position)))
-
-    async def unpin(self, position: int | None = None) -> Unpinned:
-        """Unpin all pinned prefixes of the session, or the one with `position` tokens."""
-        return expect(Unpinned, await self._control(UnpinRequest(position=position)))
 
     async def count(
         self,
@@ -403,7 +387,7 @@ class Session:
         async with self._beginning:
             if self._is_begun:
                 return
-            asked, found = _whole(self._cache), await self._policy()
+            asked, found = self._cache and SessionCache.of(self._cache), await self._policy()
             if found is None:
                 try:
                     await self.open()
@@ -439,19 +423,6 @@ class Session:
 
 def _fields(cache: Cache) -> CachePolicy | dict[str, Any]:
     return dict(cache) if isinstance(cache, Mapping) else cache
-
-
-def _whole(cache: CachePolicy | None) -> SessionCache | None:
-    """Fill in a policy's defaults; None if `cache` does not name a policy."""
-    if cache is None or cache.policy is None:
-        return None
-    if cache.policy == "full":
-        return SessionCache(policy="full")
-    if cache.policy == "paged":
-        return SessionCache(policy="paged", resident=cache.resident or DEFAULT_RESIDENT, pin=cache.pin or ())
-    return SessionCache(
-        policy=cache.policy, sink=cache.sink or DEFAULT_SINK, window=cache.window or DEFAULT_WINDOW
-    )
 
 
 _Q = TypeVar("_Q", Open, Append, Generate, Rewind, Close)

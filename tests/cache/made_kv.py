@@ -49,9 +49,9 @@ def cut(tokens: Sequence[int], span: Span) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
-def save_all(store: Store, tenant: str, tokens: Sequence[int], start: int = 0) -> list[bool]:
+def save_all(store: Store, tenant: str, tokens: Sequence[int]) -> list[bool]:
     """Save all spans of these tokens that `store.wanted` names; return which of them were accepted."""
-    spans = store.wanted(tenant, tokens, start, len(tokens))
+    spans = store.wanted(tenant, tokens)
     return [store.save(tenant, tokens, span, cut(tokens, span)) for span in spans]
 
 
@@ -80,22 +80,21 @@ def assert_sum_rule(store: Store) -> None:
 
 
 def assert_room_rule(store: Store) -> None:
-    """Assert that the stats' pinned, evictable and free bytes equal sums over all entries of the index."""
+    """Assert that the stats' held, evictable and free bytes equal sums over all entries of the index."""
     stats, room = store.stats(), store._room
     entries = {entry.digest: entry for entry in store._index}
-    pinned = set()
+    held = set()
     for entry in entries.values():
-        link = entry if entry.holds or entry.kept or not entry.durable else None
+        link = entry if entry.holds or not entry.durable else None
         while link is not None:
-            pinned.add(link.digest)
+            held.add(link.digest)
             link = entries.get(link.parent)
     # A snapshot cancelled during its write occupies space until the writer has finished with it.
     lost = stats.in_flight_bytes - sum(e.size_bytes for e in entries.values() if not e.durable)
     assert lost >= 0
-    assert stats.pinned_bytes == sum(entries[digest].size_bytes for digest in pinned) + lost
-    assert stats.evictable_bytes == sum(e.size_bytes for e in entries.values() if e.digest not in pinned)
-    assert stats.kept_bytes == sum(e.size_bytes for e in entries.values() if e.kept)
-    assert stats.free_bytes + stats.pinned_bytes + stats.evictable_bytes == stats.capacity_bytes
+    assert stats.held_bytes == sum(entries[digest].size_bytes for digest in held) + lost
+    assert stats.evictable_bytes == sum(e.size_bytes for e in entries.values() if e.digest not in held)
+    assert stats.free_bytes + stats.held_bytes + stats.evictable_bytes == stats.capacity_bytes
     on_disk = stats.stored_bytes + store._writer.free_bytes + store._writer.unlinking_bytes
     limit = room.max_bytes - store._writer.quarantined_bytes
     assert stats.capacity_bytes == min(limit, on_disk - room.min_free_bytes)

@@ -60,7 +60,7 @@ async def opened(directory: Path, clock: Clock) -> Store:
 
 
 async def live(directory: Path, said) -> None:
-    """Save, forget and pin as a worker does; call `said` with a word after each confirmed operation."""
+    """Save and forget as a worker does; call `said` with a word after each confirmed operation."""
     store = await opened(directory, Clock())
     save_all(store, "a", ONE[:6])
     await store.barrier(10)
@@ -72,8 +72,6 @@ async def live(directory: Path, said) -> None:
     store.forget("a", TWO)
     await store.barrier(10)
     said("forgotten")
-    await store.pin("a", ONE)
-    said("pinned")
     await store.close()
 
 
@@ -115,7 +113,6 @@ async def survive(directory: Path, n: int, end: int, code: int) -> None:
         await num_restored(store, tokens)
         clock.now += 100
     store.forget("a", TWO)
-    await store.pin("a", ONE)
     assert store.match("a", TWO[:4]).num_tokens == 0
     assert_sum_rule(store)
     LIBC.faults_disarm()
@@ -155,8 +152,6 @@ async def touched(base: Path) -> None:
     await store.load(store.match("a", ONE))
     store.release(store.match("a", TWO))
     store.skip(1)
-    await store.pin("a", ONE, 0.01)
-    store.unpin("a", ONE)
     store.forget("a", TWO)
     await store.erase("a", ONE, 0.01)
     assert_sum_rule(store)
@@ -202,9 +197,9 @@ async def hanging(base: Path) -> None:
 
 
 async def powerless(base: Path) -> None:
-    """Leave directories whose SQLite log ends at its last sync, as after a power failure.
+    """Leave a directory whose SQLite log ends at its last sync, as after a power failure.
 
-    Once after a pin, once after evictions of middle blocks, once after an erase.
+    It fails after evictions of middle blocks. Then print how much of the log an erasure leaves.
     """
     log = base / "cache" / "index.sqlite-wal"
 
@@ -215,10 +210,6 @@ async def powerless(base: Path) -> None:
         arm(base / "cache", COUNT)
         return store
 
-    def fail_as(name: str) -> None:
-        shutil.copytree(base / "cache", base / name)
-        os.truncate(base / name / log.name, LIBC.faults_synced())
-
     store = await reopened()
     chain, tokens = store.chain("a", POLICY), ONE * 10
     for end in range(BLOCK, len(tokens) + 1, BLOCK):
@@ -228,15 +219,14 @@ async def powerless(base: Path) -> None:
     await store.close()
 
     store = await reopened()
-    assert (await store.pin("a", ONE)).noted
-    fail_as("pinned")
     chain = store.chain("a", POLICY)
     store.set_limits(max_bytes=20_000)
     while store.stats().free_bytes < 0:
         await store.barrier(10)
     await store.barrier(10)
     assert any(node.is_gap for node in store.match(chain, tokens).nodes)
-    fail_as("gaps")
+    shutil.copytree(base / "cache", base / "gaps")
+    os.truncate(base / "gaps" / log.name, LIBC.faults_synced())
     assert (await store.erase("a", TWO)).settled
     print(json.dumps({"kept": LIBC.faults_synced(), "erased": log.stat().st_size}))
     await store.close()

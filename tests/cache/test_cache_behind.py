@@ -87,9 +87,7 @@ async def test_a_session_rewound_to_removed_tokens_saves_them_again_and_can_be_r
     starts(store)
 
 
-async def test_old_kv_is_not_removed_while_another_session_shares_or_uses_it_or_it_is_pinned(
-    open_store,
-) -> None:
+async def test_old_kv_is_not_removed_while_another_session_shares_or_uses_it(open_store) -> None:
     """The KV is removed as soon as no session shares or uses it."""
     store = await open_store(keep_behind=KEEP)
     chain = store.chain("a", POLICY)
@@ -99,20 +97,19 @@ async def test_old_kv_is_not_removed_while_another_session_shares_or_uses_it_or_
     assert await store.barrier(5)
     await grown(store, chain, 200, TOKENS)
     held = store.match(chain, TOKENS[:200])
-    await store.pin(chain, TOKENS[:8])
     await grown(store, chain, 300, TOKENS)
     await settled(store)
     shared, seen_by_held = range(80, 104, BLOCK), range(180, 204, BLOCK)
-    assert {0, 4, *shared[:-1]} <= {*starts(store)}
+    assert {0, *shared[:-1]} <= {*starts(store)}
     assert {*seen_by_held[:-1]} <= {*starts(store)}
-    assert not {8, 40, 120, 160, 240} & {*starts(store)}
+    assert not {4, 40, 120, 160, 240} & {*starts(store)}
     assert_restored(await store.load(store.match(chain, other)), LIMITED, other)
     assert_restored(await store.load(held), LIMITED, TOKENS[:200])
     await settled(store)
     assert not {*seen_by_held} & {*starts(store)}
     assert store.forget("a", other) == 1
     await settled(store)
-    assert starts(store) == [0, 4, *range(276, 300, BLOCK)], "two are pinned, one of them with sinks"
+    assert starts(store) == [0, *range(276, 300, BLOCK)], "the first one has sinks"
 
 
 async def test_the_full_policy_removes_no_old_kv_and_searches_for_none(open_store, monkeypatch) -> None:
@@ -203,7 +200,7 @@ async def test_a_growing_sink_window_session_uses_constant_disk_space_in_an_encr
 async def test_random_sessions_never_lose_recent_kv_while_old_kv_is_removed(
     open_store, layout, policy, seed
 ) -> None:
-    """Sessions grow, branch, are held, pinned and forgotten; the store restarts, and some writes fail."""
+    """Sessions grow, branch, are held and forgotten; the store restarts, and some writes fail."""
     sessions = Sessions(random.Random(seed), open_store)
     sessions.layout, sessions.policy = layout, policy
     model = HYBRID if policy == FULL else LAYOUT
@@ -257,9 +254,9 @@ async def test_a_rewound_session_of_a_model_with_windows_writes_shortened_files_
     rewound = [*TOKENS[:100], 1, 2, 3, 4]
     assert store.match("a", rewound).num_tokens == 4
     held = store.hold("a", rewound)
-    wanted = store.wanted("a", rewound, held.edges[0], len(rewound))
+    wanted = store.wanted("a", rewound)
     assert [span.start for span in wanted] == [96, 100], "what it sees at its end"
-    save(store, HYBRID, "a", rewound, held.edges[0])
+    save(store, HYBRID, "a", rewound)
     await settled(store)
     store.release(held)
     for tokens in (rewound, TOKENS[:200]):
@@ -327,7 +324,7 @@ async def test_a_file_stays_unchanged_if_it_cannot_be_shortened_or_written_in_fu
         patched.setattr(snapshot_format, "write", _fail)
         if fails == "making whole":
             held = store.hold("a", TOKENS[:60])
-            save(store, HYBRID, "a", TOKENS[:60], held.edges[0])
+            save(store, HYBRID, "a", TOKENS[:60])
             assert await store.barrier(5)
             store.release(held)
             assert store.stats().failed >= 1
@@ -344,7 +341,7 @@ async def test_erasing_or_evicting_a_session_with_shortened_files_leaves_no_file
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     await grown_hybrid(store, 100)
     held = store.hold("a", TOKENS[:60])
-    save(store, HYBRID, "a", TOKENS[:60], held.edges[0])  # still being written when it is forgotten
+    save(store, HYBRID, "a", TOKENS[:60])  # still being written when it is forgotten
     store.release(held)
     assert (await store.erase("a", TOKENS[:100])).settled
     assert (len(store._index), on_disk(store)) == (0, 0)
@@ -363,7 +360,7 @@ async def test_a_paged_session_keeps_all_old_kv_because_it_may_recall_it(open_st
     layout = ModelLayout(LAYOUT.kv, reaches=(FULL, FULL, window, window), sketches=carriers.SKETCHES)
     store = await open_store(layout=layout, keep_behind=0)
     chain = store.chain("a", paged)
-    for span in store.wanted(chain, tokens, 0, len(tokens)):
+    for span in store.wanted(chain, tokens):
         cut = carriers.cut_paged(tokens, span, carried(span, BLOCK))
         tensors = (replace(one, reach=window) if one.name.startswith("1.") else one for one in cut)
         assert store.save(chain, tokens, span, tuple(tensors))

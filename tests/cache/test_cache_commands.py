@@ -60,7 +60,6 @@ async def test_cache_ls_and_du_report_chains_and_sizes_that_match_the_files(fill
     assert [chain["tokens"] for chain in found["chains"]] == [10, 10, 4], "the last used first"
     one, two, _ = found["chains"]
     assert one["own_bytes"] < one["size_bytes"] == two["size_bytes"]
-    assert found["pins"] == []
     sizes = json.loads(turnkeep("du", "--json").stdout)
     assert sizes["total_bytes"] == sum(path.stat().st_size for path in snapshots(filled))
     assert sorted(model["files"] for model in sizes["models"]) == [1, 4]
@@ -72,14 +71,10 @@ async def test_while_a_worker_runs_cache_commands_that_only_read_work_and_others
     open_store, filled, turnkeep, tmp_path
 ) -> None:
     store = await open_store()
-    await store.pin("a", TOKENS[:6])
     before = snapshots(filled)
     for command in (("ls",), ("du",), ("verify",)):
         await asyncio.to_thread(turnkeep, *command)
     await asyncio.to_thread(turnkeep, "export", "--all", tmp_path / "all.tar")
-    found = json.loads((await asyncio.to_thread(turnkeep, "ls", "--json")).stdout)
-    assert [pin["tokens"] for pin in found["pins"]] == [6]
-    assert [chain["pinned_tokens"] for chain in found["chains"]] == [8, 8, 0]
     assert snapshots(filled) == before
     for command in (("prune", "--all"), ("import", tmp_path / "all.tar"), ("verify", "--quarantine")):
         refused = await asyncio.to_thread(lambda command=command: turnkeep(*command, code=1))
@@ -163,25 +158,6 @@ async def test_files_of_another_format_version_are_skipped_and_kept_until_evicti
     assert store.stats().stored == 0
 
 
-async def test_cache_prune_keeps_pinned_snapshots_until_they_are_unpinned(
-    open_store, filled, turnkeep
-) -> None:
-    store = await open_store()
-    await store.pin("a", TOKENS[:8])
-    kept_bytes = store.stats().kept_bytes
-    await store.close()
-    pruned = json.loads(turnkeep("prune", "--to-bytes", 0, "--json").stdout)
-    assert (pruned["files"], pruned["left_bytes"]) == (3, kept_bytes)
-    assert pruned["pinned_files"] > 0
-    store = await open_store()
-    assert await num_restored(store, TOKENS) == 8
-    await store.close()
-    pin = json.loads(turnkeep("ls", "--json").stdout)["pins"][0]["name"]
-    assert "unpinned" in turnkeep("unpin", pin[:10]).stdout
-    assert "0 pins have a name" in turnkeep("unpin", pin[:10], code=1).stderr
-    assert "removed 2 files" in turnkeep("prune", "--to-bytes", 0).stdout
-
-
 async def test_cache_prune_removes_snapshots_by_age_and_by_model(open_store, filled, turnkeep) -> None:
     models = json.loads(turnkeep("du", "--json").stdout)["models"]
     other = next(model for model in models if not model["model"])
@@ -200,12 +176,9 @@ async def test_cache_prune_removes_snapshots_by_age_and_by_model(open_store, fil
 async def test_cache_prune_all_leaves_an_empty_cache_that_accepts_new_snapshots(
     open_store, filled, turnkeep
 ) -> None:
-    store = await open_store()
-    await store.pin("a", TOKENS)
-    await store.close()
     (filled / "quarantine" / "bad").write_text("x")
     assert "removed 5 files" in turnkeep("prune", "--all").stdout
-    assert json.loads(turnkeep("ls", "--json").stdout) == {"chains": [], "pins": []}
+    assert json.loads(turnkeep("ls", "--json").stdout) == {"chains": []}
     assert list((filled / "quarantine").iterdir()) == []
     store = await open_store()
     assert save_all(store, "a", TOKENS) == [True] * 3

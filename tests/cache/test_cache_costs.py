@@ -15,7 +15,7 @@ from cache.names.tokens import Chain, as_tokens
 
 @pytest.fixture
 def steps(monkeypatch) -> Counter[str]:
-    """Count hashed blocks, searches among sibling nodes, changes of pins, and updates of evictability."""
+    """Count hashed blocks, searches among sibling nodes, and updates of evictability."""
     counted: Counter[str] = Counter()
 
     def count(owner, name, size) -> None:
@@ -29,7 +29,6 @@ def steps(monkeypatch) -> Counter[str]:
 
     count(blocks, "link", lambda *_: 1)
     count(Index, "closest_child", lambda *_: 1)
-    count(Index, "keep", lambda *_: 1)
     count(Index, "_reclassify", lambda *_: 1)
     return counted
 
@@ -40,36 +39,31 @@ async def turn(store, tokens, steps: Counter[str]) -> Counter[str]:
     chain = store.chain("a")
     store.release(store.match(chain, tokens))
     held = store.hold(chain, tokens)
-    for span in store.wanted(chain, tokens, held.edges[0], len(tokens)):
+    for span in store.wanted(chain, tokens):
         assert store.save(chain, tokens[: span.end], span, cut(tokens, span))
     store.release(held)
     assert await store.barrier(30)
     return steps - before
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-async def test_the_steps_of_a_turn_grow_linearly_with_its_number_of_blocks(open_store, steps, pinned) -> None:
+async def test_the_steps_of_a_turn_grow_linearly_with_its_number_of_blocks(open_store, steps) -> None:
     costs = []
     for first, num_blocks in ((1, 30), (2, 60)):
         store = await open_store()
         tokens = [first, *range(num_blocks * BLOCK - 1)]
-        if pinned:
-            await store.pin("a", tokens)
         costs.append(await turn(store, tokens, steps))
         await store.close()
     one, two = costs
     assert one["link"] == 30, "each block is hashed once in a turn"
-    assert one["keep"] == 30 * pinned
-    for name in ("link", "closest_child", "keep", "_reclassify"):
+    for name in ("link", "closest_child", "_reclassify"):
         assert two[name] <= 2.5 * one[name], (name, one, two)
 
 
-async def test_saving_one_more_block_takes_the_same_steps_in_a_short_and_a_long_pinned_session(
+async def test_saving_one_more_block_takes_the_same_steps_in_a_short_and_a_long_session(
     open_store, steps
 ) -> None:
     store = await open_store()
     tokens = list(range(61 * BLOCK))
-    await store.pin("a", tokens)
     chain, costs = store.chain("a"), []
     for num_blocks in (3, 60):
         save_all(store, "a", tokens[: (num_blocks - 1) * BLOCK])
@@ -83,17 +77,17 @@ async def test_saving_one_more_block_takes_the_same_steps_in_a_short_and_a_long_
     assert costs[0] == costs[1]
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-async def test_eviction_does_not_go_through_all_pinned_blocks_for_every_evicted_block(
-    open_store, monkeypatch, pinned
+@pytest.mark.parametrize("is_held", [False, True])
+async def test_eviction_does_not_go_through_all_held_blocks_for_every_evicted_block(
+    open_store, monkeypatch, is_held
 ) -> None:
-    """The pinned blocks are the least recently used, so each search for a victim would begin with them."""
+    """The held blocks are the least recently used, so each search for a victim would begin with them."""
     store = await open_store()
     save_all(store, "a", list(range(60 * BLOCK)))
     assert await store.barrier(30)
     size = store.stats().stored_bytes // 60
-    if pinned:
-        await store.pin("a", list(range(60 * BLOCK)))
+    if is_held:
+        held = store.hold("a", list(range(60 * BLOCK)))
     seen = []
     for name in ("heappop", "heapreplace"):
         taken = getattr(heapq, name)
@@ -104,13 +98,13 @@ async def test_eviction_does_not_go_through_all_pinned_blocks_for_every_evicted_
         assert await store.barrier(30)
     stats = store.stats()
     assert stats.evicted >= 85
-    assert (stats.kept_bytes > 0) == pinned
+    assert (stats.held_bytes > 0) == is_held
     assert len(seen) <= 2 * stats.evicted + 60
-    if pinned:
+    if is_held:
         found = store.match("a", list(range(60 * BLOCK)))
         assert found.num_tokens == 60 * BLOCK
         store.release(found)
-        store.unpin("a", list(range(60 * BLOCK)))
+        store.release(held)
         store.set_limits(max_bytes=0)
         while store.stats().stored:
             assert await store.barrier(30)

@@ -80,7 +80,6 @@ async def test_a_kill_at_any_disk_write_loses_no_confirmed_snapshot_and_brings_b
         if "two" in said:  # a forget may be in progress, which removes files from the session's end
             assert two in (0, 4, 8, 10), life
         assert two == 0 or "forgotten" not in said, life
-        assert (store.stats().kept_bytes > 0) >= ("pinned" in said), life
         save_all(store, "a", ONE)
         assert await store.barrier(10)
         assert await num_restored(store, ONE) == 10, life
@@ -110,14 +109,11 @@ def test_a_disk_that_hangs_on_reads_blocks_neither_other_loads_nor_the_exit(faul
 
 
 @pytest.mark.process
-async def test_confirmed_pins_evictions_and_erasures_survive_a_power_failure(
+async def test_confirmed_evictions_and_erasures_survive_a_power_failure(
     faulty_disk, base, open_store
 ) -> None:
     """Erased tokens do not reappear in SQLite's log either."""
     found = run(faulty_disk, "powerless", base)
-    store = await open_store(directory=base / "pinned")
-    assert store.stats().kept_bytes > 0
-    await store.close()
     store = await open_store(directory=base / "gaps")
     assert store.match(store.chain("a", POLICY), ONE * 10).num_tokens == 100
     await store.close()
@@ -139,7 +135,6 @@ async def test_a_store_whose_directory_is_removed_keeps_running_without_its_snap
     assert store.stats().failed + sum(store.stats().dropped.values()) == 3
     assert_sum_rule(store)
     store.forget("a", ONE)
-    await store.pin("a", ONE)
     assert await store.clear()
     assert_sum_rule(store)
     assert await store.close()
@@ -159,10 +154,11 @@ async def test_a_store_on_a_full_disk_starts_and_serves_its_stored_snapshots(ope
                 break
     store = await open_store(directory=disk / "cache", model="tiny")
     assert await num_restored(store, ONE) == 10
-    assert (await store.pin("a", ONE)).noted is False
+    held = store.hold("a", ONE)
     save_all(store, "a", TWO)
     assert store.stats().dropped == {"disk_limit": 1, "no_parent": 2}
-    assert await num_restored(store, ONE) == 10, "pinned, it does not give way to newer ones"
+    assert await num_restored(store, ONE) == 10, "in use, it does not give way to newer ones"
+    store.release(held)
     assert_sum_rule(store)
     await store.close()
     (disk / "of another process").unlink()

@@ -21,13 +21,11 @@ import pytest
 from made_kv import BLOCK, DIM, HEADS, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
 from structlog.testing import capture_logs
 
-from cache.admin import pruning
 from cache.disk import format as snapshot_format
 from cache.disk.catalog import Catalog
 from cache.disk.folder import QUARANTINE_FILES, Folder
 from cache.names import blocks
 from cache.names.blocks import Span
-from cache.names.errors import CacheError
 from cache.names.snapshot import Tensor
 from cache.names.tokens import Chain, as_tokens, pack
 
@@ -177,7 +175,7 @@ async def test_saves_offered_while_the_writer_is_paused_are_dropped_and_counted(
     store = await open_store(monotonic=Clock())
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EDQUOT, "quota")))
-    spans = store.wanted("a", TOKENS, 0, 10)
+    spans = store.wanted("a", TOKENS[:10])
     save_all(store, "a", [1, 2])
     await store.barrier(5)
     monkeypatch.setattr(os, "fsync", fsync)
@@ -440,17 +438,6 @@ async def test_files_missing_from_the_index_of_a_full_disk_are_served_and_can_be
         assert store.forget("a", TOKENS) == 6, "the other model's files too"
         assert await store.barrier(5)
         assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
-
-
-async def test_unpin_on_a_full_disk_raises_an_error_and_succeeds_once_there_is_space(
-    open_store, tmp_path, no_room
-) -> None:
-    store = await open_store()
-    assert (await store.pin("a", TOKENS)).noted
-    await store.close()
-    with no_room(), capture_logs(), pytest.raises(CacheError, match="its index cannot be written"):
-        pruning.unpin(tmp_path / "cache", [""])
-    assert len(pruning.unpin(tmp_path / "cache", [""])) == 1
 
 
 async def test_concurrent_loads_count_a_damaged_file_once(open_store, tmp_path) -> None:

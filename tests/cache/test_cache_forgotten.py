@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from made_kv import BLOCK, cut, identity, save_all
+from made_kv import cut, identity, save_all
 
 from cache.disk.catalog import Catalog
 from cache.disk.folder import Folder
@@ -19,7 +19,7 @@ from cache.disk.header import read_name
 from cache.names.blocks import Span
 from cache.names.identity import FORMAT_VERSION
 from cache.names.marks import Marks
-from cache.names.tokens import Chain, as_tokens, pack
+from cache.names.tokens import as_tokens, pack
 from cache.store import Forgotten
 
 #: Numbers that occur nowhere else, so that a search finds their bytes wherever they are left.
@@ -65,7 +65,6 @@ async def test_no_row_of_erased_tokens_is_left_though_a_reader_held_the_index_as
 ) -> None:
     """The store cannot open the file then, and has its rows in memory."""
     store = await stored(open_store, TOKENS, OTHER)
-    await store.pin("a", OTHER)
     await store.close()
     with contextlib.closing(sqlite3.connect(tmp_path / "cache" / "index.sqlite")) as reader:
         reader.execute("BEGIN")
@@ -77,7 +76,6 @@ async def test_no_row_of_erased_tokens_is_left_though_a_reader_held_the_index_as
     assert traces(tmp_path / "cache", TOKENS) == []
     store = await open_store()
     assert store.match("a", OTHER).num_tokens == 10
-    assert store.pinned("a", OTHER) == [10]
 
 
 async def test_an_erase_is_not_confirmed_until_a_file_that_could_not_be_removed_is_gone(
@@ -87,7 +85,7 @@ async def test_an_erase_is_not_confirmed_until_a_file_that_could_not_be_removed_
     remove = Folder.remove
 
     def failing(folder, digest) -> None:
-        if digest == Chain(store._root("a"), BLOCK).names(as_tokens(TOKENS))[1]:
+        if digest == store.chain("a").names(as_tokens(TOKENS))[1]:
             raise OSError(errno.EIO, "Input/output error")
         remove(folder, digest)
 
@@ -172,9 +170,8 @@ async def test_an_erase_is_not_confirmed_while_another_turn_still_uses_the_files
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_an_erase_that_keeps_only_shared_and_pinned_snapshots_is_confirmed(open_store) -> None:
+async def test_an_erase_that_keeps_only_shared_snapshots_is_confirmed(open_store) -> None:
     store = await stored(open_store, TOKENS, [*TOKENS[:8], 7, 8])
-    await store.pin("a", TOKENS[:4])
     assert (await store.erase("a", TOKENS, 10)).settled
     assert store.match("a", [*TOKENS[:8], 7, 8]).num_tokens == 10
 

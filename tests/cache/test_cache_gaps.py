@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import shutil
 import sqlite3
-from contextlib import closing, suppress
+from contextlib import closing
 
 import pytest
 from made_kv import BLOCK, LAYOUT
@@ -19,7 +19,7 @@ from cache.disk import format as snapshot_format
 from cache.disk.folder import Folder
 from cache.index import gaps
 from cache.index.nodes import Node
-from cache.names.errors import CacheError, CutOffError, PinRefusedError
+from cache.names.errors import CacheError, CutOffError
 from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ModelLayout, seen
 from cache.names.tokens import Boundary, Tokens, as_tokens
@@ -33,7 +33,7 @@ FILE = 1600
 async def grown(store, chain, num_tokens, tokens=TOKENS, layout=LIMITED) -> None:
     """Save a session block by block, each when the block before it is on disk."""
     for end in range(BLOCK, num_tokens + 1, BLOCK):
-        for span in store.wanted(chain, tokens, end - BLOCK, end):
+        for span in store.wanted(chain, tokens[:end]):
             assert store.save(chain, tokens, span, tensors_of(layout, tokens, span)), "dropped"
         assert await store.barrier(5)
 
@@ -63,8 +63,8 @@ def assert_room_rule(store) -> None:
     stats = store.stats()
     assert stats.stored == sum(not node.is_gap for node in store._index)
     assert stats.stored_bytes == sum(node.size_bytes for node in store._index if node.durable)
-    assert stats.free_bytes + stats.pinned_bytes + stats.evictable_bytes == stats.capacity_bytes
-    assert 0 <= stats.pinned_bytes <= stats.stored_bytes + stats.in_flight_bytes
+    assert stats.free_bytes + stats.held_bytes + stats.evictable_bytes == stats.capacity_bytes
+    assert 0 <= stats.held_bytes <= stats.stored_bytes + stats.in_flight_bytes
 
 
 async def test_a_sink_window_session_longer_than_the_disk_limit_is_saved_and_restored(open_store) -> None:
@@ -154,10 +154,10 @@ async def test_a_session_rewound_into_evicted_blocks_saves_only_the_blocks_that_
     rewound = [*TOKENS[: gap.end], 1, 2, 3]
     held = store.hold(chain, rewound)
     assert held.edges[0] < gap.end, "what is not there is not called stored"
-    wanted = store.wanted(chain, rewound, held.edges[0], len(rewound))
+    wanted = store.wanted(chain, rewound)
     assert [span.end for span in wanted][-2:] == [gap.end, len(rewound)]
-    assert store.wanted(chain, TOKENS[:300], 0, 300) == [], "nobody sees the rest again"
-    save(store, LIMITED, chain, rewound, held.edges[0])
+    assert store.wanted(chain, TOKENS[:300]) == [], "nobody sees the rest again"
+    save(store, LIMITED, chain, rewound)
     assert await store.barrier(5)
     store.release(held)
     assert_room_rule(store)
@@ -183,7 +183,7 @@ async def test_a_failed_write_of_an_evicted_block_leaves_the_index_and_later_blo
 
     with monkeypatch.context() as patched:
         patched.setattr(snapshot_format, "write", _fail)
-        save(store, LIMITED, chain, rewound, store.hold(chain, rewound).edges[0])
+        save(store, LIMITED, chain, rewound)
         assert await store.barrier(5)
     assert store.stats().failed >= 1
     assert {node.digest for node in store._index} == nodes
@@ -223,7 +223,7 @@ async def test_eviction_keeps_the_windows_of_both_branches_of_a_session(open_sto
     chain = store.chain("a", POLICY)
     await grown(store, chain, 200)
     other = [*TOKENS[:80], 1, 2, 3, 4]
-    save(store, LIMITED, chain, other, 80)
+    save(store, LIMITED, chain, other)
     assert await store.barrier(5)
     store.set_limits(max_bytes=14 * FILE)
     for _ in range(20):
@@ -234,12 +234,9 @@ async def test_eviction_keeps_the_windows_of_both_branches_of_a_session(open_sto
         assert_restored(await store.load(match), LIMITED, tokens)
 
 
-async def test_eviction_removes_no_middle_blocks_of_pinned_prefixes_or_of_sessions_under_full(
-    open_store,
-) -> None:
+async def test_eviction_removes_no_middle_blocks_of_sessions_under_full(open_store) -> None:
     store = await limited(open_store, 60)
     chain = store.chain("a", POLICY)
-    await store.pin(chain, TOKENS[:40])
     await grown(store, chain, 200)
     save(store, LAYOUT, "a", TOKENS[:40])
     assert await store.barrier(5)
@@ -248,7 +245,6 @@ async def test_eviction_removes_no_middle_blocks_of_pinned_prefixes_or_of_sessio
         store._room._shrink()
     nodes = store.match(chain, TOKENS[:200]).nodes
     assert len(nodes) == 50
-    assert not any(node.is_gap for node in nodes[:10])
     assert any(node.is_gap for node in nodes)
     assert not any(node.is_gap for node in store.match("a", TOKENS[:40]).nodes)
 
@@ -323,9 +319,9 @@ async def test_finding_the_blocks_that_a_session_needs_does_not_visit_the_blocks
             if node.start < POLICY.sink or node.end > held.last.start - POLICY.window
         ]
         assert {*gaps.needed_by(held.last)} == {*slow}
-        assert store.stats().pinned_bytes == sum(node.size_bytes for node in slow)
+        assert store.stats().held_bytes == sum(node.size_bytes for node in slow)
         seen.clear()
-        assert store.stats().pinned_bytes > 0
+        assert store.stats().held_bytes > 0
         costs.append(len(seen))
         store.release(held)
     assert costs[0] == costs[1]
@@ -381,7 +377,7 @@ async def test_a_chain_with_evicted_blocks_is_exported_up_to_the_first_evicted_b
 
 
 class Sessions:
-    """Random operations on sessions: grow, branch, rewind, hold, pin, forget, restart, failing writes."""
+    """Random operations on sessions: grow, branch, rewind, hold, forget, restart, failing writes."""
 
     layout, policy = LIMITED, POLICY
 
@@ -393,16 +389,14 @@ class Sessions:
 
     async def run(self, num_steps: int) -> None:
         self.store = await self.open()
-        acts = [self.grow] * 6 + [self.rewind] * 2 + [self.hold, self.release, self.pin, self.forget]
+        acts = [self.grow] * 6 + [self.rewind] * 2 + [self.hold, self.release, self.forget]
         for _ in range(num_steps):
             self.chain = self.store.chain("a", self.policy)
             await self.chance.choice([*acts, self.restart])()
             await self.check()
         for held in self.held:
             self.store.release(held)
-        for pin in {tuple(tokens) for tokens in self.tokens}:
-            self.store.unpin(self.chain, pin)
-        assert self.store.stats().pinned_bytes == 0
+        assert self.store.stats().held_bytes == 0
         while self.store._removal.evict(1 << 40, 32):
             pass
         assert (len(self.store._index), self.store.stats().stored_bytes) == (0, 0)
@@ -413,7 +407,7 @@ class Sessions:
         hold = self.store.hold(self.chain, longer)
         fails = self.chance.random() < 0.1
         write = snapshot_format.write
-        for span in self.store.wanted(self.chain, longer, hold.edges[0], len(longer)):
+        for span in self.store.wanted(self.chain, longer):
             snapshot_format.write = _fail if fails and self.chance.random() < 0.5 else write
             self.store._writer._resume()  # or nothing would be saved for a second
             self.store.save(self.chain, longer, span, tensors_of(self.layout, longer, span))
@@ -436,12 +430,6 @@ class Sessions:
             restored = await self.store.load(match)
             if restored is not None:
                 assert restored.num_tokens == match.num_tokens
-
-    async def pin(self) -> None:
-        tokens = self.chance.choice(self.tokens)[: 3 * BLOCK]
-        if self.store.unpin(self.chain, tokens, exactly=True) == []:
-            with suppress(PinRefusedError):
-                await self.store.pin(self.chain, tokens)
 
     async def forget(self) -> None:
         if self.chance.random() < 0.3:
@@ -470,7 +458,6 @@ class Sessions:
         await self.settle()
         assert_room_rule(store)
         assert store.stats().rejected == 0
-        assert store._index.kept_bytes == sum(node.size_bytes for node in store._index if node.kept)
         for node in store._index:
             is_there(store, node)
 

@@ -62,7 +62,7 @@ def test_the_index_finds_the_stored_child_with_the_longest_common_prefix(runs, d
     best = max(
         (common(run, wanted) for run, is_stored in zip(runs, durable, strict=False) if is_stored), default=0
     )
-    found = index.closest_child(ROOT, pack(wanted))
+    found = index.closest_child(ROOT, pack(wanted), usable=True)
     assert (found[1] if found else 0) == best
     if found:
         assert found[0].durable

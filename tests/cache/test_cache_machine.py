@@ -1,4 +1,4 @@
-"""The cache against a reference model, in random orders of turns, loads, pins, limits, faults, restarts.
+"""The cache against a reference model, in random orders of turns, loads, limits, faults and restarts.
 
 Runs are short and deterministic. `TURNKEEP_TEST_EXAMPLES=3000` runs that many random examples,
 different ones each time.
@@ -23,8 +23,7 @@ from made_kv import LAYOUT, assert_is_kv_of, assert_sum_rule, identity, save_all
 from cache.disk import format as snapshot_format
 from cache.disk.access import PLAIN
 from cache.names import blocks
-from cache.names.errors import PinRefusedError
-from cache.names.tokens import TOKEN_BYTES, num_common, pack
+from cache.names.tokens import num_common, pack
 from cache.store import Store
 
 WRITE = snapshot_format.write
@@ -193,7 +192,7 @@ class Faithful(Driven):
     @rule(tenant=TENANTS, tokens=TOKENS)
     def take_a_turn(self, tenant, tokens) -> None:
         before = set(self.store._index)
-        wanted = self.store.wanted(tenant, tokens, 0, len(tokens))
+        wanted = self.store.wanted(tenant, tokens)
         assert save_all(self.store, tenant, tokens) == [True] * len(wanted)
         new = [self.node(tenant, entry) for entry in set(self.store._index) - before]
         assert sorted((cuts[-1], held) for _, cuts, held in new) == [
@@ -288,8 +287,6 @@ class Cramped(Driven):
         self.failing = False
         self.saved: set[tuple[str, tuple[int, ...]]] = set()
         self.held: list = []
-        #: Pinned prefixes, and how many of their tokens were once stored.
-        self.pins: dict[tuple[str, tuple[int, ...]], int] = {}
         #: Bytes above a lowered limit that are not evicted yet.
         self.used_bytes = 0
         #: Matches whose snapshots a `clear` has removed.
@@ -298,41 +295,6 @@ class Cramped(Driven):
     @property
     def most_bytes(self) -> int:
         return max(self.max_bytes, self.used_bytes)
-
-    def stored_of(self, tenant: str, tokens: tuple[int, ...]) -> int:
-        """Count the stored tokens of a prefix, without updating their last use as a match does."""
-        parent, rest = blocks.root(identity().digest(), tenant), pack(tokens)
-        while rest and (found := self.store._index.closest_child(parent, rest)):
-            entry, num_tokens = found
-            rest = rest[num_tokens * TOKEN_BYTES :]
-            if num_tokens < entry.name.num_tokens:
-                break
-            parent = entry.digest
-        return len(tokens) - len(rest) // TOKEN_BYTES
-
-    @invariant()
-    def nothing_pinned_is_lost(self) -> None:
-        for pin, before in self.pins.items():
-            now = self.stored_of(*pin)
-            assert now >= before
-            self.pins[pin] = now
-
-    @rule(tenant=TENANTS, tokens=TOKENS)
-    def pin(self, tenant, tokens) -> None:
-        try:
-            pinned = self.run(self.store.pin(tenant, tokens))
-        except PinRefusedError:
-            assert (tenant, tokens) not in self.pins
-            return
-        assert pinned.noted
-        self.pins.setdefault((tenant, tokens), 0)
-
-    @rule(tenant=TENANTS, tokens=TOKENS)
-    def unpin(self, tenant, tokens) -> None:
-        gone = [pin for pin in self.pins if pin[0] == tenant and tokens[: len(pin[1])] == pin[1]]
-        assert self.store.unpin(tenant, tokens) == sorted(len(pin[1]) for pin in gone)
-        for pin in gone:
-            del self.pins[pin]
 
     @rule(max_bytes=st.sampled_from([2_000, 5_000, 9_000, 14_000]))
     def change_the_limit(self, max_bytes) -> None:
@@ -345,7 +307,6 @@ class Cramped(Driven):
     def clear(self) -> None:
         assert self.run(self.store.clear(10))
         assert self.store.stats().stored == 0
-        self.pins.clear()
         self.lost = {id(match) for *_, match in self.held}
 
     @rule(tenant=TENANTS, tokens=TOKENS)
@@ -401,10 +362,8 @@ class Cramped(Driven):
         if lose_the_catalog:
             for path in self.directory.glob("index.sqlite*"):
                 path.unlink()
-        if lose_the_catalog or discard:
-            self.pins.clear()
         self.open()
-        self.used_bytes = self.store.stats().kept_bytes
+        self.used_bytes = 0
 
     @rule()
     def look_at_the_disk(self) -> None:

@@ -130,7 +130,6 @@ async def test_a_file_system_that_becomes_read_only_after_an_error_loses_no_dura
     clock.now += 1.1
     assert await failing(store, THREE) == []
     assert await num_restored(store, ONE) == 10, "what is stored is still served"
-    assert (await store.pin("a", ONE)).noted is False
     assert await store.close()
 
     await command("umount", folder)

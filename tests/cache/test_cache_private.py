@@ -54,7 +54,7 @@ def take(directory: Path, source: Path) -> archive.Transferred:
 async def test_other_users_have_no_access_to_any_file_of_a_cache(open_store, tmp_path) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
-    await store.pin("a", TOKENS)
+    await store.barrier(5)
     assert (tmp_path / "cache" / "index.sqlite-wal").exists()
     assert open_to_others(tmp_path / "cache") == []
 

@@ -1,4 +1,4 @@
-"""Disk space: pinned prefixes are not evicted, limits can change at any time, and `clear` removes all."""
+"""Disk space: limits can change at any time, and `clear` removes all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from structlog.testing import capture_logs
 from cache.disk import format as snapshot_format
 from cache.disk.folder import Folder
 from cache.index.room import EVICT_LIMIT
-from cache.names.errors import PinRefusedError
 
 TOKENS = list(range(10))
 
@@ -39,149 +38,18 @@ async def size_of_a_block(open_store) -> int:
     return size
 
 
-async def test_a_pinned_prefix_is_not_evicted_for_newer_snapshots_even_after_a_restart(open_store) -> None:
-    size = await size_of_a_block(open_store)
-    store = await open_store(max_bytes=8 * size)
-    save_all(store, "a", TOKENS)
-    pinned = await store.pin("a", TOKENS)
-    assert (pinned.num_tokens, pinned.num_stored, pinned.noted) == (10, 10, True)
-    assert pinned.size_bytes == pinned.pinned_bytes == store.stats().kept_bytes > 2 * size
-    await fill(store, 12)
-    assert store.stats().evicted > 10
-    assert await num_restored(store, TOKENS) == 10
-    assert_sum_rule(store)
-
-    await store.close()
-    store = await open_store(max_bytes=8 * size)
-    assert store.stats().kept_bytes == pinned.pinned_bytes, "over restarts too"
-    await fill(store, 12, first=200)
-    assert await num_restored(store, TOKENS) == 10
-
-    assert store.unpin("a", TOKENS) == [10]
-    assert store.stats().kept_bytes == 0
-    await fill(store, 12, first=300)
-    assert await num_restored(store, TOKENS) == 0
-    assert_sum_rule(store)
-
-
-async def test_a_pin_covers_only_its_tokens_and_is_removed_only_by_a_matching_unpin(open_store) -> None:
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    await store.barrier(5)
-    stored = store.stats().stored_bytes
-    await store.pin("a", TOKENS[:6])
-    assert 0 < store.stats().kept_bytes < stored, "the second block holds the rest of it; the tail does not"
-    assert store.unpin("b", TOKENS) == [], "of another tenant"
-    assert store.unpin("a", TOKENS[:5]) == [], "a longer one"
-    assert store.unpin("a", TOKENS, exactly=True) == []
-    assert store.unpin("a", TOKENS[:6], exactly=True) == [6]
-
-
-async def test_a_prefix_can_be_pinned_before_it_is_saved(open_store) -> None:
-    """The prefix may be waiting to be written, or be prefilled only later."""
-    size = await size_of_a_block(open_store)
-    store = await open_store(max_bytes=8 * size)
-    pinned = await store.pin("a", TOKENS)
-    assert (pinned.num_stored, pinned.size_bytes) == (0, 0)
-    save_all(store, "a", TOKENS[:7])
-    assert store.stats().kept_bytes > 0
-    await store.barrier(5)
-    save_all(store, "a", TOKENS)
-    await store.barrier(5)
-    await fill(store, 12)
-    assert await num_restored(store, TOKENS) == 10
-
-
-async def test_a_snapshot_that_replaces_a_pinned_one_is_pinned_in_its_place(open_store, gate) -> None:
-    gate.set()
-    size = await size_of_a_block(open_store)
-    store = await open_store(max_bytes=8 * size)
-    save_all(store, "a", TOKENS[:2])
-    await store.barrier(5)
-    await store.pin("a", TOKENS[:2])
-    tail_bytes = store.stats().kept_bytes
-    gate.clear()
-    save_all(store, "a", TOKENS[:4])
-    assert store.stats().kept_bytes == tail_bytes, "the write may still fail"
-    gate.set()
-    await store.barrier(5)
-    assert store.stats().kept_bytes == store.stats().stored_bytes > tail_bytes
-    await fill(store, 12)
-    assert await num_restored(store, TOKENS[:2]) == 2
-
-
-async def test_pins_of_two_nested_prefixes_are_removed_one_by_one(open_store) -> None:
-    store = await open_store()
-    for end in (4, 8):
-        save_all(store, "a", TOKENS[:end])
-        await store.barrier(5)
-        await store.pin("a", TOKENS[:end])
-        await store.pin("a", TOKENS[:end])
-    both = store.stats().kept_bytes
-    assert store.unpin("a", TOKENS[:8], exactly=True) == [8]
-    assert 0 < store.stats().kept_bytes < both
-    assert store.unpin("a", TOKENS[:4], exactly=True) == [4]
-    assert store.stats().kept_bytes == 0
-
-
-async def test_a_pin_beyond_half_of_the_disk_limit_is_refused(open_store) -> None:
+async def test_saves_are_dropped_and_counted_when_snapshots_in_use_fill_the_disk_limit(open_store) -> None:
     size = await size_of_a_block(open_store)
     store = await open_store(max_bytes=4 * size)
     save_all(store, "a", TOKENS[:8])
     await store.barrier(5)
-    await store.pin("a", TOKENS[:8])
-    save_all(store, "a", [77, *TOKENS[:3]])
-    with pytest.raises(
-        PinRefusedError, match=rf"at most {2 * size} may be \(50% of the limit of {4 * size}\)"
-    ):
-        await store.pin("a", [77, *TOKENS[:3]])
-    assert store.unpin("a", [77, *TOKENS[:3]]) == [], "what was refused is not pinned"
-    with pytest.raises(ValueError, match="at least one token"):
-        await store.pin("a", [])
-
-
-async def test_saves_are_dropped_and_counted_when_pins_fill_the_disk_limit(open_store) -> None:
-    """Here the limit is lowered after the pins were made."""
-    size = await size_of_a_block(open_store)
-    store = await open_store(max_bytes=4 * size)
-    save_all(store, "a", TOKENS[:8])
-    await store.barrier(5)
-    await store.pin("a", TOKENS[:8])
-    with capture_logs() as logs:
-        store.set_limits(max_bytes=int(1.5 * size))
-    assert [log["event"] for log in logs] == ["cache_limits_changed", "pins_exceed_the_limit"]
-    assert (await store.pin("a", TOKENS[:8])).noted, "it is pinned already"
+    store.hold("a", TOKENS[:8])
+    store.set_limits(max_bytes=int(1.5 * size))
     assert save_all(store, "b", TOKENS[:4]) == [False]
     stats = store.stats()
     assert stats.dropped == {"disk_limit": 1}
     assert (stats.free_bytes, stats.evictable_bytes) == (stats.capacity_bytes - stats.stored_bytes, 0)
     assert await num_restored(store, TOKENS[:8]) == 8
-    assert_sum_rule(store)
-
-
-async def test_a_damaged_pinned_snapshot_is_not_used_and_its_replacement_is_pinned(
-    open_store, tmp_path
-) -> None:
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    await store.pin("a", TOKENS)
-    for path in (tmp_path / "cache" / "snapshots").iterdir():
-        path.write_bytes(path.read_bytes()[:-1] + b"\xaa")
-    assert await num_restored(store, TOKENS) == 0
-    assert store.stats().kept_bytes == 0
-    save_all(store, "a", TOKENS)
-    await store.barrier(5)
-    assert store.stats().kept_bytes == store.stats().stored_bytes > 0, "what takes its place is pinned"
-    assert await num_restored(store, TOKENS) == 10
-
-
-async def test_forgetting_a_session_keeps_its_pinned_prefix(open_store) -> None:
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    await store.pin("a", TOKENS[:4])
-    assert store.forget("a", TOKENS) == 2
-    await store.barrier(5)
-    assert await num_restored(store, TOKENS) == 4
     assert_sum_rule(store)
 
 
@@ -292,25 +160,22 @@ async def test_snapshots_above_a_lowered_limit_are_evicted_once_nothing_uses_the
     assert_sum_rule(store)
 
 
-async def test_clear_removes_all_snapshots_pins_and_quarantined_files(open_store, tmp_path) -> None:
+async def test_clear_removes_all_snapshots_and_quarantined_files(open_store, tmp_path) -> None:
     other = await open_store(identity=identity(weights="other"))
     save_all(other, "a", TOKENS)
     await other.close()
     store = await open_store()
     for tenant in "ab":
         save_all(store, tenant, TOKENS)
-    await store.pin("a", TOKENS)
     (tmp_path / "cache" / "quarantine" / "doubtful").write_bytes(b"x" * 1000)
     assert await store.clear()
     stats = store.stats()
-    assert (files(tmp_path), stats.stored, stats.stored_bytes, stats.kept_bytes) == (0, 0, 0, 0)
+    assert (files(tmp_path), stats.stored, stats.stored_bytes) == (0, 0, 0)
     assert list((tmp_path / "cache" / "quarantine").iterdir()) == []
     assert_sum_rule(store)
     save_all(store, "a", TOKENS)
     await store.barrier(5)
     assert await num_restored(store, TOKENS) == 10
-    await store.close()
-    assert (await open_store()).stats().kept_bytes == 0
 
 
 async def test_a_load_whose_snapshots_were_cleared_restores_nothing(open_store) -> None:
@@ -320,7 +185,7 @@ async def test_a_load_whose_snapshots_were_cleared_restores_nothing(open_store) 
     match = store.match("a", TOKENS)
     assert await store.clear()
     assert await store.load(match) is None
-    assert store.stats().pinned_bytes == 0
+    assert store.stats().held_bytes == 0
     assert_sum_rule(store)
 
 

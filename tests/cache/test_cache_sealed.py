@@ -66,7 +66,6 @@ async def test_files_of_an_encrypted_cache_show_no_tokens_or_digests_but_plain_f
     open_store, tmp_path, access
 ) -> None:
     store = await filled(open_store, TOKENS, access=access)
-    await store.pin("a", TOKENS[:4])
     shown = [] if access is KEY else ["index.sqlite-wal", "snapshots"]
     assert traces(tmp_path / "cache", TOKENS) == shown
     await store.close()
@@ -74,22 +73,19 @@ async def test_files_of_an_encrypted_cache_show_no_tokens_or_digests_but_plain_f
     assert traces(tmp_path / "cache", TOKENS) == shown
 
 
-async def test_a_reopened_encrypted_cache_still_has_its_snapshots_pins_and_order_of_use(open_store) -> None:
+async def test_a_reopened_encrypted_cache_still_has_its_snapshots_and_order_of_use(open_store) -> None:
     other = [TOKENS[1], *TOKENS]
     store = await filled(open_store, TOKENS, other, access=KEY)
-    await store.pin("a", TOKENS[:4])
     store.release(store.match("a", TOKENS))
     used = [node.digest for node in store._index]
     await store.close()
     store = await open_store(access=KEY)
     assert [node.digest for node in store._index] == used
     assert (await num_restored(store, TOKENS), await num_restored(store, other)) == (10, 11)
-    assert store.stats().kept_bytes > 0
-    assert store.unpin("a", TOKENS) == [4]
     assert (await store.erase("a", other, 10)).settled
     await store.close()
     store = await open_store(access=KEY)
-    assert (await num_restored(store, other), store.stats().kept_bytes) == (0, 0)
+    assert await num_restored(store, other) == 0
 
 
 async def test_the_reported_size_of_an_encrypted_cache_is_that_of_its_encrypted_files(
@@ -239,7 +235,6 @@ async def test_a_cache_directory_opens_only_with_the_key_it_was_written_with(
     for command in (
         lambda: survey.inspect(directory, then),
         lambda: survey.verify(directory, lambda *_: None, then),
-        lambda: pruning.unpin(directory, ["00"], then),
         lambda: archive.export(directory, None, tmp_path / "all.tar", then),
     ):
         with pytest.raises(SealedError):

@@ -11,36 +11,44 @@ import pytest
 from made_kv import save_all
 
 from cache.admin import archive, survey
+from cache.disk.access import PLAIN
 from cache.disk.catalog import Catalog
 from cache.disk.folder import Folder
-from cache.disk.rows import Pin
+from cache.disk.rows import Row
 from cache.names.errors import CacheError
 
-PINS = 300
+
+def gaps(num: int, first: int) -> list[Row]:
+    """Return rows without files: a survey lists them as they are in the index."""
+    return [Row(i.to_bytes(16), bytes(16), 0, bytes(400), 0, i) for i in range(first, first + num)]
+
+
+def listed(directory) -> set[bytes]:
+    return {row.digest for row in survey._read(directory, PLAIN)[0]}
 
 
 def test_inspecting_an_index_while_a_worker_changes_it_shows_a_consistent_state(tmp_path) -> None:
-    """The worker adds and removes all pins together, so an inconsistent copy would have only some."""
+    """The worker adds and removes all rows together, so an inconsistent copy would have only some."""
     folder = Folder(tmp_path)
     catalog = Catalog(folder)
     over = threading.Event()
-    pins = [Pin(bytes([i % 256] * 16), bytes([i // 256] * 400)) for i in range(PINS)]
+    rows = gaps(300, 0)
 
     def change() -> None:
         while not over.is_set():
-            catalog.pin(pins)
-            catalog.unpin(pins)
+            catalog.put(rows)
+            catalog.clear()
 
     changing = threading.Thread(target=change)
     changing.start()
     try:
-        seen = {len(survey.inspect(tmp_path).pins) for _ in range(150)}
+        seen = {len(listed(tmp_path)) for _ in range(150)}
     finally:
         over.set()
         changing.join()
     catalog.close()
     folder.close()
-    assert seen == {0, PINS}
+    assert seen == {0, len(rows)}
 
 
 def test_the_index_is_copied_again_if_its_write_ahead_log_restarts_during_the_copy(
@@ -49,8 +57,8 @@ def test_the_index_is_copied_again_if_its_write_ahead_log_restarts_during_the_co
     """Otherwise the copy would have old pages for which the new log has no replacement."""
     folder = Folder(tmp_path)
     catalog = Catalog(folder)
-    early, late = ([Pin(bytes([i % 256] * 16), bytes([kind] * 400)) for i in range(200)] for kind in (1, 2))
-    catalog.pin(early)
+    early, late = gaps(200, 0), gaps(200, 200)
+    catalog.put(early)
     copied, copy = [], shutil.copyfile
 
     def copy_while_it_changes(source, target) -> None:
@@ -58,12 +66,12 @@ def test_the_index_is_copied_again_if_its_write_ahead_log_restarts_during_the_co
         copied.append(source.name)
         if len(copied) == 1:
             for _ in range(5):  # each writes so much that SQLite restarts its log
-                catalog.unpin(early)
-                catalog.pin(early)
-            catalog.pin(late)
+                catalog.clear()
+                catalog.put(early)
+            catalog.put(late)
 
     monkeypatch.setattr(shutil, "copyfile", copy_while_it_changes)
-    assert set(survey.inspect(tmp_path).pins) == {*early, *late}
+    assert listed(tmp_path) == {row.digest for row in (*early, *late)}
     assert copied == ["index.sqlite", "index.sqlite-wal"] * 2
     catalog.close()
     folder.close()

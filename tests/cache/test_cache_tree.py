@@ -6,7 +6,6 @@ import gc
 import os
 import time
 import tracemalloc
-from collections import Counter
 from random import Random
 
 from hypothesis import HealthCheck, settings
@@ -31,10 +30,9 @@ class Modelled(RuleBasedStateMachine):
         self.used: dict = {}
         #: Each hold is a list of all entries of a chain; removed entries stay in the list.
         self.holds: list[list] = []
-        self.pins: list[list] = []
 
     def free(self, entry) -> bool:
-        return not any(entry in chain for chain in [*self.holds, *self.pins]) and entry.durable
+        return not any(entry in chain for chain in self.holds) and entry.durable
 
     def children(self, entry) -> list:
         return [other for other in self.there if other.up is entry]
@@ -94,19 +92,6 @@ class Modelled(RuleBasedStateMachine):
         left = [entry for entry in chain if entry in self.there]
         assert self.index.release(chain[-1]) is (left[-1] if left else None)
 
-    @precondition(lambda self: self.there)
-    @rule(pick=PICKS)
-    def pin(self, pick) -> None:
-        self.pins.append(self.chain(self.picked(pick, self.there)))
-        for entry in self.pins[-1]:
-            self.index.keep(entry)
-
-    @precondition(lambda self: self.pins)
-    @rule(pick=PICKS)
-    def unpin(self, pick) -> None:
-        for entry in self.pins.pop(pick % len(self.pins)):
-            self.index.keep(entry, -1)
-
     def leaves(self) -> list:
         return [entry for entry in self.there if not self.children(entry)]
 
@@ -115,9 +100,6 @@ class Modelled(RuleBasedStateMachine):
     def remove(self, pick) -> None:
         """Remove a leaf, also a held one, as after a failed write or a damaged file."""
         entry = self.picked(pick, self.leaves())
-        for pinned in [chain for chain in self.pins if entry in chain]:
-            pinned.remove(entry)
-            self.index.keep(entry, -1)
         self.index.remove(entry)
         self.there.remove(entry)
 
@@ -143,7 +125,7 @@ class Modelled(RuleBasedStateMachine):
         used_by_name = {entry.digest: used[entry] for entry in self.there}
         self.there = [self.index.get(row.digest) for row in rows]
         self.used = {entry: used_by_name[entry.digest] for entry in self.there}
-        self.holds, self.pins = [], []
+        self.holds = []
 
     @invariant()
     def entries_come_in_the_order_of_use_and_children_before_parents(self) -> None:
@@ -169,16 +151,11 @@ class Modelled(RuleBasedStateMachine):
 
     @invariant()
     def bytes_are_those_of_the_entries(self) -> None:
-        held = set().union(*self.holds, *self.pins, *(self.chain(e) for e in self.there if not e.durable))
+        held = set().union(*self.holds, *(self.chain(e) for e in self.there if not e.durable))
         assert self.index.held_bytes() == sum(e.size_bytes for e in held if e in self.there)
-        kept = set().union(*self.pins)
-        assert self.index.kept_bytes == sum(entry.size_bytes for entry in kept)
         stored = [entry.size_bytes for entry in self.there if entry.durable]
         assert (self.index.stored, self.index.stored_bytes) == (len(stored), sum(stored))
         assert self.index.on_its_way_bytes == sum(e.size_bytes for e in self.there if not e.durable)
-        assert Counter(e.kept for e in self.there) == Counter(
-            sum(e in chain for chain in self.pins) for e in self.there
-        )
 
 
 HUNT = os.environ.get("TURNKEEP_TEST_EXAMPLES")

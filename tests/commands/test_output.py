@@ -159,7 +159,7 @@ async def test_info_without_a_session_shows_the_worker_s_current_state(local_wor
     assert (shown.returncode, shown.stderr) == (0, "")
     assert re.search(r"^worker +test$", shown.stdout, re.MULTILINE)
     assert re.search(r"^sessions +1 in use, 1 with KV on the device$", shown.stdout, re.MULTILINE)
-    assert re.search(r"^  room .* never evicted \(pinned\)$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^  room .* evictable, .* in use$", shown.stdout, re.MULTILINE)
     raw = json.loads((await run("info", "--json", *where(worker))).stdout)
     assert (raw["type"], raw["requests"]["append"]) == ("metrics", {"ok": 1})
     assert not any(raw["by_tenant"].values()), "one tenant is told nothing of another"
@@ -184,7 +184,7 @@ def test_cache_commands_say_that_a_fresh_data_directory_has_nothing_cached(tmp_p
         done = cache(*command)
         assert (done.exit_code, done.stdout) == (1, "")
         assert done.stderr.startswith("turnkeep: nothing is cached yet in")
-    assert json.loads(cache("ls", "--json").stdout) == {"chains": [], "pins": []}
+    assert json.loads(cache("ls", "--json").stdout) == {"chains": []}
     assert json.loads(cache("du", "--json").stdout)["total_bytes"] == 0
     assert data_dir.exists() == (made != "nothing"), "looking makes nothing"
 

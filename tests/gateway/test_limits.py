@@ -114,21 +114,6 @@ async def test_a_request_counts_as_running_until_it_ends_or_its_client_disconnec
         assert (await http.post(CHAT, json=asked())).status_code == 200, "a bad one has ended too"
 
 
-async def test_tokens_that_the_worker_prefills_to_tokenize_a_text_count_against_an_api_keys_limit(
-    local_worker: Start, door: Start, tmp_path: Path
-) -> None:
-    (tmp_path / "keys").write_text("few acme tokens=30/min\n")
-    worker = await local_worker()
-    served = await door(worker.settings.nats, worker.settings.prefix, keys=Keys.read(tmp_path / "keys"))
-    headers = {"authorization": "Bearer few"}
-    async with httpx2.AsyncClient(base_url=served.url, timeout=30, headers=headers) as http:
-        for path, body in (("/tokenize", {"content": "a" * 500}), ("/detokenize", {"tokens": [70] * 500})):
-            served.gateway._keys.of(headers)._tokens._left = 30.0
-            assert (await http.post(path, json=body)).status_code == 200
-            answer = await http.post(CHAT, json=asked())
-            assert (answer.status_code, "30 tokens a minute" in answer.text) == (429, True)
-
-
 async def test_an_answer_that_is_cancelled_in_its_prompt_counts_against_an_api_keys_token_limit(
     local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Ollama's API, the paths that LM Studio's clients use besides OpenAI's, and `/tokenize`."""
+"""Ollama's API, and the paths that LM Studio's clients use besides OpenAI's."""
 
 from __future__ import annotations
 
@@ -192,36 +192,6 @@ async def test_ollama_requests_that_cannot_be_served_are_refused_with_the_reason
     long = {"model": "m", "messages": [{"role": "user", "content": "word " * 900}]}
     refused = await http.post("/api/chat", json=long)
     assert (refused.status_code, "maximum context length" in refused.json()["error"]) == (400, True)
-
-
-async def test_the_tokenize_and_detokenize_endpoints_convert_texts_and_tokens(
-    http: httpx2.AsyncClient, served: Any
-) -> None:
-    """This model's tokens are bytes."""
-    text = "Héllo \U0001f600."
-    told = (await http.post("/tokenize", json={"content": text})).json()
-    assert told["count"] == len(told["tokens"]) == len(text.encode())
-    same = (
-        await http.post("/tokenize", json={"model": "m", "prompt": text, "return_token_strs": True})
-    ).json()
-    assert same["tokens"] == told["tokens"]
-    assert same["token_strs"][0] == "H"
-    pieces = (await http.post("/tokenize", json={"content": text, "with_pieces": True})).json()["tokens"]
-    assert pieces[0] == {"id": told["tokens"][0], "piece": "H"}
-    back = (await http.post("/detokenize", json={"tokens": told["tokens"]})).json()
-    assert back == {"content": text, "prompt": text}
-    chat = (await http.post("/tokenize", json={"model": "m", "messages": HELLO})).json()
-    asked = {"model": "m", "messages": HELLO, "max_tokens": 1}
-    answer = (await http.post("/v1/chat/completions", json=asked)).json()
-    assert chat["count"] == answer["usage"]["prompt_tokens"]
-    assert (await http.post("/tokenize", json={"content": ""})).json()["tokens"] == []
-    assert (await http.post("/detokenize", json={"tokens": []})).json()["content"] == ""
-    for path, wrong in [
-        ("tokenize", {}),
-        ("tokenize", {"content": "word " * 900}),
-        ("detokenize", {"tokens": [10**6]}),
-    ]:
-        assert (await http.post(f"/{path}", json=wrong)).status_code == 400
 
 
 async def test_a_stream_has_only_lines_of_json_also_while_the_log_does_not_have_its_request_yet(

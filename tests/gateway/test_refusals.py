@@ -59,7 +59,7 @@ async def test_an_invalid_or_unsupported_field_is_refused_with_its_name(
         (said(modalities=["text", "audio"]), "modality", "modalities"),
         (said(functions=[{"name": "f"}]), "functions", "functions"),
         (said(web_search_options={"a": 1}), "web_search_options", "web_search_options"),
-        (said(response_format={"type": "yaml"}), "response_format", "response_format"),
+        (said(response_format={"type": "yaml"}), "response_format", "response_format.type"),
         (said(tools=[{"type": "custom"}]), "custom", "tools[0]"),
         (said(tools=[{"name": "f"}]), "needs the field function", "tools[0]"),
         (said(tool_choice="required"), "tools", "tool_choice"),
@@ -86,7 +86,7 @@ async def test_an_invalid_or_unsupported_field_is_refused_with_its_name(
         assert (error["type"], error["param"]) == ("invalid_request_error", param), body
         assert says in error["message"], body
     for body, says in [
-        ({"prompt": "a", "echo": True, "stream": True}, "echo"),
+        ({"prompt": "a", "echo": True}, "echo is not supported"),
         ({"prompt": ["a"] * 129}, "128 prompts"),
         ({"prompt": ["a", "b"], "n": 17}, "n must be"),
         ({"prompt": [1, "a"]}, "a text, or token ids"),

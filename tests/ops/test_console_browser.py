@@ -328,7 +328,7 @@ async def test_the_page_connect_shows_addresses_and_code_examples_to_copy(
         browser.click("Connect")
         browser.wait_for("document.querySelectorAll('.examples .code').length === 6")
         assert "base URL, OpenAI\nhttp://127.0.0.1:8080/v1" in browser.text(".facts")
-        assert "NATS\nnats://127.0.0.1:4222; turnkeep url prints it with its token" in browser.text(".facts")
+        assert "nats://127.0.0.1:4222; turnkeep info --url prints it with its token" in browser.text(".facts")
         browser.click("Copy")
         browser.wait_for("document.querySelector('#toast').innerText === 'Copied'")
         read = browser.run("return navigator.clipboard.readText()")

@@ -48,7 +48,7 @@ async def test_a_worker_answers_ping_info_and_stats_sent_to_all_services_to_turn
     assert (ping["name"], ping["version"]) == ("turnkeep", "0.1.0")
     prefix = worker.settings.prefix
     features = ping["metadata"].pop("features").split()
-    assert {"paged", "pin"} <= set(features)
+    assert {"paged", "forget"} <= set(features)
     assert ping["metadata"] == {"worker": "test", "prefix": prefix, "model": "tiny", "protocol": "1"}
     ping["metadata"]["features"] = " ".join(features)
     for verb in ("PING", "INFO", "STATS"):

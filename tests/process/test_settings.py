@@ -147,7 +147,7 @@ def test_an_unknown_setting_is_refused_with_its_source_and_the_most_similar_name
     message = refusal(toml="data-dir = 'x'\n", cwd=tmp_path)
     assert "data-dir in " in message
     assert message.endswith("turnkeep.toml is not a setting; did you mean data_dir?")
-    assert "turnkeep serve --help" in refusal(toml="colour = 'red'\n", cwd=tmp_path)
+    assert "turnkeep serve --help-all" in refusal(toml="colour = 'red'\n", cwd=tmp_path)
 
 
 @pytest.mark.parametrize(

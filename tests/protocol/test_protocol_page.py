@@ -42,10 +42,7 @@ from turnkeep_client.messages import (
     Open,
     Opened,
     Parent,
-    Pinned,
-    PinRequest,
     Progress,
-    PromptToken,
     Request,
     Reranked,
     RerankRequest,
@@ -56,8 +53,6 @@ from turnkeep_client.messages import (
     SessionInfo,
     TenantFigures,
     TokenLogprob,
-    Unpinned,
-    UnpinRequest,
     Usage,
     decode_request,
     encode,
@@ -76,9 +71,9 @@ PAGE = (ROOT / "docs" / "protocol.md").read_text()
 README = (ROOT / "README.md").read_text()
 
 RESULTS = (Opened, Appended, Generated, Rewound, Closed, Failed)
-PARTS = (SessionCache, Parent, Usage, Seconds, TokenLogprob, PromptToken, Called, CallPart, Progress)
-CONTROL = (InfoRequest, CancelRequest, PinRequest, UnpinRequest, CountRequest, EmbedRequest, RerankRequest)
-REPLIES = (SessionInfo, Cancelled, Pinned, Unpinned, Counted, Embedded, Reranked)
+PARTS = (SessionCache, Parent, Usage, Seconds, TokenLogprob, Called, CallPart, Progress)
+CONTROL = (InfoRequest, CancelRequest, CountRequest, EmbedRequest, RerankRequest)
+REPLIES = (SessionInfo, Cancelled, Counted, Embedded, Reranked)
 COUNTS = (Histogram, GatewayMetrics, TenantFigures)
 TOLD = (*RESULTS, *PARTS, Chunk, DeadLetter, *CONTROL, *REPLIES, *COUNTS)
 
@@ -138,7 +133,7 @@ async def test_the_python_examples_of_the_documentation_run_as_written(
     for file in ("client.py", "readme.py"):
         alone = await shell(f"env -u NATS_URL python {file}")
         _, err = await alone.communicate()
-        assert err == b"first: export NATS_URL=$(.venv/bin/turnkeep url)\n", file
+        assert err == b"first: export NATS_URL=$(.venv/bin/turnkeep info --url)\n", file
     consumer = await shell("python consumer.py")
     assert consumer.stdout is not None
     line = await asyncio.wait_for(consumer.stdout.readline(), 60)

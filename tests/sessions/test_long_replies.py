@@ -17,7 +17,7 @@ import pytest
 from raw_wire import Wire, append, generate
 
 from tests.parts import free_port, nats_server_program
-from turnkeep_client.messages import Unpinned
+from turnkeep_client.messages import Cancelled
 from worker.sessions.control import Control
 
 MAX_PAYLOAD = 16 * 1024
@@ -94,15 +94,14 @@ async def test_info_lists_waiting_requests_in_pages_if_one_message_cannot_hold_t
 async def test_a_reply_larger_than_the_servers_message_limit_becomes_a_refusal(
     narrow: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here the reply is replaced by one of an unpin of thousands of prefixes."""
-    many = Unpinned(prefixes=tuple(range(10_000)), pinned_bytes=0)
+    """Here another reply takes the place of the one to a count."""
 
-    async def unpin(*_: object) -> Unpinned:
-        return many
+    async def counted(*_: object) -> Cancelled:
+        return Cancelled(id="c", was="running" * MAX_PAYLOAD)
 
-    monkeypatch.setattr(Control, "_pin", unpin)
+    monkeypatch.setattr(Control, "_count", counted)
     await narrow.send("s", append("a"))
-    reply = await narrow.control("s", {"type": "unpin"})
+    reply = await narrow.control("s", {"type": "count", "text": "a"})
     assert (reply["type"], reply["code"]) == ("failed", "invalid_request")
     assert "the answer takes" in reply["message"]
 

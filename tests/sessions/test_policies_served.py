@@ -195,7 +195,7 @@ async def _talk(worker: Any, turns: range, name: str = "s") -> list[tuple[int, .
 async def test_tokens_that_the_model_no_longer_sees_leave_memory_and_answers_stay_the_same(
     soon_left_out: None, local_worker: Callable, endless_model: Path, tmp_path: Path
 ) -> None:
-    """Also after restarts with and without the KV on SSD, a pin and a rewind."""
+    """Also after restarts with and without the KV on SSD, and a rewind."""
     settings = {"model": str(endless_model), "data_dir": tmp_path / "one"}
     worker = await local_worker(**settings)
     said = await _talk(worker, range(40))
@@ -210,10 +210,6 @@ async def test_tokens_that_the_model_no_longer_sees_leave_memory_and_answers_sta
     held, position = await _held(worker)
     assert held < position - 32
     assert isinstance((await session.info(snapshot=True)).snapshot, str)
-    pinned = await session.pin()
-    assert pinned.tokens == position
-    assert await _held(worker) == (held, position)
-    assert len((await session.unpin()).prefixes) == 1
     said += [answer.tokens, *await _talk(worker, range(41, 60))]
     await worker.stop()
 
@@ -268,10 +264,10 @@ async def test_a_restart_after_any_turn_opens_the_session_without_reading_its_wh
     assert not whole
 
 
-async def test_repetition_penalties_and_pins_do_not_need_the_tokens_that_left_memory(
+async def test_repetition_penalties_do_not_need_the_tokens_that_left_memory(
     soon_left_out: None, local_worker: Callable, endless_model: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """The penalty applies to visible tokens; a pin reads the other tokens from the worker's checkpoint."""
+    """The penalty applies to visible tokens."""
     faults, fault = list[Exception](), Runner._fault
 
     def count(runner: Runner, turn: Turn, error: Exception) -> None:
@@ -287,8 +283,6 @@ async def test_repetition_penalties_and_pins_do_not_need_the_tokens_that_left_me
         for turn in range(30):
             tokens = [5 + turn % 9] * 19
             drawn.append((await session.generate(tokens=tokens, max_tokens=6, repetition_penalty=1.3)).tokens)
-            drawn.append((await session.pin()).tokens)
-            await session.unpin()
         held, position = await _held(worker)
         assert (held < position / 2) is (name == "penalty-short")
         await worker.stop()

@@ -87,8 +87,6 @@ REQUESTS: list[dict[str, Any]] = [
     {"type": "close", "id": "r", "forget": True},
     {"type": "info", "skip": 0, "limit": 10},
     {"type": "cancel", "id": "r"},
-    {"type": "pin", "position": 3},
-    {"type": "unpin"},
     {
         "type": "generated",
         "id": "r",

@@ -17,10 +17,10 @@ from worker.sessions.port import Asked
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from cache.kv.paged import Past
     from cache.names.blocks import Span
     from cache.names.snapshot import Tensor
     from cache.names.tokens import Chain, Tokens
+    from cache.store import StoredPast
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
     from worker.batch.rows import Row
@@ -46,10 +46,11 @@ class Turn(Asked):
     context's first tokens comes from one of three places: the session's own KV on the device covers the first
     `num_kept` tokens; `restored` (evaluated arrays by name) covers the first `num_restored`; or KV is copied
     from the session `source`, which has, or will soon have, more of it. The turn ends at `num_granted`
-    tokens, the limit of its memory, even if its answer is not complete. `spans` are the parts of the context
-    without a snapshot; `edges` are the positions where the stored pieces of the last, partial block start and
-    end (see `blocks.tail_start`). Only the event loop uses `chain`, which names the turn's blocks in the
-    store, and `restores`, the traced phases of its restores and fetches.
+    tokens, the limit of its memory, even if its answer is not complete. `spans` are the blocks that have no
+    snapshot, of which the device removes those that it has cut; `edges` are the positions where the stored
+    pieces of the last, partial block start and end (see `blocks.tail_start`). Only the event loop uses
+    `chain`, which names the turn's blocks in the store, and `restores`, the traced phases of its restores
+    and fetches.
     """
 
     place_s: float = 0.0
@@ -71,11 +72,8 @@ class Turn(Asked):
     prefill_s: float = field(init=False, default=0.0)
     resident: ResidentKv | None = field(init=False, default=None)  # its session's KV, until the turn starts
     asks: bool = field(init=False, default=False)  # requests chunks; the prompt's last token waits for them
-    scale: int = field(
-        init=False, default=1
-    )  # its pieces are this many times longer than usual, and run alone
     most_blocks: int = field(init=False, default=1)  # in a piece, if the budget allows more than one
-    past: Past | None = field(init=False, default=None)  # KV on SSD that the prompt's next piece reads
+    past: StoredPast | None = field(init=False, default=None)  # KV on SSD that the prompt's next piece reads
     #: While its snapshots find no room in the writer's queue: the queue's room in bytes, and since when.
     behind: tuple[int, float] | None = field(init=False, default=None)
     caches: list[Any] | None = field(init=False, default=None)
@@ -92,7 +90,6 @@ class Turn(Asked):
             priority=asked.priority,
             answer=asked.answer,
             sampling=asked.sampling,
-            scores=asked.scores,
             embedding=asked.embedding,
             place_s=place_s,
         )
@@ -101,6 +98,11 @@ class Turn(Asked):
     def tenant(self) -> str:
         """The session's tenant."""
         return self.key.tenant
+
+    @property
+    def scale(self) -> int:
+        """How many times longer than usual the prompt's pieces are, which then run alone."""
+        return min(self.most_blocks, self.policy.scale)
 
     @property
     def draws(self) -> bool:
@@ -115,9 +117,7 @@ class Turn(Asked):
     @property
     def reusable(self) -> Tokens:
         """The prefix of the context whose KV may be reused; later tokens must run, for their outputs."""
-        if self.embedding is not None:
-            return self.context[:-2]
-        return self.context if self.scores is None else self.context[: self.scores.end - 1]
+        return self.context if self.embedding is None else self.context[:-2]
 
     def tokens(self, end: int) -> Tokens:
         """Return the first `end` tokens of the context followed by the answer."""
@@ -145,20 +145,23 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotCut:
-    """A snapshot as plain bytes; `tensors` is None if the writer had no room, or if copying failed.
-
-    `state_lost` says that the snapshot lacks the layers' states because there was no room for them.
-    """
+    """A snapshot as plain bytes: the KV of a turn's `span`."""
 
     turn: Turn
     span: Span
-    tensors: tuple[Tensor, ...] | None
-    state_lost: bool = False
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The device has copied what it could of the idle session for which `turn` stands."""
+
+    turn: Turn
 
 
 @dataclass(frozen=True, slots=True)
 class NeedsKv:
-    """A paged session's turn needs KV from SSD; the event loop answers with `Device.give`.
+    """A turn needs KV from SSD; the event loop answers with `Device.give`.
 
     A prompt waits for the KV of its first `num_past` tokens, which its next piece needs, and before its last
     token for the chunks `spans`, which its answer needs. An answer requests only chunks and does not wait.
@@ -176,7 +179,7 @@ class KvRead:
     `past` is None if some of its KV is missing on disk; requested chunks may be missing, too.
     """
 
-    past: Past | None = None
+    past: StoredPast | None = None
     spans: tuple[Span, ...] = ()
     tensors: dict[str, mx.array] = field(default_factory=dict)
 
@@ -225,7 +228,7 @@ class Starved:
 
 #: The events for which a turn's run waits; the last one is `Finished` or `Faulted`.
 TurnEvent: TypeAlias = Sampled | Finished | Faulted
-Event = Prefilled | Sampled | SnapshotCut | NeedsKv | Finished | Faulted | KvLost | Short | Starved
+Event = Prefilled | Sampled | SnapshotCut | Copied | NeedsKv | Finished | Faulted | KvLost | Short | Starved
 
 
 class LostKvError(Exception):
@@ -249,8 +252,8 @@ class StepReport:
     """The outcome of one step, and the device's memory after it.
 
     `num_decoded` tokens were drawn for the `num_rows` answers that were running. Since the start,
-    `num_drafted` counts draft tokens, `num_accepted` accepted draft tokens, `saved_s` the seconds that drafts
-    have saved, and `num_evicted` tokens of paged sessions that were replaced by recalled ones.
+    `num_drafted` counts draft tokens, `num_accepted` accepted draft tokens, and `saved_s` the seconds that
+    drafts have saved.
     `estimated_bytes` is the estimate for the step besides weights and KV, `measured_bytes` the measurement.
     """
 
@@ -265,4 +268,3 @@ class StepReport:
     num_drafted: int
     num_accepted: int
     saved_s: float
-    num_evicted: int

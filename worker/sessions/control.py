@@ -1,4 +1,4 @@
-"""Answers control requests (subject `ctl`): cancel, count, embed, info, metrics, pin, rerank and unpin."""
+"""Answers control requests (subject `ctl`): cancel, count, embed, info, metrics and rerank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 from msgspec import UNSET
 
-from cache.names.errors import CutOffError, PinRefusedError
+from cache.names.errors import CutOffError
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import (
     CancelRequest,
@@ -18,11 +18,8 @@ from turnkeep_client.messages import (
     Generate,
     InfoRequest,
     MetricsRequest,
-    Pinned,
     RerankRequest,
     SessionInfo,
-    Unpinned,
-    UnpinRequest,
     decode_control,
     failure,
 )
@@ -37,7 +34,7 @@ if TYPE_CHECKING:
     from msgspec import UnsetType
 
     from cache.store import Store
-    from turnkeep_client.messages import ControlReply, Failed, Metrics, PinRequest
+    from turnkeep_client.messages import ControlReply, Failed, Metrics
     from turnkeep_client.subjects import SessionKey, Subjects
 
     from .embedding import Embedder
@@ -82,7 +79,7 @@ class Control:
             key, _, _ = self._subjects.parse(subject)
             request = decode_control(body)
         except InvalidMessageError as error:
-            return failure(error.request_id, "invalid_request", str(error))
+            return failure(error.request_id, "invalid_request", str(error), field=error.field)
         if isinstance(request, MetricsRequest):
             return self._metrics()
         if isinstance(request, EmbedRequest | RerankRequest):
@@ -91,9 +88,7 @@ class Control:
             return await self._answer(session, request)
 
     async def _answer(
-        self,
-        session: Session,
-        request: InfoRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest,
+        self, session: Session, request: InfoRequest | CancelRequest | CountRequest
     ) -> ControlReply:
         key = session.key
         if isinstance(request, CancelRequest):
@@ -111,11 +106,8 @@ class Control:
             return failure(None, "history_diverged", session.diverged)
         if isinstance(request, CountRequest):
             return await self._count(key.tenant, history, request)
-        is_open = history.exists and not history.closed
-        if isinstance(request, InfoRequest) and (is_open or session.pending):
+        if (history.exists and not history.closed) or session.pending:
             return await self._info(session, request)
-        if is_open and not isinstance(request, InfoRequest):
-            return await self._pin(session, request)
         if history.closed:
             return failure(None, "unknown_session", "the session was closed; an open starts it anew")
         return failure(
@@ -139,7 +131,7 @@ class Control:
             )
             extended = await self._fold.extended(tenant, history, asked)
         except (RefusedError, ValueError) as error:
-            return _refused(str(error))
+            return failure(None, "invalid_request", str(error))
         except CutOffError:
             return failure(None, "internal", "the session's last checkpoint is not stored yet: ask again")
         position = extended.history.position
@@ -173,7 +165,6 @@ class Control:
             visible_tokens=policy.num_visible(history.position) if policy.window else UNSET,
             visible_from=policy.visible_from(history.position) if policy.window else UNSET,
             snapshot=self._snapshot(key, history) if request.snapshot else UNSET,
-            pinned=await self._pinned(session) if request.snapshot else UNSET,
             parent=history.parent or UNSET,
             tags=history.tags or UNSET,
             answered_by=history.model or UNSET,
@@ -192,51 +183,3 @@ class Control:
             return UNSET  # tokens that the history leaves out have no snapshots any more
         self._store.release(match)
         return match.nodes[-1].digest.hex() if match.nodes else UNSET
-
-    async def _pinned(self, session: Session) -> tuple[int, ...] | UnsetType:
-        """Return the lengths of a session's pinned prefixes."""
-        store, key, history = self._store, session.key, session.history
-        if store is None or not store.has_pins or self._engine.refusal(history.policy) is not None:
-            return UNSET
-        try:
-            tokens = (await session.log.whole_history()).tokens
-        except CutOffError:
-            return UNSET  # for the moment: its last checkpoint is not stored yet
-        return tuple(store.pinned(store.chain(key.tenant, history.policy), tokens)) or UNSET
-
-    async def _pin(self, session: Session, request: PinRequest | UnpinRequest) -> Pinned | Unpinned | Failed:
-        """Pin or unpin the first `position` tokens of a session (default: all).
-
-        Pinning waits for the disk, 2 s at most. If not all tokens are in memory, first reads the session's
-        log.
-        """
-        store, key, history = self._store, session.key, session.history
-        if store is None:
-            return _refused("this worker keeps no snapshots, so nothing can be pinned: see its log")
-        if (why := self._engine.refusal(history.policy)) is not None:
-            return _refused(why)
-        num_tokens = request.position or history.position
-        if not 0 < num_tokens <= history.position:
-            return _refused(f"the session holds {history.position} tokens: a position must be from 1 to that")
-        chain = store.chain(key.tenant, history.policy)
-        try:
-            tokens = (await session.log.whole_history()).tokens[:num_tokens]
-            if isinstance(request, UnpinRequest):
-                gone = store.unpin(chain, tokens, exactly=request.position is not None)
-                return Unpinned(prefixes=tuple(gone), pinned_bytes=store.stats().kept_bytes)
-            pinned = await store.pin(chain, tokens)
-        except PinRefusedError as error:
-            return _refused(str(error))
-        except CutOffError:
-            return failure(None, "internal", "the session's last checkpoint is not stored yet: ask again")
-        return Pinned(
-            tokens=pinned.num_tokens,
-            stored_tokens=pinned.num_stored,
-            size_bytes=pinned.size_bytes,
-            pinned_bytes=pinned.pinned_bytes,
-            noted=pinned.noted,
-        )
-
-
-def _refused(why: str) -> Failed:
-    return failure(None, "invalid_request", why)

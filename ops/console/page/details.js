@@ -13,13 +13,12 @@ export function details(name) {
 
   return {
     element: made("details", { class: "about" }, made("summary", {}, made("span", { class: "id" }, name)), facts, tree),
-    show(row, cost, pins) {
+    show(row, cost) {
       const all = [["tokens", shown(row.position, exact)],
         ["found in KV", count(cost.found), "tokens of prompts whose KV (what the model keeps of a token) was on the device or the disk"],
         ["prefilled", count(cost.prefilled), "tokens of prompts that the model had to read"],
         ["generated", count(cost.generated), "tokens of answers"], ["time", seconds(cost.seconds), "from requests to their results"], ["last active", age(row.last)],
         ["model", row.model ?? "–"], ["worker", row.worker ?? "–"],
-        ...(pins.length ? [["pinned", `the first ${pins.map(exact).join(", ")} tokens`, "KV on the disk that is never evicted"]] : []),
         ...(row.tags?.length ? [["tags", row.tags.join(", ")]] : [])];
       facts.replaceChildren(...all.map(([term, value, title]) => made("div", { title }, made("dt", {}, term), made("dd", {}, value))));
     },

@@ -14,7 +14,7 @@ let place = null;
 export function session(main, given, about) {
   const name = given ?? newName();
   const turns = new Map();  // by sequence: what is shown, and its element
-  let more = null, stream = null, row = null, turn = 0, isFirst = true, models = "", listed = 0, cost = null, pins = [];
+  let more = null, stream = null, row = null, turn = 0, isFirst = true, models = "", listed = 0, cost = null;
   let varied = { begins: null, members: [name], at: {} };
   const badge = made("span"), list = made("ol", { class: "talk" }), note = made("p", { class: "faint", role: "status" });
   const earlier = made("button", { hidden: true, click: () => before() }, "Earlier turns");
@@ -40,7 +40,6 @@ export function session(main, given, about) {
   async function acted(action, details_) {
     const isDone = await act(action, details_);
     await refresh();
-    seePins();
     return isDone;
   }
   /* Whether the session still has its tokens up to a position as they were after the turn at `seq`. */
@@ -101,25 +100,18 @@ export function session(main, given, about) {
   function buttons() {
     const isOpen = row && !["closed", "forgotten"].includes(row.state), may = row && !about.read_only;
     const as = (label, form) => [label, null, path(name, `/export${form ? `?form=${form}` : ""}`)];
-    const isNew = JSON.stringify([row?.state, pins]);
     box.hidden = about.read_only || Boolean(row && !isOpen);
-    if (!row || actions.dataset.state === isNew) return;
-    actions.dataset.state = isNew;
+    if (!row || actions.dataset.state === row.state) return;
+    actions.dataset.state = row.state;
     actions.replaceChildren(menu([
       may && ["Rename", null, rename],
       may && isOpen && ["Fork", "a conversation of its own that goes on from here", () => fork()],
-      may && isOpen && (pins.length ? ["Unpin", "its KV may be evicted again", () => acted("unpin")] : ["Pin", "keeps its KV on the disk, so that it is never read again", () => acted("pin")]),
       as("Export as Markdown", "md"), as("Export as JSON", "json"), as("Export for turnkeep import", ""),
       may && isOpen && ["Close", "ends it; the log keeps it for some days", () => end("close", "Close", "It ends, and some days later it is removed from the log. Its name can be opened again.")],
       may && !isOpen && row.state !== "forgotten" && ["Open again", "begins anew under its name", () => acted("open")],
       may && row.state !== "forgotten" && ["Delete", "removes it from the log and the disks, for ever", () => end("forget", "Delete", "It is removed from the log and the workers' disks. This cannot be undone."), "danger"]]));
   }
 
-  async function seePins() {
-    pins = await get(path(name, "/pins")).catch(() => []);
-    buttons();
-    if (row) more_.show(row, cost, pins);
-  }
   async function seeVariants() {
     varied = await get(path(name, "/variants")).catch(() => varied);
   }
@@ -189,12 +181,12 @@ export function session(main, given, about) {
     chat.begins(!found.turns.length);
     badge.replaceChildren(...(row && row.state !== "idle" ? [state(row)] : []));
     buttons();
-    if (row) more_.show(row, cost, pins);
+    if (row) more_.show(row, cost);
     put(found.turns);
     earlier.hidden = !more;
     if (isFirst && !box.hidden && document.activeElement === main) box.querySelector("textarea").focus({ preventScroll: true });
     isFirst = false;
-    if (isChanged && row) { more_.drawTree(); seePins(); }
+    if (isChanged && row) more_.drawTree();
     if (isChanged || Date.now() > listed + 20000) { listed = Date.now(); beside.refresh(); }
   }
 

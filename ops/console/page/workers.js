@@ -30,12 +30,11 @@ const COLUMNS = [
   ["drafts", drafts],
   ["KV", (one) => shown(one.kv_bytes, bytes)],
   ["disk", (one) => shown(one.disk_bytes, bytes)],
-  ["pinned", (one) => shown(one.pinned_bytes, bytes)],
 ];
 /* What a head means, for whoever points at it. */
 const MEANS = { "found": "share of prompt tokens whose KV was there already",
   "drafts": "how many times as fast they make the answers, and how many of their tokens are right", "KV": "what the model keeps of tokens, on the device",
-  "disk": "stored KV", "pinned": "stored KV that is never evicted", "first token p95": "95 of 100 answers began within this time" };
+  "disk": "stored KV", "first token p95": "95 of 100 answers began within this time" };
 
 const drawn = (name, attributes, parent, text) => {
   const element = document.createElementNS(SVG, name);

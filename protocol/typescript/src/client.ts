@@ -17,7 +17,7 @@ export interface ClientOptions {
   tenant?: string;
   /** What the subjects begin with; `turnkeep` if it is left out. */
   prefix?: string;
-  /** How long `info`, `cancel`, `count`, `pin` and `unpin` wait for the worker; 5000. */
+  /** How long `info`, `cancel` and `count` wait for the worker; 5000. */
   controlTimeoutMs?: number;
 }
 

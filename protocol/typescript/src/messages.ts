@@ -157,9 +157,9 @@ export interface Chunk {
  * End the session. Only an `open` can use its name again; after some days it is removed from the log.
  *
  * `forget` removes the session's content at once: from the worker's disk, except prefixes that other sessions
- * or a pin share, and from the log, except the close and its result. Snapshots of tokens that the session had
- * before go too: those that a rewind or the chat template removed, those of a cancelled request, and those of
- * closed sessions of this name that are still in the log.
+ * share, and from the log, except the close and its result. Snapshots of tokens that the session had before go
+ * too: those that a rewind or the chat template removed, those of a cancelled request, and those of closed
+ * sessions of this name that are still in the log.
  *
  * `cancel` also cancels the session's earlier appends and generates without a result; if no worker runs, the
  * next one does so before it continues any. With `cancel`, even a session of which no request has run yet can
@@ -267,7 +267,12 @@ export interface Embedded {
   model: string;
 }
 
-/** Answer to a request that changed nothing. `id` is null if the body has no valid one. */
+/**
+ * Answer to a request that changed nothing. `id` is null if the body has no valid one.
+ *
+ * `field` is the path of the field that is wrong, if it is one, such as `messages[0].role`. `limit` is there
+ * if the context is exceeded.
+ */
 export interface Failed {
   type: "failed";
   id: string | null;
@@ -275,6 +280,8 @@ export interface Failed {
   code: "invalid_request" | "id_conflict" | "position_conflict" | "unknown_session" | "context_exceeded" | "memory_exceeded" | "overloaded" | "expired" | "history_diverged" | "internal" | (string & {});
   message: string;
   retryable: boolean;
+  field?: string | null;
+  limit?: TokenLimit | null;
   seq?: number | null;
   position?: number | null;
   repeat_of?: number | null;
@@ -335,11 +342,10 @@ export interface GatewayMetrics {
  *
  * The model's end tokens are not drawn before the answer has `min_tokens` tokens; with `ignore_eos` they do
  * not end it. With `logprobs`, each token of the answer has the logarithm of its probability by the model
- * itself, before everything above, and the `top_logprobs` likeliest tokens. `echo` adds the same for each
- * token that the request adds before its answer. With `max_tokens` 0 the request is only prefilled, and the
- * answer is empty. `raw` leaves out the assistant header that the chat template would add after messages. The
- * answer, from its first token or the end of its reasoning on, follows the `response_format`; then it ends,
- * even before `min_tokens`.
+ * itself, before everything above, and the `top_logprobs` likeliest tokens. With `max_tokens` 0 the request is
+ * only prefilled, and the answer is empty. `raw` leaves out the assistant header that the chat template would
+ * add after messages. The answer, from its first token or the end of its reasoning on, follows the
+ * `response_format`; then it ends, even before `min_tokens`.
  *
  * `prefix` is the beginning of the answer, given by the client: it belongs to the prompt, and to the answer in
  * later turns. With `own_sampling`, options that the request leaves out take the values that the model's
@@ -384,7 +390,6 @@ export interface Generate {
   ignore_eos?: boolean;
   logprobs?: boolean;
   top_logprobs?: number;
-  echo?: boolean;
   seed?: number | null;
   stop?: readonly string[] | string;
   raw?: boolean;
@@ -398,15 +403,14 @@ export interface Generate {
 /**
  * Answer to `generate`. `tokens` are all ids that were added. `text` leaves out the stop string (`stop`).
  *
- * With `logprobs`, the field of that name has an item for each token; with `echo`, `prompt_logprobs` for each
- * token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call stays in
- * the text if its tool was not offered, it does not fit the tool's schema, or it cannot be parsed; an answer
- * with no other call then has the `finish_reason` `tool_calls_malformed`. `warnings` name parts of the request
- * that had no effect, or that the model got in another form: placeholders, and messages that the chat template
- * changed. `prefix_tokens` counts the last tokens of the prompt that are the request's `prefix`;
- * `resumed_tokens` counts the answer's tokens that an earlier worker had published. An answer that another
- * model had begun ends as it was streamed, with the `finish_reason` `model_changed`; one that the worker
- * failed to complete, with `given_up`, and then `warnings` say why.
+ * With `logprobs`, the field of that name has an item for each token. `reasoning` and `tool_calls` are not in
+ * the text. A call stays in the text if its tool was not offered, it does not fit the tool's schema, or it
+ * cannot be parsed; an answer with no other call then has the `finish_reason` `tool_calls_malformed`.
+ * `warnings` name parts of the request that had no effect, or that the model got in another form:
+ * placeholders, and messages that the chat template changed. `prefix_tokens` counts the last tokens of the
+ * prompt that are the request's `prefix`; `resumed_tokens` counts the answer's tokens that an earlier worker
+ * had published. An answer that another model had begun ends as it was streamed, with the `finish_reason`
+ * `model_changed`; one that the worker failed to complete, with `given_up`, and then `warnings` say why.
  */
 export interface Generated {
   type: "generated";
@@ -419,7 +423,6 @@ export interface Generated {
   kv_live_bytes: number;
   stop?: string | null;
   logprobs?: readonly TokenLogprob[];
-  prompt_logprobs?: readonly PromptToken[];
   reasoning?: string;
   tool_calls?: readonly Called[];
   warnings?: readonly string[];
@@ -448,7 +451,7 @@ export interface Histogram {
 /**
  * Ask for a session's state (on `ctl`). The answer names `limit` waiting requests after the first `skip`.
  *
- * With `snapshot` the answer also names the last stored snapshot of the session's KV, and its pins.
+ * With `snapshot` the answer also names the last stored snapshot of the session's KV.
  */
 export interface InfoRequest {
   type: "info";
@@ -561,7 +564,6 @@ export interface Metrics {
   accepted_draft_tokens?: number;
   draft_saved_s?: number;
   recalled_tokens?: number;
-  evicted_tokens?: number;
   decoding_s?: number;
   time_to_first_token: Histogram;
   time_per_output_token: Histogram;
@@ -648,50 +650,11 @@ export interface Parent {
   position: number;
 }
 
-/**
- * Keep the KV of the session's first `position` tokens on disk until `unpin` (on `ctl`).
- *
- * Without a position: all tokens so far. The pin belongs to the tenant and the prefix, not to the session: it
- * outlives session and worker, and serves every session with the same prefix.
- */
-export interface PinRequest {
-  type: "pin";
-  /** tokens from the session's start */
-  position?: number | null;
-}
-
-/**
- * Answer to `pin`. `stored_tokens` of the `tokens` are on disk or being written; they take `size_bytes`.
- *
- * `pinned_bytes` is the size of all pins in the worker's cache. `noted`: whether the pin itself is on disk.
- */
-export interface Pinned {
-  type: "pinned";
-  tokens: number;
-  stored_tokens: number;
-  size_bytes: number;
-  pinned_bytes: number;
-  noted: boolean;
-}
-
 /** Progress of the running request: `cached_tokens` of its `context_tokens` have KV by now. */
 export interface Progress {
   cached_tokens: number;
   context_tokens: number;
   generated_tokens: number;
-}
-
-/**
- * One token of a prompt and its log probability, as `TokenLogprob` for an answer's tokens.
- *
- * `logprob` is null for the first token of a session.
- */
-export interface PromptToken {
-  id: number;
-  token: string;
-  logprob: number | null;
-  bytes?: readonly number[] | null;
-  top?: readonly LikelyToken[];
 }
 
 /**
@@ -785,8 +748,7 @@ export interface SessionCache {
  *
  * If `policy` is not `full`, `cache` has the policy's numbers. `visible_tokens` tokens keep their KV, at most
  * `capacity_tokens`, and the model sees all tokens from the position `visible_from` on. `snapshot` is the name
- * of the last stored snapshot, as in `turnkeep cache ls`, and `pinned` has the lengths in tokens of the pinned
- * prefixes, if the request asked for the snapshot. A fork has a `parent`.
+ * of the last stored snapshot, as in `turnkeep cache ls`, if the request asked for it. A fork has a `parent`.
  */
 export interface SessionInfo {
   type: "session";
@@ -808,7 +770,6 @@ export interface SessionInfo {
   visible_tokens?: number;
   visible_from?: number;
   snapshot?: string;
-  pinned?: readonly number[];
   parent?: Parent;
   tags?: readonly string[];
   answered_by?: Model;
@@ -819,11 +780,11 @@ export interface SessionInfo {
 /**
  * Counters of the snapshots; two equations hold at all times.
  *
- * `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots. `free + pinned +
- * evictable = capacity` counts bytes. `pinned` bytes must not be evicted now: pinned prefixes (`kept`) and
- * blocks that are being written or loaded. `rejected` counts files that failed a check, `timed_out` loads that
- * the disk did not answer in time. The counters of the remote tier (`remote_`): bytes uploaded, bytes
- * downloaded, snapshots not uploaded, and calls that failed.
+ * `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots. `free + held +
+ * evictable = capacity` counts bytes. `held` bytes must not be evicted now: turns use these blocks, or they
+ * are being written or loaded. `rejected` counts files that failed a check, `timed_out` loads that the disk
+ * did not answer in time. The counters of the remote tier (`remote_`): bytes uploaded, bytes downloaded,
+ * snapshots not uploaded, and calls that failed.
  */
 export interface SnapshotCounters {
   accepted?: number;
@@ -842,9 +803,8 @@ export interface SnapshotCounters {
   timed_out?: number;
   capacity_bytes?: number;
   free_bytes?: number;
-  pinned_bytes?: number;
+  held_bytes?: number;
   evictable_bytes?: number;
-  kept_bytes?: number;
   remote_put_bytes?: number;
   remote_fetched_bytes?: number;
   remote_dropped?: number;
@@ -871,6 +831,12 @@ export interface TenantFigures {
 /** The answer is any text, as without a format. */
 export interface TextFormat {
   type: "text";
+}
+
+/** How many tokens the session would have before the answer, and how many the context has. */
+export interface TokenLimit {
+  asked: number;
+  allowed: number;
 }
 
 /** One token of an answer. `top` are the `top_logprobs` likeliest tokens in its place, best first. */
@@ -903,20 +869,6 @@ export interface ToolFunction {
   strict?: boolean | null;
 }
 
-/** Unpin all pinned prefixes of the session, or the one with `position` tokens (on `ctl`). */
-export interface UnpinRequest {
-  type: "unpin";
-  /** tokens from the session's start */
-  position?: number | null;
-}
-
-/** Answer to `unpin`: the lengths in tokens of the unpinned prefixes. */
-export interface Unpinned {
-  type: "unpinned";
-  prefixes: readonly number[];
-  pinned_bytes: number;
-}
-
 /**
  * Tokens of one generate: `prompt_tokens = cached_tokens + prefilled_tokens`.
  *
@@ -938,6 +890,6 @@ export type Request = Open | Append | Generate | Rewind | Close;
 
 export type Result = Opened | Appended | Generated | Rewound | Closed | Failed;
 
-export type ControlRequest = InfoRequest | MetricsRequest | CancelRequest | PinRequest | UnpinRequest | CountRequest | EmbedRequest | RerankRequest;
+export type ControlRequest = InfoRequest | MetricsRequest | CancelRequest | CountRequest | EmbedRequest | RerankRequest;
 
-export type ControlReply = SessionInfo | Metrics | Cancelled | Pinned | Unpinned | Counted | Embedded | Reranked | Failed;
+export type ControlReply = SessionInfo | Metrics | Cancelled | Counted | Embedded | Reranked | Failed;

@@ -9,7 +9,7 @@ import { readHistory } from "./history.js";
 import type { History } from "./history.js";
 import type {
   Append, Appended, Cancelled, Close, Closed, ControlReply, ControlRequest, Counted, CountRequest,
-  Generate, InfoRequest, Open, Opened, Pinned, Request, Result, Rewind, Rewound, SessionInfo, Unpinned,
+  Generate, InfoRequest, Open, Opened, Request, Result, Rewind, Rewound, SessionInfo,
 } from "./messages.js";
 import { checkId } from "./subjects.js";
 import type { SessionKey } from "./subjects.js";
@@ -109,16 +109,6 @@ export class Session {
   /** Count the tokens that a generate with this input would add, without running it. */
   count(fields: Omit<CountRequest, "type">): Promise<Counted> {
     return this.#control("counted", { ...fields, type: "count" });
-  }
-
-  /** Keep the KV of the session's first `position` tokens (without it: of all) on the worker's disk until `unpin`. */
-  pin(position?: number): Promise<Pinned> {
-    return this.#control("pinned", { type: "pin", position });
-  }
-
-  /** Unpin all pinned prefixes of the session, or the one with `position` tokens. */
-  unpin(position?: number): Promise<Unpinned> {
-    return this.#control("unpinned", { type: "unpin", position });
   }
 
   #call(request: Request, options: CallOptions): Call {

@@ -1,4 +1,4 @@
-"""Pins, closes with `forget`, and disk limits on a running worker, by clients and operators."""
+"""Closes with `forget`, and disk limits on a running worker, by clients and operators."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import pty
-import re
 import signal
 import time
 from collections.abc import Callable
@@ -16,15 +15,12 @@ from typing import Any
 
 import pytest
 import structlog
-from click.testing import CliRunner
 from raw_wire import Start, Wire, append, generate
 
 from cache.disk import format as snapshot_format
 from cache.names import blocks
 from cache.names.tokens import unpack
-from commands.cli import main
 from tests.parts import BLOCK, WorkerProcess
-from turnkeep_client.errors import RequestFailedError
 
 
 def text(letter: str, num_tokens: int = 3 * BLOCK) -> str:
@@ -37,28 +33,6 @@ def snapshots(w: Wire) -> int:
 
 async def settled(w: Wire) -> None:
     assert await w.worker.app._store.barrier(10)
-
-
-async def test_a_pinned_prompt_stays_cached_when_other_sessions_fill_the_disk(wire: Start) -> None:
-    w = await wire(max_disk=2**20)
-    session = w.worker.client.session("prompt")
-    await session.append(text=text("p"))
-    pinned = await session.pin()
-    assert (pinned.tokens, pinned.stored_tokens, pinned.noted) == (3 * BLOCK, 3 * BLOCK - 1, True)
-    await session.close()
-    w.worker.app.reload(dataclasses.replace(w.worker.settings, max_disk=3 * pinned.size_bytes))
-    for i in range(6):
-        await w.send(f"s{i}", append("a", text("abcdef"[i])))
-        await settled(w)
-    assert w.worker.app._store.stats().evicted > 0
-
-    again = await w.send("other", generate("g", text=text("p"), max_tokens=2))
-    assert again["usage"]["cached_tokens"] == 3 * BLOCK - 1
-    await settled(w)
-    kept = max(entry.end for entry in w.worker.app._store._index if entry.kept)
-    assert kept == 3 * BLOCK, "the prompt's last token is pinned as well, since an answer has run it"
-    unpinned = await w.worker.client.session("other").unpin()
-    assert (unpinned.prefixes, unpinned.pinned_bytes) == ((3 * BLOCK,), 0)
 
 
 async def test_a_turn_hashes_each_of_its_blocks_once(wire: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,60 +53,9 @@ async def test_a_turn_hashes_each_of_its_blocks_once(wire: Start, monkeypatch: p
     assert len(hashed) <= 2 * 20 + 1
 
 
-async def test_the_commands_pin_unpin_and_info_print_the_pinned_tokens(wire: Start) -> None:
-    w = await wire(max_disk=2**20)
-    await w.send("s", append("a", text("x")))
-
-    def turnkeep(*arguments: str) -> Any:
-        where = ("--nats", w.worker.settings.nats, "--prefix", w.prefix)
-        return CliRunner().invoke(main, [*arguments, *where])
-
-    pinned = await asyncio.to_thread(turnkeep, "pin", "s", "--position", str(2 * BLOCK))
-    assert f"pinned {2 * BLOCK} tokens, all of them stored in" in pinned.stdout
-    told = (await asyncio.to_thread(turnkeep, "info", "s")).stdout
-    assert re.search(rf"^pinned +the first {2 * BLOCK} tokens: their KV stays on SSD$", told, re.MULTILINE)
-    refused = await asyncio.to_thread(turnkeep, "pin", "s", "--position", "999")
-    assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
-    assert "a position must be from 1 to that" in refused.stderr
-    unpinned = await asyncio.to_thread(turnkeep, "unpin", "s")
-    assert unpinned.stdout == f"unpinned {2 * BLOCK}; 0 B stay pinned\n"
-    assert "pinned  " not in (await asyncio.to_thread(turnkeep, "info", "s")).stdout
-    assert "unpinned nothing" in (await asyncio.to_thread(turnkeep, "unpin", "s")).stdout
-
-
-@pytest.mark.parametrize(
-    ("body", "why"),
-    [
-        ({"type": "pin", "position": 999}, "the session holds 96 tokens: a position must be from 1 to that"),
-        ({"type": "unpin", "position": 97}, "the session holds 96 tokens"),
-        ({"type": "pin", "position": 0}, "position"),
-        ({"type": "pin", "tokens": 3}, "tokens"),
-    ],
-)
-async def test_an_invalid_pin_or_unpin_is_refused_with_the_reason(
-    wire: Start, body: dict[str, Any], why: str
-) -> None:
-    w = await wire()
-    await w.send("s", append("a", text("x")))
-    reply = await w.control("s", body)
-    assert (reply["type"], reply["code"]) == ("failed", "invalid_request")
-    assert why in reply["message"]
-
-
-async def test_pins_beyond_half_of_the_disk_limit_are_refused_with_the_numbers(wire: Start) -> None:
-    w = await wire(max_disk=2**20)
-    await w.send("s", append("a", text("x", 50 * BLOCK)))
-    with pytest.raises(RequestFailedError, match=r"at most 524288 may be \(50% of the limit of 1048576\)"):
-        await w.worker.client.session("s").pin()
-    assert (await w.worker.client.session("s").pin(BLOCK)).tokens == BLOCK
-
-
-async def test_a_worker_that_never_had_snapshots_refuses_pins_and_reports_a_forget_as_settled(
-    wire: Start,
-) -> None:
+async def test_a_worker_that_never_had_snapshots_reports_a_forget_as_settled(wire: Start) -> None:
     w = await wire(snapshots="off")
     await w.send("s", append("a", "hello"))
-    assert "keeps no snapshots" in (await w.control("s", {"type": "pin"}))["message"]
     closed = await w.send("s", {"type": "close", "id": "c", "forget": True})
     assert (closed["type"], closed["forgotten"]) == ("closed", 0)
     assert closed.get("settled", True), "there never were any"
@@ -162,11 +85,6 @@ async def test_a_close_with_forget_is_not_settled_while_another_turn_uses_the_sn
     store.release(held)
     await settled(w)
     assert snapshots(w) == 0
-
-
-async def test_an_unknown_session_cannot_be_pinned(wire: Start) -> None:
-    w = await wire()
-    assert (await w.control("nobody", {"type": "pin"}))["code"] == "unknown_session"
 
 
 async def test_a_close_with_forget_removes_the_sessions_snapshots_except_shared_ones(wire: Start) -> None:
@@ -281,18 +199,3 @@ async def test_sighup_ends_a_worker_on_a_terminal_with_exit_status_0(
     finally:
         os.close(terminal)
         os.close(end)
-
-
-async def test_a_pin_under_a_window_policy_serves_only_sessions_under_the_same_policy(wire: Start) -> None:
-    """KV differs if fewer tokens were visible when it was computed."""
-    w = await wire()
-    cache = {"policy": "sink_window", "sink": 2, "window": 4 * BLOCK}
-    session = w.worker.client.session("s", cache=cache)
-    await session.append(text=text("p"))
-    pinned = await session.pin()
-    assert (pinned.tokens, pinned.stored_tokens) == (3 * BLOCK, 3 * BLOCK - 1)
-    plain = w.worker.client.session("plain")
-    await plain.append(text=text("p"))
-    assert (await plain.unpin()).prefixes == ()
-    assert (await w.worker.client.session("other", cache=cache).append(text=text("p"))).cached_tokens > 0
-    assert (await w.worker.client.session("other").unpin()).prefixes == (3 * BLOCK,)
