@@ -149,7 +149,7 @@ class App:
         self._progress = progress
         self._weights_loaded = loaded
         self._subjects = Subjects(settings.prefix)
-        self._telemetry = Telemetry(settings.metrics_tenants)
+        self._telemetry = Telemetry(settings.tenants.metrics)
         self._stop = Event()
         self._starting: TaskGroup
         self._model: ModelStart
@@ -478,7 +478,7 @@ class App:
             route=self._owners.route,
             ack_wait_s=self._constants.ack_wait_s,
             max_sessions=self._constants.max_waiting,
-            max_sessions_per_tenant=settings.max_waiting_per_tenant,
+            max_sessions_per_tenant=settings.tenants.sessions,
             max_message_bytes=settings.max_message_bytes,
         )
 
@@ -514,7 +514,7 @@ class App:
             self._telemetry,
             kv=self._model.device.estimator.kv,
             piece_tokens=self._constants.block_tokens,
-            max_tenant_bytes=self._settings.max_memory_per_tenant,
+            max_tenant_bytes=self._settings.tenants.memory,
             has_unopened=self._has_unopened,
         )
 

@@ -48,6 +48,15 @@ class Endpoint(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+class Tenants(NamedTuple):
+    """Limits of each tenant at a worker, None for none, and how many tenants the metrics name."""
+
+    rows: int | None = None
+    memory: int | None = None
+    sessions: int = 256
+    metrics: int = 0
+
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _SIZE_UNITS: Final = {"": 1, "b": 1} | {
     prefix + suffix: base**power
@@ -200,6 +209,20 @@ def _context(value: object) -> str | Path:
     return Path(name) if "/" in name or name.endswith(".json") else name
 
 
+def _tenants(value: object) -> Tenants:
+    """Parse a table of the settings file, or `NAME=VALUE,NAME=VALUE`. Raises ValueError."""
+    if not isinstance(value, dict):
+        pairs = [pair.partition("=") for pair in text(value).split(",")]
+        value = {name.strip(): given.strip() for name, _, given in pairs}
+    if value.keys() - _TENANTS.keys():
+        raise ValueError(value)
+    return Tenants(**{name: _TENANTS[name].parse(given) for name, given in value.items()})
+
+
+def _tenants_text(tenants: Tenants) -> str:
+    return ",".join(f"{name}={_TENANTS[name].show(value)}" for name, value in tenants._asdict().items())
+
+
 def _endpoint(value: object) -> Endpoint:
     """Parse `HOST:PORT`, `[::1]:PORT`, or only a port, for the loopback address. Raises ValueError."""
     host, _, port = str(_whole(value) if isinstance(value, int) else text(value)).rpartition(":")
@@ -244,4 +267,16 @@ SYNC = Kind(
 URL = Kind("a URL such as http://127.0.0.1:4318, without a password", "URL", _http_url)
 NATS_URLS = word_or(
     "embedded", None, Kind("NATS URLs such as nats://host:4222, joined by commas", "URL", _nats_url)
+)
+_TENANTS: Final = {
+    "rows": word_or("off", None, count(1, 1024)),
+    "memory": word_or("off", None, size(MIB)),
+    "sessions": count(1, 1_000_000),
+    "metrics": count(0, 1000),
+}
+TENANTS = Kind(
+    "some of rows, memory, sessions and metrics, such as rows=4,memory=2GiB,sessions=64,metrics=50",
+    "NAME=VALUE,...",
+    _tenants,
+    _tenants_text,
 )

@@ -812,7 +812,7 @@ export interface SnapshotCounters {
 }
 
 /**
- * A worker's counts by tenant, empty unless its setting `metrics_tenants` enables them.
+ * A worker's counts by tenant, empty unless its setting `tenants` enables them.
  *
  * The first tenants that a worker serves have their own counts; all others share the name `_other`. `requests`
  * counts results by outcome, which is `ok` or an error's code; `sessions` counts sessions with waiting or
