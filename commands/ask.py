@@ -56,7 +56,6 @@ _INTERRUPTED: Final = 130
     type=click.IntRange(0, 20),
     help="With --json: logprobs, and the N likeliest tokens.",
 )
-@click.option("--echo", is_flag=True, help="With --json: logprobs of the question's tokens too.")
 @tool_option
 @click.option("--answer-prefix", "prefix_", metavar="TEXT", help="Begin the answer with this text.")
 @click.option(
@@ -81,7 +80,6 @@ def ask(
     tenant: str,
     as_json: bool,
     logprobs: int | None,
-    echo: bool,
     tools: tuple[Path, ...],
     prefix_: str | None,
     count: int | None,
@@ -96,11 +94,10 @@ def ask(
     text, sampling = whole_question(question), options.sampling
     if tools:
         sampling["tools"] = tools_of(tools)
-    if (logprobs is not None or echo) and not as_json:
-        raise click.UsageError("--logprobs and --echo are for --json, whose result has them")
+    if logprobs is not None and not as_json:
+        raise click.UsageError("--logprobs is for --json, whose result has them")
     if logprobs is not None:
         sampling |= {"logprobs": True, "top_logprobs": logprobs}
-    sampling |= {"echo": True} if echo else {}
     if schema is not None:
         sampling |= {"response_format": by_schema(schema)}
     sampling |= {"prefix": prefix_} if prefix_ else {}

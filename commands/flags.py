@@ -229,7 +229,6 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         added = [one for one in describe() if not names or one.name in names]
-        added = [one for one in added if not one.is_secret]
         flags = [one.name for one in added] + ["of"] * ("prefix" in names)
 
         @functools.wraps(command)

@@ -13,7 +13,7 @@ from . import common as openai
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from turnkeep_client.messages import Chunk, Generated, PromptToken, TokenLogprob
+    from turnkeep_client.messages import Chunk, Generated, TokenLogprob
 
 
 _MOST_PROMPTS: Final = 128
@@ -35,9 +35,7 @@ DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 def read(body: bytes) -> Turn:
     """Parse a request's body into a `Turn`. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body)
-    openai.refuse(asked, ("suffix",))
-    if asked.echo and asked.stream:
-        raise refused("echo is not supported in a stream", "echo")
+    openai.refuse(asked, ("suffix", "echo"))
     num_answers = 1 if asked.n is None else int(asked.n)
     if not 1 <= num_answers <= MOST_ANSWERS:
         raise refused(f"n must be 1 to {MOST_ANSWERS}, not {num_answers}", "n")
@@ -48,8 +46,6 @@ def read(body: bytes) -> Turn:
     options = openai.sampling(asked, asked.max_tokens)
     if asked.logprobs is not None:
         options |= {"logprobs": True, "top_logprobs": int(asked.logprobs)}
-    if asked.echo:
-        options["echo"] = True
     streamed = asked.stream_options
     turn = Turn(
         text=text,
@@ -86,10 +82,8 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
     choices = [
         {
             "index": index,
-            "text": _echo(turn.alone(index)[0], result) + result.text,
-            "logprobs": _logprobs((*result.prompt_logprobs, *result.logprobs), 0)
-            if turn.options.get("logprobs")
-            else None,
+            "text": result.text,
+            "logprobs": _logprobs(result.logprobs, 0) if turn.options.get("logprobs") else None,
             "finish_reason": openai.finish_reason(result),
         }
         for index, result in enumerate(results)
@@ -98,13 +92,6 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
         "choices": choices,
         "usage": openai.usage(results, len(turn.prompts) or 1),
     }
-
-
-def _echo(turn: Turn, result: Generated) -> str:
-    """Return the prompt, which precedes the answer's text, if the request has `echo`; else an empty text."""
-    if not turn.options.get("echo"):
-        return ""
-    return "".join(one.token for one in result.prompt_logprobs) if turn.text is None else turn.text
 
 
 class Events(openai.Stream):
@@ -144,7 +131,7 @@ def _head(turn: Turn, answer_id: str, created: int) -> dict[str, Any]:
     }
 
 
-def _logprobs(tokens: Sequence[TokenLogprob | PromptToken], start: int) -> dict[str, Any]:
+def _logprobs(tokens: Sequence[TokenLogprob], start: int) -> dict[str, Any]:
     """Return log probabilities in this API's format; `text_offset` counts characters from `start`."""
     offsets, end = [], start
     for one in tokens:
@@ -155,7 +142,7 @@ def _logprobs(tokens: Sequence[TokenLogprob | PromptToken], start: int) -> dict[
         "token_logprobs": [one.logprob for one in tokens],
         "top_logprobs": [
             # The likeliest comes last, and so wins: tokens of incomplete characters have the same text.
-            None if one.logprob is None else {other.token: other.logprob for other in reversed(one.top)}
+            {other.token: other.logprob for other in reversed(one.top)}
             for one in tokens
         ],
         "text_offset": offsets,

@@ -55,7 +55,6 @@ FEATURES: Final = (
     "forget",
     *(name for name in POLICIES if name != "full"),
     "response_format",
-    "echo",
     "chat_template_kwargs",
     "other_model",
     "close_cancel",

@@ -352,11 +352,10 @@ class Generate(_Input, frozen=True, tag="generate"):
 
     The model's end tokens are not drawn before the answer has `min_tokens` tokens; with `ignore_eos` they do
     not end it. With `logprobs`, each token of the answer has the logarithm of its probability by the model
-    itself, before everything above, and the `top_logprobs` likeliest tokens. `echo` adds the same for each
-    token that the request adds before its answer. With `max_tokens` 0 the request is only prefilled, and the
-    answer is empty. `raw` leaves out the assistant header that the chat template would add after messages.
-    The answer, from its first token or the end of its reasoning on, follows the `response_format`; then it
-    ends, even before `min_tokens`.
+    itself, before everything above, and the `top_logprobs` likeliest tokens. With `max_tokens` 0 the request
+    is only prefilled, and the answer is empty. `raw` leaves out the assistant header that the chat template
+    would add after messages. The answer, from its first token or the end of its reasoning on, follows the
+    `response_format`; then it ends, even before `min_tokens`.
 
     `prefix` is the beginning of the answer, given by the client: it belongs to the prompt, and to the answer
     in later turns. With `own_sampling`, options that the request leaves out take the values that the model's
@@ -387,7 +386,6 @@ class Generate(_Input, frozen=True, tag="generate"):
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
-    echo: bool = False
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     stop: Annotated[tuple[Stop, ...], Meta(max_length=16)] | Stop = ()
     raw: bool = False

@@ -227,19 +227,6 @@ class TokenLogprob(LikelyToken, frozen=True, omit_defaults=True):
     top: tuple[LikelyToken, ...] = ()
 
 
-class PromptToken(Struct, frozen=True, omit_defaults=True):
-    """One token of a prompt and its log probability, as `TokenLogprob` for an answer's tokens.
-
-    `logprob` is null for the first token of a session.
-    """
-
-    id: int
-    token: str
-    logprob: float | None
-    bytes: tuple[int, ...] | None = None
-    top: tuple[LikelyToken, ...] = ()
-
-
 class CalledFunction(Struct, frozen=True):
     """The function of a tool call; `arguments` is JSON as text."""
 
@@ -258,15 +245,14 @@ class Called(Struct, frozen=True):
 class Generated(_Turned, frozen=True, tag="generated"):
     """Answer to `generate`. `tokens` are all ids that were added. `text` leaves out the stop string (`stop`).
 
-    With `logprobs`, the field of that name has an item for each token; with `echo`, `prompt_logprobs` for
-    each token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call
-    stays in the text if its tool was not offered, it does not fit the tool's schema, or it cannot be parsed;
-    an answer with no other call then has the `finish_reason` `tool_calls_malformed`. `warnings` name parts of
-    the request that had no effect, or that the model got in another form: placeholders, and messages that the
-    chat template changed. `prefix_tokens` counts the last tokens of the prompt that are the request's
-    `prefix`; `resumed_tokens` counts the answer's tokens that an earlier worker had published. An answer that
-    another model had begun ends as it was streamed, with the `finish_reason` `model_changed`; one that the
-    worker failed to complete, with `given_up`, and then `warnings` say why.
+    With `logprobs`, the field of that name has an item for each token. `reasoning` and `tool_calls` are not
+    in the text. A call stays in the text if its tool was not offered, it does not fit the tool's schema, or
+    it cannot be parsed; an answer with no other call then has the `finish_reason` `tool_calls_malformed`.
+    `warnings` name parts of the request that had no effect, or that the model got in another form:
+    placeholders, and messages that the chat template changed. `prefix_tokens` counts the last tokens of the
+    prompt that are the request's `prefix`; `resumed_tokens` counts the answer's tokens that an earlier worker
+    had published. An answer that another model had begun ends as it was streamed, with the `finish_reason`
+    `model_changed`; one that the worker failed to complete, with `given_up`, and then `warnings` say why.
     """
 
     text: str
@@ -277,7 +263,6 @@ class Generated(_Turned, frozen=True, tag="generated"):
     kv_live_bytes: int
     stop: str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[PromptToken, ...] = ()
     reasoning: str = ""
     tool_calls: tuple[Called, ...] = ()
     warnings: tuple[str, ...] = ()

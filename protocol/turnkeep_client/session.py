@@ -78,7 +78,6 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool
     logprobs: bool
     top_logprobs: int
-    echo: bool
     seed: int | None
     stop: Sequence[str] | str
     raw: bool

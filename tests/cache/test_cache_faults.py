@@ -175,7 +175,7 @@ async def test_saves_offered_while_the_writer_is_paused_are_dropped_and_counted(
     store = await open_store(monotonic=Clock())
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EDQUOT, "quota")))
-    spans = store.wanted("a", TOKENS, 0, 10)
+    spans = store.wanted("a", TOKENS[:10])
     save_all(store, "a", [1, 2])
     await store.barrier(5)
     monkeypatch.setattr(os, "fsync", fsync)

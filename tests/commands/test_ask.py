@@ -192,18 +192,6 @@ async def test_an_answer_without_max_tokens_is_as_long_as_the_context_allows(
     )
 
 
-async def test_ask_echoes_the_prompt_with_logprobs(local_worker) -> None:
-    worker = await local_worker()
-    done = await asyncio.to_thread(
-        turnkeep, "ask", "hello", "--json", "--echo", "--max-tokens", 0, "--session", "s", *where(worker)
-    )
-    said = json.loads(done.stdout)["prompt_logprobs"]
-    assert "hello" in "".join(one["token"] for one in said)
-    assert [one["logprob"] is None for one in said] == [True] + [False] * (len(said) - 1)
-    refused = await asyncio.to_thread(turnkeep, "ask", "hello", "--echo", *where(worker))
-    assert refused.returncode == 2
-
-
 async def test_ask_json_prints_the_usage_the_finish_reason_and_the_timings(
     local_worker: Callable[..., Any],
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tiny_models import GREEDY, alone, append, generate, prompt
 
 from worker.batch.row_sampler import Draw, Sampling
-from worker.batch.rows import Embedding, Scores, UnsoundError
+from worker.batch.rows import Embedding, UnsoundError
 from worker.batch.sampling import draw_all
 from worker.device.turn import Faulted, Finished, Sampled
 from worker.models.model_files import ModelError
@@ -67,8 +67,7 @@ def test_a_prompt_whose_first_logits_are_nan_fails_without_a_token(make_rig, mod
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-@pytest.mark.parametrize("what", ["scores", "embedding"])
-def test_a_prompt_whose_scores_or_vector_are_nan_fails_alone(make_rig, build_model, kind, what) -> None:
+def test_a_prompt_whose_vector_is_nan_fails_alone(make_rig, build_model, kind) -> None:
     """An answer that runs and a prompt of the same step complete."""
     model = build_model(kind, tie_word_embeddings=False)
     rig = make_rig(model)
@@ -79,10 +78,8 @@ def test_a_prompt_whose_scores_or_vector_are_nan_fails_alone(make_rig, build_mod
     running = generate(prompt(9, salt=5), 40, name="running")
     rig.device.submit(running)
     rig.wait(lambda events: any(isinstance(one, Sampled) for one in events))
-    asked: Any = {"scores": Scores(1, 2)} if what == "scores" else {"embedding": Embedding()}
-    turn = append([spoiled] * 6, name="bad", **asked)
-    sound: Any = {"scores": Scores(1)} if what == "scores" else {"embedding": Embedding()}
-    same = append(prompt(6, salt=9), name="same", **sound)
+    turn = append([spoiled] * 6, name="bad", embedding=Embedding())
+    same = append(prompt(6, salt=9), name="same", embedding=Embedding())
     beside = generate(prompt(6, salt=9), 4, name="beside")
     rig.run(turn, same, beside)
     rig.finish(running)

@@ -391,35 +391,6 @@ async def test_a_text_completion_adds_no_tokens_to_the_prompt_and_closes_its_ses
     await until(all_are_closed)
 
 
-async def test_a_completion_with_echo_returns_the_prompt_with_its_log_probabilities(begin: Any) -> None:
-    worker, door = await begin()
-    options: dict[str, Any] = {"model": "m", "prompt": "Once upon", "temperature": 0, "logprobs": 2}
-    answer = await door.openai.completions.create(**options, max_tokens=1, echo=True)
-    (choice,) = answer.choices
-    said = choice.logprobs
-    assert choice.text.startswith("Once upon")
-    assert said.tokens[:-1] == [*"Once upon"]
-    assert said.text_offset[:-1] == [*range(len("Once upon"))]
-    assert (said.token_logprobs[0], said.top_logprobs[0]) == (None, None)
-    assert all(value < 0 for value in said.token_logprobs[1:])
-    for top, value in zip(said.top_logprobs[1:], said.token_logprobs[1:], strict=True):
-        assert 1 <= len(top) <= 2, "broken characters have the same text"
-        assert max(top.values()) > value - 1e-4
-    scored = await door.openai.completions.create(**options, max_tokens=0, echo=True)
-    assert (scored.choices[0].text, scored.choices[0].finish_reason) == ("Once upon", "length")
-    assert scored.choices[0].logprobs.token_logprobs[1:] == pytest.approx(said.token_logprobs[1:-1], abs=1e-4)
-    tokens = (
-        await worker.client.session("t").generate(text="Once upon", max_tokens=0, echo=True)
-    ).prompt_logprobs
-    ids = [one.id for one in tokens]
-    for prompt in (ids, [ids]):
-        given = await door.openai.completions.create(**options | {"prompt": prompt}, max_tokens=1, echo=True)
-        assert given.choices[0].text == choice.text
-        assert given.choices[0].logprobs.tokens == said.tokens
-    plain = await door.openai.completions.create(model="m", prompt="Once upon", max_tokens=1, echo=True)
-    assert (plain.choices[0].text[:9], plain.choices[0].logprobs) == ("Once upon", None)
-
-
 async def test_a_repeated_request_is_sampled_again_unless_its_temperature_is_zero(begin: Any) -> None:
     _, door = await begin()
     first, session, _ = await ask(door, [user("One?")], temperature=0.0)
@@ -533,8 +504,6 @@ async def test_several_prompts_of_a_completion_are_answered_in_their_order(begin
         if event.usage:
             assert event.usage.prompt_tokens == 2 * alone[2].usage.prompt_tokens
     assert streamed == texts[4:] * 2
-    echoed = await create(prompt=["One", "Two"], model="m", max_tokens=0, echo=True, logprobs=1)
-    assert [choice.text for choice in echoed.choices] == ["One", "Two"]
     for wrong in (["One", ""], [[65], "Two", []], ["a"] * 129, [["a"]], []):
         with pytest.raises(openai.BadRequestError, match="prompt"):
             await create(prompt=wrong, model="m")

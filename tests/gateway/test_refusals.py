@@ -86,7 +86,7 @@ async def test_an_invalid_or_unsupported_field_is_refused_with_its_name(
         assert (error["type"], error["param"]) == ("invalid_request_error", param), body
         assert says in error["message"], body
     for body, says in [
-        ({"prompt": "a", "echo": True, "stream": True}, "echo"),
+        ({"prompt": "a", "echo": True}, "echo is not supported"),
         ({"prompt": ["a"] * 129}, "128 prompts"),
         ({"prompt": ["a", "b"], "n": 17}, "n must be"),
         ({"prompt": [1, "a"]}, "a text, or token ids"),

@@ -55,7 +55,7 @@ def test_a_replay_leaves_out_requests_that_changed_nothing_and_keeps_the_times_o
     assert record.begin == first[0].asked.stored
 
 
-def test_a_replay_leaves_out_a_cancelled_empty_answer_but_keeps_an_echo_without_tokens() -> None:
+def test_a_replay_leaves_out_a_cancelled_empty_answer_but_keeps_one_that_was_to_have_no_tokens() -> None:
     ends = ("cancelled", "length")
     generated = {"type": "generated", "id": "x", "position": 1, "text": "", "tokens": [], "kv_live_bytes": 1}
     counts = {"usage": dict.fromkeys(COUNTS, 1), "seconds": SECONDS}
@@ -64,7 +64,7 @@ def test_a_replay_leaves_out_a_cancelled_empty_answer_but_keeps_an_echo_without_
             one
             for seq, end in enumerate(ends)
             for one in (
-                entry(2 * seq + 1, "in", {**GENERATE, "id": end, "max_tokens": 0, "echo": True}),
+                entry(2 * seq + 1, "in", {**GENERATE, "id": end, "max_tokens": 0}),
                 entry(2 * seq + 2, "out", {**generated, **counts, "seq": 2 * seq + 1, "finish_reason": end}),
             )
         ]

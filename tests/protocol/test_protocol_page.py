@@ -43,7 +43,6 @@ from turnkeep_client.messages import (
     Opened,
     Parent,
     Progress,
-    PromptToken,
     Request,
     Reranked,
     RerankRequest,
@@ -72,7 +71,7 @@ PAGE = (ROOT / "docs" / "protocol.md").read_text()
 README = (ROOT / "README.md").read_text()
 
 RESULTS = (Opened, Appended, Generated, Rewound, Closed, Failed)
-PARTS = (SessionCache, Parent, Usage, Seconds, TokenLogprob, PromptToken, Called, CallPart, Progress)
+PARTS = (SessionCache, Parent, Usage, Seconds, TokenLogprob, Called, CallPart, Progress)
 CONTROL = (InfoRequest, CancelRequest, CountRequest, EmbedRequest, RerankRequest)
 REPLIES = (SessionInfo, Cancelled, Counted, Embedded, Reranked)
 COUNTS = (Histogram, GatewayMetrics, TenantFigures)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from raw_wire import Start, append, generate
+from tokenizers import Tokenizer
 
+from cache.names.tokens import from_compact
 from tests.parts import CHAT_TEMPLATE
 
 
@@ -106,10 +108,12 @@ async def test_the_template_gets_messages_and_calls_with_their_keys_in_the_order
         "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
         "{{ m.role }}{{ m.content }}{% endfor %}{# tools #}"
     )
-    w = await wire(model=str(model_with_template("calls-as-sent", template)))
+    folder = model_with_template("calls-as-sent", template)
+    w = await wire(model=str(folder))
     call = {"function": {"arguments": '{"b": 1, "a": 2}', "name": "f"}, "type": "function", "id": "c1"}
     chat = [{"role": "user", "content": "?"}, {"tool_calls": [call], "role": "assistant"}]
-    result = await w.send("s", generate("a", messages=chat, echo=True, max_tokens=0))
-    said = "".join(one["token"] for one in result["prompt_logprobs"])
+    result = await w.send("s", generate("a", messages=chat, max_tokens=0))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    said = tokenizer.decode([*from_compact(result["change"]["input"])])
     seen = '{"function": {"arguments": {"b": 1, "a": 2}, "name": "f"}, "type": "function", "id": "c1"}'
     assert said.endswith(f"user?{seen}assistant")

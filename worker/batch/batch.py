@@ -23,7 +23,6 @@ import numpy as np
 from cache.kv import layers
 
 from .parts import OwnPart
-from .row_sampler import Draw, Sampling
 from .sampling import Choice, Logprobs, draw_all, rows_of, waits_for_logits
 from .speculation import NOTHING, Speculation
 
@@ -153,22 +152,6 @@ class Batch:
             self._ahead = self._launch_next(launched)
         mx.eval(launched.choice, launched.logprobs and launched.logprobs.arrays, launched.states)
         self._collect(launched, is_last=self._ahead is None)
-
-    def score(self, piece: PrefillPiece, most: int) -> None:
-        """Run a piece of a prompt in separate passes; add its tokens' log probabilities to its `scores`.
-
-        A pass computes logits of at most `most` tokens. The piece starts no row. No step may be in flight.
-        """
-        if self._ahead is not None or piece.scores is None:
-            raise ValueError("no scores are asked for, or a step is in flight")
-        draw = Draw(Sampling(top_logprobs=piece.scores.num_top), 0)
-        for part in piece.parts(most):
-            logits = self._run([], (), [part])
-            said = Logprobs(logits, mx.array(part.following), [draw] * len(part.following))
-            mx.eval(said.arrays, part.states)
-            drawn = said.drawn(part.following)
-            piece.scores.is_sound &= all(one.logprob == one.logprob for one in drawn)  # none is NaN
-            piece.scores.drawn += drawn
 
     def embed(self, pieces: Sequence[PrefillPiece]) -> None:
         """Run the last pieces of prompts in a separate pass, and set the `vector` of their embeddings.

@@ -147,8 +147,8 @@ class Forward:
         """Build a pass over `tokens` and over pieces of prompts, and update their caches.
 
         `tokens` are the tokens of `parts`, in order. Returns logits, (rows, vocabulary): for all `tokens`,
-        then for the last `num_logits` tokens of each piece. With `hidden`, returns the hidden states before
-        the output head instead.
+        then for the last token of each piece that `has_output`. With `hidden`, returns the hidden states
+        before the output head instead.
         """
         num_parts, wanted = len(parts), list(range(len(tokens)))
         if not isinstance(tokens, mx.array):
@@ -156,7 +156,7 @@ class Forward:
         parts = [*parts, *(OwnPart(piece.caches, piece.start, len(piece.tokens)) for piece in pieces)]
         ends = list(accumulate(len(part.offsets) for part in parts))
         prompts = zip(pieces, ends[num_parts:], strict=True)
-        wanted += [at for piece, end in prompts for at in range(end - piece.num_logits, end)]
+        wanted += [end - 1 for piece, end in prompts if piece.has_output]
         offsets = _Offsets(parts)
         num_tokens = ends[-1] if ends else 0
         if self.products is not None:

@@ -55,10 +55,10 @@ class OwnPass:
                 found.append(self._alone(part.caches, some))
         for piece in pieces:
             # In a separate call, so that no logits are computed for these tokens.
-            num_plain = len(piece.tokens) - piece.num_logits
+            num_plain = len(piece.tokens) - piece.has_output
             if num_plain:
                 self._alone(piece.caches, mx.array(piece.tokens[:num_plain]))
-            if piece.num_logits:
+            if piece.has_output:
                 model = self._model.model if hidden else self._model
                 last = mx.array(piece.tokens[num_plain:])
                 found.append(run_alone(model, piece.caches, last, self._rotations)[0])

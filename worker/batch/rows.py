@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     import mlx.core as mx
 
@@ -61,25 +60,6 @@ class Row:
 
 
 @dataclass(slots=True)
-class Scores:
-    """The log probabilities of a prompt's tokens from position `start` on, which is at least 1.
-
-    `drawn` has the tokens scored so far, each with the `num_top` likeliest tokens at its position. They are
-    valid only if `is_sound`, that is, if no log probability is NaN.
-    """
-
-    start: int
-    num_top: int = 0
-    drawn: list[Drawn] = field(default_factory=list)
-    is_sound: bool = True
-
-    @property
-    def end(self) -> int:
-        """The position of the first token that is not scored yet."""
-        return self.start + len(self.drawn)
-
-
-@dataclass(slots=True)
 class Embedding:
     """The vector of a prompt: its last token's hidden state after the final norm, normalised to length 1.
 
@@ -98,30 +78,19 @@ class PrefillPiece:
     """Consecutive tokens of a prompt, to be prefilled into caches that already hold `start` tokens.
 
     A piece with a `row` ends the prompt, and the row's first token is drawn from the logits of its last
-    token. With `scores`, `following` are the tokens to score: each follows one of the piece's last tokens.
-    An `embedding` receives the vector of the piece's last token.
+    token. An `embedding` receives the vector of the piece's last token.
     """
 
     caches: list[Any]
     start: int
     tokens: list[int]
     row: Row | None = None
-    following: list[int] = field(default_factory=list)
-    scores: Scores | None = None
     embedding: Embedding | None = None
 
     @property
-    def num_logits(self) -> int:
-        """For how many of the piece's last tokens a pass returns logits or hidden states."""
-        return 1 if self.row is not None or self.embedding is not None else len(self.following)
-
-    def parts(self, most: int) -> Iterator[PrefillPiece]:
-        """Split the piece: first the tokens without logits, then those with logits, `most` at a time."""
-        num = len(self.tokens)
-        num_plain = num - len(self.following)
-        for start, end in pairwise([*sorted({0, *range(num_plain, num, most)}), num]):
-            following = self.following[max(start - num_plain, 0) : end - num_plain]
-            yield replace(self, start=self.start + start, tokens=self.tokens[start:end], following=following)
+    def has_output(self) -> bool:
+        """Whether a pass returns logits, or hidden states, of the piece's last token."""
+        return self.row is not None or self.embedding is not None
 
     @property
     def states(self) -> list[Any]:
@@ -142,8 +111,8 @@ class Pass(Protocol):
     ) -> mx.array:
         """Build a pass over `tokens`, which are the tokens of `parts` in order, and over pieces of prompts.
 
-        Returns logits, (rows, vocabulary), not evaluated: for all `tokens`, then for the last `num_logits`
-        tokens of each piece. With `hidden`, returns the hidden states before the output head instead. The
+        Returns logits, (rows, vocabulary), not evaluated: for all `tokens`, then for the last token of each
+        piece that `has_output`. With `hidden`, returns the hidden states before the output head instead. The
         caches are updated.
         """
 

@@ -24,11 +24,6 @@ _PLANNED_CONTEXT: Final = 65_536
 GROWTH_TOKENS: Final = 256
 #: Bytes of a number in temporary arrays: models in 16 bits also compute the softmax in 32 bits.
 _FLOAT_BYTES: Final = 4
-#: If a request scores its prompt: the bytes of logits in memory at once, the copies of them (in float32,
-#: normalised, negated, and sorted ids), and the most tokens with logits at once.
-_SCORED_BYTES: Final = 16 * 2**20
-_SCORED_COPIES: Final = 4
-_MOST_SCORED: Final = 512
 #: The most bytes of token ids, positions, masks and the like; they matter only for tiny models.
 _SMALL_BYTES: Final = 64 * 2**10
 #: Multimodal models keep the language model's configuration under one of these names.
@@ -178,16 +173,6 @@ class Estimator:
             return 0
         parts = 3 * PART * self.kv.bytes_per_token // self.num_layers
         return parts + (self.asked_bytes + self.kv.sketch_bytes) * num_tokens
-
-    @property
-    def most_scored(self) -> int:
-        """The most prompt tokens with logits in memory at once, if a request wants its prompt's logprobs."""
-        return min(max(_SCORED_BYTES // (_FLOAT_BYTES * self.shape.vocabulary), 1), _MOST_SCORED)
-
-    @property
-    def scored_bytes(self) -> int:
-        """The bytes of the logits of `most_scored` tokens, with their copies."""
-        return _SCORED_COPIES * _FLOAT_BYTES * self.most_scored * self.shape.vocabulary
 
     def growth_bytes(self, lengths: Sequence[int], most_new: int = 1) -> int:
         """Count the bytes that caches of these lengths allocate to grow: for new tokens, and a layer's copy.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import replace
 from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Final
 
@@ -41,7 +40,6 @@ from worker.wire.fence import FencedError
 from .formats import Formats
 from .history import RefusedError, digests_of, seen, spoken
 from .port import Asked
-from .prompt_logprobs import echo_of, told
 from .results import appended, begun_elsewhere, generated, opened, withdrawn
 from .streaming import AnswerStream
 
@@ -59,7 +57,6 @@ if TYPE_CHECKING:
     )
     from turnkeep_client.subjects import SessionKey
     from worker.batch.row_sampler import Grammar
-    from worker.batch.rows import Scores
     from worker.models.tokenizer import Tokenizer
     from worker.observe.counters import Telemetry
     from worker.wire.chunks import Published
@@ -207,11 +204,10 @@ class Execution:
         self._limits.check_size(len(tokens), policy, room=0)
         turn, live_bytes = None, self._engine.live_bytes(key, history.tokens, policy)
         if tokens != history.tokens:
-            asked, pending.change = Asked(key, tokens, policy, pending.priority), extended.change
-            turn = await self._engine.run(asked, lambda: pending.stopped, phases=pending.phases)
+            pending.change = extended.change
+            turn = await self._prefill(key, pending, extended.history)
             if turn is None or not turn.complete:
                 return withdrawn(pending, history, history.position), history
-            self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
         result = appended(pending, turn, history, extended, live_bytes)
         return result, extended.history
 
@@ -230,19 +226,17 @@ class Execution:
         prompt = extended.history.tokens
         _check_not_empty(prompt)
         self._limits.check_size(len(prompt), policy, room=min(request.max_tokens, 1))
-        scores, echo_bytes = echo_of(request, extended, self._max_answer_bytes)
-        answer, grammar, warnings = await self._answer(key, request, pending, extended, published, echo_bytes)
+        answer, grammar, warnings = await self._answer(key, request, pending, extended, published)
         chunks = AnswerStream(self._journal.chunks, key, pending, published, ttl_s=self._token_ttl_s)
-        turn, is_prefilled = None, not is_over
-        if not is_over and (scores is not None or not request.max_tokens):
-            turn, is_prefilled = await self._prefill(key, pending, extended.history, scores)
-        if is_prefilled and request.max_tokens:
-            sampled = await self._sample(
+        turn = None
+        if not is_over and request.max_tokens:
+            turn = await self._sample(
                 key, request, pending, extended.history, answer, grammar, chunks, warnings
             )
-            turn = _together(turn, sampled)
-        elif is_prefilled:
-            answer.finish_reason = "length"
+        elif not is_over:
+            turn = await self._prefill(key, pending, extended.history)
+            if turn is not None and turn.complete:
+                answer.finish_reason = "length"
         await _settle(pending, answer, grammar, chunks, is_begun_by_other=is_begun_by_other)
         if not answer.tokens and answer.finish_reason != "length":
             return withdrawn(pending, history, history.position, turn), history
@@ -250,8 +244,7 @@ class Execution:
         after = self._fold.answered(extended.history, request, answer.tokens, message)
         live_bytes = turn.live_bytes if turn else self._engine.live_bytes(key, after.tokens, after.policy)
         result = generated(pending, answer, turn, history, extended, after, live_bytes)
-        echoed = told(scores, extended, answer)
-        return structs.replace(result, warnings=warnings, prompt_logprobs=echoed), after
+        return structs.replace(result, warnings=warnings), after
 
     async def _answer(
         self,
@@ -260,7 +253,6 @@ class Execution:
         pending: Pending,
         extended: Input,
         published: Published,
-        echo_bytes: int,
     ) -> tuple[Answer, Grammar | None, tuple[str, ...]]:
         """Create an answer that begins with its published chunks; return it, its grammar and its warnings."""
         prompt, policy = extended.history.tokens, extended.history.policy
@@ -272,7 +264,7 @@ class Execution:
             key.tenant, request, extended.history, splits=splitter is not None
         )
         warnings = extended.warnings + warnings
-        room = self._max_answer_bytes - echo_bytes - min(len(extended.change.input), self.most_input)
+        room = self._max_answer_bytes - min(len(extended.change.input), self.most_input)
         room -= len(encode({"warnings": warnings}))
         warnings += (pending.given_up,) if pending.given_up else ()
         answer = Answer(
@@ -324,22 +316,13 @@ class Execution:
         extended = await self._fold.extended(key.tenant, history, request, message)
         return begun_elsewhere(pending, chunk, calls, history, extended), extended.history
 
-    async def _prefill(
-        self, key: SessionKey, pending: Pending, prompt: History, scores: Scores | None
-    ) -> tuple[TurnResult | None, bool]:
-        """Prefill a prompt, and store the logprobs of its tokens in `scores`.
-
-        This turn is separate from the answer's, because the answer may be complete already, or have no
-        tokens. Returns the cost, None without a turn, and whether all is prefilled: a request may be
-        cancelled before that.
-        """
-        if scores is not None and scores.end >= prompt.position:
-            return None, True
-        asked = Asked(key, prompt.tokens, prompt.policy, pending.priority, scores=scores)
+    async def _prefill(self, key: SessionKey, pending: Pending, prompt: History) -> TurnResult | None:
+        """Prefill a prompt without an answer; return the cost, None if cancelled before the turn began."""
+        asked = Asked(key, prompt.tokens, prompt.policy, pending.priority)
         turn = await self._engine.run(asked, lambda: pending.stopped, phases=pending.phases)
         if turn is not None:
             self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
-        return turn, turn is not None and turn.complete
+        return turn
 
     async def _extend(self, key: SessionKey, history: History, request: Append | Generate) -> Input:
         """Add a request's input to a history, on a thread if it may be long. Raises `RefusedError`."""
@@ -393,7 +376,7 @@ class Execution:
             turn = await self._engine.run(
                 asked, lambda: pending.stopped, lambda chunk: chunks.publish(chunk, warnings), pending.phases
             )
-        if turn is not None and not num_known and not request.echo:
+        if turn is not None and not num_known:
             self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
         if turn is not None and len(answer.tokens) > num_known:
             self._telemetry.time_to_first_token.observe(turn.first_token_s - pending.received_s)
@@ -457,14 +440,6 @@ def _whole_calls(parts: Sequence[CallPart]) -> tuple[Called, ...]:
             if first.id is not None and first.name is not None and isinstance(json.loads(arguments), dict):
                 found.append(Called(first.id, CalledFunction(first.name, arguments)))
     return tuple(found)
-
-
-def _together(scored: TurnResult | None, sampled: TurnResult | None) -> TurnResult | None:
-    """Add up the costs of a prompt's turn and its answer's turn; only the first one prefills the prompt."""
-    if scored is None or sampled is None:
-        return scored or sampled
-    prefill_s = scored.prefill_s + sampled.prefill_s
-    return replace(sampled, num_cached=scored.num_cached, prefill_s=prefill_s, started_s=scored.started_s)
 
 
 def _known(said: TokenLogprob | None) -> tuple[float | None, list[tuple[int, float]]]:

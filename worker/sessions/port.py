@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cache.store import Forgotten
     from turnkeep_client.messages import Chunk, Progress
     from turnkeep_client.subjects import SessionKey
-    from worker.batch.rows import Embedding, Scores
+    from worker.batch.rows import Embedding
     from worker.observe.traces import Phase
     from worker.text.answer import Answer
 
@@ -43,9 +43,9 @@ class Asked:
     """A turn that the device is to run: an append, or a generate, which has an `answer`.
 
     `context` has all tokens of the session up to where sampling starts. Tokens that the answer already has
-    were published before a crash; they are the end of the context. Higher priorities run first. An append
-    with `scores` stores the logprobs of its context there. With `embedding`, the context ends with an unused
-    token: the turn computes the vector of the token before it, and stores no KV.
+    were published before a crash; they are the end of the context. Higher priorities run first. With
+    `embedding`, the context ends with an unused token: the turn computes the vector of the token before it,
+    and stores no KV.
     """
 
     key: SessionKey
@@ -54,7 +54,6 @@ class Asked:
     priority: int = 0
     answer: Answer | None = None
     sampling: Sampling = field(default_factory=Sampling)
-    scores: Scores | None = None
     embedding: Embedding | None = None
     num_prompt: int = field(init=False)
 

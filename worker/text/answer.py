@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from turnkeep_client.messages import Chunk, LikelyToken, PromptToken, TokenLogprob
+from turnkeep_client.messages import Chunk, LikelyToken, TokenLogprob
 
 from .splitting import Piece
 
@@ -123,12 +123,6 @@ class Answer:
         return Chunk(
             index, (token,), piece.text, logprobs=said, reasoning=piece.reasoning, tool_calls=piece.calls
         )
-
-    def of_prompt(self, token: int, logprob: float | None, top: Iterable[tuple[int, float]]) -> PromptToken:
-        """Return a prompt token with its log probability and the likeliest tokens (`top`) at its position."""
-        (said,) = self._said(token, logprob or 0.0, top)
-        told = None if logprob is None else said.logprob
-        return PromptToken(said.id, said.token, told, said.bytes, said.top)
 
     def _split(self, text: str) -> Piece:
         return self._fitting(self._splitter.push(text) if self._splitter else Piece(text))

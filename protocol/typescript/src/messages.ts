@@ -342,11 +342,10 @@ export interface GatewayMetrics {
  *
  * The model's end tokens are not drawn before the answer has `min_tokens` tokens; with `ignore_eos` they do
  * not end it. With `logprobs`, each token of the answer has the logarithm of its probability by the model
- * itself, before everything above, and the `top_logprobs` likeliest tokens. `echo` adds the same for each
- * token that the request adds before its answer. With `max_tokens` 0 the request is only prefilled, and the
- * answer is empty. `raw` leaves out the assistant header that the chat template would add after messages. The
- * answer, from its first token or the end of its reasoning on, follows the `response_format`; then it ends,
- * even before `min_tokens`.
+ * itself, before everything above, and the `top_logprobs` likeliest tokens. With `max_tokens` 0 the request is
+ * only prefilled, and the answer is empty. `raw` leaves out the assistant header that the chat template would
+ * add after messages. The answer, from its first token or the end of its reasoning on, follows the
+ * `response_format`; then it ends, even before `min_tokens`.
  *
  * `prefix` is the beginning of the answer, given by the client: it belongs to the prompt, and to the answer in
  * later turns. With `own_sampling`, options that the request leaves out take the values that the model's
@@ -391,7 +390,6 @@ export interface Generate {
   ignore_eos?: boolean;
   logprobs?: boolean;
   top_logprobs?: number;
-  echo?: boolean;
   seed?: number | null;
   stop?: readonly string[] | string;
   raw?: boolean;
@@ -405,15 +403,14 @@ export interface Generate {
 /**
  * Answer to `generate`. `tokens` are all ids that were added. `text` leaves out the stop string (`stop`).
  *
- * With `logprobs`, the field of that name has an item for each token; with `echo`, `prompt_logprobs` for each
- * token that the request added before them. `reasoning` and `tool_calls` are not in the text. A call stays in
- * the text if its tool was not offered, it does not fit the tool's schema, or it cannot be parsed; an answer
- * with no other call then has the `finish_reason` `tool_calls_malformed`. `warnings` name parts of the request
- * that had no effect, or that the model got in another form: placeholders, and messages that the chat template
- * changed. `prefix_tokens` counts the last tokens of the prompt that are the request's `prefix`;
- * `resumed_tokens` counts the answer's tokens that an earlier worker had published. An answer that another
- * model had begun ends as it was streamed, with the `finish_reason` `model_changed`; one that the worker
- * failed to complete, with `given_up`, and then `warnings` say why.
+ * With `logprobs`, the field of that name has an item for each token. `reasoning` and `tool_calls` are not in
+ * the text. A call stays in the text if its tool was not offered, it does not fit the tool's schema, or it
+ * cannot be parsed; an answer with no other call then has the `finish_reason` `tool_calls_malformed`.
+ * `warnings` name parts of the request that had no effect, or that the model got in another form:
+ * placeholders, and messages that the chat template changed. `prefix_tokens` counts the last tokens of the
+ * prompt that are the request's `prefix`; `resumed_tokens` counts the answer's tokens that an earlier worker
+ * had published. An answer that another model had begun ends as it was streamed, with the `finish_reason`
+ * `model_changed`; one that the worker failed to complete, with `given_up`, and then `warnings` say why.
  */
 export interface Generated {
   type: "generated";
@@ -426,7 +423,6 @@ export interface Generated {
   kv_live_bytes: number;
   stop?: string | null;
   logprobs?: readonly TokenLogprob[];
-  prompt_logprobs?: readonly PromptToken[];
   reasoning?: string;
   tool_calls?: readonly Called[];
   warnings?: readonly string[];
@@ -659,19 +655,6 @@ export interface Progress {
   cached_tokens: number;
   context_tokens: number;
   generated_tokens: number;
-}
-
-/**
- * One token of a prompt and its log probability, as `TokenLogprob` for an answer's tokens.
- *
- * `logprob` is null for the first token of a session.
- */
-export interface PromptToken {
-  id: number;
-  token: string;
-  logprob: number | null;
-  bytes?: readonly number[] | null;
-  top?: readonly LikelyToken[];
 }
 
 /**
