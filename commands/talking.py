@@ -287,17 +287,11 @@ def interrupted_by_signals() -> Iterator[None]:
         raise
 
 
-def ignore_signals() -> None:
-    """From now on ignore the signals that end a process: what it has started is being stopped."""
-    for ends in _ending(signal.SIGINT):
-        signal.signal(ends, signal.SIG_IGN)
-
-
-def _ending(*more: signal.Signals) -> list[signal.Signals]:
-    """Return SIGTERM, SIGHUP and `more`, without those that are ignored; outside the main thread nothing."""
+def _ending() -> list[signal.Signals]:
+    """Return SIGTERM and SIGHUP, without those that are ignored; outside the main thread nothing."""
     if threading.current_thread() is not threading.main_thread():  # only there signals can be handled
         return []
-    found = (signal.SIGTERM, signal.SIGHUP, *more)
+    found = (signal.SIGTERM, signal.SIGHUP)
     return [one for one in found if signal.getsignal(one) != signal.SIG_IGN]  # nohup ignores SIGHUP
 
 

@@ -66,26 +66,6 @@ def _digest(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=32, person=b"turnkeep.model").digest()
 
 
-def fields_of(text: bytes, digest: str) -> dict[str, Any]:
-    """Parse the output of `Identity.to_json`, of this or another version of the program.
-
-    Raises `ValueError` if the text is invalid, or its digest is not `digest` (hex).
-    """
-    try:
-        fields = json.loads(text)
-    except RecursionError:
-        fields = None
-    if not isinstance(fields, dict) or _digest(text).hex() != digest:
-        raise ValueError("not the fields of this identity")
-    return fields
-
-
-def differing(fields: dict[str, Any], others: dict[str, Any]) -> list[str]:
-    """List the fields in which two identities differ, except the policy, which each session chooses."""
-    names = sorted((fields.keys() | others.keys()) - {"policy"})
-    return [name for name in names if fields.get(name) != others.get(name)]
-
-
 def folder_identity(
     folder: Path,
     *,
