@@ -557,7 +557,6 @@ class App:
             context_tokens=self._model.context_tokens,
             block_tokens=settings.block_tokens,
             vocab_size=loaded.vocab_size,
-            kv_bits=settings.kv_bits,
             refusal=loaded.no_answers if is_encoder(loaded.config) else None,
             no_answers=loaded.no_answers,
         )
