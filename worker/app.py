@@ -566,7 +566,6 @@ class App:
             context_tokens=self._model.context_tokens,
             block_tokens=self._constants.block_tokens,
             vocab_size=loaded.vocab_size,
-            kv_bits=settings.kv_bits,
             refusal=loaded.no_answers if is_encoder(loaded.config) else None,
             no_answers=loaded.no_answers,
         )

@@ -57,14 +57,13 @@ export interface Appended {
 }
 
 /**
- * Which tokens keep their KV, and at what precision. A missing `policy` is the worker's default.
+ * Which tokens keep their KV. A missing `policy` is the worker's default.
  *
  * `full` keeps all tokens. `sink_window` keeps the first `sink` tokens (4 by default) and the last `window`
  * (1024); a token sees only these, the session may continue without end, and its KV has a fixed size. `paged`
  * keeps all tokens on SSD and `resident` of them (4096) on the device: the first and the last ones, the spans
  * `pin` (start, end), and the chunks that matter most to the current turn. An answer sees the tokens on the
- * device; a prompt sees all tokens, read from SSD. With `kv_bits`, a worker whose KV has another precision
- * refuses the session.
+ * device; a prompt sees all tokens, read from SSD.
  */
 export interface CachePolicy {
   policy?: "full" | "paged" | "sink_window" | null;
@@ -72,7 +71,6 @@ export interface CachePolicy {
   window?: number | null;
   resident?: number | null;
   pin?: readonly (readonly [number, number])[] | null;
-  kv_bits?: 4 | 8 | null;
 }
 
 /** A part of the tool call number `index`, from 0: `id` and `name` once, then text of its arguments. */
