@@ -165,10 +165,9 @@ def _log_of(settings: Settings) -> Iterator[None]:
 
 
 def _end(server: EmbeddedServer) -> None:
-    """Stop a NATS server, unless it ran before; no signal interrupts this, as the server would go on."""
+    """Stop a NATS server; no signal interrupts this, as its last words would be lost."""
     ignore_signals()
-    if not server.adopted:
-        anyio.run(server.stop)
+    anyio.run(server.stop)
 
 
 async def _make_log(settings: Settings) -> None:

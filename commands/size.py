@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from worker.models.model import LoadedModel
     from worker.process.settings import Settings
+    from worker.reports import Needs
     from worker.sizing import Load, Plan, Sized
-    from worker.supervisor import Needs
 
     from .flags import Given
 
@@ -110,8 +110,8 @@ def size(given: Given, drive: int | None, as_json: bool, **asked: Any) -> None:
 
 def weigh(settings: Settings) -> Needs:
     """Return the memory that a model needs with its draft model. Raises `ModelError`, `SettingsError`."""
+    from worker.reports import Needs
     from worker.sizing import device_bytes, measure
-    from worker.supervisor import Needs
 
     loaded, draft, _ = _loaded(settings)
     max_context = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)

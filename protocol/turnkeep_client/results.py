@@ -407,6 +407,12 @@ class Unpinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="unpinne
     pinned_bytes: int
 
 
+class Serving(Struct, frozen=True, kw_only=True, tag_field="type", tag="serving"):
+    """Answer to `load` and `unload`: what happens now, as a sentence."""
+
+    said: str
+
+
 class Counted(Struct, frozen=True, kw_only=True, tag_field="type", tag="counted", omit_defaults=True):
     """Answer to `count`: the session would have `position` tokens, the last `tokens` of them new.
 
