@@ -11,7 +11,6 @@ from turnkeep_client.errors import NoServerError, NoWorkerError, RequestFailedEr
 from worker.process.installed import program
 
 from .screen import Screen, complain, unechoed
-from .talking import why_no_worker
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -196,7 +195,7 @@ class _Stream:
                 continue
             if state is None and self._loop.time() - heard_at < _SILENCE_S:
                 continue
-            missing = why_no_worker() or "waiting for the worker"
+            missing = "waiting for the worker"
             missing = missing if self._session.connected else "no connection to NATS"
             self._screen.note(f"{missing}; Ctrl-C leaves" if state is None else state)
             is_due = self._loop.time() - told_s >= _EVERY_S if state else state is None and not warned

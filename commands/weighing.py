@@ -14,7 +14,7 @@ from .progress import terminal_progress
 if TYPE_CHECKING:
     from worker.models.model import LoadedModel
     from worker.process.settings import Settings
-    from worker.supervisor import Needs
+    from worker.reports import Needs
 
 #: A supervisor gives each model enough memory for one session of this length.
 _USUAL_TOKENS: Final = 32_768
@@ -22,8 +22,8 @@ _USUAL_TOKENS: Final = 32_768
 
 def weigh(settings: Settings) -> Needs:
     """Return the memory that a model needs with its draft model. Raises `ModelError`, `SettingsError`."""
+    from worker.reports import Needs
     from worker.sizing import device_bytes, measure
-    from worker.supervisor import Needs
 
     loaded, draft = _loaded(settings)
     max_context = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,12 +202,20 @@ def _nats_url(value: object) -> str:
     return ",".join(urls)
 
 
-def _context(value: object) -> str | Path:
-    """Parse a context's name, or a path: it has a slash, or ends with `.json`. Raises ValueError."""
+def context_folder() -> Path:
+    """Return the folder in which the `nats` command line keeps its contexts."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "nats" / "context"
+
+
+def _context(value: object) -> Path:
+    """Return the file of a context: of its name, or a path, which has a slash or ends with `.json`.
+
+    Raises ValueError.
+    """
     if isinstance(value, Path):
         return value
     name = text(value)
-    return Path(name) if "/" in name or name.endswith(".json") else name
+    return Path(name) if "/" in name or name.endswith(".json") else context_folder() / f"{name}.json"
 
 
 def _tenants(value: object) -> Tenants:

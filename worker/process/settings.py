@@ -78,7 +78,7 @@ class Settings:
     nats: str | None = _setting(
         kinds.NATS_URLS, None, "the NATS servers to use; by default the worker runs its own"
     )
-    nats_context: str | Path | None = _setting(
+    nats_context: Path | None = _setting(
         kinds.CONTEXT,
         None,
         "a context of the nats command line that says how to log in to the NATS servers, and which they are",

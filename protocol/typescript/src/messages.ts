@@ -500,6 +500,17 @@ export interface LikelyToken {
 }
 
 /**
+ * Load the model of the prefix, or make another `model` of this machine the prefix's (on `_serve`).
+ *
+ * Sessions go on with it. Answered once the model was checked; then its worker starts.
+ */
+export interface LoadRequest {
+  type: "load";
+  /** raw text, tokenised without the chat template */
+  model?: string | null;
+}
+
+/**
  * One chat message in OpenAI's shape; rendered by the model's chat template.
  *
  * A `content` of several parts is joined on construction, so it is then a string, or null if an assistant only
@@ -727,6 +738,12 @@ export interface Seconds {
   total: number;
 }
 
+/** Answer to `load` and `unload`: what happens now, as a sentence. */
+export interface Serving {
+  type: "serving";
+  said: string;
+}
+
 /**
  * The cache policy of a session.
  *
@@ -865,6 +882,11 @@ export interface ToolFunction {
   description?: string | null;
   parameters?: Record<string, unknown> | null;
   strict?: boolean | null;
+}
+
+/** Unload the model of the prefix (on `_serve`). Its next request loads it again. */
+export interface UnloadRequest {
+  type: "unload";
 }
 
 /**
