@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -20,10 +19,7 @@ if TYPE_CHECKING:
     from .spec import AnyBench
 
 #: Modules of this package, each with a `BENCH`.
-NAMES: Final = (
-    *("session", "load", "restart", "overhead", "pressure"),
-    *("peers", "quality", "recall", "speculation", "device"),
-)
+NAMES: Final = ("session", "load", "restart", "peers", "recall", "device")
 
 
 def _bench(name: str) -> AnyBench:
@@ -34,13 +30,13 @@ def _bench(name: str) -> AnyBench:
 class _Benches(click.Group):
     """Imports a bench on demand, so that other commands do not wait for numpy."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """List the benches, then the other commands."""
-        return [*NAMES, *super().list_commands(ctx)]
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's interface
+        """List the benches."""
+        return list(NAMES)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return the command of this name, which is a bench's or one of the others, such as `compare`."""
-        return command(_bench(cmd_name)) if cmd_name in NAMES else super().get_command(ctx, cmd_name)
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  # likewise
+        """Return the command of the bench of this name."""
+        return command(_bench(cmd_name)) if cmd_name in NAMES else None
 
 
 def command(bench: AnyBench) -> click.Command:
@@ -69,23 +65,3 @@ def command(bench: AnyBench) -> click.Command:
 @click.group(cls=_Benches)
 def bench() -> None:
     """Measure a worker from outside."""
-
-
-@bench.command()
-@click.argument(
-    "reports", metavar="A.json B.json [A.json B.json ...]", type=click.Path(path_type=Path), nargs=-1
-)
-def compare(reports: tuple[Path, ...]) -> None:
-    """Compare the typical values of two reports.
-
-    Only five or more pairs of alternating runs, A B A B ..., get a verdict.
-    """
-    from .compare import load as read
-    from .compare import table, warnings
-    from .tables import print_table, printing
-
-    found, pairs = read(reports, {name: _bench(name) for name in NAMES})
-    console = printing()
-    print_table(table(found, pairs), console)
-    for warning in warnings(pairs):
-        console.print(f"[yellow]warning[/] {warning}", soft_wrap=True)

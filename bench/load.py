@@ -36,7 +36,6 @@ from .run import FAULT_PAUSE_S, Run
 from .spec import Against, Bench, Findings, Plot
 from .turns import Measure, Sample, Turn
 
-METRICS: Final = ("--metrics-interval-s", "0.25s")
 #: Waves in a block: a wave shares steps with the next one, so a single wave would not be independent.
 WAVES: Final = 2
 #: The default number of sessions begun at a time, and the number closed at a time.
@@ -254,7 +253,7 @@ async def measure(run: Run[Plan]) -> None:
         run.sample(PROCESS, "", at_s, 0, beside_bytes)
         run.sample(KV, "", at_s, 0, metrics.resident_kv_bytes / max(metrics.max_memory_bytes, 1))
 
-    async with run.target(*METRICS) as client, run.watching(client, note):
+    async with run.target() as client, run.watching(client, note):
         for at_once in plan.closed:
             dues = [[None] * plan.turns] * max(plan.sessions, at_once)
             await _loop(run, client, dues, at_once, x=at_once)
@@ -263,11 +262,10 @@ async def measure(run: Run[Plan]) -> None:
         for block in range(plan.rounds if plan.long_prompt is not None else 0):
             await _long_prompt(run, client, block)
         if plan.crowd is not None:
-            most_bytes = await _most_bytes(run, client)
+            most_bytes, metrics = await _most_bytes(run, client), await client.worker_metrics()
     if plan.crowd is not None:
-        # Preallocated memory would hide the memory that sessions take.
-        memory = ("--max-memory", f"{max(MIN_MEMORY_BYTES, plan.room * most_bytes)}", "--spare-memory", "0")
-        async with run.target(*METRICS, *memory) as client, run.watching(client, note):
+        memory = run.limited(metrics, max(MIN_MEMORY_BYTES, plan.room * most_bytes))
+        async with run.target(*memory) as client, run.watching(client, note):
             await _crowd(run, client, plan.crowd, sizes)
 
 

@@ -133,11 +133,12 @@ def _waits(found: Findings[Plan], case: str) -> list[float]:
 async def measure(run: Run[Plan]) -> None:
     """Begin a session of each length for each case except the cold case, then run the rounds."""
     plan, order = run.plan, random.Random(run.plan.seed)  # noqa: S311  # an order, not a secret
-    async with run.worker("--block-tokens", f"{BLOCK_TOKENS}") as (worker, client):
+    async with run.worker() as (worker, client):
         memory, context = await _room_for_one(client, plan)
         run.facts["max_memory"] = memory
         texts = Texts(worker.model_folder, run.corpus.texts())
-        lives = _Lives(run, worker, memory, context)
+        limits = (*run.limited(await client.worker_metrics(), memory), "--max-context", f"{context}")
+        lives = _Lives(run, worker, limits, context)
         await lives.restart()
         lengths = sorted(plan.tokens, reverse=True)  # longest first, to fail at once if that does not fit
         for length in lengths:
@@ -164,15 +165,14 @@ class _Lives:
     session.
     """
 
-    def __init__(self, run: Run[Plan], worker: LocalWorker, memory: int, context: int) -> None:
-        self._run, self._worker, self._memory, self._context = run, worker, memory, context
+    def __init__(self, run: Run[Plan], worker: LocalWorker, limits: tuple[str, ...], context: int) -> None:
+        self._run, self._worker, self._limits, self._context = run, worker, limits, context
         self._sent: dict[int, Tokens] = {}  # the tokens of the session in memory
         self._contexts: dict[int, Tokens] = {}  # its context at the last turn
 
     async def restart(self, *, kill: bool = False) -> tuple[float, float]:
         """End the worker, with `kill` by SIGKILL, and start it again; return the seconds that each took."""
-        limits = ("--max-memory", f"{self._memory}", "--max-context", f"{self._context}")
-        return await self._run.restart(self._worker, *limits, kill=kill)
+        return await self._run.restart(self._worker, *self._limits, kill=kill)
 
     async def begin(self, length: int, tokens: Tokens) -> None:
         """Prefill the sessions of this length, one for each case except the cold case."""

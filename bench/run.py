@@ -144,6 +144,12 @@ class Run(Generic[P]):
             except ReportError as error:  # a full disk may have room later
                 self.warn(f"checkpoint left out: {error}")
 
+    @staticmethod
+    def limited(metrics: Metrics, kv_bytes: int) -> tuple[str, str]:
+        """Return the option that gives a worker like that of `metrics` about `kv_bytes` of memory for KV."""
+        beside_kv = metrics.device_memory_bytes - metrics.max_memory_bytes
+        return ("--device-memory", f"{beside_kv + kv_bytes}")
+
     @asynccontextmanager
     async def worker(
         self, *options: str, program: Sequence[str] = ()

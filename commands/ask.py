@@ -16,19 +16,19 @@ from ops.log.ending import removed
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
 
-from .flags import reasoning_option, tenant_option, tool_option, with_sampling, with_settings
+from .flags import tenant_option, tool_option, with_answer_options, with_settings
 from .sampling import asked, cut
 from .screen import complain, printable
 from .stream import stream
-from .talking import CLIENT_SETTINGS, talk
+from .talking import CLIENT_SETTINGS, named, talk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from turnkeep_client.client import Client
-    from turnkeep_client.session import Sampling, Session
+    from turnkeep_client.session import Session
 
-    from .flags import Given
+    from .flags import AnswerOptions, Given
 
 #: How long to wait for the removal of a temporary session.
 _CLOSE_S: Final = 2.0
@@ -56,7 +56,6 @@ _INTERRUPTED: Final = 130
     help="With --json: logprobs, and the N likeliest tokens.",
 )
 @tool_option
-@reasoning_option
 @click.option("--answer-prefix", "prefix_", metavar="TEXT", help="Begin the answer with this text.")
 @click.option(
     "-n",
@@ -71,7 +70,7 @@ _INTERRUPTED: Final = 130
     type=click.Path(path_type=Path),
     help="Answer with JSON that this JSON schema describes.",
 )
-@with_sampling
+@with_answer_options
 @with_settings(*CLIENT_SETTINGS)
 def ask(
     given: Given,
@@ -81,21 +80,19 @@ def ask(
     as_json: bool,
     logprobs: int | None,
     tools: tuple[Path, ...],
-    reasoning: str | None,
     prefix_: str | None,
     count: int | None,
     schema: Path | None,
-    system: str | None,
-    sampling: Sampling,
+    options: AnswerOptions,
 ) -> None:
     """Ask one question and print the answer as it arrives.
 
     Piped input is added to QUESTION, or is the question if there is none: git diff | turnkeep ask "What
     changed?" With - for QUESTION, type the question and end it with Ctrl-D.
     """
-    text = whole_question(question)
+    text, sampling = whole_question(question), options.sampling
     if tools:
-        sampling |= {"tools": tools_of(tools)}
+        sampling["tools"] = tools_of(tools)
     if logprobs is not None and not as_json:
         raise click.UsageError("--logprobs is for --json, whose result has them")
     if logprobs is not None:
@@ -105,9 +102,7 @@ def ask(
     sampling |= {"prefix": prefix_} if prefix_ else {}
 
     async def run(client: Client) -> bool:
-        return await answer(
-            client, name, text, system, sampling, as_json=as_json, count=count, reasoning=reasoning
-        )
+        return await answer(client, name, text, options, as_json=as_json, count=count)
 
     if not talk(given.load(), tenant, run):
         sys.exit(_INTERRUPTED)
@@ -168,40 +163,45 @@ async def answer(
     client: Client,
     name: str | None,
     text: str,
-    system: str | None,
-    sampling: Sampling,
+    wanted: AnswerOptions,
     *,
     as_json: bool,
     count: int | None = None,
-    reasoning: str | None = None,
 ) -> bool:
     """Ask `text` in the session `name`, and stream the answer; without a name, in a temporary session.
 
     Returns False if Ctrl-C ended the answer. With `as_json`, print the whole result at the end instead. With
     `count`, print that many answers, and leave the session unchanged.
     """
-    session = client.session(name or f"ask-{uuid4().hex[:12]}")
-    instructed = [{"role": "system", "content": system}] if system else []
+    instructed = [{"role": "system", "content": wanted.system}] if wanted.system else []
     messages = [*instructed, {"role": "user", "content": text}]
-    options = await asked(client, sampling)
-    if count is not None:
+    options = await asked(client, wanted.sampling)
+    async with named(client, name or f"ask-{uuid4().hex[:12]}", wanted.cache) as session:
+        if count is None:
+            return await _answer(
+                session, messages, options, is_new=name is None, as_json=as_json, reasoning=wanted.reasoning
+            )
         await _answers(session, count, messages, options, is_new=name is None, as_json=as_json)
         return True
+
+
+async def _answer(
+    session: Session, messages: Any, options: Any, *, is_new: bool, as_json: bool, reasoning: str | None
+) -> bool:
+    """Stream one answer; return False if Ctrl-C ended it."""
     generation = session.generate(messages=messages, **options)
     finished = False
     if not as_json:
         click.echo(options.get("prefix", ""), nl=False)
     try:
-        finished = await stream(
-            session, generation, shown=not as_json, kept=name is not None, reasoning=reasoning
-        )
+        finished = await stream(session, generation, shown=not as_json, kept=not is_new, reasoning=reasoning)
         if finished and as_json:
             click.echo(encode(generation.result))
         elif finished and (why := cut(generation.result, options["max_tokens"])):
             complain(why)
         return finished
     finally:
-        if name is None:
+        if is_new:
             with contextlib.suppress(TurnkeepError):  # a later worker closes it: the request is in the log
                 await removed(session, _CLOSE_S, cancel=True)
 

@@ -21,7 +21,7 @@ from .ask import decoded
 from .close import rewind_last
 from .control import print_info
 from .exchanges import last_exchanges
-from .flags import reasoning_option, tenant_option, with_sampling
+from .flags import tenant_option, with_answer_options
 from .rendering import MarkdownScreen
 from .sampling import cut, preferred, whole
 from .screen import printable, wrapped
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.generation import Generation
     from turnkeep_client.messages import SessionInfo
-    from turnkeep_client.session import Sampling
 
     from .exchanges import Exchange
+    from .flags import AnswerOptions
 
 _KEYS: Final = (
     "Enter sends; Alt-Enter, or \\ and Enter, begins a new line.\n"
@@ -82,38 +82,31 @@ _LINE, _QUOTED = "\n", "\n> "
     "--session", "name", metavar="NAME", default="chat", show_default=True, help="Session to continue."
 )
 @tenant_option
-@reasoning_option
-@with_sampling
+@with_answer_options
 @with_client
-async def chat(
-    client: Client, name: str, reasoning: str | None, system: str | None, sampling: Sampling
-) -> None:
-    """Talk with the model. A later chat with the same session continues the conversation.
+async def chat(client: Client, name: str, options: AnswerOptions) -> None:
+    """Talk with the model of a running worker. A later chat with the same session continues the conversation.
 
     Lines that begin with a slash are commands; /help lists them. If standard input is not a terminal, each of
     its lines is a question.
     """
-    await converse(client, name, system, sampling, reasoning)
+    await converse(client, name, options)
 
 
-async def converse(
-    client: Client, name: str, system: str | None, sampling: Sampling, reasoning: str | None = None
-) -> None:
+async def converse(client: Client, name: str, options: AnswerOptions) -> None:
     """Read lines and stream answers until input ends. Raises `TurnkeepError` if the session cannot start."""
-    build(Generate, **sampling)  # report a wrong option before the first question
-    await _Chat(client, name, sampling, reasoning).run(system)
+    build(Generate, **options.sampling)  # report a wrong option before the first question
+    await _Chat(client, name, options).run()
 
 
 class _Chat:
-    def __init__(self, client: Client, name: str, sampling: Sampling, reasoning: str | None) -> None:
+    def __init__(self, client: Client, name: str, options: AnswerOptions) -> None:
         self._client = client
-        self._reasoning = reasoning
-        self._session = client.session(name)
+        self._options = options
+        self._session = client.session(name, cache=options.cache)
         self._name = name
-        self._system_text: str | None = None
         #: The last question of this chat in the session, and its answer.
         self._last: tuple[str, Generation] | None = None
-        self._given = sampling
         self._defaults: dict[str, Any] = {}
         self._sampling = self._defaults
         self._commands: dict[str, Callable[[str], Awaitable[None]]] = {
@@ -127,8 +120,7 @@ class _Chat:
             "/info": self._info,
         }
 
-    async def run(self, system: str | None) -> None:
-        self._system_text = system
+    async def run(self) -> None:
         past = await self._enter()
         async for line in _lines([one.question for one in past]):
             word, _, rest = line.partition(" ")
@@ -148,16 +140,16 @@ class _Chat:
         """Start or continue the session, and print its position or a greeting; return its last exchanges."""
         info = await self._begin()
         if not self._defaults:
-            self._sampling = self._defaults = preferred(info.worker.sampling, self._given)
+            self._sampling = self._defaults = preferred(info.worker.sampling, self._options.sampling)
         past = await last_exchanges(self._client, self._name) if info.position else []
         if sys.stdin.isatty():
             self._greet(info, past)
         elif info.position:
             _say(f"Continuing session {self._name!r} at position {info.position}.")
-        if self._system_text and info.position:
+        if self._options.system and info.position:
             _say("The session keeps its system message; /system adds another from here on.")
-        elif self._system_text:
-            await self._system(self._system_text)
+        elif self._options.system:
+            await self._system(self._options.system)
         return past
 
     async def _begin(self) -> SessionInfo:
@@ -181,7 +173,9 @@ class _Chat:
         options = whole(self._sampling)
         generation = self._session.generate(messages=[{"role": "user", "content": question}], **options)
         self._last = question, generation
-        answered = await stream(self._session, generation, reasoning=self._reasoning, screen=MarkdownScreen())
+        answered = await stream(
+            self._session, generation, reasoning=self._options.reasoning, screen=MarkdownScreen()
+        )
         why = cut(generation.result, options["max_tokens"]) if answered else ""
         if sys.stdin.isatty():
             _say(f"{why.capitalize()}\n" if why else "")
@@ -259,7 +253,7 @@ class _Chat:
 
     async def _new(self, name: str) -> None:
         name = name or f"chat-{uuid4().hex[:8]}"
-        self._session = self._client.session(name)
+        self._session = self._client.session(name, cache=self._options.cache)
         _say(f"The session {self._name!r} is kept; /new {self._name} goes back to it.")
         self._name, self._last = name, None
         await self._enter()

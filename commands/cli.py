@@ -20,110 +20,80 @@ from worker.process.launchd import final_code
 from worker.process.open_files import raise_limit
 from worker.process.settings import SettingsError
 
-from .flags import HelpContext
+from .flags import add_help_all
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 _INTERRUPTED: Final = 130
 
-#: Each command's module, which is imported when the command is run, and the command's first sentence.
-_COMMANDS: Final = {
-    "ask": ("ask", "Ask one question and print the answer as it arrives."),
-    "bench": ("bench", "Measure a worker from outside."),
-    "cache": ("cache", "Snapshots on disk: list, verify, remove, export and import."),
-    "cancel": ("control", "Stop request ID of SESSION; the tokens of its answer so far stay in the session."),
-    "chat": ("chat", "Talk with the model."),
-    "close": ("close", "End sessions."),
-    "completion": ("service", "Print the script that completes commands and options in a shell."),
-    "console": (
-        "console",
-        "Serve a web page with all workers of a prefix, a tenant's sessions and a chat, until Ctrl-C.",
-    ),
-    "count": ("control", "Count the tokens that a question would add to a session, without asking it."),
-    "dead": (
-        "sessions",
-        "Requests that workers gave up: each crashed the worker or failed on every attempt.",
-    ),
-    "demo": ("demo", "Hold a conversation, and kill the worker in the middle of an answer."),
-    "doctor": ("doctor", "Check this machine: what was found, what is missing, and how to fix it."),
-    "drain": (
-        "drain",
-        "Let WORKER give its sessions to the other workers, and wait until it has nothing to do.",
-    ),
-    "export": (
-        "export",
-        "Write SESSION's log to FILE, which another log can import and `turnkeep replay` can play.",
-    ),
-    "exporter": ("exporter", "Serve the metrics of all workers of a prefix to Prometheus, until Ctrl-C."),
-    "fork": ("fork", "Open the session NEW with the tokens of SESSION: all, or those up to a position."),
-    "gateway": (
-        "gateway",
-        "Serve OpenAI's and Anthropic's APIs over HTTP, on durable sessions, until Ctrl-C.",
-    ),
-    "import": ("export", "Put the session in FILE into the log, beside a worker or without one."),
-    "info": ("control", "Show a session and its worker; without SESSION, show the worker alone."),
-    "launch": (
-        "launch",
-        (
-            "Start an agent that talks to the gateway: aider, claude, cn, codex, opencode, pi, or another"
-            " program."
-        ),
-    ),
-    "log": ("log", "The log as a whole: verify it."),
-    "model": ("model", "Models: list, describe, download, convert and remove them."),
-    "open": ("control", "Start SESSION under a cache policy, which it keeps until it is closed."),
-    "replay": ("replay", "Play recorded sessions again, and compare every token with the record."),
-    "rewind": (
-        "close",
-        (
-            "Remove the end of SESSION: its last question with the answer, more of them, or all from a"
-            " position on."
-        ),
-    ),
-    "rm": ("close", "Remove sessions, open or closed: the same as close --forget."),
-    "run": (
-        "run",
-        "Talk with MODEL, or answer MESSAGE; downloads the model, and starts a worker, if need be.",
-    ),
-    "serve": ("serve", "Run a worker, with its own NATS server unless --nats names one."),
-    "service": ("service", "A worker that this machine starts by itself: install, status, logs, uninstall."),
-    "sessions": ("sessions", "List the sessions in the log, most recently active first."),
-    "show": ("sessions", "Print a session's conversation from the log, with the cost of each request."),
-    "size": ("size", "Estimate memory, disk and SSD writes for a number of sessions."),
-    "top": (
-        "top",
-        "Watch all workers of a prefix on the terminal, and sessions of a tenant one by one; q ends it.",
-    ),
-    "tree": (
-        "fork",
-        "Show which sessions were forked from which; with SESSION, only the tree that it is in.",
-    ),
-    "url": (
-        "url",
-        "Print the URL of the worker's own NATS server for other programs; its token is part of it.",
-    ),
+#: The groups of the help, with each command's module, which is imported when the command is run, and its
+#: first sentence, which fits on a line of 80 columns.
+_GROUPS: Final = {
+    "Talk": {
+        "run": ("run", "Talk with a model; downloads it and starts a worker if need be."),
+        "chat": ("chat", "Talk with the model of a running worker."),
+        "ask": ("ask", "Ask one question, in a script or a pipe, and print the answer."),
+        "launch": ("launch", "Start a coding agent on the gateway: claude, codex, pi and more."),
+    },
+    "Sessions": {
+        "sessions": ("sessions", "List the sessions in the log, most recently active first."),
+        "show": ("show", "Print one session's conversation, and what each request cost."),
+        "fork": ("fork", "Open a session that begins with the tokens of another one."),
+        "rewind": ("close", "Remove a session's last questions and answers."),
+        "cancel": ("control", "Stop a request; its answer so far stays in the session."),
+        "close": ("close", "End sessions; with --forget, erase what they said."),
+        "export": ("export", "Write a session to a file, with its KV if wanted."),
+        "import": ("export", "Put the session in a file into the log."),
+        "dead": ("show", "Requests that workers gave up: show, send again or drop one."),
+    },
+    "Run it": {
+        "serve": ("serve", "Run a worker, with its own NATS server unless --nats names one."),
+        "service": ("service", "A worker that starts with this machine: install, status, logs."),
+        "model": ("model", "Models: list, describe, download, convert and remove them."),
+        "gateway": ("gateway", "Serve OpenAI's and Anthropic's APIs over HTTP, until Ctrl-C."),
+        "doctor": ("doctor", "Find out what is missing or does not work, and how to fix it."),
+        "cache": ("cache", "Snapshots on disk: list, verify, remove, export and import."),
+        "drain": ("drain", "Let a worker give its sessions to the other workers."),
+        "size": ("size", "Estimate memory, disk and SSD writes for a number of sessions."),
+    },
+    "Look": {
+        "info": ("control", "Show the state of a worker, or of a session and its worker."),
+        "top": ("top", "Watch all workers of a prefix live on the terminal; q ends it."),
+        "console": ("console", "Serve a web page with a chat, all sessions and all workers."),
+        "exporter": ("exporter", "Serve the metrics of all workers to Prometheus, until Ctrl-C."),
+    },
+    "Build": {
+        "demo": ("demo", "Hold a conversation, and kill the worker in mid-answer."),
+        "bench": ("bench", "Measure a worker from outside."),
+        "replay": ("replay", "Play recorded sessions again, and compare every token."),
+        "completion": ("service", "Print the script that completes commands in a shell."),
+    },
 }
+_COMMANDS: Final = {name: told for group in _GROUPS.values() for name, told in group.items()}
 
 
 class _Group(click.Group):
     """The command group `turnkeep`; reports each error that a user can fix as one line with an exit code."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *_COMMANDS})
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's signature
+        return [*_COMMANDS]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in _COMMANDS and cmd_name not in self.commands:
             module = vars(import_module(f".{_COMMANDS[cmd_name][0]}", __package__))
             # If a command is named like a keyword or builtin of Python, its function ends with an underscore.
-            self.add_command(module.get(f"{cmd_name}_") or module[cmd_name])
-            _show_whole_sentences(self)
+            command = module.get(f"{cmd_name}_") or module[cmd_name]
+            _prepare_help(command)
+            self.add_command(command)
         return super().get_command(ctx, cmd_name)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List all commands without importing their modules."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, _COMMANDS[name][1]) for name in self.list_commands(ctx)])
+    def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
+        """List all commands by group, without importing their modules."""
+        longest = max(map(len, _COMMANDS))
+        for title, commands in _GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(longest), told) for name, (_, told) in commands.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete the name of a command or an option, without importing the modules of commands."""
@@ -162,18 +132,15 @@ def _fail(message: str, code: int) -> None:
 def main() -> None:
     """Durable LLM sessions over NATS, with KV caches that survive restarts.
 
-    `turnkeep serve` starts a worker; `turnkeep chat`, in another terminal, talks with it.
+    `turnkeep run` chats at once. `turnkeep serve` runs a worker, with which `turnkeep chat`, other programs
+    and agents talk.
     """
     raise_limit()
 
 
-def _show_whole_sentences(group: click.Group) -> None:
-    """Make help show the whole first sentence of each command; click would truncate it.
-
-    Also gives each command a `--help` with sections.
-    """
-    for command in group.commands.values():
-        command.context_class = HelpContext
-        command.short_help = command.get_short_help_str(limit=sys.maxsize)
-        if isinstance(command, click.Group):
-            _show_whole_sentences(command)
+def _prepare_help(command: click.Command) -> None:
+    """Give a command a `--help-all`, and a help with its whole first sentence, which click would truncate."""
+    command.short_help = command.get_short_help_str(limit=sys.maxsize)
+    add_help_all(command)
+    for inner in command.commands.values() if isinstance(command, click.Group) else ():
+        _prepare_help(inner)

@@ -1,4 +1,4 @@
-"""The commands `close`, `rm` and `rewind`: close or remove a session, or remove its last exchanges."""
+"""The commands `close` and `rewind`: close or remove sessions, or remove the last exchanges of one."""
 
 from __future__ import annotations
 
@@ -33,44 +33,26 @@ if TYPE_CHECKING:
 _SHOWN = 60
 
 _patience = with_result_timeout("How long to wait for the result of one request.")
-_cancel = click.option("--cancel", is_flag=True, help="Cancel its unanswered requests; do not wait for them.")
 
 
 @click.command()
 @click.argument("sessions", metavar="SESSION...", nargs=-1, required=True)
 @click.option("--forget", is_flag=True, help="Also remove its content from the log and the worker's disk.")
-@_cancel
+@click.option("--cancel", is_flag=True, help="Cancel its unanswered requests; do not wait for them.")
 @_patience
 @tenant_option
 @with_client
 async def close(
     client: Client, sessions: tuple[str, ...], forget: bool, cancel: bool, timeout_s: float
 ) -> bool:
-    """End sessions. Some days later the worker removes them from the log.
+    """End sessions; with --forget, erase what they said.
 
-    `turnkeep open` can use the name of a closed session again. Tokens that belong also to another session
-    stay on the worker's disk, even with --forget.
+    Some days later the worker removes a closed session from the log. `turnkeep chat` can use the name of a
+    closed session again. Tokens that belong also to another session stay on the worker's disk, even with
+    --forget.
     """
-    return await _close(client, sessions, timeout_s, forget=forget, cancel=cancel)
-
-
-@click.command()
-@click.argument("sessions", metavar="SESSION...", nargs=-1, required=True)
-@_cancel
-@_patience
-@tenant_option
-@with_client
-async def rm(client: Client, sessions: tuple[str, ...], cancel: bool, timeout_s: float) -> bool:
-    """Remove sessions, open or closed: the same as close --forget."""
-    return await _close(client, sessions, timeout_s, forget=True, cancel=cancel)
-
-
-async def _close(
-    client: Client, names: tuple[str, ...], timeout_s: float, *, forget: bool, cancel: bool
-) -> bool:
-    """Close or remove sessions; return whether this failed for any of them."""
     failed = False
-    for name in names:
+    for name in sessions:
         try:
             await _end(client, name, timeout_s, forget=forget, cancel=cancel)
         except (NoWorkerError, NotPermittedError):
@@ -118,7 +100,9 @@ def rewind(
     timeout_s: float,
     tenant: str,
 ) -> None:
-    """Remove the end of SESSION: its last question with the answer, more of them, or all from a position on.
+    """Remove a session's last questions and answers.
+
+    Without options the last question with its answer; or more of them, or all from a position on.
 
     `turnkeep show` prints removed turns, too: they stay in the log.
     """

@@ -48,7 +48,7 @@ def console(
     draft_model: str | None,
     tenant: str,
 ) -> None:
-    """Serve a web page with all workers of a prefix, a tenant's sessions and a chat, until Ctrl-C.
+    """Serve a web page with a chat, all sessions and all workers.
 
     The printed address has a token, without which nobody gets in. Needs the extra ops; if it is missing, a
     message says how to install it.
@@ -87,8 +87,8 @@ def _place(settings: Settings) -> Place:
 
     port = own_gateway(settings.data_dir)
     gateway = f"http://127.0.0.1:{port or 8080}"
-    launch, url = (command_line(settings, one, ["data_dir"]) for one in ("launch", "url"))
-    return Place(shown(url_of(settings)), gateway, port is not None, launch, url)
+    launch, info = (command_line(settings, one, ["data_dir"]) for one in ("launch", "info"))
+    return Place(shown(url_of(settings)), gateway, port is not None, launch, f"{info} --url")
 
 
 def token_of(settings: Settings, of: str) -> str:

@@ -1,4 +1,4 @@
-"""The commands `open`, `info`, `count` and `cancel`: requests that generate no tokens."""
+"""The commands `info` and `cancel`: requests that generate no tokens."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from msgspec import UNSET
 from ops.log.ending import check_open
 from turnkeep_client.errors import NotPermittedError, NoWorkerError, RequestFailedError, TurnkeepError
 from turnkeep_client.messages import encode
+from worker.process.datadir import TOKEN_NAME, noted_nats
 from worker.process.formatting import size, span
+from worker.process.settings import SettingsError
+from worker.wire.credentials import own_token
 
-from .flags import SpanType, as_json, tag_option, tenant_option, tool_option, with_settings
+from .flags import as_json, tenant_option, with_settings
 from .printing import table
 from .talking import CLIENT_SETTINGS, named, talk, with_client
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics, SessionInfo
+    from worker.process.settings import Settings
 
     from .flags import Given
 
@@ -30,59 +32,39 @@ if TYPE_CHECKING:
 _PATIENCE_S: Final = 15.0
 
 
-@click.command("open")
-@click.argument("session")
-@tenant_option
-@click.option(
-    "--policy",
-    type=click.Choice(["full", "sink_window", "paged"]),
-    help="Tokens with KV: all, the first and the last ones, or all on SSD and some on the device."
-    " [default: the worker's]",
-)
-@click.option("--sink", metavar="N", type=int, help="First tokens that sink_window keeps. [default: 4]")
-@click.option("--window", metavar="N", type=int, help="Last tokens that sink_window keeps. [default: 1024]")
-@click.option(
-    "--resident", metavar="N", type=int, help="Tokens that paged has on the device. [default: 4096]"
-)
-@click.option(
-    "--pin",
-    metavar="START-END",
-    type=SpanType(),
-    multiple=True,
-    help="Tokens that paged always has there; may be given several times.",
-)
-@tag_option("A name for it, which `turnkeep sessions --tag` finds; may be given several times.")
-@with_client
-async def open_(
-    client: Client,
-    session: str,
-    policy: str | None,
-    sink: int | None,
-    window: int | None,
-    resident: int | None,
-    pin: tuple[tuple[int, int], ...],
-    tags: tuple[str, ...],
-) -> None:
-    """Start SESSION under a cache policy, which it keeps until it is closed.
-
-    Not needed for the worker's default policy: a session's first request starts it. Under sink_window a
-    session may grow without limit, in memory of a fixed size. Under paged the model can use all of it, up to
-    its context length: prompts read all KV from SSD, answers only the KV that matters to them.
-    """
-    asked = {"policy": policy, "sink": sink, "window": window, "resident": resident, "pin": pin or None}
-    cache = {name: value for name, value in asked.items() if value is not None}
-    opened = await client.session(session).open(cache, tags=tags, timeout_s=30)
-    click.echo(f"opened {session} under {opened.cache or 'full'}")
-
-
 @click.command()
 @click.argument("session", required=False)
 @tenant_option
 @as_json
-@with_client
-async def info(client: Client, session: str | None, as_json: bool) -> None:
-    """Show a session and its worker; without SESSION, show the worker alone."""
-    await print_info(client, session, as_json=as_json)
+@click.option(
+    "--url", is_flag=True, help="Only print the URL of the worker's own NATS server, with its token."
+)
+@with_settings(*CLIENT_SETTINGS)
+def info(given: Given, session: str | None, tenant: str, as_json: bool, url: bool) -> None:
+    """Show the state of a worker, or of a session and its worker.
+
+    Other programs connect to the worker's own NATS server at the URL that --url prints.
+    """
+    settings = given.load()
+    if url:
+        click.echo(_own_url(settings))
+    else:
+        talk(settings, tenant, lambda client: print_info(client, session, as_json=as_json))
+
+
+def _own_url(settings: Settings) -> str:
+    """Return the URL of the data directory's NATS server, with its token. Raises `SettingsError`."""
+    token = own_token(settings.data_dir)
+    if token is None:
+        raise SettingsError(
+            f"there is no {settings.data_dir / TOKEN_NAME}; start its worker, or name another --data-dir"
+        )
+    nats = noted_nats(settings.data_dir) or settings.own_port
+    if isinstance(nats, str):
+        raise SettingsError(
+            f"the worker of {settings.data_dir} has no NATS server of its own; it uses {nats}"
+        )
+    return f"nats://{token}@127.0.0.1:{nats}"
 
 
 async def print_info(client: Client, name: str | None, *, as_json: bool = False) -> None:
@@ -145,48 +127,12 @@ def _waiting(session: SessionInfo) -> str:
 
 
 @click.command()
-@click.argument("question", required=False)
-@click.option("--session", "name", metavar="NAME", help="As the next question of this session.")
-@click.option("--raw", is_flag=True, help="Count the text alone, without the chat template.")
-@tool_option
-@tenant_option
-@with_settings(*CLIENT_SETTINGS)
-def count(
-    given: Given,
-    question: str | None,
-    name: str | None,
-    tenant: str,
-    raw: bool,
-    tools: tuple[Path, ...],
-) -> None:
-    """Count the tokens that a question would add to a session, without asking it.
-
-    Piped input is added to QUESTION, or is the question if there is none.
-    """
-    from .ask import tools_of, whole_question
-
-    if raw and tools:
-        raise click.UsageError("--tool is for a conversation, not for --raw text")
-    text, known = whole_question(question), tools_of(tools) or None
-    said = [{"role": "user", "content": text}]
-
-    async def run(client: Client) -> None:
-        session = client.session(name or "any-new-session")
-        counted = await (
-            session.count(text=text, raw=True) if raw else session.count(messages=said, tools=known)
-        )
-        click.echo(f"{counted.tokens} tokens" + (f", to position {counted.position}" if name else ""))
-
-    talk(given.load(), tenant, run)
-
-
-@click.command()
 @click.argument("session")
 @click.argument("request_id", metavar="[ID]", required=False)
 @tenant_option
 @with_client
 async def cancel(client: Client, session: str, request_id: str | None) -> None:
-    """Stop request ID of SESSION; the tokens of its answer so far stay in the session.
+    """Stop a request; its answer so far stays in the session.
 
     Without ID: the request that is running. `turnkeep info SESSION` shows the ids.
     """

@@ -205,6 +205,6 @@ class ClusterDemo(Demo):
 @click.option("--model", metavar="[PATH|ID]", help="Its model. [default: the packaged one]")
 @click.option("--cluster", is_flag=True, help="With two workers: the other one continues the answer.")
 def demo(data_dir: Path, model: str | None, *, cluster: bool) -> None:
-    """Hold a conversation, and kill the worker in the middle of an answer."""
+    """Hold a conversation, and kill the worker in mid-answer."""
     with interrupted_by_signals():
         asyncio.run((ClusterDemo if cluster else Demo)(data_dir, model).run())

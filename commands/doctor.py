@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @as_json
 @with_settings()
 def doctor(given: Given, as_json: bool) -> None:
-    """Check this machine: what was found, what is missing, and how to fix it."""
+    """Find out what is missing or does not work, and how to fix it."""
     examine(given.load(), given.load_models(), as_json=as_json)
 
 

@@ -26,7 +26,9 @@ _POLL_S: Final = 0.5
 @click.option("--undo", is_flag=True, help="Let the worker take sessions again.")
 @with_settings(*CLIENT_SETTINGS)
 def drain(given: Given, worker: str, *, undo: bool) -> None:
-    """Let WORKER give its sessions to the other workers, and wait until it has nothing to do.
+    """Let a worker give its sessions to the other workers.
+
+    It waits until WORKER has nothing to do.
 
     Each session moves between two requests; running answers end where they are. The worker goes on running:
     stop it then, or let it take sessions again with --undo. `turnkeep info` names the workers of a prefix.

@@ -77,9 +77,10 @@ def _one_line(place: Path) -> Iterator[None]:
 @force_option
 @with_settings("cache_key_file", *CLIENT_SETTINGS)
 def export(given: Given, session: str, target: Path, tenant: str, kv: bool, force: bool) -> None:
-    """Write SESSION's log to FILE, which another log can import and `turnkeep replay` can play.
+    """Write a session to a file, with its KV if wanted.
 
-    Requests without a result are left out.
+    Another log can import the file, and `turnkeep replay` can play it. Requests without a result are left
+    out.
     """
     settings = given.load()
     key = session_key(tenant, session)
@@ -114,10 +115,10 @@ def export(given: Given, session: str, target: Path, tenant: str, kv: bool, forc
 @click.option("--kv", is_flag=True, help="With its KV, into the cache of a worker that is stopped.")
 @with_settings("max_disk", "min_free_disk", "cache_key_file", *CLIENT_SETTINGS)
 def import_(given: Given, source: Path, name: str | None, tenant: str | None, kv: bool) -> None:
-    """Put the session in FILE into the log, beside a worker or without one.
+    """Put the session in a file into the log.
 
-    With --kv no worker may run on the data directory. The cache and the log are created if they do not exist;
-    without --nats, the NATS server runs during the import.
+    It works beside a worker or without one. With --kv no worker may run on the data directory. The cache and
+    the log are created if they do not exist; without --nats, the NATS server runs during the import.
 
     The file is checked before anything is stored. It is trusted content: import only from people whom you
     would let forge the session's answers, and with --kv, change the model.

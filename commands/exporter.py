@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @keep_option(1, 300.0, "Time until a silent worker is forgotten.")
 @with_client
 async def exporter(client: Client, listen: tuple[str, int], keep_s: float) -> None:
-    """Serve the metrics of all workers of a prefix to Prometheus, until Ctrl-C.
+    """Serve the metrics of all workers to Prometheus, until Ctrl-C.
 
     Needs the extra ops; if it is missing, a message says how to install it.
     """

@@ -1,4 +1,4 @@
-"""Options that several commands share: the settings, and the sampling options."""
+"""Options that several commands share: the settings, and how answers are made."""
 
 from __future__ import annotations
 
@@ -16,40 +16,56 @@ import click
 
 from turnkeep_client.errors import TurnkeepError
 from worker.process import setting_sources
-from worker.process.setting_kinds import parse_duration
+from worker.process.setting_kinds import POLICY, parse_duration
 from worker.process.settings import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
+    from turnkeep_client.session import Sampling
     from worker.process.settings import Settings
 
 
-class _Formatter(click.HelpFormatter):
-    """Formats `--help`; lists the options of the NATS connection last, in a section of their own."""
-
-    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
-        """Write options, or commands, in two columns."""
-        rows = list(rows)
-        nats = [row for row in rows if row[0].startswith("--nats")]
-        if len(nats) < _MIN_SECTION:
-            super().write_dl(rows, col_max, col_spacing)
-            return
-        super().write_dl([row for row in rows if row not in nats], col_max, col_spacing)
-        self.dedent()
-        with self.section("Connection to NATS"):
-            super().write_dl(nats, col_max, col_spacing)
-        self.indent()
+#: In the `meta` of click's context: help lists all options.
+ALL_OPTIONS: Final = "turnkeep.all_options"
+#: The settings and sampling options that `--help` lists; each other one is `Rare`.
+_DAILY: Final = frozenset(
+    {
+        *("model", "device_memory", "max_disk", "data_dir"),
+        *("max_tokens", "temperature", "seed"),
+    }
+)
 
 
-class HelpContext(click.Context):
-    """The context of a command whose `--help` is written by `_Formatter`."""
+class Rare(click.Option):
+    """An option that only `--help-all` lists."""
 
-    formatter_class = _Formatter
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the option's line in the help; None without `--help-all`."""
+        return super().get_help_record(ctx) if ctx.meta.get(ALL_OPTIONS) else None
 
 
-#: The fewest options of the NATS connection that get a section of their own.
-_MIN_SECTION: Final = 3
+def add_help_all(command: click.Command) -> None:
+    """Add `--help-all` to a command that has rare options."""
+
+    def show(ctx: click.Context, _: click.Parameter, is_given: bool) -> None:
+        if is_given:
+            ctx.meta[ALL_OPTIONS] = True
+            click.echo(ctx.get_help())
+            ctx.exit()
+
+    if any(isinstance(one, Rare) for one in command.params):
+        command.params.append(
+            click.Option(
+                ["--help-all"],
+                is_flag=True,
+                expose_value=False,
+                is_eager=True,
+                callback=show,
+                help="List all options: also of the connection, as --nats; see docs/commands.md.",
+            )
+        )
+
 
 force_option = click.option("--force", is_flag=True, help="Overwrite the file if it is there already.")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -69,13 +85,6 @@ tenants_option = click.option(
 def tag_option(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add `--tag`, passed as the tuple `tags`."""
     return click.option("--tag", "tags", metavar="TAG", multiple=True, help=help_text)
-
-
-reasoning_option = click.option(
-    "--reasoning",
-    type=click.Choice(["show", "hide"]),
-    help="Whether to print the model's reasoning. [default: on a terminal, dimmed]",
-)
 
 
 tool_option = click.option(
@@ -228,16 +237,25 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
             given = Given(config, {name: options.pop(name) for name in flags})
             return command(*args, given=given, **options)
 
+        connects = "prefix" in names
         for setting in reversed(added):
+            is_of_connection = setting.name.startswith("nats") or setting.name in {"data_dir", "prefix"}
+            is_rare = is_of_connection if connects else not names and setting.name not in _DAILY
             help_text = f"{setting.purpose[0].upper()}{setting.purpose[1:]}. "
             help_text += f"[{setting.variable}; default: {setting.default}]"
             metavar = f"[{setting.shape}]" if "|" in setting.shape else setting.shape
-            called = click.option(setting.flag, setting.name, metavar=metavar, help=help_text)(called)
-        if "prefix" in names:
+            cls = Rare if is_rare else click.Option
+            called = click.option(setting.flag, setting.name, cls=cls, metavar=metavar, help=help_text)(
+                called
+            )
+        if connects:
             help_text = "Which of turnkeep.toml's [models], instead of --prefix. [default: the first]"
-            called = click.option("--of", metavar="NAME", help=help_text)(called)
+            called = click.option("--of", cls=Rare, metavar="NAME", help=help_text)(called)
         return click.option(
-            "--config", type=click.Path(path_type=Path), help="Settings file. [default: ./turnkeep.toml]"
+            "--config",
+            cls=Rare if connects else click.Option,
+            type=click.Path(path_type=Path),
+            help="Settings file. [default: ./turnkeep.toml]",
         )(called)
 
     return decorate
@@ -294,43 +312,83 @@ def _biases(
     return found or None
 
 
-def with_sampling(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the sampling options, passed as `sampling` (None: not given), and `--system`."""
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """How answers are made: the options that `ask`, `chat` and `run` have in common.
+
+    In `sampling`, None is an option that was not given. `cache` is the policy of a session that the first
+    request starts; None is the worker's default. `reasoning` is `show`, `hide` or None.
+    """
+
+    sampling: Sampling
+    system: str | None
+    cache: Mapping[str, Any] | None
+    reasoning: str | None
+
+
+def _cache_policy(
+    _context: click.Context, _option: click.Parameter, value: str | None
+) -> dict[str, Any] | None:
+    """Parse a cache policy, written as the setting `cache_policy`, to the fields of an open."""
+    if value is None:
+        return None
+    if value == "full":
+        return {"policy": value}
+    try:
+        policy = POLICY.parse(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} must be full, {POLICY.wants}") from None
+    if policy.recall:
+        return {"policy": "paged", "resident": policy.most_tokens}
+    return {"policy": "sink_window", "sink": policy.sink, "window": policy.window}
+
+
+def with_answer_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of `AnswerOptions`, passed as `options`."""
     names = [flag.removeprefix("--").replace("-", "_") for flag, *_ in _SAMPLING]
 
     @functools.wraps(command)
-    def sampled(*args: Any, **options: Any) -> Any:
-        sampling = {name: options.pop(name) for name in (*names, "stop", "logit_bias", "ignore_eos")}
-        return command(*args, sampling=sampling, **options)
+    def called(
+        *args: Any, system: str | None, cache: dict[str, Any] | None, reasoning: str | None, **given: Any
+    ) -> Any:
+        sampling: Any = {name: given.pop(name) for name in (*names, "stop", "logit_bias", "ignore_eos")}
+        options = AnswerOptions(sampling=sampling, system=system, cache=cache, reasoning=reasoning)
+        return command(*args, options=options, **given)
 
-    sampled = click.option(
+    called = click.option(
         "--logit-bias",
+        cls=Rare,
         metavar="ID:BIAS",
         multiple=True,
         callback=_biases,
         help="Add to the logit of a token id, -100 to 100; may be repeated.",
-    )(sampled)
-    sampled = click.option(
-        "--ignore-eos", is_flag=True, default=None, help="Go on behind the model's end of the answer."
-    )(sampled)
-    sampled = click.option(
-        "--stop", metavar="TEXT", multiple=True, help="End before this text; may be repeated."
-    )(sampled)
-    for flag, metavar, kind, purpose in reversed(_SAMPLING):
-        sampled = click.option(flag, metavar=metavar, type=kind, help=purpose)(sampled)
-    return click.option("--system", metavar="TEXT", help="System message, sent first.")(sampled)
-
-
-class SpanType(click.ParamType[tuple[int, int]]):
-    """A range of positions, written START-END; END is not included."""
-
-    name = "span"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        """Parse an option's value."""
-        start, _, end = str(value).partition("-")
-        if not (start.isdecimal() and end.isdecimal()):
-            self.fail(f"{value!r} is not START-END, such as 0-200", param, ctx)
-        return int(start), int(end)
+    )(called)
+    called = click.option(
+        "--ignore-eos",
+        cls=Rare,
+        is_flag=True,
+        default=None,
+        help="Go on behind the model's end of the answer.",
+    )(called)
+    called = click.option(
+        "--stop", cls=Rare, metavar="TEXT", multiple=True, help="End before this text; may be repeated."
+    )(called)
+    for name, (flag, metavar, kind, purpose) in reversed([*zip(names, _SAMPLING, strict=True)]):
+        cls = click.Option if name in _DAILY else Rare
+        called = click.option(flag, cls=cls, metavar=metavar, type=kind, help=purpose)(called)
+    called = click.option(
+        "--cache-policy",
+        "cache",
+        cls=Rare,
+        metavar=f"full|{POLICY.shape}",
+        callback=_cache_policy,
+        help="Tokens of a new session with KV: all, the first and last, or all on SSD and RESIDENT on the"
+        " device. [default: the worker's]",
+    )(called)
+    called = click.option(
+        "--reasoning",
+        cls=Rare,
+        type=click.Choice(["show", "hide"]),
+        help="Whether to print the model's reasoning. [default: on a terminal, dimmed]",
+    )(called)
+    return click.option("--system", metavar="TEXT", help="System message, sent first.")(called)

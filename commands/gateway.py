@@ -61,7 +61,7 @@ def gateway(
     explain: bool,
     until_eof: bool,
 ) -> None:
-    """Serve OpenAI's and Anthropic's APIs over HTTP, on durable sessions, until Ctrl-C.
+    """Serve OpenAI's and Anthropic's APIs over HTTP, until Ctrl-C.
 
     Conversations are found again by their content, also after a restart, and only what is new is prefilled.
     If turnkeep.toml has several models, a request chooses by its model.
@@ -97,7 +97,6 @@ def gateway(
             idle_s=settings.gateway_ttl_s or math.inf,
             cors=cors,
             explain=explain,
-            placeholders=settings.placeholders == "on",
             name=f"{default_worker()[:50]}-{at}",
         )
         running = server(gateway)

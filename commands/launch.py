@@ -72,7 +72,9 @@ def launch(
     agent: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Start an agent that talks to the gateway: aider, claude, cn, codex, opencode, pi, or another program.
+    """Start a coding agent on the gateway: claude, codex, pi and more.
+
+    AGENT is aider, claude, cn, codex, opencode, pi, or another program.
 
     The agent's environment and arguments name the gateway and its model; the user's configuration is not
     changed. All arguments after the agent's name are the agent's, as in `turnkeep launch pi -p "Say hello"`.

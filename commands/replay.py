@@ -77,7 +77,7 @@ def replay(
     timeout_s: float,
     as_json: bool,
 ) -> None:
-    """Play recorded sessions again, and compare every token with the record.
+    """Play recorded sessions again, and compare every token.
 
     Without SESSION: all sessions of the tenant. Requests keep their ids, order and spacing. After its first
     difference a session is replayed but not compared. Exit code 0: the same tokens; 1: others, or a fault.

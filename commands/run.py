@@ -16,7 +16,7 @@ from worker.process.children import PROGRAM
 from worker.process.datadir import owner, starting_pid
 from worker.process.installed import program
 
-from .flags import reasoning_option, tenant_option, with_sampling, with_settings
+from .flags import tenant_option, with_answer_options, with_settings
 from .screen import complain
 from .talking import CLIENT_SETTINGS, talk
 
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from turnkeep_client.client import Client
-    from turnkeep_client.session import Sampling
 
-    from .flags import Given
+    from .flags import AnswerOptions, Given
 
 #: How long the worker of `run` may take to end, as it writes the last KV to disk.
 _ENDING_S: Final = 30.0
@@ -42,8 +41,7 @@ _INTERRUPTED: Final = 130
     "--session", "name", metavar="NAME", help="Session to continue. [default: chat; with a message a new one]"
 )
 @tenant_option
-@reasoning_option
-@with_sampling
+@with_answer_options
 @with_settings(*CLIENT_SETTINGS)
 def run(
     given: Given,
@@ -51,9 +49,7 @@ def run(
     message: str | None,
     name: str | None,
     tenant: str,
-    reasoning: str | None,
-    system: str | None,
-    sampling: Sampling,
+    options: AnswerOptions,
 ) -> None:
     """Talk with MODEL, or answer MESSAGE; downloads the model, and starts a worker, if need be.
 
@@ -72,16 +68,16 @@ def run(
 
     async def say(client: Client) -> bool:
         if text is not None:
-            return await answer(client, name, text, system, sampling, as_json=False, reasoning=reasoning)
+            return await answer(client, name, text, options, as_json=False)
         from .chat import converse
 
-        await converse(client, name or "chat", system, sampling, reasoning)
+        await converse(client, name or "chat", options)
         return True
 
     is_there = settings.nats is not None or owner(settings.data_dir) is not None
-    options = [*given.options(), *(() if model is None else ("--model", model))]
+    words = [*given.options(), *(() if model is None else ("--model", model))]
     question = model if message is None else None
-    with contextlib.nullcontext() if is_there else _worker(options, question):
+    with contextlib.nullcontext() if is_there else _worker(words, question):
         talk(settings, tenant, check_model)
         # Read the question outside an event loop, in which no signal would end the wait for it.
         text = None if message is None and sys.stdin.isatty() else whole_question(message)

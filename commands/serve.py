@@ -54,6 +54,8 @@ log = structlog.get_logger()
 #: The device thread holds the interpreter lock while it builds a step's graph; at the default of 5 ms the
 #: event loop would wait that long each time that it wants to run.
 _SWITCH_INTERVAL_S = 0.001
+#: Freed memory that the process keeps for reuse, and prepares at its start; on a Linux CPU only.
+_SPARE_BYTES = 2**28
 #: How long a gateway or a console may take to end; its clients retry when it runs again.
 _BESIDE_S = 3.0
 #: The signals that end a worker or make it reload its settings, and the time to handle pending ones.
@@ -211,7 +213,7 @@ def run(settings: Settings, read_again: Callable[[], Settings], manner: Manner) 
         log.info("starting", version=importlib.metadata.version("turnkeep"), data_dir=str(settings.data_dir))
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.disable()  # until the start has created its many objects, none of which is garbage
-    spare = Spare(settings.spare_memory if computes_on_linux_cpu() else 0)
+    spare = Spare(_SPARE_BYTES if computes_on_linux_cpu() else 0)
     preload()  # before anything imports MLX
 
     def loaded() -> None:

@@ -232,7 +232,7 @@ def _ask(*command: str) -> str:
 
 @click.group()
 def service() -> None:
-    """A worker that this machine starts by itself: install, status, logs, uninstall."""
+    """A worker that starts with this machine: install, status, logs."""
 
 
 @service.command()
@@ -276,7 +276,7 @@ def install(config: Path | None, gateway: int | None, only_print: bool, is_daemo
         _check_free(settings, gateway)
     if not config.exists():
         config.parent.mkdir(parents=True, exist_ok=True)
-        config.write_text("# Settings of the worker: https://toml.io. `turnkeep serve --help` lists them.\n")
+        config.write_text("# Settings: https://toml.io. `turnkeep serve --help-all` lists them.\n")
     system.write(content)
     system.start()
     click.echo(f"installed {system.file}, with the settings in {config}, and started it. {system.hint}")
@@ -402,7 +402,18 @@ def _installed(system: _Systemd | _Launchd) -> list[str]:
     return command
 
 
-_HAS_COMPLETION: Final = "((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404))"
+#: Click's own script needs bash 4.4, and macOS has 3.2. If nothing is found, bash completes names of files.
+_BASH: Final = """\
+_turnkeep_completion() {
+    local IFS=$'\\n' word
+    COMPREPLY=()
+    local found=$(COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD _TURNKEEP_COMPLETE=bash_complete "$1")
+    for word in $found; do
+        case $word in plain,*) COMPREPLY+=("${word#plain,}") ;; esac
+    done
+}
+complete -o default -F _turnkeep_completion turnkeep
+"""
 #: Where each shell looks for completion scripts; zsh needs a setting for it, too.
 _PLACES: Final[Mapping[str, str]] = {
     "bash": "~/.local/share/bash-completion/completions/turnkeep",
@@ -422,16 +433,13 @@ _NEEDS: Final[Mapping[str, str]] = {
 @click.option("--install", "install_", is_flag=True, help="Write the script to where the shell finds it.")
 @click.pass_context
 def completion(context: click.Context, shell: str, install_: bool) -> None:
-    """Print the script that completes commands and options in a shell."""
+    """Print the script that completes commands in a shell."""
     from click.shell_completion import get_completion_class
 
-    if shell == "bash" and _ON_MAC and _run("bash", "--norc", "-c", _HAS_COMPLETION).returncode:
-        raise ServiceError(
-            "this bash is older than 4.4 (macOS has 3.2) and cannot complete; install a newer one, or use"
-            " zsh: turnkeep completion zsh --install"
-        )
     kind: Any = get_completion_class(shell)
-    script = kind(context.find_root().command, {}, _PROGRAM, "_TURNKEEP_COMPLETE").source()
+    script = _BASH
+    if shell != "bash":
+        script = kind(context.find_root().command, {}, _PROGRAM, "_TURNKEEP_COMPLETE").source()
     if not install_:
         click.echo(script)
         return

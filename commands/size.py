@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from worker.observe.logs import logs_on_stderr
+from worker.process.constants import CONSTANTS
 from worker.process.formatting import size as in_units
 from worker.process.setting_kinds import parse_size, policy_text
 from worker.process.settings import SettingsError
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 _SETTINGS: Final = (
     *("data_dir", "model", "draft_model", "dtype", "kv_bits", "cache_policy", "device_memory", "max_memory"),
-    *("snapshots", "max_disk", "block_tokens", "max_batch", "max_context"),
+    *("snapshots", "max_disk", "max_batch", "max_context"),
 )
 #: A supervisor gives each model enough memory for one session of this length.
 _USUAL_TOKENS: Final = 32_768
@@ -88,7 +89,7 @@ def size(given: Given, drive: int | None, as_json: bool, **asked: Any) -> None:
     max_context = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
     if settings.cache_policy.window is None and (context := load.context_tokens) > max_context:
         raise SettingsError(f"--context is {context}; under the policy full it must be {max_context} or less")
-    block, limit_bytes = settings.block_tokens, settings.device_memory
+    block, limit_bytes = CONSTANTS.block_tokens, settings.device_memory
     sizes = {"block": block, "max_context": max_context}
     try:
         sized = measure(loaded, settings.cache_policy, draft=draft, limit_bytes=limit_bytes, **sizes)
@@ -115,7 +116,7 @@ def weigh(settings: Settings) -> Needs:
 
     loaded, draft, _ = _loaded(settings)
     max_context = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
-    block, sizes = settings.block_tokens, {"max_batch": settings.max_batch, "max_context": max_context}
+    block, sizes = CONSTANTS.block_tokens, {"max_batch": settings.max_batch, "max_context": max_context}
     policy = settings.cache_policy
     try:
         sized = measure(loaded, policy, draft=draft, block=block, max_context=max_context, limit_bytes=None)
@@ -130,7 +131,7 @@ def weigh(settings: Settings) -> Needs:
         context_tokens=max_context,
         sampling=loaded.sampling,
         reasoning=loaded.tokenizer.markup.has_reasoning,
-        makes=loaded.makes(settings.pooling),
+        makes=loaded.makes(),
         weight_bytes=loaded.weight_bytes,
         model_changed_s=loaded.changed_s,
         least_bytes=device_bytes(sized, least, block=block, **sizes),

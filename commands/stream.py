@@ -108,7 +108,7 @@ class _Stream:
             return "is in the log and will be answered"
         if self._session.connected:
             return "will be removed from the log, without an answer"
-        removes = f"{program()} rm --cancel {self._session.key.session}"
+        removes = f"{program()} close --forget --cancel {self._session.key.session}"
         return f"is in the log, and the next worker answers it; {removes} removes it from there"
 
     async def _read(self) -> None:

@@ -48,7 +48,7 @@ from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tl
 from .flags import with_settings
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 
     from turnkeep_client.client import Client
     from turnkeep_client.session import Session
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 #: The settings of a command that talks to NATS.
 CLIENT_SETTINGS: Final = ("data_dir", "nats", "nats_port", "prefix", *CREDENTIAL_SETTINGS)
 #: The settings of a gateway, beside those.
-GATEWAY_SETTINGS: Final = ("gateway_ttl_s", "placeholders")
+GATEWAY_SETTINGS: Final = ("gateway_ttl_s",)
 #: Settings that no other command is advised to use: each NATS user has its own. The CA is everybody's.
 _OF_A_USER: Final = frozenset(CREDENTIAL_SETTINGS) - {"nats_ca"}
 #: How many workers are named to a user who has found none.
@@ -328,10 +328,13 @@ def _end_terminated() -> NoReturn:
 
 
 @contextlib.asynccontextmanager
-async def named(client: Client, name: str) -> AsyncIterator[Session]:
-    """Yield the session of this name; if the block finds it unknown, raise an error with similar names."""
+async def named(client: Client, name: str, cache: Mapping[str, Any] | None = None) -> AsyncIterator[Session]:
+    """Yield the session of this name; if the block finds it unknown, raise an error with similar names.
+
+    With `cache`, its first request starts the session under this cache policy.
+    """
     try:
-        yield client.session(name)
+        yield client.session(name, cache=cache)
     except RequestFailedError as error:
         if error.code != "unknown_session":
             raise
@@ -343,7 +346,9 @@ async def no_session(client: Client, name: str) -> TurnkeepError:
     with contextlib.suppress(TurnkeepError):  # the user may not be permitted to read the log
         there = {one.name: one.is_closed for one in await client.sessions()}
         if there.get(name):
-            return TurnkeepError(f"session {name} was closed or removed; turnkeep open {name} starts it anew")
+            return TurnkeepError(
+                f"session {name} was closed or removed; turnkeep chat --session {name} starts it anew"
+            )
         is_open = [one for one, is_closed in there.items() if not is_closed and one != name]
         if near := difflib.get_close_matches(name, is_open):
             return TurnkeepError(f"there is no session {name}; did you mean {' or '.join(near)}?")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @tenant_option
 @with_settings(*CLIENT_SETTINGS)
 def top(given: Given, tenant: str) -> None:
-    """Watch all workers of a prefix on the terminal, and sessions of a tenant one by one; q ends it."""
+    """Watch all workers of a prefix live on the terminal; q ends it."""
     from ops.top import run
 
     settings = given.load()

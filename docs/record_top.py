@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from turnkeep_client.session import Session
 
 SIZE = (80, 24)
-#: Small ones, so that a minute of talk comes near them.
-LIMITS = ("--max-memory", "96MiB", "--max-disk", "64MiB")
+#: A small one, so that a minute of talk comes near it.
+LIMITS = ("--max-disk", "64MiB")
 WATCHED_S = 200.0
 #: Of the browser's window.
 PIXELS = (1200, 885)
@@ -51,7 +51,7 @@ def main() -> None:
     port = _free_port()
     with tempfile.TemporaryDirectory() as folder:
         serve = [sys.executable, "-m", "commands", "serve", "--nats-port", str(port), "--data-dir", folder]
-        with subprocess.Popen([*serve, "--worker", "garden", "--metrics-interval-s", "1", *LIMITS]) as worker:
+        with subprocess.Popen([*serve, "--worker", "garden", *LIMITS]) as worker:
             try:
                 asyncio.run(_watch(port, Path(folder)))
             finally:

@@ -13,6 +13,7 @@ import click
 import msgspec
 
 from commands import cli
+from commands.flags import ALL_OPTIONS
 from ops.exposition import families
 from turnkeep_client import errors
 from turnkeep_client.asyncapi import CONTROL_REPLIES, CONTROLS, REQUESTS, RESULTS
@@ -28,15 +29,16 @@ WIDTH = 100
 
 
 def commands() -> str:
-    """What `--help` says of each command."""
+    """What `--help-all` says of each command."""
     blocks = [f"## {name}\n\n```text\n{text}\n```" for name, text in _helped(cli.main, "turnkeep", None)]
-    return "\n\n".join(["# Commands", "What `--help` says.", *blocks])
+    return "\n\n".join(["# Commands", "What `--help-all` says.", *blocks])
 
 
 def _helped(command: click.Command, name: str, parent: click.Context | None) -> Iterator[tuple[str, str]]:
     context = command.context_class(
         command, parent, name.rpartition(" ")[2], terminal_width=WIDTH, max_content_width=WIDTH
     )
+    context.meta[ALL_OPTIONS] = True
     yield name, command.get_help(context)
     if isinstance(command, click.Group):
         for inner in command.list_commands(context):

@@ -1,6 +1,6 @@
 """The same agent by the client library; in the end it prints the conversation from the log.
 
-NATS_URL=$(turnkeep url) python agent.py [SESSION]
+NATS_URL=$(turnkeep info --url) python agent.py [SESSION]
 
 Kill the worker or this program at any moment, and start it again: no step is answered twice.
 """

@@ -1,6 +1,6 @@
 """An agent loop with tools in plain nats-py: all of the protocol that an agent needs.
 
-NATS_URL=$(turnkeep url) python agent_nats.py [SESSION]
+NATS_URL=$(turnkeep info --url) python agent_nats.py [SESSION]
 
 Kill the worker or this program at any moment, and start it again: no step is answered twice.
 """

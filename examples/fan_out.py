@@ -1,6 +1,6 @@
 """Many questions about one text, which is prefilled once: each question goes to a fork of its session.
 
-NATS_URL=$(turnkeep url) python fan_out.py [SESSION]
+NATS_URL=$(turnkeep info --url) python fan_out.py [SESSION]
 
 Kill the worker, or this program, at any moment, and start it again: no question is answered twice.
 """

@@ -1,6 +1,6 @@
 """Publishes a turn for each of 100 sessions, and reads the results from the stream, in plain nats-py.
 
-NATS_URL=$(turnkeep url) python orchestrator.py [FILE]
+NATS_URL=$(turnkeep info --url) python orchestrator.py [FILE]
 
 The requests and results are in the log, and the results that were written to the file are acknowledged. Kill
 the worker, or this program, at any moment, and start it again: each turn is answered once and written once.

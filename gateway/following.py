@@ -120,7 +120,7 @@ async def follow(client: Client, found: Recorded, tell: Callable[[Chunk], None])
     """Pass an answer's chunks to `tell`, from the first on; return its result. Raises `TurnkeepError`."""
     match found.result:
         case Failed() as failed:
-            raise RequestFailedError(failed.code, failed.message, retryable=failed.retryable)
+            raise failed.as_error()
         case Generated() as result:
             if (whole := Assembly().finish(result)) is not None:
                 tell(whole)

@@ -23,6 +23,7 @@ from turnkeep_client.errors import (
     RequestFailedError,
     TurnkeepError,
 )
+from turnkeep_client.explain import field_of
 from turnkeep_client.messages import Generate
 from turnkeep_client.session import build
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from turnkeep_client.content_blocks import Warned
+    from turnkeep_client.errors import TokenLimit
     from turnkeep_client.messages import Message
 
 #: More than any context: a worker lowers `max_tokens` to the tokens that still fit in the session's context.
@@ -47,16 +49,6 @@ _NUMBER: Final = re.compile(r"\d{1,15}", re.ASCII)
 #: When a client should try again: after an overloaded worker, and if there is no worker.
 _PAUSE_S: Final = 1.0
 _START_S: Final = 5.0
-#: The number of the prompt's tokens and the context length, in a worker's `context_exceeded` message.
-_OVERFLOW = re.compile(r"would hold (\d+) tokens .* the context is (\d+)")
-_PATH = re.compile(r".* - at `\$\.?(?P<path>[^`]*)`", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(\w+)`")
-#: Fields that are also common words: an error message names them only if it begins with them.
-_PROSE: Final = {"type", "id", "text", "tokens", "raw", "cache", "stop", "prefix", "priority"}
-_ALL: Final = "|".join(Generate.__struct_fields__)
-_CLEAR: Final = "|".join(name for name in Generate.__struct_fields__ if name not in _PROSE)
-#: The field that an error message is about.
-_FIELD: Final = re.compile(rf"(?:^(?:{_ALL})|\b(?:{_CLEAR}))\b(?:\[\d+\]|\.\w+)*")
 #: An escape in JSON; only an unpaired surrogate is in the group.
 _ESCAPE: Final = re.compile(
     rb"\\(?:u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|(u[dD][89a-fA-F][\da-fA-F]{2})|.)",
@@ -120,10 +112,10 @@ class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in 
         kind: str = "invalid_request_error",
         code: str | None = None,
         param: str | None = None,
-        overflow: tuple[int, int] | None = None,
+        limit: TokenLimit | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        """`overflow`: the tokens of a prompt that is too long and the context length, if these are known.
+        """`limit`: the tokens of a prompt that is too long and the context length, if these are known.
 
         `retry_after_s`: when the client should send the same request again.
         """
@@ -133,7 +125,7 @@ class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in 
         self.kind = kind
         self.code = code
         self.param = param
-        self.overflow = overflow
+        self.limit = limit
         self.retry_after_s = retry_after_s
 
     @property
@@ -162,14 +154,6 @@ def told(warnings: Sequence[Warned]) -> dict[str, str]:
     return {WARNINGS: shown[:_MOST_SHOWN]} if shown else {}
 
 
-def all_read(turn: Turn) -> Turn:
-    """Return `turn` if the model can read all of the content, else raise `Fault`."""
-    for one in turn.warnings:
-        if one.is_lost:
-            raise refused(one.refusal, one.where)
-    return turn
-
-
 def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
     """Decode a request's body; unpaired surrogates become replacement characters. Raises `Fault`."""
     try:
@@ -177,9 +161,7 @@ def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
     except RecursionError:
         raise refused("the body is nested too deeply") from None
     except msgspec.ValidationError as error:
-        found, missing = _PATH.fullmatch(str(error)), _MISSING.match(str(error))
-        path = [found["path"] if found else "", missing[1] if missing else ""]
-        raise refused(str(error), ".".join(filter(None, path)) or None) from None
+        raise refused(str(error), field_of(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         mended = _ESCAPE.sub(lambda found: _REPLACEMENT if found[1] else found[0], body)
         if mended != body:
@@ -239,7 +221,7 @@ def check(turn: Turn, names: Mapping[str, str]) -> Turn:
             one, _ = turn.alone(number)
             build(Generate, messages=one.messages, text=one.text, tokens=one.tokens, **one.options)
     except InvalidMessageError as error:
-        raise renamed(refused(str(error), field_of(str(error))), names) from None
+        raise renamed(refused(str(error), error.field), names) from None
     if not turn.prompts and not 1 <= turn.n <= MOST_ANSWERS:
         raise refused(f"n must be 1 to {MOST_ANSWERS}, not {turn.n}", "n")
     return turn
@@ -254,19 +236,13 @@ def renamed(fault: Fault, names: Mapping[str, str]) -> Fault:
     return fault
 
 
-def field_of(message: str) -> str | None:
-    """Return the field of a generate request that an error message is about; None if it names none."""
-    found = _FIELD.search(message)
-    return found[0] if found else None
-
-
 def fault_of(error: TurnkeepError) -> Fault:
     """Convert an error of the protocol to a `Fault`, with an HTTP status and OpenAI's type and code."""
     match error:
-        case RequestFailedError(code="context_exceeded" | "memory_exceeded" as code):
-            return _too_long(code, error.message)
+        case RequestFailedError(code="context_exceeded" | "memory_exceeded"):
+            return _too_long(error.message, error.limit)
         case RequestFailedError(code="invalid_request"):
-            return refused(error.message, field_of(error.message))
+            return refused(error.message, error.field)
         case RequestFailedError(code="overloaded"):
             return Fault(
                 429,
@@ -292,16 +268,15 @@ def fault_of(error: TurnkeepError) -> Fault:
     return Fault(500, f"{whose}{error}", kind="server_error")
 
 
-def _too_long(code: str, message: str) -> Fault:
+def _too_long(message: str, limit: TokenLimit | None) -> Fault:
     """Build the `Fault` of a too long prompt, in OpenAI's wording: agents compact when they see it."""
-    words, overflow = f"is exceeded: {message}.", None
-    if code == "context_exceeded" and (found := _OVERFLOW.search(message)):
-        words = f"is {found[2]} tokens. However, your messages resulted in {found[1]} tokens."
-        overflow = int(found[1]), int(found[2])
+    words = f"is exceeded: {message}."
+    if limit is not None:
+        words = f"is {limit.allowed} tokens. However, your messages resulted in {limit.asked} tokens."
     return Fault(
         400,
         f"This model's maximum context length {words} Please reduce the length of the messages.",
         param="messages",
         code="context_length_exceeded",
-        overflow=overflow,
+        limit=limit,
     )

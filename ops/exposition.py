@@ -35,8 +35,7 @@ COUNTERS: Final[tuple[tuple[str, ...], ...]] = (
     ("generated_tokens", "generated_tokens", "Tokens of answers."),
     ("draft_tokens", "draft_tokens", "Tokens that were speculated."),
     ("accepted_draft_tokens", "accepted_draft_tokens", "Speculated tokens that were right."),
-    ("recalled_tokens", "recalled_tokens", "Tokens of paged sessions whose KV came back from SSD."),
-    ("evicted_tokens", "evicted_tokens", "Tokens of paged sessions that left the device for recalled ones."),
+    ("recalled_tokens", "recalled_tokens", "Tokens whose KV an answer has recalled from SSD."),
     ("decoding_seconds", "decoding_s", "Time in which answers were decoded."),
     ("tenant_requests", "by_tenant.requests", "Requests with a result, by tenant.", "tenant", "outcome"),
     (

@@ -27,7 +27,7 @@ MAX_MESSAGES: Final = 16
 _MAX_NUMBER: Final = 2**63
 _MAX_TEXT: Final = 4096
 _MAX_ENTRIES: Final = 2000
-#: The longest `metrics_interval_s` of a worker.
+#: The longest time between two metrics messages of a worker.
 _MAX_INTERVAL_S: Final = 3600.0
 
 

@@ -222,7 +222,7 @@ ALERTS: Final = (
     Alert(
         *("TurnkeepRequestsPending", "turnkeep_consumer_pending", "> 0", "5m", "warning"),
         summary="{{ $value }} requests wait in the log for a worker",
-        advice="No worker pulls, or all places for sessions are taken (max_waiting).",
+        advice="No worker pulls, or all places for sessions are taken.",
     ),
     Alert(
         "TurnkeepQueueSlow",
@@ -256,7 +256,7 @@ ALERTS: Final = (
     Alert(
         *("TurnkeepSnapshotsDropped", _new("snapshots_dropped_total", 60), "> 5", "0s", "warning"),
         summary="{{ $labels.worker }} drops snapshots",
-        advice="By reason: the disk is too slow (writer_queue), or too full (max_disk).",
+        advice="By reason: the disk is too slow, or too full (max_disk).",
     ),
     Alert(
         "TurnkeepEventLoopSlow",

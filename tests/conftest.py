@@ -53,11 +53,13 @@ from parts import (  # noqa: E402
     make_reranker,
     make_tiny_model,
     nats_server_program,
+    split,
 )
 
 from tests.durations import Meter  # noqa: E402
 from turnkeep_client.client import connect  # noqa: E402
 from worker.app import App  # noqa: E402
+from worker.process.constants import CONSTANTS, Constants  # noqa: E402
 from worker.process.settings import Settings  # noqa: E402
 from worker.wire.credentials import client_options, over_tls  # noqa: E402
 
@@ -204,9 +206,9 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.wait(10)
 
 
-async def started_app(settings: Settings) -> tuple[App, asyncio.Task[None]]:
+async def started_app(settings: Settings, constants: Constants = CONSTANTS) -> tuple[App, asyncio.Task[None]]:
     """Start a worker in this process, and wait until it serves."""
-    app = App(settings)
+    app = App(settings, constants=constants)
     task = asyncio.create_task(app.run())
     ready = asyncio.create_task(app.ready.wait())
     await asyncio.wait([task, ready], return_when=asyncio.FIRST_COMPLETED)
@@ -242,9 +244,10 @@ def known_models(
 async def local_worker(
     tiny_model: Path, known_models: Path, nats_url: str, tmp_path: Path
 ) -> AsyncIterator[Callable[..., Awaitable[LocalWorker]]]:
-    """Start workers in this process; keyword arguments are settings. They are stopped after the test.
+    """Start workers in this process; keyword arguments are settings or constants.
 
-    In a new folder of data they find what earlier starts would have stored of the models.
+    They are stopped after the test. In a new folder of data they find what earlier starts would have
+    stored of the models.
     """
     started: list[LocalWorker] = []
     prefix = f"t{time.monotonic_ns()}"
@@ -263,11 +266,11 @@ async def local_worker(
             "max_message_bytes": 256 * 2**10,
             "min_free_disk": 0,
         }
-        settings = Settings(**{**values, **changes})  # type: ignore[arg-type]
+        settings, constants = split({**values, **changes})
         if settings.data_dir.parent.is_dir() and not settings.data_dir.exists():
             settings.data_dir.mkdir(mode=0o700)
             shutil.copytree(known_models, settings.data_dir / "models")
-        app, task = await started_app(settings)
+        app, task = await started_app(settings, constants)
         client = await connect(
             over_tls(settings, settings.nats or f"nats://127.0.0.1:{settings.nats_port}"),
             prefix=settings.prefix,
@@ -289,11 +292,7 @@ def worker_process(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., W
     made: list[WorkerProcess] = []
 
     def make(*options: str, model: Path | None = tiny_model, port: int | None = None) -> WorkerProcess:
-        made.append(
-            WorkerProcess(
-                tmp_path / "data", model, port or free_port(), "--block-tokens", str(BLOCK), *options
-            )
-        )
+        made.append(WorkerProcess(tmp_path / "data", model, port or free_port(), *options))
         return made[-1]
 
     yield make

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -22,16 +23,17 @@ from typing import TYPE_CHECKING, Any, Final
 from tests.forked import CAN_FORK, Forked
 from turnkeep_client.client import connect
 from worker.process import clock
+from worker.process.constants import Constants
+from worker.process.settings import Settings
 from worker.wire.credentials import own_token
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import pytest
 
     from turnkeep_client.client import Client
     from worker.app import App
-    from worker.process.settings import Settings
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -161,6 +163,13 @@ def free_port() -> int:
     raise AssertionError("the ports have no end")
 
 
+def split(values: Mapping[str, Any]) -> tuple[Settings, Constants]:
+    """Divide a worker's values, by name, into its settings and its constants."""
+    names = {field.name for field in dataclasses.fields(Constants)}
+    constants = {name: value for name, value in values.items() if name in names}
+    return Settings(**{k: v for k, v in values.items() if k not in names}), Constants(**constants)
+
+
 def nats_server_program() -> str:
     return str(Path(sys.executable).with_name("nats-server"))
 
@@ -224,8 +233,6 @@ class WorkerProcess:
             (self._given_data_dir / "nats-token").write_text(secrets.token_urlsafe(32))
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TURNKEEP_")}
         if self.forks:
-            # Touching spare memory is most of a forked start's work. New processes have the default.
-            environment["TURNKEEP_SPARE_MEMORY"] = "0"
             self._process = Forked.logging_to(self.log_path, self.command[1:], environment, stdin)
             return
         with self.log_path.open("ab") as output:

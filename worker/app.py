@@ -65,6 +65,7 @@ from .observe.counters import Telemetry
 from .observe.health import HealthServer
 from .observe.tracing import start_traces
 from .process.concurrency import in_thread, shielded, step_in_thread, task_group
+from .process.constants import CONSTANTS
 from .process.datadir import DataDir, DataDirInUseError
 from .process.keys import cache_access, remote_tier
 from .sessions.attachments import Attachments
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
     from worker.wire.streams import Streams
 
     from .observe.otlp import Traces
+    from .process.constants import Constants
     from .process.settings import Settings
 
 log = structlog.get_logger()
@@ -134,6 +136,7 @@ class App:
         self,
         settings: Settings,
         *,
+        constants: Constants = CONSTANTS,
         progress: Progress | None = None,
         loaded: Callable[[], None] = lambda: None,
     ) -> None:
@@ -142,6 +145,7 @@ class App:
         `loaded()` is called once the weights are in memory.
         """
         self._settings = settings
+        self._constants = constants
         self._progress = progress
         self._weights_loaded = loaded
         self._subjects = Subjects(settings.prefix)
@@ -185,7 +189,11 @@ class App:
         async with task_group() as self._starting, contextlib.AsyncExitStack() as stack:
             self._loop = asyncio.get_running_loop()
             self._model = ModelStart(
-                settings, self._starting, progress=self._progress, weights_loaded=self._weights_loaded
+                settings,
+                self._constants,
+                self._starting,
+                progress=self._progress,
+                weights_loaded=self._weights_loaded,
             )
             if settings.health is not None:  # first to start and last to stop, to report the other parts
                 health = HealthServer(settings.health, {"/livez": self._hangs, "/readyz": self._unready})
@@ -207,7 +215,7 @@ class App:
             if not self._model.is_loaded:
                 await load()
             await taken_back
-            names = await streams.ensure(js, self._subjects, settings)
+            names = await streams.ensure(js, self._subjects, settings, self._constants)
             self._maker = await self._model.name()
             await self._members.name_model(digests_of(self._maker))
             await self._open_store(directory, access, tier, stack)
@@ -305,9 +313,9 @@ class App:
                 identity=identity,
                 layout=device.layout,
                 max_bytes=settings.max_disk,
-                queue_bytes=settings.writer_queue,
+                queue_bytes=self._constants.writer_queue,
                 min_free_bytes=settings.min_free_disk,
-                keep_behind=settings.keep_behind,
+                keep_behind=self._constants.keep_behind,
                 model=self._model.loaded.name,
                 access=access,
                 tier=tier,
@@ -388,7 +396,7 @@ class App:
 
     async def _keep_streams(self, js: JetStreamContext) -> None:
         try:
-            await streams.keep(js, self._subjects, self._settings)
+            await streams.keep(js, self._subjects, self._settings, self._constants)
         except BrokerError as error:
             self._fail(str(error))
             await sleep_forever()
@@ -410,7 +418,7 @@ class App:
             ("metrics", partial(self._publish_metrics, Outbox(nc, self._subjects), intake)),
         ):
             parts.start_soon(self._run_part, name, part)
-        if sys.platform == "darwin" and self._settings.keep_awake == "on":
+        if sys.platform == "darwin":
             parts.start_soon(self._run_part, "keep-awake", partial(keep_awake, self._is_busy))
 
     def _is_busy(self) -> bool:
@@ -424,7 +432,8 @@ class App:
         The task group `work` runs the tasks of sessions; the group `asides` runs side tasks, which are
         cancelled once all sessions have ended.
         """
-        settings, loaded, subjects = self._settings, self._model.loaded, self._subjects
+        settings, constants = self._settings, self._constants
+        loaded, subjects = self._model.loaded, self._subjects
         self._engine = self._make_engine()
         members, outbox = self._members, Outbox(nc, subjects)
         journal = Journal(nc, js, subjects, is_alone=lambda: members.is_alone, model=digests_of(self._maker))
@@ -438,8 +447,8 @@ class App:
         self._erasures = Erasures(journal, members.me.directory, self._copies)
         intake = self._intake = owners.intake = self._make_intake(nc, names, journal)
         services = self._services(journal, outbox, intake, asides)
-        self._sessions = Sessions(services, work, idle_timeout_s=settings.idle_timeout_s)
-        self._undelivered = Undelivered(journal, intake, members, owners, ack_wait_s=settings.ack_wait_s)
+        self._sessions = Sessions(services, work, idle_timeout_s=constants.idle_timeout_s)
+        self._undelivered = Undelivered(journal, intake, members, owners, ack_wait_s=constants.ack_wait_s)
         control = Control(
             self._sessions,
             self._engine,
@@ -454,7 +463,7 @@ class App:
         endpoints = Endpoints(
             *(nc, js, journal, subjects, control.answer, owners, self._overheard),
             *(outbox, self._telemetry, asides),
-            ask_timeout_s=settings.token_ttl_s,
+            ask_timeout_s=constants.token_ttl_s,
         )
         return endpoints, intake, self._sessions
 
@@ -467,8 +476,8 @@ class App:
             journal,
             accepts=self._owners.accepts,
             route=self._owners.route,
-            ack_wait_s=settings.ack_wait_s,
-            max_sessions=settings.max_waiting,
+            ack_wait_s=self._constants.ack_wait_s,
+            max_sessions=self._constants.max_waiting,
             max_sessions_per_tenant=settings.max_waiting_per_tenant,
             max_message_bytes=settings.max_message_bytes,
         )
@@ -482,7 +491,7 @@ class App:
 
     def _embedder(self, services: Services) -> Embedder:
         loaded = self._model.loaded
-        told = loaded.config, loaded.folder, self._settings.pooling
+        told = loaded.config, loaded.folder
         return Embedder(
             self._engine,
             loaded.tokenizer,
@@ -504,7 +513,7 @@ class App:
             self._store,
             self._telemetry,
             kv=self._model.device.estimator.kv,
-            piece_tokens=self._settings.block_tokens,
+            piece_tokens=self._constants.block_tokens,
             max_tenant_bytes=self._settings.max_memory_per_tenant,
             has_unopened=self._has_unopened,
         )
@@ -518,7 +527,7 @@ class App:
 
         settings, loaded, me = self._settings, self._model.loaded, self._members.me.boot
         self._attempts = Attempts(
-            *(journal, settings.max_attempts),
+            *(journal, self._constants.max_attempts),
             me=me,
             runs=self._members.runs,
             num_busy=self._owners.num_busy,
@@ -555,7 +564,7 @@ class App:
             self._engine,
             fold.policy,
             context_tokens=self._model.context_tokens,
-            block_tokens=settings.block_tokens,
+            block_tokens=self._constants.block_tokens,
             vocab_size=loaded.vocab_size,
             kv_bits=settings.kv_bits,
             refusal=loaded.no_answers if is_encoder(loaded.config) else None,
@@ -571,8 +580,7 @@ class App:
             limits=limits,
             max_result_bytes=settings.max_message_bytes,
             own_sampling=loaded.sampling,
-            placeholders=settings.placeholders == "on",
-            token_ttl_s=settings.token_ttl_s,
+            token_ttl_s=self._constants.token_ttl_s,
             directory=self._members.me.directory,
             erasures=self._erasures,
             erase_elsewhere=self._owners.erase,
@@ -659,7 +667,7 @@ class App:
             tenants = self._telemetry.tenants.figures(intake.sessions_by_tenant)
             # Only here: tenants read the worker's metrics in `info`, and must not learn of each other.
             await outbox.metrics(structs.replace(self._metrics(intake), by_tenant=tenants))
-            await sleep(self._settings.metrics_interval_s)
+            await sleep(self._constants.metrics_interval_s)
 
     def _metrics(self, intake: Intake) -> Metrics:
         return collect(
@@ -672,5 +680,6 @@ class App:
             retention=self._retention,
             members=self._members,
             settings=self._settings,
+            constants=self._constants,
             version=VERSION,
         )

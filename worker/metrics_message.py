@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from worker.wire.retention import Retention
 
     from .model_start import ModelStart
+    from .process.constants import Constants
     from .process.settings import Settings
 
 
@@ -40,6 +41,7 @@ def collect(
     retention: Retention,
     members: Members,
     settings: Settings,
+    constants: Constants,
     version: str,
 ) -> Metrics:
     """Build the message from the parts' current counters. Event loop only."""
@@ -76,13 +78,12 @@ def collect(
         accepted_draft_tokens=telemetry.accepted_draft_tokens,
         draft_saved_s=telemetry.draft_saved_s,
         recalled_tokens=telemetry.recalled_tokens,
-        evicted_tokens=telemetry.evicted_tokens,
         decoding_s=telemetry.decoding_s,
         time_to_first_token=telemetry.time_to_first_token.histogram(),
         time_per_output_token=telemetry.time_per_output_token.histogram(),
         batch_size=telemetry.batch_size.histogram(),
         event_loop_lag=telemetry.event_loop_lag.histogram(),
-        interval_s=settings.metrics_interval_s,
+        interval_s=constants.metrics_interval_s,
         queue_time=telemetry.queue_time.histogram(),
         request_duration=telemetry.request_duration.histogram(),
         kv_layers=model.device.kv_layers,

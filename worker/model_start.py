@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from worker.device.device import Device
     from worker.models.model import LoadedModel, Progress
 
+    from .process.constants import Constants
     from .process.datadir import DataDir
     from .process.settings import Settings
 
@@ -60,6 +61,7 @@ class ModelStart:
     def __init__(
         self,
         settings: Settings,
+        constants: Constants,
         tasks: TaskGroup,
         *,
         progress: Progress | None,
@@ -68,6 +70,7 @@ class ModelStart:
         """Take the task group `tasks`, which runs blocking steps; a cancelled start waits for them."""
         self.is_loaded = False
         self._settings = settings
+        self._constants = constants
         self._tasks = tasks
         self._progress = progress
         self._weights_loaded = weights_loaded
@@ -103,7 +106,7 @@ class ModelStart:
         self._log(loaded)
         self.context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
         self.kv_bytes = self._kv_limit()
-        self.makes = loaded.makes(settings.pooling)
+        self.makes = loaded.makes()
         self._check_policy()
         self.is_loaded = True
 
@@ -118,7 +121,7 @@ class ModelStart:
         load_draft: Callable[[], LoadedModel] | None,
         trials: Path,
     ) -> Device:
-        settings = self._settings
+        settings, constants = self._settings, self._constants
         # Not earlier: importing mlx-lm takes time, and a user's mistakes should show before.
         import_mlx_lm()
         from worker.device.device import Device
@@ -126,14 +129,13 @@ class ModelStart:
         return Device(
             load,
             died,
-            block_tokens=settings.block_tokens,
+            block_tokens=constants.block_tokens,
             max_batch=settings.max_batch,
             max_tenant_rows=settings.max_rows_per_tenant,
-            stall_s=settings.max_stall_s,
+            stall_s=constants.max_stall_s,
             limit_bytes=settings.device_memory,
-            max_draft=settings.max_draft,
+            max_draft=constants.max_draft,
             load_draft=load_draft,
-            wired_bytes=settings.wired_memory,
             trials=trials,
         )
 
@@ -173,7 +175,7 @@ class ModelStart:
             folder_identity,
             self.loaded.folder,
             kv_dtype=self.dtype,
-            block_tokens=self._settings.block_tokens,
+            block_tokens=self._constants.block_tokens,
             code=await step_in_thread(self._tasks, code_digest, self.loaded.model),
             caches=self.device.caches,
             memo=self._memo,
@@ -185,9 +187,10 @@ class ModelStart:
         Raises `WorkerError` if not even one block of KV fits.
         """
         settings, estimator = self._settings, self.device.estimator
-        sizes = (settings.max_batch, settings.block_tokens, self.context_tokens)
+        block = self._constants.block_tokens
+        sizes = (settings.max_batch, block, self.context_tokens)
         room = estimator.kv_limit(*sizes, settings.cache_policy)
-        if room < estimator.kv.held(settings.block_tokens, ahead=settings.block_tokens):
+        if room < estimator.kv.held(block, ahead=block):
             raise WorkerError(
                 f"the weights take {size(estimator.weight_bytes)}, which leaves no room for KV in"
                 f" {size(estimator.limit_bytes)}: raise device_memory, or take a smaller model"
@@ -200,7 +203,7 @@ class ModelStart:
 
     def _check_policy(self) -> None:
         """Raise `WorkerError` if the worker cannot serve sessions under its default cache policy."""
-        policy, blocks = self._settings.cache_policy, self._settings.block_tokens
+        policy, blocks = self._settings.cache_policy, self._constants.block_tokens
         why = misfit(policy, block_tokens=blocks, context_tokens=self.context_tokens)
         if why := why or self.device.refusal(policy, has_disk=self._settings.snapshots != "off"):
             raise WorkerError(f"cache_policy cannot be the default here: {why}")

@@ -137,7 +137,7 @@ def measure(
         sketched = range(num_sketched(len(caches)))  # their number; a trial chooses the layers
     layout = layers.layout(caches, list, sketched) if layers.unsupported(caches) is None else None
     if policy.recall and not (layout and layout.sketches):
-        raise ValueError("this model's keys cannot be sketched; use another policy than paged")
+        raise ValueError(f"this model's keys cannot be sketched; use another policy than {policy.name}")
     reserved_bytes = drafting.checked_bytes(loaded, draft)
     weight_bytes = loaded.weight_bytes + (draft.weight_bytes if draft else 0)
     limit = limit_bytes or machine.default_limit(weight_bytes).size_bytes

@@ -33,6 +33,7 @@ from .metrics_message import unloaded
 from .observe.health import HealthServer
 from .process.children import PROGRAM, child
 from .process.concurrency import background, shielded, task_group
+from .process.constants import CONSTANTS
 from .process.datadir import DataDir
 from .process.formatting import size
 from .process.settings import word
@@ -156,7 +157,7 @@ class _Model:
             weight_bytes=self.needs.weight_bytes,
             model_changed_s=self.needs.model_changed_s,
             context_tokens=self.needs.context_tokens,
-            interval_s=self.settings.metrics_interval_s,
+            interval_s=CONSTANTS.metrics_interval_s,
             max_message_bytes=self.settings.max_message_bytes,
         )
 
@@ -393,7 +394,7 @@ class Supervisor:
         while True:
             if not model.is_loaded:  # no worker publishes its own yet
                 await model.activator.publish_metrics()
-            await sleep(model.settings.metrics_interval_s)
+            await sleep(CONSTANTS.metrics_interval_s)
 
     async def _look_again(self) -> None:
         """Load each model whose log has unanswered requests: some may have come during a disconnection."""

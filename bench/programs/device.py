@@ -41,6 +41,7 @@ from worker.batch.trials import Trials  # noqa: E402
 from worker.device import machine  # noqa: E402
 from worker.device.served_model import estimator  # noqa: E402
 from worker.models import model as models  # noqa: E402
+from worker.process.constants import CONSTANTS  # noqa: E402
 from worker.process.datadir import DataDir  # noqa: E402
 from worker.wire import connection, streams  # noqa: E402
 from worker.wire.broker import EmbeddedServer  # noqa: E402
@@ -66,13 +67,20 @@ _BODY: Final = bytes(1024)
 class Measuring:
     """Measures a loaded model and the parts of a worker. Nothing else may run on the device meanwhile."""
 
-    def __init__(self, loaded: LoadedModel, directory: DataDir, chosen: Settings) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        directory: DataDir,
+        chosen: Settings,
+        *,
+        block_tokens: int = CONSTANTS.block_tokens,
+    ) -> None:
         """Make the model's batches as a worker does: one decodes rows together, the other each row alone.
 
         `chosen` are the worker's settings.
         """
-        self._directory, self._settings, self._block = directory, chosen, chosen.block_tokens
-        model, block = loaded.model, chosen.block_tokens
+        self._directory, self._settings, self._block = directory, chosen, block_tokens
+        model, block = loaded.model, block_tokens
         trials = Trials(directory.path / "trials", loaded.name)
         self._batches = {
             together: batch_for(model, pooled_rows=least, merged_rows=least, runs_ahead=True, trials=trials)

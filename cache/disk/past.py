@@ -1,7 +1,7 @@
 """Reads the KV of a session's first tokens from disk, one layer at a time, some blocks at a time.
 
-Used to prefill paged sessions: the prompt attends to all earlier tokens, but the device has the KV of only
-some of them. Each block is verified at every read. While one part is used, an I/O thread reads the next one.
+Used to prefill prompts that attend to all earlier tokens while the device has the KV of only some of them.
+Each block is verified at every read. While one part is used, an I/O thread reads the next one.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from functools import partial
 from itertools import accumulate, chain, groupby, pairwise, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,14 +25,15 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from cache.names.policy import CHUNK, FULL, SLACK
+from cache.names.policy import FULL, SLACK
 from cache.names.snapshot import CARRIED, GROWING, STATE, ModelLayout, Tensor
 
 from . import states
 from .chunk import ChunkCache
-from .paged import PagedCache, Pages
+from .paged import maker
 from .ring import RingCache
 from .size import KvSize, Window
+from .sketches import sketches_of
 from .states import PASSING, leaves
 
 if TYPE_CHECKING:
@@ -63,13 +65,13 @@ def make(
     """Make new caches for a model under a policy. A policy with a window turns plain layers into rings.
 
     With `rings` the model's own sliding windows become rings too; attention must then support rings.
-    `sketched` are the layers with sketches (2-bit copies of keys) in paged sessions, by default all layers.
+    `sketched` are the layers with sketches (2-bit copies of keys) if the policy needs them: by default all.
     With `block_tokens`, layers with chunks of two blocks or more are stored per token; a shorter chunk could
     be dropped before its block is copied, since a block may wait for one more piece of the prompt. The rings
     of the model's own windows then keep at least a block. Raises `ValueError` with the class of a layer that
     does not support the policy.
     """
-    pages = Pages(policy) if policy.recall else None
+    new_ring = maker(policy, sketched)
     kept = (block_tokens or 0) if rings else None
     own = (
         ChunkCache(cache.chunk_size)  # type: ignore[no-untyped-call]
@@ -77,28 +79,20 @@ def make(
         else cache
         for cache in make_prompt_cache(model)
     )
-    return [
-        _under(policy, pages, cache, kept=kept, is_sketched=sketched is None or layer in sketched)
-        for layer, cache in enumerate(own)
-    ]
+    return [_under(policy, partial(new_ring, layer), cache, kept=kept) for layer, cache in enumerate(own)]
 
 
-def _under(policy: Policy, pages: Pages | None, cache: Any, *, kept: int | None, is_sketched: bool) -> Any:
+def _under(policy: Policy, new_ring: Callable[..., RingCache], cache: Any, *, kept: int | None) -> Any:
     kind = type(cache)
     if kept is not None and kind is RotatingKVCache and not cache.keep:
         return RingCache(0, cache.max_size, kept=kept)
     if policy.window is None or kind in (RotatingKVCache, ArraysCache):
         return cache
     if kind is CacheList:
-        members = [
-            _under(policy, pages, member, kept=kept, is_sketched=is_sketched) for member in cache.caches
-        ]
+        members = [_under(policy, new_ring, member, kept=kept) for member in cache.caches]
         return CacheList(*members)  # type: ignore[no-untyped-call]
     if kind in (KVCache, QuantizedKVCache):
-        packing = (cache.group_size, cache.bits) if kind is QuantizedKVCache else ()
-        if pages is not None:
-            return PagedCache(pages, *packing, is_sketched=is_sketched)
-        return RingCache(policy.sink, policy.window, *packing)
+        return new_ring(*((cache.group_size, cache.bits) if kind is QuantizedKVCache else ()))
     raise ValueError(f"{policy.name} is not for layers of {kind.__name__}; use the policy full")
 
 
@@ -134,7 +128,6 @@ def layout(
     `new` makes empty caches, under a policy if it gets one as argument. For `sketched` see `make`.
     """
     whole: list[tuple[str, str, tuple[int, ...]]] = []
-    sketches: list[tuple[str, str, tuple[int, ...]]] = []
     kv: dict[Policy, list[tuple[str, str, tuple[int, ...]]]] = {}
     for path, cache in leaves(caches):
         if states.is_cut(cache):
@@ -142,11 +135,6 @@ def layout(
                 (f"{path}.{part}", _DTYPES[array.dtype], (array.shape[1], array.shape[3]))
                 for part, array in states.parts(cache).items()
             )
-            if _is_sketched(path, cache, sketched):
-                sketches += (
-                    (f"{path}.{name}", _DTYPES[dtype], (num_heads, width))
-                    for name, (dtype, num_heads, width) in states.sketch(cache).items()
-                )
             continue
         for part, array in states.state(cache, states.num_tokens(cache) or 0).items():
             shape = list(array.shape)
@@ -163,12 +151,8 @@ def layout(
 
     reaches = tuple(reach for reach, tensors in kv.items() for _ in tensors)
     together = tuple(chain.from_iterable(kv.values()))
-    return ModelLayout(together, tuple(whole), prove, reaches, tuple(sketches))
-
-
-def _is_sketched(path: str, cache: Any, sketched: Collection[int] | None) -> bool:
-    is_chosen = sketched is None or int(path.partition(".")[0]) in sketched
-    return is_chosen and type(cache) in (KVCache, QuantizedKVCache)
+    sketches = tuple((name, _DTYPES[dtype], shape) for name, dtype, shape in sketches_of(caches, sketched))
+    return ModelLayout(together, tuple(whole), prove, reaches, sketches)
 
 
 def kinds(caches: Sequence[Any]) -> dict[str, str]:
@@ -247,7 +231,6 @@ def _carried(caches: Sequence[Any], span: Span) -> dict[str, mx.array]:
     return {
         f"{CARRIED}{path}.{part}": array
         for path, cache in leaves(caches)
-        if isinstance(cache, PagedCache)
         for part, array in states.sketched(cache, span.start, span.end).items()
     }
 
@@ -291,16 +274,6 @@ def holds(caches: Sequence[Any], start: int, end: int) -> bool:
     )
 
 
-def pages(caches: Sequence[Any]) -> Pages | None:
-    """Return the session's `Pages`, which choose its chunks; None if the session is not paged."""
-    return next((cache.pages for _, cache in leaves(caches) if isinstance(cache, PagedCache)), None)
-
-
-def num_passed(caches: Sequence[Any]) -> int:
-    """Return the position from which on the device has every token of a paged session; 0 if not paged."""
-    return next((cache.num_passed for _, cache in leaves(caches) if isinstance(cache, PagedCache)), 0)
-
-
 def most_run(caches: Sequence[Any], block: int) -> int:
     """Return the most tokens that one pass may run so that their KV can still be copied block by block.
 
@@ -314,28 +287,6 @@ def most_run(caches: Sequence[Any], block: int) -> int:
         elif not isinstance(cache, states.PLAIN):
             return block
     return max(held - block, block)
-
-
-def recall(caches: Sequence[Any], tensors: Mapping[str, mx.array], spans: Sequence[Span]) -> int:
-    """Write chunks read from SSD to slots on the device, unevaluated; return how many chunks they replaced.
-
-    `spans` are whole chunks, and `tensors` have their tokens, in order. A chunk that scores lower than all
-    chunks in slots is dropped.
-    """
-    decides = pages(caches)
-    if decides is None:
-        return 0
-    before = {*decides.slots}
-    slots = [decides.take(span.start // CHUNK) for span in spans]
-    for path, cache in leaves(caches):
-        if not isinstance(cache, PagedCache):
-            continue
-        arrays = [tensors[f"{path}.{part}"] for part in states.parts(cache)]
-        for i, slot in enumerate(slots):
-            if slot is not None:
-                held = [array[..., i * CHUNK : (i + 1) * CHUNK, :] for array in arrays]
-                cache.put(slot, held[: len(held) // 2], held[len(held) // 2 :])
-    return len(before - {-1, *decides.slots})
 
 
 def trimmable(caches: Sequence[Any]) -> bool:
@@ -422,9 +373,9 @@ def grows(caches: Sequence[Any], num_tokens: int) -> bool | None:
 
 def sizes(caches: Sequence[Any], sketched: Collection[int] | None = None) -> KvSize:
     """Measure a model's KV size on caches that have processed some tokens; for `sketched` see `make`."""
-    per_token = fixed = sketch = 0
+    per_token = fixed = 0
     windows: Counter[tuple[int, bool, int, bool]] = Counter()
-    for path, cache in leaves(caches):
+    for _, cache in leaves(caches):
         if not hasattr(cache, "keys"):
             fixed += int(cache.nbytes)
             continue
@@ -432,10 +383,6 @@ def sizes(caches: Sequence[Any], sketched: Collection[int] | None = None) -> KvS
         most = states.most_tokens(cache)
         if most is None:
             per_token += size
-            if _is_sketched(path, cache, sketched):
-                sketch += sum(
-                    dtype.size * heads * width for dtype, heads, width in states.sketch(cache).values()
-                )
         else:
             is_ring = isinstance(cache, RingCache)
             spare = SLACK + (cache.kept - cache.window if is_ring else 0)
@@ -444,6 +391,7 @@ def sizes(caches: Sequence[Any], sketched: Collection[int] | None = None) -> KvS
         Window(most, size, is_ring, spare, is_chunk)
         for (most, is_ring, spare, is_chunk), size in sorted(windows.items())
     )
+    sketch = sum(dtype.size * heads * width for _, dtype, (heads, width) in sketches_of(caches, sketched))
     return KvSize(per_token, tuple(found), fixed, sketch)
 
 

@@ -19,25 +19,18 @@ import numpy as np
 
 from cache.names.policy import CHUNK, PART, SLACK, Policy
 
+from . import states
 from .ring import RingCache
+from .sketches import ASKED, compared, sketch_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from typing import TypeAlias
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    #: A function with the parameters and result of `compared`.
-    Compare: TypeAlias = Callable[[mx.array, tuple[mx.array, ...], int], mx.array]
+    from cache.names.blocks import Span
 
-#: Bits per channel in a key's sketch.
-_SKETCH_BITS: Final = 2
-#: How many of the last queries of a pass are compared with the sketches.
-ASKED: Final = 16
 #: Queries are compared once in this many tokens: of an answer, and of a long prompt's middle.
 _EVERY: Final = 4
 _SELDOM: Final = 512
-#: With more queries than this it is faster to dequantise all sketches first: 3 ms instead of 19 on a CPU, for
-#: 48 queries and 3,000 tokens of 3 heads; for 3 queries it is slower, 5 ms instead of 1.
-_FEW_ROWS: Final = 8
 #: Scores are computed per page of tokens. A chunk's score is the highest of its pages and of the page before,
 #: since the text after a match is needed next. The page after the chunk counts less (`_BEHIND`): if two
 #: chunks share a sentence, the chunk with the match ranks first.
@@ -50,27 +43,6 @@ _EXPECTED: Final = 0.5
 _INERTIA: Final = 0.8
 #: A chunk on SSD takes another chunk's slot only if its score is this many times as high.
 _GAIN: Final = 1.05
-
-
-def compared(asked: mx.array, sketch: tuple[mx.array, ...], page: int) -> mx.array:
-    """Return, for each page, the largest share of a query's attention that one of its tokens gets: (pages,).
-
-    `asked` are queries, (1, KV heads, queries, head_dim); `sketch` is that of `PagedCache`; `page` is the
-    number of tokens per page. Unevaluated.
-    """
-    group, (codes, scales, biases) = sketch_group(asked.shape[3]), sketch
-    if asked.shape[2] > _FEW_ROWS:
-        keys = mx.dequantize(codes, scales, biases, group, _SKETCH_BITS)
-        scores = asked @ keys.swapaxes(-1, -2)
-    else:
-        scores = mx.quantized_matmul(asked, codes, scales, biases, group_size=group, bits=_SKETCH_BITS)
-    shares = mx.softmax(scores.astype(mx.float32), axis=-1).max(axis=(0, 1, 2))
-    return shares.reshape(-1, page).max(axis=-1)
-
-
-def sketch_group(head_dim: int) -> int | None:
-    """Return how many channels share a scale in a key's sketch; None if keys cannot be sketched."""
-    return next((size for size in (64, 32) if head_dim % size == 0), None)
 
 
 class Past(Protocol):
@@ -201,19 +173,21 @@ class PagedCache(RingCache):
     """
 
     def __init__(self, pages: Pages, group_size: int = 0, bits: int = 0, *, is_sketched: bool = True) -> None:
-        policy = pages.policy
-        if policy.window is None:
-            raise ValueError("a paged cache needs a window")
-        super().__init__(policy.sink, policy.window, group_size, bits, grid=0)
+        super().__init__(pages.policy.sink, pages.policy.window or 0, group_size, bits, grid=0)
+        self.policy = pages.policy
         self.pages = pages
         self.is_sketched = is_sketched
-        self.sketch: tuple[mx.array, ...] = ()
         self._num_passed = 0  # chunks that have begun to leave the window
 
     @property
     def state(self) -> tuple[mx.array, ...]:
         """All arrays, for `mx.eval`."""
         return (*super().state, *self.sketch)
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the tokens being run attend to all earlier tokens."""
+        return self.pages.sees_all
 
     @property
     def num_slots(self) -> int:
@@ -261,8 +235,7 @@ class PagedCache(RingCache):
         self._keep_passed()
 
     def _add_sketch(self, keys: Sequence[mx.array], at: slice) -> None:
-        plain = self._unpacked(tuple(keys), at.stop - at.start)
-        sketched = mx.quantize(plain, sketch_group(plain.shape[3]), _SKETCH_BITS)
+        sketched = sketch_of(self._unpacked(tuple(keys), at.stop - at.start))
         held = self.sketch[0].shape[2] if self.sketch else 0
         if held < at.stop:
             size = -(-at.stop // SLACK) * SLACK - held
@@ -343,19 +316,21 @@ class PagedCache(RingCache):
             keys, values = (self._unpacked(side, end - at) for side in self.tokens(at, end))
             yield keys, values
 
-    def weigh(self, queries: mx.array, scale: float, compare: Compare) -> None:
+    def weigh(self, at: int, queries: mx.array, scale: float) -> None:
         """Score the pages of whole chunks by the last `ASKED` of `queries`, (tokens, heads, 1, head_dim).
 
-        A page's score is the largest share of attention that any of these queries, in any head, gives to one
-        token of the page. `compare` is `compared`, or a faster function with the same result.
+        The queries are of the tokens from position `at` on. A page's score is the largest share of attention
+        that any of these queries, in any head, gives to one token of the page.
         """
         num_tokens = self.offset // CHUNK * CHUNK
-        if self.offset <= self.sink + self.window:
+        is_asked = self.is_sketched and self.pages.asks(at, len(queries))
+        if not is_asked or self.offset <= self.sink + self.window:
             return
         kv_heads, size = self.sketch[0].shape[1], queries.shape[-1]
         asked = queries[-ASKED:, :, 0].reshape(-1, kv_heads, queries.shape[1] // kv_heads, size)
         asked = asked.transpose(1, 0, 2, 3).reshape(1, kv_heads, -1, size) * scale
-        self.pages.note(compare(asked, tuple(array[..., :num_tokens, :] for array in self.sketch), PAGE))
+        keys = tuple(array[..., :num_tokens, :] for array in self.sketch)
+        self.pages.note(compared(asked, keys, PAGE))
 
     def _keep_passed(self) -> None:
         """Copy chunks whose first tokens have left the window to slots, as long as slots are free."""
@@ -364,3 +339,39 @@ class PagedCache(RingCache):
             slot = self.pages.assign(chunk)
             if slot is not None:
                 self.put(slot, *self.tokens(chunk * CHUNK, (chunk + 1) * CHUNK))
+
+
+def maker(policy: Policy, sketched: Collection[int] | None) -> Callable[..., RingCache]:
+    """Return a function that makes the ring of a layer (a number), under a policy with a window.
+
+    Its other arguments are the group size and the bits of quantised KV. `sketched`: see `layers.make`.
+    """
+    if not policy.recall:
+        return lambda _layer, *packing: RingCache(policy.sink, policy.window or 0, *packing)
+    pages = Pages(policy)
+    return lambda layer, *packing: PagedCache(
+        pages, *packing, is_sketched=sketched is None or layer in sketched
+    )
+
+
+def first(caches: Sequence[Any]) -> PagedCache | None:
+    """Return the first layer's cache in a paged session; all of them have the same `pages`. Else None."""
+    return next((cache for _, cache in states.leaves(caches) if isinstance(cache, PagedCache)), None)
+
+
+def recall(caches: Sequence[Any], tensors: Mapping[str, mx.array], spans: Sequence[Span]) -> None:
+    """Write chunks read from SSD to slots on the device, unevaluated.
+
+    `spans` are whole chunks, and `tensors` have their tokens, in order. A chunk that scores lower than all
+    chunks in slots is dropped.
+    """
+    slots: list[int | None] = []
+    for path, cache in states.leaves(caches):
+        if not isinstance(cache, PagedCache):
+            continue
+        slots = slots or [cache.pages.take(span.start // CHUNK) for span in spans]  # the same in all layers
+        arrays = [tensors[f"{path}.{part}"] for part in states.parts(cache)]
+        for i, slot in enumerate(slots):
+            if slot is not None:
+                held = [array[..., i * CHUNK : (i + 1) * CHUNK, :] for array in arrays]
+                cache.put(slot, held[: len(held) // 2], held[len(held) // 2 :])

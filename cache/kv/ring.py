@@ -7,11 +7,12 @@ So a restored session computes the same bits, unlike with mlx-lm's `RotatingKVCa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import numpy as np
 
-from cache.names.policy import SLACK
+from cache.names.policy import SLACK, Policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,7 +29,12 @@ class RingCache:
     later tokens cycle through the places after the sinks. `offset` counts the tokens that were run. The
     rotary embedding (RoPE) of a key at position p uses p modulo `grid`, a power of two of at least `sink +
     window`: see `worker.batch.ring_attention`. With a `grid` of 0 it uses p itself.
+
+    A subclass may keep other tokens too, in slots behind the ring's places, and small copies of all keys.
     """
+
+    #: Copies of all keys in few bits, (1, KV heads, tokens, size) each; empty if the cache keeps none.
+    sketch: tuple[mx.array, ...] = ()
 
     def __init__(
         self,
@@ -39,6 +45,7 @@ class RingCache:
         grid: int | None = None,
         kept: int = 0,
     ) -> None:
+        self.policy = Policy(sink, window)  # the tokens that a token sees
         self.sink = sink
         self.window = window
         self.kept = max(window, kept)
@@ -51,6 +58,11 @@ class RingCache:
         self.offset = 0
         #: The first position after the sinks whose token has not been overwritten.
         self.first_held = sink
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether the tokens being run attend to all earlier tokens, also those that are not held."""
+        return False
 
     @property
     def capacity(self) -> int:
@@ -75,6 +87,10 @@ class RingCache:
     def places_for(self, end: int) -> int:
         """Return how many places the arrays need for a session of `end` tokens."""
         return min(end, self.capacity)
+
+    def slot_positions(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return, for each place behind the ring's, its token's position; -1 for an empty place."""
+        return np.zeros(0, np.int64)
 
     def empty(self) -> bool:
         """Whether the cache is still empty."""
@@ -193,6 +209,9 @@ class RingCache:
                     [array[..., shift : shift + size, :] for array in values],
                 )
         self.first_held = num_tokens - num_held + num_sinks
+
+    def weigh(self, at: int, queries: mx.array, scale: float) -> None:
+        """Score other tokens by the `queries` of those from position `at` on; a plain ring has no others."""
 
     def _make_room(self, keys: Sequence[mx.array], values: Sequence[mx.array], end: int) -> None:
         """Allocate places for `end` tokens, up to the capacity."""

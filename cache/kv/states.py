@@ -6,6 +6,7 @@ base. `layers` uses them to store caches in snapshots and to restore caches. Run
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
@@ -23,7 +24,6 @@ from mlx_lm.models.cache import (
 from cache.names.policy import FULL, Policy
 
 from .chunk import ChunkCache
-from .paged import PagedCache, sketch_group
 from .ring import RingCache
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _WHOLE: Final = (RotatingKVCache, ChunkedKVCache, ArraysCache)
 
 #: The arrays of a quantised part, in mlx-lm's order.
 _QUANTIZED: Final = ("codes", "scales", "biases")
-#: The tensors of the sketch of a paged cache's keys.
+#: The tensors of the sketch of a ring's keys.
 SKETCH: Final = tuple(f"sketch.{kind}" for kind in _QUANTIZED)
 #: A tensor in every state: the position, then the other counters of the cache's class.
 _NUMBERS: Final = "numbers"
@@ -71,13 +71,8 @@ def describe(cache: Any) -> str:
     match cache:
         case QuantizedKVCache():
             return f"{name}({cache.group_size},{cache.bits})"
-        case PagedCache():
-            bits = f" {cache.group_size},{cache.bits}" if cache.bits else ""
-            return f"{name}({cache.pages.policy}{bits})"
-        case RingCache(bits=0):
-            return f"{name}({cache.sink},{cache.window})"
         case RingCache():
-            return f"{name}({cache.sink},{cache.window},{cache.group_size},{cache.bits})"
+            return f"{name}({cache.policy}{f',{cache.group_size},{cache.bits}' if cache.bits else ''})"
         case RotatingKVCache():
             return f"{name}({cache.max_size},{cache.keep})"
         case ChunkedKVCache():
@@ -89,32 +84,14 @@ def describe(cache: Any) -> str:
 
 def reach(cache: Any) -> Policy:
     """Return which tokens a session needs in this cache's layer; only for caches stored per token."""
-    if isinstance(cache, PagedCache):
-        return cache.pages.policy
     if isinstance(cache, ChunkCache):
         return Policy(0, cache.chunk_size)
-    return Policy(cache.sink, cache.kept) if isinstance(cache, RingCache) else FULL
+    return replace(cache.policy, window=cache.kept) if isinstance(cache, RingCache) else FULL
 
 
 def num_tokens(cache: Any) -> int | None:
     """Return how many tokens the cache has processed; None if its class does not count them."""
     return None if type(cache) is ArraysCache else int(cache.offset)
-
-
-def sketch(cache: Any) -> dict[str, tuple[mx.Dtype, int, int]]:
-    """Return, by name, the type, heads and row length of a plain cache's sketches (see `PagedCache`).
-
-    Empty if the keys cannot be sketched.
-    """
-    held: Any = cache.keys
-    packed = type(cache) is QuantizedKVCache
-    like = held[1] if packed else held
-    size = held[0].shape[3] * 32 // cache.bits if packed else held.shape[3]
-    group = sketch_group(size)
-    if group is None:
-        return {}
-    shapes = ((mx.uint32, size // 16), (like.dtype, size // group), (like.dtype, size // group))
-    return {name: (dtype, like.shape[1], width) for name, (dtype, width) in zip(SKETCH, shapes, strict=True)}
 
 
 def room(cache: Any) -> int | None:
@@ -139,8 +116,6 @@ def in_words(cache: Any) -> str:
         return "a state of fixed size"
     bits = getattr(cache, "bits", 0)
     kept = f"{bits} bits" if bits else "full precision"
-    if isinstance(cache, PagedCache):
-        return f"{kept}, {cache.pages.policy.most_tokens} tokens on the device"
     if isinstance(cache, RingCache):
         sinks = f"the first {cache.sink} and " if cache.sink else ""
         return f"{kept}, {sinks}the last {cache.window} tokens"
@@ -158,11 +133,9 @@ def live_bytes(cache: Any) -> int:
     # has run; a ring holds more than are visible.
     num: int = cache.offset - getattr(cache, "start_position", 0)
     sketch = 0
-    if isinstance(cache, PagedCache):
-        num = cache.pages.policy.num_visible(num)
+    if isinstance(cache, RingCache):
+        num = cache.policy.num_visible(num)
         sketch = sum(part.nbytes // part.shape[2] for part in cache.sketch) * cache.offset
-    elif isinstance(cache, RingCache):
-        num = min(num, cache.sink + cache.window)
     return sketch + sum(
         part.nbytes // part.shape[2] * min(num, part.shape[2])
         for part in arrays
@@ -226,18 +199,16 @@ def tokens(cache: Any, start: int, end: int) -> dict[str, mx.array]:
     """
     if isinstance(cache, PASSING):
         keys, values = cache.tokens(start, end)
-        held = _named("keys", keys) | _named("values", values)
-        if isinstance(cache, PagedCache):
-            held |= sketched(cache, start, end)
-        return held
+        return _named("keys", keys) | _named("values", values) | sketched(cache, start, end)
     if cache.keys is None or end > cache.offset:
         raise ValueError(f"a {type(cache).__name__} does not hold the tokens [{start}, {end})")
     return {name: part[..., start:end, :] for name, part in parts(cache).items()}
 
 
-def sketched(cache: PagedCache, start: int, end: int) -> dict[str, mx.array]:
+def sketched(cache: Any, start: int, end: int) -> dict[str, mx.array]:
     """Return the sketches of the tokens `[start, end)`, as arrays by name; empty if the layer has none."""
-    return {name: part[..., start:end, :] for name, part in zip(SKETCH, cache.sketch, strict=False)}
+    held = zip(SKETCH, getattr(cache, "sketch", ()), strict=False)
+    return {name: part[..., start:end, :] for name, part in held}
 
 
 def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> None:
@@ -250,7 +221,7 @@ def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> No
     names, more = ["keys", "values"], {}
     if getattr(cache, "bits", 0):
         names = [f"{name}.{kind}" for name in names for kind in _QUANTIZED]
-    if isinstance(cache, PagedCache):
+    if isinstance(cache, RingCache) and cache.policy.recall:
         arrays = dict(arrays)
         more["sketch"] = [arrays.pop(name) for name in SKETCH if name in arrays]
     if set(arrays) != set(names) or (

@@ -79,6 +79,11 @@ class Policy:
         return self.window is not None and not self.recall
 
     @property
+    def scale(self) -> int:
+        """How many times longer than usual a prompt's pieces are, if each reads all earlier KV from SSD."""
+        return 8 if self.recall else 1
+
+    @property
     def spare(self) -> int:
         """The most tokens that the device holds in addition to the visible ones."""
         return SLACK + (RECALLED if self.recall else 0)

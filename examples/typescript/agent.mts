@@ -1,6 +1,6 @@
 // An agent with one tool, which can be killed anywhere and started again: steps that were answered keep their answers.
 // docs/typescript.md says how to install turnkeep-client. With Node 23.6, Deno or Bun leave `npx tsx` out, or replace it.
-//   NATS_URL=$(turnkeep url) npx tsx agent.mts trip-1 "What is the weather in Rome?"
+//   NATS_URL=$(turnkeep info --url) npx tsx agent.mts trip-1 "What is the weather in Rome?"
 
 import process from "node:process";
 

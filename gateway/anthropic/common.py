@@ -39,10 +39,9 @@ def error(fault: Fault) -> dict[str, Any]:
     message = fault.message
     if fault.code == "context_length_exceeded":
         message = "prompt is too long"  # agents look for these words before they compact a conversation
-        if fault.overflow is not None:
-            num_tokens, limit = fault.overflow
+        if (limit := fault.limit) is not None:
             # A prompt that fits, but without room for an answer, counts as one token more.
-            message += f": {max(num_tokens, limit + 1)} tokens > {limit} maximum"
+            message += f": {max(limit.asked, limit.allowed + 1)} tokens > {limit.allowed} maximum"
     details = {"details": {"error_code": NO_THREAD}} if fault.code == NO_THREAD else {}
     return {"type": "error", "error": {"type": kind, "message": message, **details}}
 

@@ -35,7 +35,7 @@ from gateway.openai import common as openai
 from gateway.reranking import rerank
 from gateway.responses import answers, compacting, items
 from gateway.responses import requests as responses
-from gateway.turn import WARNINGS, Fault, Turn, all_read, refused, told
+from gateway.turn import WARNINGS, Fault, Turn, refused, told
 from turnkeep_client import __version__
 from turnkeep_client.content_blocks import printed
 from turnkeep_client.errors import TurnkeepError
@@ -134,15 +134,13 @@ class Gateway:
         patience_s: float = 15.0,
         cors: Collection[str] = (),
         explain: bool = False,
-        placeholders: bool = True,
         name: str = "gateway",
     ) -> None:
         """`connect` returns the client of a tenant and a model; `models` is empty if there is only one model.
 
         Metrics are published under the id `name`. Conversations idle for `idle_s` are removed. Requests wait
         up to `patience_s` for a worker that restarts. Web pages of this machine and of origins in `cors` may
-        send requests. With `explain`, a header says how much of a conversation was found. Without
-        `placeholders`, images and other blocks that no model here can read are refused, not replaced by text.
+        send requests. With `explain`, a header says how much of a conversation was found.
         """
         #: Whether the server is shutting down; answers whose clients have disconnected go on then.
         self.is_stopping: Callable[[], bool] = lambda: False
@@ -154,7 +152,6 @@ class Gateway:
         self._cors = frozenset(cors)
         self._cors_names = {name_in(one) for one in cors}
         self._explain = explain
-        self._placeholders = placeholders
         self.counters = Counters()
         self._name = name
         self._conversations: dict[tuple[str, str], Conversations] = {}  # by tenant and model
@@ -287,13 +284,10 @@ class Gateway:
 
         return count
 
-    def _readable(self, turn: Turn) -> Turn:
-        return turn if self._placeholders else all_read(turn)
-
     async def _turn(self, tenant: str, dialect: Dialect, body: bytes) -> Turn:
         """Parse a request into a `Turn`, preceded by the conversation that it continues. Raises `Fault`."""
         known = await self._lookups.items(tenant, body) if dialect is _RESPONSES else {}
-        turn = self._readable(responses.read(body, known) if known else dialect.read(body))
+        turn = responses.read(body, known) if known else dialect.read(body)
         if not turn.previous:
             return turn
         found = await self._lookups.find(tenant, turn.previous)
@@ -318,7 +312,7 @@ class Gateway:
                 if (told_at_once := dialect.at_once(body)) is not None:
                     return as_json(told_at_once)
                 if cut := await self._lookups.cut(key.tenant, request.headers, digest):
-                    turn = self._readable(dialect.read(body))
+                    turn = dialect.read(body)
                     return self._followed(dialect, *cut, key, running, stream=turn.stream)
                 key_id = await self._lookups.key_id(key.tenant, request.headers, model)
                 turn = await self._turn(key.tenant, dialect, body)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
-from gateway.turn import ALL_THAT_FITS, Whole, as_whole, decoded, refused
+from gateway.turn import ALL_THAT_FITS, Whole, as_whole, decoded, fault_of, refused
+from turnkeep_client.errors import RequestFailedError
 
 from .common import ANY
 from .completions import prompts
@@ -87,4 +88,9 @@ async def _found(
     dimensions = None if size is None else int(size)
     if dimensions is not None and dimensions < 1:
         raise refused(f"dimensions must be 1 or more, not {dimensions}", "dimensions")
-    return await client.embed(inputs, dimensions=dimensions, input_tokens=most, timeout_s=_TIMEOUT_S)
+    try:
+        return await client.embed(inputs, dimensions=dimensions, input_tokens=most, timeout_s=_TIMEOUT_S)
+    except RequestFailedError as error:
+        fault = fault_of(error)
+        fault.param = fault.param and fault.param.replace("inputs", "input")
+        raise fault from None

@@ -11,7 +11,6 @@ import msgspec
 from gateway.anthropic.common import event, signature
 from gateway.openai import common as openai
 from gateway.turn import ALL_THAT_FITS, NO_WORKER, fault_of
-from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Generated
 
 if TYPE_CHECKING:
@@ -64,9 +63,7 @@ def recorded(found: Recorded, answer_id: str) -> dict[str, Any]:
     """Return the JSON body for an answer from the log, with its result, its failure or its running state."""
     if isinstance(found.result, Generated):
         return whole(found.turn, answer_id, found.note.created, [found.result])
-    fault = None
-    if (failed := found.result) is not None:
-        fault = fault_of(RequestFailedError(failed.code, failed.message, retryable=failed.retryable))
+    fault = fault_of(found.result.as_error()) if found.result is not None else None
     return _response(found.turn, answer_id, found.note.created, [], fault=fault)
 
 

@@ -342,7 +342,7 @@ class Console:
     async def _variants(self, request: Request) -> Response:
         """Return the variants of a session's conversation."""
         name = request.path_params["name"]
-        rows = await list_sessions(self._client, self._client.tenant, f"{stem(name)}*")
+        rows = await list_sessions(self._client, self._client.tenant, [f"{stem(name)}*"])
         rows = [row for row in rows if row.state != "forgotten"]
         return _json(variants(name, await begun(self._client, order(rows, "last")[:_READ])))
 

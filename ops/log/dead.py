@@ -69,7 +69,9 @@ async def find(client: Client, session: str, request: str) -> Dead:
         if request in (dead.letter.id, str(dead.letter.seq)):
             stored = await client.stored.get(dead.key, "in", dead.letter.seq)
             return replace(dead, asked=stored and decoded(decode_request, stored.body))
-    raise DeadError(f"session {session} has no dead letter of a request {request}; see turnkeep dead list")
+    raise DeadError(
+        f"session {session} has no dead letter of a request {request}; see turnkeep sessions --state dead"
+    )
 
 
 async def retry(client: Client, dead: Dead, *, anyway: bool, timeout_s: float) -> Result:

@@ -91,12 +91,15 @@ _TELLING: Final = frozenset({"history_diverged", "unknown_session"})
 _OUTCOME: Final = msgspec.json.Decoder(_Outcome)
 
 
-async def list_sessions(client: Client, tenant: str = "*", match: str = "*") -> list[SessionRow]:
-    """List the sessions of a tenant (`*`: of all) whose names match, unordered. Raises `TurnkeepError`."""
+def is_named(session: str, names: Sequence[str]) -> bool:
+    """Return whether a session has one of these names, which may be patterns; without names always."""
+    return not names or any(fnmatchcase(session, name) for name in names)
+
+
+async def list_sessions(client: Client, tenant: str = "*", names: Sequence[str] = ()) -> list[SessionRow]:
+    """List a tenant's sessions (`*`: all tenants') with these names, unordered. Raises `TurnkeepError`."""
     every = await client.stored.subjects(tenant)
-    return await _rows(
-        client, {key: kinds for key, kinds in every.items() if fnmatchcase(key.session, match)}
-    )
+    return await _rows(client, {key: kinds for key, kinds in every.items() if is_named(key.session, names)})
 
 
 async def find_session(client: Client, key: SessionKey) -> SessionRow | None:

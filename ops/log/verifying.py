@@ -36,6 +36,7 @@ from turnkeep_client.subjects import REFUSED
 
 from .copies import read_part
 from .record import decoded
+from .sessions import is_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,11 +116,11 @@ async def verify(
     names: Sequence[str] = (),
     told: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Check the sessions with these names, or all sessions.
+    """Check the sessions with these names, which may be patterns, or all sessions.
 
     `told` is called with the numbers of checked and of all sessions.
 
-    Raises `TurnkeepError` if the log has no session of one of the names.
+    Raises `TurnkeepError` if the log has no session of these names.
     """
     counts = await client.stored.subjects(tenant)
     keys = [
@@ -127,9 +128,9 @@ async def verify(
         for key in sorted(counts, key=str)
         if key.session != REFUSED and counts[key].keys() & {"in", "out"}
     ]
-    if missing := set(names) - {key.session for key in keys}:
-        raise TurnkeepError(f"the log has no session {min(missing)}; see turnkeep sessions")
-    keys = [key for key in keys if not names or key.session in names]
+    keys = [key for key in keys if is_named(key.session, names)]
+    if names and not keys:
+        raise TurnkeepError(f"the log has no session {' '.join(names)}; see turnkeep sessions")
     damaged, num_entries = [], 0
     for number, key in enumerate(keys):
         num, found = await _read(client, key)

@@ -17,7 +17,6 @@ from msgspec import Struct
 from .errors import (
     ClientClosedError,
     InvalidMessageError,
-    RequestFailedError,
     ResultRemovedError,
     ResultTimeoutError,
 )
@@ -396,7 +395,7 @@ def expect(kind: type[_T], answer: Result | ControlReply) -> _T:
     if isinstance(answer, kind):
         return answer
     if isinstance(answer, Failed):
-        raise RequestFailedError(answer.code, answer.message, retryable=answer.retryable)
+        raise answer.as_error()
     if isinstance(answer, UnknownResult):
         raise InvalidMessageError(
             f"the worker is newer than this client, which does not know its result {answer.type!r};"

@@ -32,20 +32,10 @@ _MOST_TOLD: Final = 20
 
 
 class Warned(NamedTuple):
-    """A warning: the part of a request at the path `where` was ignored or converted, as `what` says.
-
-    With `is_lost`, the model gets none of its content.
-    """
+    """A warning: the part of a request at the path `where` was ignored or converted, as `what` says."""
 
     where: str
     what: str
-    is_lost: bool = False
-
-    @property
-    def refusal(self) -> str:
-        """The error text for this block if the worker or gateway refuses blocks instead of replacing them."""
-        kind = self.what.partition(" ")[0]
-        return f"the model cannot read {kind}, and placeholders are off here: send text"
 
 
 class ContentError(TurnkeepError):
@@ -103,9 +93,8 @@ def block_text(block: Any, where: str, warnings: list[Warned]) -> str:
 def other_text(block: dict[str, Any], kind: str, where: str, warnings: list[Warned]) -> str:
     """Return the text inside a block that is not text itself, or a placeholder; append a warning."""
     text = _own_text(block)
-    is_lost = text is None
-    how = "replaced by a placeholder" if is_lost else "read as text"
-    warnings.append(Warned(where, f"{printed(kind)} {how}", is_lost))
+    how = "replaced by a placeholder" if text is None else "read as text"
+    warnings.append(Warned(where, f"{printed(kind)} {how}"))
     return _placeholder(block, kind) if text is None else text
 
 

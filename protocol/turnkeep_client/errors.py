@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Final, Literal, get_args
 
+from msgspec import Struct
+
 ErrorCode = Literal[
     "invalid_request",
     "id_conflict",
@@ -26,6 +28,21 @@ ERROR_CODES: Final[tuple[ErrorCode, ...]] = get_args(ErrorCode)
 RETRYABLE: Final[frozenset[ErrorCode]] = frozenset({"overloaded", "expired", "internal"})
 
 
+class TokenLimit(Struct, frozen=True):
+    """How many tokens the session would have before the answer, and how many the context has."""
+
+    asked: int
+    allowed: int
+
+
+class FieldError(ValueError):
+    """A field of a message is wrong; raised while decoding. `field` is its path within its object."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class TurnkeepError(Exception):
     """Base class of all errors that the protocol and its client raise."""
 
@@ -33,12 +50,14 @@ class TurnkeepError(Exception):
 class InvalidMessageError(TurnkeepError):
     """A body or a name breaks the protocol; the message says what was wrong and what would be right.
 
-    `request_id` is the invalid body's id, or None if that is invalid too.
+    `request_id` is the invalid body's id, or None if that is invalid too. `field` is the path of the field
+    that is wrong, such as `messages[0].role`; None if it is none, or several.
     """
 
-    def __init__(self, message: str, *, request_id: str | None = None) -> None:
+    def __init__(self, message: str, *, request_id: str | None = None, field: str | None = None) -> None:
         super().__init__(message)
         self.request_id = request_id
+        self.field = field
 
 
 class MessageTooLargeError(InvalidMessageError):
@@ -46,13 +65,27 @@ class MessageTooLargeError(InvalidMessageError):
 
 
 class RequestFailedError(TurnkeepError):
-    """The worker answered a request with `failed`. A newer worker may send codes unknown to this client."""
+    """The worker answered a request with `failed`. A newer worker may send codes unknown to this client.
 
-    def __init__(self, code: str, message: str, *, retryable: bool) -> None:
+    `field` is the path of the field that is wrong, if it is one. `limit` has the tokens asked for and those
+    allowed, if the context is exceeded.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        retryable: bool,
+        field: str | None = None,
+        limit: TokenLimit | None = None,
+    ) -> None:
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
         self.retryable = retryable
+        self.field = field
+        self.limit = limit
 
 
 class NoWorkerError(TurnkeepError):

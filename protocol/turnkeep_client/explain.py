@@ -31,6 +31,15 @@ class _Type(Struct):
     type: Any = None
 
 
+def field_of(error: msgspec.ValidationError) -> str | None:
+    """Return the path of the field that a decoded body has wrong; None if the error is about several."""
+    found = _PLACE.fullmatch(str(error))
+    fault, path = (found["fault"], found["path"] or "") if found else (str(error), "")
+    named = _UNKNOWN_FIELD.fullmatch(fault) or _MISSING_FIELD.fullmatch(fault)
+    name = named[1] if named else getattr(error.__cause__, "field", "")
+    return ".".join(filter(None, (path.lstrip("."), name))) or None
+
+
 def explain(error: Exception, body: bytes, expected: Any, what: str) -> str:
     """Return a sentence that says why `body` could not be decoded as `expected`, a message type or a union.
 

@@ -18,11 +18,11 @@ from msgspec.structs import force_setattr, replace
 from .controls import *  # noqa: F403  # users import all messages from here
 from .controls import ControlRequest, CountRequest
 from .errors import InvalidMessageError
-from .explain import explain
+from .explain import explain, field_of
 from .metrics import *  # noqa: F403  # users import all messages from here
 from .metrics import GatewayMetrics, Metrics
 from .requests import *  # noqa: F403  # users import all messages from here
-from .requests import Append, Generate, Id, Request
+from .requests import POLICIES, Append, Generate, Id, Request
 from .results import *  # noqa: F403  # users import all messages from here
 from .results import (
     Cancelled,
@@ -53,8 +53,7 @@ FEATURES: Final = (
     "priority",
     "deadline",
     "forget",
-    "sink_window",
-    "paged",
+    *(name for name in POLICIES if name != "full"),
     "response_format",
     "chat_template_kwargs",
     "other_model",
@@ -130,7 +129,8 @@ def decode_ask(body: bytes, request_id: str) -> Generate:
     try:
         request = decode_request(_ENCODER.encode(fields))
     except InvalidMessageError as error:
-        raise InvalidMessageError(str(error), request_id=_named(body)) from None  # not the id added here
+        named = _named(body)  # not the id added here
+        raise InvalidMessageError(str(error), request_id=named, field=error.field) from None
     if not isinstance(request, Generate):
         kind = type(request).__struct_config__.tag
         raise InvalidMessageError(
@@ -202,7 +202,8 @@ def _decode(decoder: msgspec.json.Decoder[_T], body: bytes, what: str) -> _T:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = explain(error, body, decoder.type, what)
-        raise InvalidMessageError(text, request_id=_named(body)) from None
+        field = field_of(error) if isinstance(error, msgspec.ValidationError) else None
+        raise InvalidMessageError(text, request_id=_named(body), field=field) from None
 
 
 def _named(body: bytes) -> str | None:

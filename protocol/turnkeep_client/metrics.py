@@ -127,7 +127,6 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     accepted_draft_tokens: int = 0
     draft_saved_s: float = 0.0
     recalled_tokens: int = 0
-    evicted_tokens: int = 0
     decoding_s: float = 0.0
     time_to_first_token: Histogram
     time_per_output_token: Histogram

@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import force_setattr
 
 from .content_blocks import ContentError, text_of
+from .errors import FieldError
 from .subjects import ID_PATTERN, ID_RULE
 
 #: The options of a generate that a model's authors may recommend, in the model's `generation_config.json`.
@@ -109,11 +110,12 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
             try:
                 force_setattr(self, "content", text_of(self.content, "content", []))
             except ContentError as error:
-                raise ValueError(f"has no valid {error.where}: {error}") from None
+                raise FieldError(error.where, f"has no valid {error.where}: {error}") from None
         if self.tool_calls is None:
             force_setattr(self, "tool_calls", ())
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("needs content; only an assistant message with tool_calls may have none")
+            why = "needs content; only an assistant message with tool_calls may have none"
+            raise FieldError("content", why)
 
     def as_sent(self) -> dict[str, Any]:
         """Return the message as a dict for the chat template, with its keys in the order sent.
@@ -139,10 +141,16 @@ def _in_order(value: Any, given: Any) -> Any:
     return value
 
 
-#: Defaults of the policies `sink_window` and `paged`, in tokens.
+#: Defaults of cache policies, in tokens.
 DEFAULT_SINK: Final = 4
 DEFAULT_WINDOW: Final = 1024
 DEFAULT_RESIDENT: Final = 4096
+#: By cache policy: the fields that it has, with their defaults.
+POLICIES: Final[dict[str, dict[str, Any]]] = {
+    "full": {},
+    "sink_window": {"sink": DEFAULT_SINK, "window": DEFAULT_WINDOW},
+    "paged": {"resident": DEFAULT_RESIDENT, "pin": ()},
+}
 _MOST_TOKENS: Final = 2**31 - 1
 # The bounds are checked after decoding, so that a refusal can give their reason.
 _Span = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": _MOST_TOKENS})]
@@ -167,22 +175,26 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     kv_bits: Literal[4, 8] | None = None
 
     def __post_init__(self) -> None:
-        for policy, names in (("sink_window", ("sink", "window")), ("paged", ("resident", "pin"))):
+        for policy, names in POLICIES.items():
             given = [name for name in names if getattr(self, name) is not None]
             if given and self.policy != policy:
-                raise ValueError(f"takes {' and '.join(given)} with the policy {policy} only")
+                raise FieldError(given[0], f"takes {' and '.join(given)} with the policy {policy} only")
         if self.sink is not None and not 1 <= self.sink <= _MOST_TOKENS:
-            raise ValueError(
+            raise FieldError(
+                "sink",
                 f"needs a sink of 1 to {_MOST_TOKENS} tokens, not {self.sink}: attention rests on the first"
-                " tokens, and without them in sight answers fall apart"
+                " tokens, and without them in sight answers fall apart",
             )
         if self.window is not None and not 1 <= self.window <= _MOST_TOKENS:
-            raise ValueError(f"needs a window of 1 to {_MOST_TOKENS} tokens, not {self.window}")
+            why = f"needs a window of 1 to {_MOST_TOKENS} tokens, not {self.window}"
+            raise FieldError("window", why)
         if self.resident is not None and not 1 <= self.resident <= _MOST_TOKENS:
-            raise ValueError(f"needs 1 to {_MOST_TOKENS} resident tokens, not {self.resident}")
+            why = f"needs 1 to {_MOST_TOKENS} resident tokens, not {self.resident}"
+            raise FieldError("resident", why)
         for start, end in self.pin or ():
             if not 0 <= start < end <= _MOST_TOKENS:
-                raise ValueError(f"needs pins of a start and a larger end, from 0, not [{start}, {end}]")
+                why = f"needs pins of a start and a larger end, from 0, not [{start}, {end}]"
+                raise FieldError("pin", why)
 
 
 class ForkPoint(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -217,7 +229,8 @@ class Open(_Request, frozen=True, tag="open"):
 
     def __post_init__(self) -> None:
         if self.from_ is not None and self.cache.policy is not None:
-            raise ValueError("open takes from or a cache policy, not both: a fork keeps its parent's policy")
+            why = "open takes from or a cache policy, not both: a fork keeps its parent's policy"
+            raise FieldError("cache.policy", why)
 
 
 #: Variables that the worker itself passes to a chat template.
@@ -252,11 +265,12 @@ def _check_rendering(tools: Tools, variables: dict[str, Any]) -> list[str]:
     Raises ValueError.
     """
     if own := next((name for name in _OWN_VARIABLES if name in variables), None):
-        raise ValueError(f"the request has {own} in chat_template_kwargs, which the template gets otherwise")
+        why = f"the request has {own} in chat_template_kwargs, which the template gets otherwise"
+        raise FieldError("chat_template_kwargs", why)
     # A copy of a decoded request has its tools as dicts.
     names = [tool["function"]["name"] if isinstance(tool, dict) else tool.function.name for tool in tools]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"the request has two tools of the name {twice}")
+        raise FieldError("tools", f"the request has two tools of the name {twice}")
     return names
 
 
@@ -384,20 +398,24 @@ class Generate(_Input, frozen=True, tag="generate"):
                 f"generate takes at most one of messages, text, tokens; it has {self.num_inputs}"
             )
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("generate takes top_logprobs with logprobs only: set logprobs to true")
+            why = "generate takes top_logprobs with logprobs only: set logprobs to true"
+            raise FieldError("top_logprobs", why)
         names = _check_rendering(self.tools or (), self.chat_template_kwargs or {})
         if isinstance(self.tool_choice, NamedTool) and self.tools is not None:
             chosen = self.tool_choice.function.name
             if chosen not in names:
-                raise ValueError(f"generate has a tool_choice of {chosen}, which is none of its tools")
+                why = f"generate has a tool_choice of {chosen}, which is none of its tools"
+                raise FieldError("tool_choice", why)
         if self.ignore_eos and not isinstance(self.response_format, TextFormat | None):
-            raise ValueError(
+            raise FieldError(
+                "ignore_eos",
                 "generate takes ignore_eos without a response_format only:"
-                " such an answer ends when it is whole"
+                " such an answer ends when it is whole",
             )
         if self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"generate needs min_tokens of at most max_tokens ({self.max_tokens}), not {self.min_tokens}"
+            raise FieldError(
+                "min_tokens",
+                f"generate needs min_tokens of at most max_tokens ({self.max_tokens}), not {self.min_tokens}",
             )
 
 

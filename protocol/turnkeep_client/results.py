@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from struct import unpack
-from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 
-from .errors import ERROR_CODES, RETRYABLE, AnswerNotParsedError, ErrorCode
+from .errors import (
+    ERROR_CODES,
+    RETRYABLE,
+    AnswerNotParsedError,
+    ErrorCode,
+    RequestFailedError,
+    TokenLimit,
+)
 from .metrics import Metrics  # noqa: TC001  # msgspec reads it
+from .requests import POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from .requests import CachePolicy
 
 
 _T = TypeVar("_T")
@@ -38,6 +48,14 @@ class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
     window: int | None = None
     resident: int | None = None
     pin: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, asked: CachePolicy) -> SessionCache | None:
+        """Return the policy that a request asks for, with its defaults; None if it names none."""
+        if asked.policy is None:
+            return None
+        given = {name: getattr(asked, name) or default for name, default in POLICIES[asked.policy].items()}
+        return cls(policy=asked.policy, **given)
 
     def __str__(self) -> str:
         """Name the policy with its numbers."""
@@ -272,28 +290,37 @@ class Generated(_Turned, frozen=True, tag="generated"):
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag_field="type", tag="failed", omit_defaults=True):
-    """Answer to a request that changed nothing. `id` is null if the body has no valid one."""
+    """Answer to a request that changed nothing. `id` is null if the body has no valid one.
+
+    `field` is the path of the field that is wrong, if it is one, such as `messages[0].role`. `limit` is there
+    if the context is exceeded.
+    """
 
     id: str | None
     code: _OpenCode
     message: str
     retryable: bool
+    field: str | None = None
+    limit: TokenLimit | None = None
     seq: int | None = None
     position: int | None = None
     repeat_of: int | None = None
+
+    def as_error(self) -> RequestFailedError:
+        """Return the exception that tells a program of this failure."""
+        return RequestFailedError(
+            self.code, self.message, retryable=self.retryable, field=self.field, limit=self.limit
+        )
 
 
 def failure(
     request_id: str | None,
     code: ErrorCode,
     message: str,
-    *,
-    seq: int | None = None,
-    position: int | None = None,
+    **fields: Any,
 ) -> Failed:
-    """Build a `Failed` result; its `retryable` follows from the code."""
-    retryable = code in RETRYABLE
-    return Failed(id=request_id, code=code, message=message, retryable=retryable, seq=seq, position=position)
+    """Build a `Failed` result with these `fields`; its `retryable` follows from the code."""
+    return Failed(id=request_id, code=code, message=message, retryable=code in RETRYABLE, **fields)
 
 
 class DeadLetter(Struct, frozen=True, kw_only=True, tag_field="type", tag="dead"):

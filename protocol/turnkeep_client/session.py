@@ -20,9 +20,6 @@ from .formats import response_format as as_format
 from .generation import STOP_S, Generation
 from .history import History, read_history
 from .messages import (
-    DEFAULT_RESIDENT,
-    DEFAULT_SINK,
-    DEFAULT_WINDOW,
     Append,
     Appended,
     CachePolicy,
@@ -390,7 +387,7 @@ class Session:
         async with self._beginning:
             if self._is_begun:
                 return
-            asked, found = _whole(self._cache), await self._policy()
+            asked, found = self._cache and SessionCache.of(self._cache), await self._policy()
             if found is None:
                 try:
                     await self.open()
@@ -426,19 +423,6 @@ class Session:
 
 def _fields(cache: Cache) -> CachePolicy | dict[str, Any]:
     return dict(cache) if isinstance(cache, Mapping) else cache
-
-
-def _whole(cache: CachePolicy | None) -> SessionCache | None:
-    """Fill in a policy's defaults; None if `cache` does not name a policy."""
-    if cache is None or cache.policy is None:
-        return None
-    if cache.policy == "full":
-        return SessionCache(policy="full")
-    if cache.policy == "paged":
-        return SessionCache(policy="paged", resident=cache.resident or DEFAULT_RESIDENT, pin=cache.pin or ())
-    return SessionCache(
-        policy=cache.policy, sink=cache.sink or DEFAULT_SINK, window=cache.window or DEFAULT_WINDOW
-    )
 
 
 _Q = TypeVar("_Q", Open, Append, Generate, Rewind, Close)

@@ -16,7 +16,7 @@ from typing import Any
 import saboteurs as by
 from saboteurs import ALL, PREFILL_S, WAITS, Lie, Suite, answer, samples, turns
 
-from bench import device, load, overhead, peers, pressure, quality, recall, restart, session, speculation
+from bench import device, load, peers, recall, restart, session
 from bench.openai import OWN
 from bench.turns import Sample, Turn
 
@@ -99,63 +99,6 @@ LOAD_LIES = (
     Lie("leaks", "the process without its KV", GROWS),
 )
 
-ON, OFF, BAD = overhead.ON, overhead.OFF, (overhead.SLOW, overhead.FAILING)
-OVERHEAD = overhead.Plan(batch=(2,), rounds=8, turns=2)
-NONE = {"written": 0, "lost": 0, "waiting": 0}
-SOUND = {overhead.WORKER: NONE | {"written": 4}, OFF: NONE, ON: NONE | {"written": 4}}
-SOUND |= {overhead.SLOW: NONE | {"waiting": 4}, overhead.FAILING: NONE | {"lost": 4}}
-SAID = tuple(range(30))
-
-
-def honest_overhead(seed: int) -> Run:
-    """Make a run with equally fast cases; rounds scatter by 30%, and cases within a round by 1%."""
-    noise, found, idle = random.Random(seed), [], []
-    moods = [noise.lognormvariate(0, 0.3) for _ in range(OVERHEAD.rounds)]
-    for block, case in itertools.product(range(OVERHEAD.rounds), overhead.CASES):
-        idle.append(Sample(overhead.IDLE.name, case, None, block, noise.uniform(0.005, 0.015)))
-        for number in range(OVERHEAD.turns):
-            context = 140 * number + 110
-            facts = {"turn": number, "sent": context, "block_tokens": OVERHEAD.block_tokens}
-            facts |= SOUND.get(case, {})
-            pace_s = 0.03 * moods[block] * noise.lognormvariate(0, 0.01)
-            more = {"first_s": 0.1 * moods[block], "total_s": 2.0, "own_tokens": 110, "facts": facts}
-            if case == overhead.IN_PROCESS:
-                more |= {"prompt_tokens": 0, "joined": None}
-            for i in range(2):
-                gaps_s = tuple(pace_s * noise.lognormvariate(0, 0.03) for _ in SAID[1:])
-                more |= {"case": case, "x": 2, "block": block, "session": f"s{i}", "gaps_s": gaps_s}
-                found.append(answer(context, 111 if number else 110, SAID, **more))
-    return found, idle
-
-
-def held_up(turn: Turn) -> tuple[float, ...]:
-    """Return a turn's gaps, 250 ms longer after a completed block and shorter by as much in the others."""
-    drawn = 128 - ((turn.position or 0) - 30) % 128
-    return tuple(gap_s + (0.25 if i == drawn else -0.25 / 28) for i, gap_s in enumerate(turn.gaps_s))
-
-
-SLOWER = {"gaps_s": lambda turn: tuple(1.1 * gap_s for gap_s in turn.gaps_s)}
-FINDS = {"cached_tokens": 16, "prefilled_tokens": lambda turn: turn.prompt_tokens - 16}
-FINDS_OTHER = turns(ON, when=lambda turn: turn.facts["turn"] == 0, **FINDS)
-BUSY = samples(overhead.IDLE, lambda one: one.value + 0.1)
-ANEW = turns(overhead.WORKER, **ALL)
-OVERHEAD_LIES = (
-    Lie("loses a token of a session", "a worker ran the very tokens", turns(ON, position=1)),
-    Lie("finds another session's KV", "no session began with", FINDS_OTHER),
-    Lie("prefills a session anew", "later turns prefilled", ANEW, by.prefill_anew),
-    Lie("writes nothing", "with snapshots on, some", turns(ON, facts={"written": 0})),
-    Lie("loses a snapshot", "with snapshots on, none", turns(ON, facts={"lost": 1})),
-    Lie("writes with snapshots off", "without snapshots", turns(OFF, facts={"written": 1})),
-    Lie("has a disk that is quick", "the slow disk kept", turns(overhead.SLOW, facts={"waiting": 0})),
-    Lie("has a disk that is sound", "the failing disk lost", turns(overhead.FAILING, facts={"lost": 0})),
-    Lie("computes while it waits", "the sides that waited", BUSY),
-    Lie("answers otherwise", "at least 90% of the tokens", turns(ON, tokens=(9,) * 30)),
-    Lie("decodes slower with snapshots", "with snapshots on answers decode", turns(ON, **SLOWER)),
-    Lie("decodes slower on a bad disk", "on a bad disk answers decode", turns(*BAD, **SLOWER)),
-    Lie("holds a step up for a block", "with snapshots on the steps beside", turns(ON, gaps_s=held_up)),
-    Lie("holds a step up on a bad disk", "on a bad disk the steps beside", turns(*BAD, gaps_s=held_up)),
-)
-
 PEERS = peers.Plan(corpus="built-in")
 
 
@@ -185,94 +128,6 @@ DROPS = turns(OWN, when=lambda turn: (turn.x or 0) >= 5, **FEWER)
 PEERS_LIES = (
     Lie("forgets what was said first", "all sides held the same conversation", DROPS),
     Lie("works while it should be idle", "a side is idle", turns(OWN, facts={"others_busy": 0.5})),
-)
-
-PRESSURE = pressure.Plan(room=256)
-KV_LIMIT, DEVICE_LIMIT, IDLE = 10 * MIB, 60 * MIB, 40 * MIB
-LIMITS = {"max_memory": KV_LIMIT, "device_memory": DEVICE_LIMIT, "without sessions": IDLE}
-SAME = {"verb": "generate", "held": 0, "cancelled": None, "same": "yes"}
-
-
-def honest_pressure(seed: int) -> Run:
-    """Make a run of requests drawn as the bench does, answered correctly; memory stays below its limits."""
-    dice, found, sizes, held = random.Random(seed), [], [], 0
-    for i in range(100):
-        verb, request, cancel_after_s = pressure.draw(dice, PRESSURE.room, held)
-        if "tokens" in request:
-            own, asked = len(request["tokens"]), request.get("max_tokens", 0)
-            case = pressure.kind_of(held + own + min(asked, 1), PRESSURE.room)
-            facts = {"verb": verb, "held": held, "cancelled": "yes" if cancel_after_s else None}
-            more = {"total_s": dice.lognormvariate(0, 0.5), "own_tokens": own, "facts": facts}
-            more |= {"case": case, "block": i // 20}
-            if case == pressure.NEVER:
-                found.append(Turn(error=pressure.REFUSED, **more))
-            else:
-                tokens = (1,) * min(asked, PRESSURE.room - held - own)
-                found.append(answer(held + own, own, tokens, **more))
-                held += own + len(tokens)
-        held = 0 if held > 0.6 * PRESSURE.room else held
-        used = (1 - (i % 10) / 10) * KV_LIMIT
-        device = {pressure.ALLOCATED: IDLE + used, pressure.PEAK: 0.9 * DEVICE_LIMIT}
-        sizes += [Sample(pressure.DEVICE.name, case, i, i // 20, size) for case, size in device.items()]
-        sizes.append(Sample(pressure.KV.name, "", i, i // 20, used))
-        sizes.append(Sample(pressure.PROCESS.name, "", i, i // 20, 100 * MIB + i * MIB / 5))
-        sizes.append(Sample(pressure.RESULTS.name, "", None, i, 1))
-    again = {"case": pressure.AGAIN, "total_s": 1, "facts": SAME}
-    return [*found, *(answer(9, 9, (1,), block=i, **again) for i in range(9))], sizes
-
-
-LATE = {"when": lambda one: (one.x or one.block) >= 50}
-ALLOCATES = samples(pressure.DEVICE, lambda _: DEVICE_LIMIT + 1, pressure.PEAK, **LATE)
-HOLDS = samples(pressure.KV, lambda _: KV_LIMIT + 1, **LATE)
-REFUSES = turns(pressure.SHORT, when=lambda turn: turn.block == 2, error=pressure.REFUSED, tokens=())
-TAKES = turns(pressure.NEVER, error=None, facts=SAME)
-OTHER = turns(pressure.AGAIN, facts={"same": "no"})
-LOSES_ONE = turns(pressure.SHORT, position=lambda turn: turn.position - 1)
-LOSES_MEMORY = samples(pressure.PROCESS, lambda one: one.value + 400 * MIB, **LATE)
-PRESSURE_LIES = (
-    Lie("allocates beyond its limit", "what MLX allocates", ALLOCATES),
-    Lie("holds KV beyond its limit", "KV stays within", HOLDS, by.hold_half_more),
-    Lie("refuses what fits", "no request that fits", REFUSES, by.refuse_what_fits),
-    Lie("takes what never fits", "no request was carried out", TAKES),
-    Lie("answers twice", "every request has one", samples(pressure.RESULTS, lambda _: 2, **LATE)),
-    Lie("leaves one unanswered", "every request has one", samples(pressure.RESULTS, lambda _: 0, **LATE)),
-    Lie("loses a token", "no answer ran over another", LOSES_ONE),
-    Lie("restores another KV", "answers are those of the same sessions", OTHER, by.restore_badly),
-    Lie("has more room than it says", "the load came near", samples(pressure.KV, lambda one: one.value / 2)),
-    Lie("loses memory", "the process grows", LOSES_MEMORY),
-)
-
-QUALITY = quality.Plan(corpus="built-in")
-FULL, EIGHT, FOUR = quality.CASES
-BYTES = {FULL: 46_080, EIGHT: 12_960, FOUR: 7_200}
-WORSE = {FULL: 1.0, EIGHT: 1.0007, FOUR: 1.11}
-
-
-def honest_quality(seed: int) -> Run:
-    """Make a run: perplexity varies much by text, and little by precision; 80% of answers stay equal."""
-    noise, found = random.Random(seed), []
-    windows = [20 * noise.lognormvariate(0, 0.4) for _ in range(QUALITY.windows)]
-    for case in quality.CASES:
-        sizes = (quality.MEMORY, quality.DISK)
-        found += [Sample(one.name, case, None, 0, BYTES[case]) for one in sizes]
-        for i, window in enumerate(windows):
-            value = window * WORSE[case] * noise.lognormvariate(0, 0 if case == FULL else 0.02)
-            found.append(Sample(quality.PERPLEXITY.name, case, i, i, value))
-        for i in range(QUALITY.answers if case == EIGHT else 0):
-            share = 1.0 if noise.random() < 0.8 else noise.random()
-            found.append(Sample(quality.EQUAL.name, case, i, i, share))
-    return [], found
-
-
-SAVES_NOTHING = samples(quality.DISK, lambda _: 46_080)
-LOSES_8 = samples(quality.PERPLEXITY, lambda one: 1.05 * one.value, EIGHT)
-DIFFERS = samples(quality.EQUAL, lambda one: 0.3 * one.value, EIGHT)
-LOSES_4 = samples(quality.PERPLEXITY, lambda one: 1.25 * one.value, FOUR)
-QUALITY_LIES = (
-    Lie("saves nothing", "fewer bits take less", SAVES_NOTHING, by.keep_in_full),
-    Lie("loses with 8 bits", "8 bits have", LOSES_8),
-    Lie("loses with 4 bits", "4 bits have", LOSES_4),
-    Lie("answers otherwise", "8 bits answer alike", DIFFERS),
 )
 
 RECALL = recall.Plan(corpus="built-in", resident=(1024,), texts=8)
@@ -371,65 +226,13 @@ SESSION_LIES = (
 )
 
 
-SPECULATION = speculation.Plan(corpus="built-in", rows=(1, 2))
-DRAFTING = speculation.SIDES[1:]
-
-
-def honest_speculation(seed: int) -> Run:
-    """Make a run: rounds scatter by 30%, sides within one by 1%; drafts gain 5%, and change no answer."""
-    noise, found = random.Random(seed), []
-    for block, num, (kind, rate) in itertools.product(
-        range(SPECULATION.rounds), SPECULATION.rows, speculation.RATES.items()
-    ):
-        mood = num * noise.lognormvariate(3, 0.3)
-        for side in speculation.SIDES:
-            gain = (1.05 if side in DRAFTING else 1.0) * noise.lognormvariate(0, 0.01)
-            found.append(Sample(rate.name, side, num, block, mood * gain))
-            if side in DRAFTING:
-                found.append(Sample(speculation.SAME.name, side, None, block, 1.0))
-                if kind == "code":
-                    found.append(Sample(speculation.RIGHT.name, side, num, block, noise.uniform(0.5, 0.9)))
-    return [], found
-
-
-SPECULATION_LIES = (
-    Lie(
-        "says something else with drafts",
-        "answers have",
-        samples(speculation.SAME, lambda one: one.value * 0.5, "lookup"),
-    ),
-    Lie(
-        "is slower with drafts",
-        "drafts leave",
-        samples(speculation.RATES["chat"], lambda one: one.value * 0.8, "draft model"),
-    ),
-)
-
-
 SUITES = (
     Suite(device.BENCH, DEVICE, honest_device, DEVICE_LIES, program="bench.programs.device"),
     Suite(load.BENCH, LOAD, honest_load, LOAD_LIES),
-    Suite(overhead.BENCH, OVERHEAD, honest_overhead, OVERHEAD_LIES),
     Suite(peers.BENCH, PEERS, honest_peers, PEERS_LIES),
-    Suite(pressure.BENCH, PRESSURE, honest_pressure, PRESSURE_LIES, facts=LIMITS),
-    Suite(
-        quality.BENCH,
-        QUALITY,
-        honest_quality,
-        QUALITY_LIES,
-        model="wide_model",
-        program="bench.programs.quality",
-    ),
     Suite(recall.BENCH, RECALL, honest_recall, RECALL_LIES, model="wide_model"),
     Suite(restart.BENCH, RESTART, honest_restart, RESTART_LIES),
     Suite(session.BENCH, SESSION, honest_session, SESSION_LIES),
-    Suite(
-        speculation.BENCH,
-        SPECULATION,
-        honest_speculation,
-        SPECULATION_LIES,
-        program="bench.programs.speculation",
-    ),
 )
 
 

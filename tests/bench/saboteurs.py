@@ -14,7 +14,6 @@ from cache.kv import layers
 from worker.device.acquisition import Acquisition
 from worker.device.admission import Ledger
 from worker.device.runner import Runner
-from worker.models import model
 from worker.sessions import fold, history, results
 
 #: Seconds to prefill a token, in honest runs of long sessions.
@@ -149,11 +148,6 @@ def forget_sessions() -> None:
     fold.Fold.extend = forget
 
 
-def refuse_what_fits() -> None:
-    """Make the worker refuse turns that need more than 90% of its KV memory."""
-    Ledger.ever_fits = lambda self, size: size <= 0.9 * self.max_bytes
-
-
 def hold_half_more() -> None:
     """Make the worker keep up to 150% of its limit of KV on the device."""
     reserve = Ledger.reserve
@@ -167,9 +161,3 @@ def hold_half_more() -> None:
             self.max_bytes = limit
 
     Ledger.reserve = more
-
-
-def keep_in_full() -> None:
-    """Make the worker ignore `kv_bits`, so that KV is never quantised."""
-    load = model.load
-    model.load = lambda folder, *, kv_bits, **more: load(folder, kv_bits=None, **more)

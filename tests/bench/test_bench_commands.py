@@ -29,14 +29,10 @@ PATIENCE_S = 120
 #: them suffice: one with a single process and one with several. `make soak` tests all.
 LONG = {
     "device": "--pieces 64 --rows 1 --rounds 10000",
-    "speculation": "--rows 1 --answer 4 --rounds 10000",
     "session": "--duration 600 --every 0.1 --max-tokens 2",
     "peers": "--part chat --chats 1000 --turns 3 --turn-tokens 20 --max-tokens 4",
     "load": "--concurrency 1 --turns 10000 --max-tokens 2 --history 1",
-    "overhead": "--batch 1 --rounds 10000",
     "restart": "--tokens 256 --rounds 20",
-    "quality": "--window 16 --answer 1000 --answers 100",
-    "pressure": "--duration 20",
     "recall": "--tokens 600 --resident 512 --texts 100",
 }
 
@@ -77,9 +73,7 @@ def lasting(suite: Suite, tmp_path: Path, model: Path, turnkeep: Start) -> Lasti
     raise AssertionError("no checkpoint had three turns or samples")
 
 
-@_benches(
-    "session", packaging=("device", "load", "peers", "quality", "recall", "restart", "speculation")
-)  # the others run long
+@_benches("session", packaging=("device", "load", "peers", "recall", "restart"))
 def test_a_smoke_run_of_a_bench_succeeds_with_a_cached_hub_model_and_draws_its_plots(
     suite: Suite, tmp_path: Path, model: Path, turnkeep: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,17 +7,13 @@ import contextlib
 import dataclasses
 import json
 import math
-import sys
-import types
 from collections.abc import Callable
 from itertools import islice, repeat
 from pathlib import Path
 
 import click
 import lies
-import msgspec
 import pytest
-from click.testing import CliRunner
 from matplotlib.figure import Figure
 from msgspec.structs import replace
 
@@ -34,7 +30,6 @@ from bench.run import Run
 from bench.spec import Findings, Plot
 from bench.stats import Estimate
 from bench.turns import Turn
-from commands.cli import main
 
 
 def make_report(turns: list[Turn] | None = None, **changes: object) -> Report:
@@ -198,73 +193,6 @@ def test_a_check_whose_bound_lies_inside_the_interval_is_undecided() -> None:
     intervals = [(0.1, 0.4), (0.4, 0.6), (0.6, 0.9), (-math.inf, math.inf)]
     found = [bounded("", {"": Estimate(0.5, *ends)}, at_most=0.5).outcome for ends in intervals]
     assert found == [Verdict.HOLDS, Verdict.CANNOT_TELL, Verdict.FAILS, Verdict.CANNOT_TELL]
-
-
-def written(folder: Path, starts: list[int], slower: float = 1.0) -> list[Path]:
-    """Write reports begun at these minutes; in every second one first tokens take `slower` times as long."""
-    paths = []
-    for i, minute in enumerate(starts):
-        factor = slower if i % 2 else 1.0
-        turns = [replace(turn, first_s=turn.first_s * factor) for turn in lies.honest_restart(i)[0]]
-        found = make_report(turns, started_at=f"2026-11-20T08:{minute:02}:00+00:00")
-        paths.append(folder / f"{i}.json")
-        paths[-1].write_bytes(msgspec.json.encode(found))
-    return paths
-
-
-def said(*paths: Path) -> tuple[int, str]:
-    done = CliRunner().invoke(main, ["bench", "compare", *map(str, paths)], terminal_width=200)
-    return done.exit_code, done.output
-
-
-def test_comparing_two_runs_shows_the_figures_without_a_verdict(tmp_path: Path) -> None:
-    """Two runs of the same worker can also differ by more than the scatter within each run."""
-    code, text = said(*written(tmp_path, [1, 2], slower=3.0))
-    assert code == 0
-    assert "first token, 256 tokens, restart" in text
-    assert "nothing is judged" in text
-    assert "B is" not in text
-
-
-def test_comparing_five_pairs_of_runs_gives_a_verdict_only_if_the_runs_alternated(tmp_path: Path) -> None:
-    code, text = said(*written(tmp_path, [1, 2, 4, 3, 5, 6, 7, 8, 9, 10], slower=1.5))
-    assert code == 0
-    assert text.count("B is worse") == 10  # two lengths of five cases
-    _, text = said(*written(tmp_path, [1, 3, 2, 4, 5, 6, 7, 8, 9, 10], slower=1.5))
-    assert "B is" not in text
-    assert "the runs did not take turns" in text
-
-
-def test_reports_that_cannot_be_compared_are_refused_in_one_line(tmp_path: Path) -> None:
-    one, two = written(tmp_path, [1, 2])
-    content = json.loads(two.read_text())
-    for changes, says in (
-        ({"plan": content["plan"] | {"rounds": 9}}, "rounds is 5 and 9"),
-        ({"facts": {"model": "another"}}, "model is None and another"),
-        ({"schema": "turnkeep.bench.load/3"}, "of load cannot be compared"),
-    ):
-        two.write_text(json.dumps(content | changes))
-        code, text = said(one, two)
-        assert (code, text.count("\n"), text[:10]) == (1, 1, "turnkeep: ")
-        assert says in text
-    assert said(one)[0] == 1
-
-
-@pytest.mark.process
-async def test_the_example_of_the_guide_to_adding_a_bench_runs_and_its_checks_hold(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "adding-a-bench.md").read_text()
-    code = guide.partition("```python\n")[2].partition("```")[0]
-    assert code.count("\n") <= 80
-    module = types.ModuleType("last_turn")
-    sys.modules["last_turn"] = module  # where a dataclass looks up its annotations
-    exec(code, module.__dict__)
-    short = module.Plan(**plan.short_form(module.Plan))
-    found = await conduct(module.BENCH, short, Where(model=str(tiny_model), out=tmp_path))
-    assert sorted(turn.x for turn in found.turns) == [16, 64]
-    assert {check.outcome for check in found.checks if check.exact} == {Verdict.HOLDS}
-    assert render(module.BENCH, found, warn=print).count("<svg") == 2
 
 
 async def test_a_bench_refuses_to_restart_a_worker_that_it_did_not_start(tmp_path: Path) -> None:

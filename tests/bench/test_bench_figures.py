@@ -18,7 +18,6 @@ from msgspec.structs import replace
 
 from bench import load, stats
 from bench.checks import Verdict, bounded
-from bench.overhead import beside_blocks, decoding
 from bench.spec import Findings
 from bench.stats import Estimate
 from bench.turns import Turn
@@ -205,22 +204,3 @@ def test_every_session_of_the_load_benchs_crowd_gets_requests_and_a_few_get_many
     assert (sum(counts), len(chosen), len(set(load.order(50, 20, 3)))) == (2000, 2000, 20)
     assert counts[0] > 5 * counts[25] > 0 < counts[-1]
     assert load.order(50, 2000, 3) == chosen
-
-
-def test_a_steps_delay_by_a_completed_kv_block_is_measured_against_the_steps_around_it() -> None:
-    """Steps take 10 ms, later 20 ms; of two completed blocks, the second delays a step by 7 ms."""
-    steps_s, facts = [0.01] * 30 + [0.02] * 40, {"block_tokens": 32}
-    steps_s[44] += 0.007  # the step behind the token that completes the second block
-    turn = Turn(total_s=2.0, position=91, tokens=tuple(range(71)), gaps_s=tuple(steps_s), facts=facts)
-    assert beside_blocks(turn) == pytest.approx([0.0, 0.007])  # behind 20 tokens: the tokens 12 and 44
-    assert beside_blocks(replace(turn, facts={"block_tokens": 128})) == []
-    in_twos = (*[0.02] * 14, 0.03, *[0.04] * 7, 0.047, *[0.04] * 11)
-    pairs = replace(turn, position=90, tokens=tuple(range(70)), gaps_s=in_twos, counts=(2,) * 35)
-    assert beside_blocks(pairs)[1] == pytest.approx(0.007)
-
-
-def test_the_decoding_rate_counts_only_tokens_after_all_answers_have_begun() -> None:
-    early = Turn(total_s=4, first_s=1, gaps_s=(0.5, 1, 1, 0.5), tokens=(1,) * 5)
-    late = Turn(total_s=4, first_s=2, gaps_s=(1, 1), counts=(1, 2, 1), tokens=(1,) * 4)
-    assert decoding([early, late]) == 6 / 2  # after 2.5, 3.5 and 4 s, and after 3, 3 and 4 s
-    assert decoding([early, Turn(total_s=4, first_s=3.9, tokens=(1,))]) is None

@@ -69,15 +69,13 @@ def test_under_sink_window_plain_layers_get_ring_caches_and_windows_and_states_s
     assert layers.describe(layers.make(made)) == (
         "KVCache QuantizedKVCache(32,8) RotatingKVCache(512,0) ArraysCache(2)"
     )
-    assert layers.describe(layers.make(made, POLICY)) == (
-        "RingCache(4,100) RingCache(4,100,32,8) RotatingKVCache(512,0) ArraysCache(2)"
-    )
-    assert layers.describe(layers.make(made, POLICY, rings=True)) == (
-        "RingCache(4,100) RingCache(4,100,32,8) RingCache(0,512) ArraysCache(2)"
-    )
-    assert layers.describe(layers.make(made, FULL, rings=True)) == (
-        "KVCache QuantizedKVCache(32,8) RingCache(0,512) ArraysCache(2)"
-    )
+    rings = "RingCache(sink_window(4,100)) RingCache(sink_window(4,100),32,8)"
+    of_window = "RingCache(sink_window(0,512)) ArraysCache(2)"
+    as_made = "RotatingKVCache(512,0) ArraysCache(2)"
+    assert layers.describe(layers.make(made, POLICY)) == f"{rings} {as_made}"
+    assert layers.describe(layers.make(made, POLICY, rings=True)) == f"{rings} {of_window}"
+    plain = "KVCache QuantizedKVCache(32,8)"
+    assert layers.describe(layers.make(made, FULL, rings=True)) == f"{plain} {of_window}"
     kept = model(lambda: RotatingKVCache(512, keep=4))
     assert layers.describe(layers.make(kept, rings=True)) == "RotatingKVCache(512,4)"
 

@@ -109,7 +109,7 @@ async def test_the_generation_options_of_ask_reach_the_worker(local_worker: Call
         *(("ask", "--max-tokens", "-1"), ("ask", "--temperature", "-0.1"), ("ask", "--temperature", "nan")),
         *(("ask", "--seed", "-1"), ("ask", "--logit-bias", "3:500"), ("ask", "--logit-bias", "-3:5")),
         *(("ask", "--top-p", "-0.1"), ("ask", "--json", "--logprobs", "21"), ("chat", "--top-k", "-1")),
-        *(("rm", "s", "--timeout", "nan"), ("exporter", "--keep-s", "nan")),
+        *(("close", "s", "--timeout", "nan"), ("exporter", "--keep-s", "nan")),
     ],
 )
 async def test_a_number_out_of_range_is_refused_with_an_error_that_names_its_option(

@@ -1,4 +1,4 @@
-"""`turnkeep close`, `rm`, `cancel`, `rewind` and `sessions`; `ask` removes its temporary session."""
+"""`turnkeep close`, `cancel`, `rewind` and `sessions`; `ask` removes its temporary session."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ async def contents(worker: LocalWorker) -> bytes:
     return b"".join([entry.body for entry in await worker.client.log()])
 
 
-async def test_close_and_rm_close_and_remove_the_named_sessions(local_worker: Start) -> None:
+async def test_close_closes_the_named_sessions_or_removes_them(local_worker: Start) -> None:
     worker = await local_worker()
     for name in ("a", "b", "c"):
         await worker.client.session(name).append(text="a secret")
     done = await command("close", "a", "b", *where(worker))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "closed a at position 8\nclosed b at position 8\n"
-    for removed in (("close", "--forget", "c"), ("rm", "b")):  # also one that is closed already
-        done = await command(*removed, *where(worker))
+    for name in ("c", "b"):  # also one that is closed already
+        done = await command("close", "--forget", name, *where(worker))
         assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout == f"removed {removed[-1]} from the log and the worker's disk\n"
+        assert done.stdout == f"removed {name} from the log and the worker's disk\n"
     assert await states(worker) == {"a": "closed"}
     assert await states(worker, "--state", "forgotten") == {"b": "forgotten", "c": "forgotten"}
     assert (await contents(worker)).count(b"a secret") == 1, "that of a"
     listed = await command("sessions", *where(worker))
     assert listed.stdout.endswith("1 of 1 sessions; 2 more were removed: --state forgotten lists them\n")
-    done = await command("rm", "b", *where(worker))
+    done = await command("close", "--forget", "b", *where(worker))
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "turnkeep: session b was closed or removed; turnkeep open b starts it anew\n", (
-        "rm of what is gone"
-    )
+    assert (
+        done.stderr == "turnkeep: session b was closed or removed; turnkeep chat --session b starts it anew\n"
+    ), "a removal of what is gone"
 
 
 async def test_commands_on_an_unknown_session_fail_in_one_line_and_create_no_session(
@@ -59,7 +59,7 @@ async def test_commands_on_an_unknown_session_fail_in_one_line_and_create_no_ses
 ) -> None:
     worker = await local_worker()
     await worker.client.session("garden").append(text="x")
-    deeds = ["close", "rm", "rewind", "info", "show"]
+    deeds = ["close", "rewind", "info", "show"]
     for deed in (*deeds, ("fork", "new"), ("cancel", "r"), ("export", "file")):
         name, *more = [deed] if isinstance(deed, str) else deed
         for typed, says in (
@@ -74,14 +74,14 @@ async def test_commands_on_an_unknown_session_fail_in_one_line_and_create_no_ses
     assert done.stderr == "turnkeep: there is no folder no/folder for the file; make it first\n"
 
 
-@pytest.mark.parametrize(("deed", "did"), [("rm", "removed"), ("close", "closed")])
-async def test_rm_and_close_handle_the_other_sessions_if_some_names_are_unknown(
-    local_worker: Start, deed: str, did: str
+@pytest.mark.parametrize(("deed", "did"), [(["--forget"], "removed"), ([], "closed")])
+async def test_close_handles_the_other_sessions_if_some_names_are_unknown(
+    local_worker: Start, deed: list[str], did: str
 ) -> None:
     worker = await local_worker()
     for name in ("garden", "house", "lake"):
         await worker.client.session(name).append(text="x")
-    done = await command(deed, "typo", "house", "gardn", "lake", *where(worker))
+    done = await command("close", *deed, "typo", "house", "gardn", "lake", *where(worker))
     assert done.returncode == 1
     assert [line.split()[:2] for line in done.stdout.splitlines()] == [[did, "house"], [did, "lake"]]
     assert done.stderr == (
@@ -106,13 +106,13 @@ async def test_cancel_without_a_request_id_cancels_the_running_request(
     assert done.stderr.startswith("turnkeep: no request of session s is running;")
 
 
-async def test_rm_says_which_running_answer_it_waits_for(local_worker: Start, endless_model: Path) -> None:
+async def test_close_says_which_running_answer_it_waits_for(local_worker: Start, endless_model: Path) -> None:
     worker = await local_worker(model=str(endless_model))
     answer = worker.client.session("s").generate(text="x", max_tokens=50_000, request_id="turn")
     async with answer:
         async for _ in answer:
             break
-        words = [sys.executable, "-m", "commands", "rm", "s", *where(worker)]
+        words = [sys.executable, "-m", "commands", "close", "--forget", "s", *where(worker)]
         removing = await asyncio.create_subprocess_exec(
             *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
         )
@@ -127,7 +127,7 @@ async def end_of(answer: Any) -> str | None:
     return (await answer).finish_reason
 
 
-async def test_rm_with_cancel_removes_a_session_with_a_running_and_a_waiting_request(
+async def test_close_with_cancel_and_forget_removes_a_session_with_a_running_and_a_waiting_request(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -137,7 +137,7 @@ async def test_rm_with_cancel_removes_a_session_with_a_running_and_a_waiting_req
             break
         ended = asyncio.ensure_future(end_of(answer))  # who listens later may find that it is removed
         await session.generate(text="y", max_tokens=50_000).send()
-        done = await command("rm", "--cancel", "s", *where(worker))
+        done = await command("close", "--forget", "--cancel", "s", *where(worker))
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == "removed s from the log and the worker's disk\n"
         assert await ended == "cancelled"

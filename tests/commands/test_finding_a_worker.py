@@ -48,12 +48,12 @@ def test_ask_finds_a_worker_on_another_port_by_its_data_directory(
     until_ready(worker, num_starts=2)
 
 
-def test_the_command_url_prints_the_address_of_the_running_nats_server(
+def test_info_url_prints_the_address_of_the_running_nats_server(
     started: Callable[..., WorkerProcess],
 ) -> None:
     worker = started()
     for port in ("", "4223"):
-        said = turnkeep("url", "--data-dir", worker.data_dir, TURNKEEP_NATS_PORT=port)
+        said = turnkeep("info", "--url", "--data-dir", worker.data_dir, TURNKEEP_NATS_PORT=port)
         assert (said.returncode, said.stdout.strip()) == (0, worker.url), said.stderr
 
 
@@ -66,7 +66,7 @@ def test_a_worker_on_an_external_nats_server_is_found_by_its_data_directory(
     done = turnkeep(*ASKED, *place, "--prefix", "found")
     assert done.returncode == 0, done.stderr
     assert "secret" not in (worker.data_dir / "worker.lock").read_text()
-    said = turnkeep("url", *place)
+    said = turnkeep("info", "--url", *place)
     assert said.returncode == 2
     assert said.stderr == (
         f"turnkeep: the worker of {worker.data_dir} has no NATS server of its own; it uses {nats_url}\n"

@@ -18,7 +18,7 @@ from commands.cli import main
 from worker.process.installed import as_installed, program
 
 PAGE = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
-NUMBERS = {"seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11, "twelve": 12}
+NUMBERS = {"six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11, "twelve": 12}
 
 
 def groups(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -28,8 +28,8 @@ def groups(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tuple[
     return [path, *(one for some in found for one in some)]
 
 
-def help_of(*command: str, columns: int = 80) -> str:
-    done = CliRunner().invoke(main, [*command, "--help"], terminal_width=columns)
+def help_of(*command: str, columns: int = 80, flag: str = "--help") -> str:
+    done = CliRunner().invoke(main, [*command, flag], terminal_width=columns)
     assert done.exit_code == 0
     return done.stdout
 
@@ -43,16 +43,16 @@ def help_of(*command: str, columns: int = 80) -> str:
         "--snapshots [on|off|temporary]",
         "--log-format [auto|console|json]",
         "--log-level [auto|debug|info|warning|error]",
-        "--max-memory [auto|SIZE]",
+        "--device-memory [auto|SIZE]",
         "--max-disk SIZE",
-        "--max-stall-s TIME",
+        "--unload-after-s [off|TIME]",
         "--max-batch N",
         "--data-dir PATH",
         "--nats [embedded|URL]",
     ],
 )
 def test_help_shows_which_values_an_option_takes(shown: str) -> None:
-    assert shown in help_of("serve")
+    assert shown in help_of("serve", flag="--help-all")
 
 
 def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -71,17 +71,31 @@ def test_the_option_model_names_the_model_to_load_in_every_command() -> None:
     assert having == {("serve",), ("doctor",), ("size",), ("demo",), ("model", "path")}
 
 
-@pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_help_lists_the_nats_connection_options_in_a_separate_section(command: tuple[str, ...]) -> None:
-    shown = help_of(*command)
-    options, _, connection = shown.partition("\nConnection to NATS:\n")
-    if connection:
-        assert len(re.findall(r"^  --nats", connection, re.MULTILINE)) >= 9
-        assert not re.search(r"^  --(?!nats)", connection, re.MULTILINE)
-        assert "--help" in options
-        assert "  --nats" not in options
-    else:
-        assert shown.count("\n  --nats") < 3
+def test_the_help_has_at_most_28_commands_in_groups_each_on_one_line_and_run_first() -> None:
+    shown = help_of()
+    found = re.findall(r"^(\w[\w ]*):\n((?:  .*\n)+)", shown, re.MULTILINE)
+    groups = {title: re.findall(r"^  ([a-z]+) ", lines, re.MULTILINE) for title, lines in found}
+    assert [*groups] == ["Options", "Talk", "Sessions", "Run it", "Look", "Build"]
+    listed = [name for names in groups.values() for name in names]
+    assert listed == main.list_commands(click.Context(main))
+    assert listed[0] == "run"
+    leaving = {"pin", "unpin", "size"}
+    assert len({*listed} - leaving) <= 28
+    assert shown.count("\n") <= 52, "a command takes one line"
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "ask", "serve", "sessions", "show"])
+def test_the_help_of_a_daily_command_fits_on_a_page_of_40_lines(command: str) -> None:
+    shown = help_of(command)
+    assert shown.count("\n") <= 40, shown
+    assert "--help-all" in shown
+
+
+@pytest.mark.parametrize("command", ["ask", "sessions", "export", "serve"])
+def test_only_help_all_lists_the_options_of_the_connection(command: str) -> None:
+    options = {"--nats-creds", "--nats-ca", "--prefix"}
+    assert not options & {*help_of(command).split()}
+    assert options <= {*help_of(command, flag="--help-all").split()}
 
 
 @pytest.mark.parametrize("group", groups(), ids=" ".join)
@@ -96,7 +110,7 @@ def test_help_lists_every_command_with_its_description_without_importing_them() 
     program += "print(names & set(sys.modules), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == "set()\n"
-    listed = " ".join(done.stdout.partition("Commands:")[2].split())
+    listed = " ".join(done.stdout.split())
     for (name,) in [path for path in [*commands(), *groups()] if len(path) == 1]:
         command = main.get_command(click.Context(main), name)
         assert command

@@ -17,7 +17,6 @@ import pytest
 from tests.commands.command_runs import command
 from tests.ops.test_operating_page import block
 from tests.parts import (
-    BLOCK,
     ENDLESS_CONTEXT,
     TINY_KV_BYTES,
     LocalWorker,
@@ -34,7 +33,7 @@ MEMORY = 64 * 2**20
 async def sized(model: Path, *options: object, **more: object) -> dict[str, Any]:
     flags = {"--sessions": 10, "--turns-per-hour": 6, "--context": 256} | more
     given = [str(part) for flag in flags.items() for part in flag]
-    done = await command("size", "--model", model, "--block-tokens", BLOCK, "--json", *given, *options)
+    done = await command("size", "--model", model, "--json", *given, *options)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -123,7 +122,7 @@ async def test_size_says_how_many_sessions_do_not_fit(endless_model: Path) -> No
 async def test_size_refuses_impossible_options_and_says_why(
     endless_model: Path, options: tuple[object, ...], message: str
 ) -> None:
-    load = ("--sessions", 1, "--turns-per-hour", 1, "--context", 64, "--block-tokens", BLOCK)
+    load = ("--sessions", 1, "--turns-per-hour", 1, "--context", 64)
     done = await command("size", "--model", endless_model, *load, *options)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
@@ -132,7 +131,7 @@ async def test_size_refuses_impossible_options_and_says_why(
 @pytest.mark.parametrize("policy", ["full", "sink_window:4,1024", "paged:324", "paged:1000"])
 async def test_size_shows_the_cache_policy_as_it_was_given(tmp_path: Path, policy: str) -> None:
     model = make_tiny_model(tmp_path / "tiny", num_attention_heads=2)
-    load = ("--sessions", 1, "--turns-per-hour", 1, "--context", 256, "--block-tokens", BLOCK)
+    load = ("--sessions", 1, "--turns-per-hour", 1, "--context", 256)
     done = await command("size", "--model", model, *load, "--cache-policy", policy)
     assert f"policy {policy}\n" in re.sub(r" +\n", "\n", done.stdout), done.stderr
 

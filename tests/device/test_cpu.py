@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.activations import swiglu
 
-from cache.kv import paged
+from cache.kv import sketches
+from cache.kv.paged import PAGE
 from worker.batch import cpu
 
 pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="this is the way on a CPU alone")
@@ -131,13 +132,14 @@ def test_swiglu_does_not_change_its_inputs() -> None:
 @pytest.mark.parametrize("num_tokens", [64, 4096, 12_352])
 @pytest.mark.parametrize(("heads", "size"), [(1, 32), (3, 64), (2, 128)])
 def test_comparing_queries_with_2_bit_keys_in_numpy_equals_the_result_of_mlx(
-    heads: int, size: int, num_tokens: int, num_queries: int
+    monkeypatch: pytest.MonkeyPatch, heads: int, size: int, num_tokens: int, num_queries: int
 ) -> None:
     """The keys are a view of a larger buffer, as in a cache; some scores are far apart."""
     keys = 2 * normal(1, heads, num_tokens + 256, size, seed=1)
-    sketch = tuple(part[..., :num_tokens, :] for part in mx.quantize(keys, paged.sketch_group(size), bits=2))
+    sketch = tuple(part[..., :num_tokens, :] for part in sketches.sketch_of(keys))
     queries = normal(1, heads, num_queries, size, seed=2) * mx.arange(1, num_queries + 1)[:, None] / 8
-    expected = np.array(paged.compared(queries, sketch, paged.PAGE))
-    found = np.array(cpu.compared(queries, sketch, paged.PAGE))
-    assert found.shape == (num_tokens // paged.PAGE,)
+    found = np.array(sketches.compared(queries, sketch, PAGE))
+    monkeypatch.setattr(sketches.mx, "default_device", lambda: mx.gpu)
+    expected = np.array(sketches.compared(queries, sketch, PAGE))
+    assert found.shape == (num_tokens // PAGE,)
     assert np.allclose(found, expected, rtol=2e-3, atol=1e-6)

@@ -122,7 +122,7 @@ async def test_answers_with_a_draft_model_across_worker_kills_equal_those_withou
     """Answers run two at a time, and the worker is killed in the middle of every other pair."""
     large, small = pair
     plain = (await local_worker(model=str(large), max_draft=0, data_dir=tmp_path / "plain")).client
-    process = worker_process("--draft-model", str(small), "--ack-wait-s", "0.5", model=large)
+    process = worker_process("--draft-model", str(small), model=large)
     process.start()
     client = await process.client()
     kinds = [list(KINDS)[i % len(KINDS)] for i in range(num)]

@@ -72,10 +72,9 @@ def keep(held: dict[str, mx.array], caches: list[Any], start: int, end: int) -> 
 def exactly(forward: Forward, caches: list[Any], tokens: list[int], pieces: list[int], part: int) -> mx.array:
     held: dict[str, mx.array] = {}
     found, at = [], 0
-    pages = layers.pages(caches)
-    assert pages is not None
+    pages = caches[0].pages
     for num in pieces:
-        pages.sees_all, pages.past = True, Kept(layers.num_passed(caches), held, part)
+        pages.sees_all, pages.past = True, Kept(caches[0].num_passed, held, part)
         found.append(forward([OwnPart(caches, at, num)], tokens[at : at + num]))
         mx.eval(found[-1], [cache.state for cache in caches])
         pages.sees_all, pages.past = False, None
@@ -105,7 +104,7 @@ def test_a_paged_prompt_in_pieces_of_any_size_gets_the_logits_of_full_attention(
     found = exactly(Forward(model), caches, tokens, pieces, rng.choice([50, 128, 1024]))
     expected = model(mx.array([tokens]), cache=make_prompt_cache(model))[0]
     assert mx.abs(found - expected).max().item() < tolerance * mx.abs(expected).max().item()
-    assert layers.num_passed(caches) > 3 * HELD, "most of it has left the device"
+    assert caches[0].num_passed > 3 * HELD, "most of it has left the device"
 
 
 def test_the_tokens_of_a_paged_answer_attend_to_only_a_part_of_the_session(build_model) -> None:
@@ -123,7 +122,7 @@ def test_prefill_refuses_stored_kv_that_ends_before_the_kv_on_the_device_starts(
     forward, tokens, caches = Forward(model), prompt(3 * HELD), layers.make(model, POLICY)
     exactly(forward, caches, tokens, [HELD, HELD], 128)
     caches[0].pages.sees_all = True
-    caches[0].pages.past = Kept(layers.num_passed(caches) - 1, {}, 128)
+    caches[0].pages.past = Kept(caches[0].num_passed - 1, {}, 128)
     with pytest.raises(ValueError, match="not the past"):
         forward([OwnPart(caches, 2 * HELD, 1)], [5])
 

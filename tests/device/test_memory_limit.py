@@ -11,12 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from tiny_models import BLOCK, alone, append, generate, key, loaded, prompt
+from tiny_models import BLOCK, alone, append, generate, key, prompt
 
 from tests.matrices import thinned
 from turnkeep_client.subjects import SessionKey
-from worker.device.device import Device
-from worker.device.machine import DeviceError
 from worker.device.memory import Estimator
 from worker.device.turn import Faulted, Finished, NoRoomError, Short, Starved
 
@@ -287,49 +285,3 @@ def test_peak_memory_stays_within_the_limit_under_random_prompts(make_rig, model
     assert {type(rig.end(turn)) for turn in turns} == {Finished}
     for turn in turns[::7]:
         assert rig.tokens(turn) == alone(model, turn.context, turn.answer.max_tokens)[0]
-
-
-def test_the_setting_wired_memory_is_refused_on_a_device_other_than_metal() -> None:
-    device = Device(
-        lambda: pytest.fail("the model was loaded"),
-        lambda _: None,
-        block_tokens=8,
-        max_batch=1,
-        stall_s=0.25,
-        wired_bytes=2**20,
-    )
-    if mx.metal.is_available():
-        pytest.skip("this device has it")
-    with pytest.raises(DeviceError, match="wired_memory is for Metal, and this device is "):
-        device.start()
-
-
-@pytest.mark.parametrize("refused", [False, True])
-def test_the_setting_wired_memory_sets_metals_limit_or_fails_with_metals_reason(
-    make_model, monkeypatch, refused: bool
-) -> None:
-    """Metal's functions are replaced by fakes."""
-    told: list[int] = []
-
-    def set_wired_limit(size_bytes: int) -> None:
-        if refused:
-            raise ValueError("larger than the system's")
-        told.append(size_bytes)
-
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    monkeypatch.setattr(mx, "set_wired_limit", set_wired_limit)
-    device = Device(
-        lambda: loaded(make_model("llama")),
-        lambda _: None,
-        block_tokens=8,
-        max_batch=1,
-        stall_s=0.25,
-        wired_bytes=2**20,
-    )
-    if refused:
-        with pytest.raises(DeviceError, match="larger than the system's"):
-            device.start()
-        return
-    device.start()
-    assert device.stop()
-    assert told == [2**20]

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import WIDE, loaded, prompt
 
 from cache.disk import format as snapshot_format
-from cache.kv import layers
+from cache.kv import layers, paged
 from cache.kv.paged import PagedCache, Pages
 from cache.names.blocks import Span
 from cache.names.policy import CHUNK, FULL, Policy
@@ -87,7 +87,7 @@ def test_tokens_attend_to_recalled_chunks_exactly_as_with_masks_over_the_session
     seen = (at[None] <= at[:, None]) & ((at[None] > at[:, None] - window) | (at[None] < POLICY.sink))
     disk: dict[int, dict[str, mx.array]] = {}
     pages = caches[0].pages
-    found, num_evicted = [], 0
+    found, num_replaced = [], 0
     while (start := caches[0].offset) < num_tokens:
         end = start + CHUNK
         found.append(_run(forward, caches, tokens, end))
@@ -103,12 +103,12 @@ def test_tokens_attend_to_recalled_chunks_exactly_as_with_masks_over_the_session
             pages._mattered = np.array([rng.random() for _ in range(end // CHUNK)])
             pages._mattered[chunk] = 2.0
             was_full, before = -1 not in pages.slots, set(pages.slots)
-            lost = layers.recall(caches, disk[chunk], [Span(chunk * CHUNK, (chunk + 1) * CHUNK)])
+            paged.recall(caches, disk[chunk], [Span(chunk * CHUNK, (chunk + 1) * CHUNK)])
             assert chunk in pages.slots
-            assert lost == was_full == len(before - {-1, *pages.slots})
-            num_evicted += lost
+            assert was_full == len(before - {-1, *pages.slots})
+            num_replaced += was_full
             assert 3 in pages.slots, "a pin stays"
-    assert num_evicted > 3
+    assert num_replaced > 3
     expected = _under_masks(model, tokens, seen)
     assert mx.abs(mx.concatenate(found) - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
 
@@ -154,7 +154,7 @@ def test_a_session_rebuilt_from_stored_blocks_continues_with_the_same_logits(
             for name, array in whole.items()
             if "sketch" not in name
         }
-        layers.recall(rebuilt, arrays, spans_back)
+        paged.recall(rebuilt, arrays, spans_back)
     assert sorted(rebuilt[0].pages.slots) == sorted(caches[0].pages.slots)
     expected = _run(forward, caches, tokens, num_tokens + 20, most=20)
     found = _run(forward, rebuilt, tokens, num_tokens + 20, most=20)
@@ -293,10 +293,10 @@ async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_pa
 ) -> None:
     """The prompt attends to the rest of the session from disk, which is not kept on the device."""
     wanted, read, seen_bytes = [2, 9], [], []
-    recall = layers.recall
+    recall = paged.recall
     monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in wanted if c not in self.slots])
     monkeypatch.setattr(Pages, "_value", lambda _, chunk: 1.0 if chunk in wanted else 0.0)
-    monkeypatch.setattr(layers, "recall", lambda *args: read.append(args[2]) or recall(*args))
+    monkeypatch.setattr(paged, "recall", lambda *args: read.append(args[2]) or recall(*args))
     tokens = prompt(60 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)
@@ -426,11 +426,11 @@ async def test_an_answer_recalls_chunks_even_while_its_tokens_cannot_be_publishe
         prompt(16 * CHUNK),
         asyncio.Event(),
         threading.Event(),
-        layers.recall,
+        paged.recall,
     )
     wanted = {len(tokens) // 16 * 16 + 16: [2]}  # by the position of an answer's token
     monkeypatch.setattr(Pages, "choose", lambda _, position: wanted.pop(position, []))
-    monkeypatch.setattr(layers, "recall", lambda *args: has_come.set() or recall(*args))
+    monkeypatch.setattr(paged, "recall", lambda *args: has_come.set() or recall(*args))
     published: list[int] = []
 
     async def publish(chunk: Chunk) -> None:

@@ -92,7 +92,7 @@ async def output(process: Process) -> str:
 
 @pytest.fixture
 async def here(request: pytest.FixtureRequest, worker_process: Any, tmp_path: Path) -> AsyncIterator[Here]:
-    worker = worker_process("--ack-wait-s", "0.5")
+    worker = worker_process()
     worker.start()
     (folder := tmp_path / "example").mkdir()
     async with await worker.client(tenant=getattr(request, "param", "default")) as client:

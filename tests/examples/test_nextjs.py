@@ -80,7 +80,7 @@ def test_a_chat_continues_through_page_reloads_and_kills_of_site_gateway_and_wor
     worker_process: Any, endless_model: Path, site: Path, tmp_path: Path
 ) -> None:
     """Each reload resumes the answer by `useChat({ resume: true })`; the complete answer is saved."""
-    worker = worker_process("--ack-wait-s", "0.5", model=endless_model)
+    worker = worker_process(model=endless_model)
     worker.start()
     asyncio.run(until_ready(worker))
     token, _, server = worker.url.removeprefix("nats://").rpartition("@")

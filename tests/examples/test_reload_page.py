@@ -47,7 +47,7 @@ def page() -> Iterator[str]:
 def test_an_answer_survives_page_reloads_and_kills_of_worker_and_gateway(
     worker_process: Any, endless_model: Path, page: str, tmp_path: Path
 ) -> None:
-    process = worker_process("--ack-wait-s", "0.5", model=endless_model)
+    process = worker_process(model=endless_model)
     process.start()
     port, (token, _, server) = free_port(), process.url.removeprefix("nats://").rpartition("@")
     command = ["-m", "commands", "gateway", "--nats", f"nats://{server}", "--listen", str(port)]

@@ -172,7 +172,7 @@ def longest(results: Sequence[Generated]) -> Usage:
 async def test_an_agent_does_a_task_and_continues_after_the_worker_is_restarted_and_killed(
     name: str, programs: Path, worker_process: Any, packaged_folder: Path, door: Any, tmp_path: Path
 ) -> None:
-    process = worker_process("--ack-wait-s", "0.5", model=packaged_folder)
+    process = worker_process(model=packaged_folder)
     process.start()
     client = await process.client()
     await until_ready(client)

@@ -121,7 +121,7 @@ async def test_an_embedding_model_says_what_it_is_and_refuses_to_answer(served: 
         ({"input": {"a": 1}}, "input"),
         ({"input": ["a"] * 2049}, "input"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": "a", "dimensions": 10**6}, None),
+        ({"input": "a", "dimensions": 10**6}, "dimensions"),
     ],
 )
 async def test_an_invalid_embedding_request_is_refused_with_the_field_at_fault(

@@ -52,7 +52,7 @@ async def until(condition: Callable[[], Any], timeout_s: float = 30) -> None:
 
 @pytest.fixture
 async def started(worker_process: Any, endless_model: Path) -> Any:
-    process = worker_process("--ack-wait-s", "0.5", model=endless_model)
+    process = worker_process(model=endless_model)
     process.start()
     client = await process.client()
     await until(lambda: '"event": "ready"' in process.log)

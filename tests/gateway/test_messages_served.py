@@ -16,7 +16,7 @@ from gateway.anthropic import common as anthropic
 from gateway.anthropic import messages
 from gateway.keys import Keys
 from gateway.turn import Fault, fault_of
-from turnkeep_client.errors import NoServerError, RequestFailedError
+from turnkeep_client.errors import NoServerError, RequestFailedError, TokenLimit
 from turnkeep_client.messages import (
     Called,
     CalledFunction,
@@ -445,8 +445,9 @@ async def test_the_stop_sequence_that_ended_an_answer_is_named(http: httpx2.Asyn
             fault_of(
                 RequestFailedError(
                     "context_exceeded",
-                    "the session would hold 9 tokens and 1 new ones, the context is 9: no",
+                    "no",
                     retryable=False,
+                    limit=TokenLimit(asked=9, allowed=9),
                 )
             ),
             "invalid_request_error",

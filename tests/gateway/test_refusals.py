@@ -59,7 +59,7 @@ async def test_an_invalid_or_unsupported_field_is_refused_with_its_name(
         (said(modalities=["text", "audio"]), "modality", "modalities"),
         (said(functions=[{"name": "f"}]), "functions", "functions"),
         (said(web_search_options={"a": 1}), "web_search_options", "web_search_options"),
-        (said(response_format={"type": "yaml"}), "response_format", "response_format"),
+        (said(response_format={"type": "yaml"}), "response_format", "response_format.type"),
         (said(tools=[{"type": "custom"}]), "custom", "tools[0]"),
         (said(tools=[{"name": "f"}]), "needs the field function", "tools[0]"),
         (said(tool_choice="required"), "tools", "tool_choice"),

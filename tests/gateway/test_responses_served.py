@@ -431,7 +431,7 @@ async def test_an_invalid_or_unsupported_field_of_the_responses_api_is_refused_w
         ({"tools": [{"type": "function", "function": {"name": "x"}}]}, "has no name", "tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "web_search", "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "tool_choice"),
-        ({"text": {"format": {"type": "yaml"}}}, "response_format", "text.format"),
+        ({"text": {"format": {"type": "yaml"}}}, "response_format", "text.format.type"),
         ({"text": {"format": {"type": "json_schema"}}}, "schema", "text.format.schema"),
         ({"max_output_tokens": 0}, "1 or more", "max_output_tokens"),
         ({"input": [{"role": "user", "content": [7]}]}, "type", "input[0].content[0]"),

@@ -79,7 +79,7 @@ async def test_no_client_takes_a_sign_of_life_for_an_event_or_an_end(
     for name in ("sending._HEARTBEAT_S", "sending._PATIENCE_S", "durable._POLL_S"):
         monkeypatch.setattr(f"gateway.http.{name}", 0.05)
     monkeypatch.setattr("gateway.presence._SEEN_S", 60.0)
-    process = worker_process("--ack-wait-s", "2", model=endless_model)
+    process = worker_process(model=endless_model)
     process.start()
     while '"event": "ready"' not in process.log:  # noqa: ASYNC110
         await asyncio.sleep(0.02)

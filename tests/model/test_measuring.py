@@ -25,9 +25,10 @@ PROMPTS = [TOKENS[:40], TOKENS[20:60], TOKENS[30:70]]
 
 @pytest.fixture
 def measuring(tiny_model: Path, tmp_path: Path) -> Iterator[Measuring]:
-    flags = {"data_dir": str(tmp_path), "nats_port": str(free_port()), "block_tokens": "16"}
+    flags = {"data_dir": str(tmp_path), "nats_port": str(free_port())}
     directory = DataDir.open(tmp_path)
-    yield Measuring(model.load(tiny_model, dtype="float32"), directory, setting_sources.load(flags, {}))
+    loaded = model.load(tiny_model, dtype="float32")
+    yield Measuring(loaded, directory, setting_sources.load(flags, {}), block_tokens=16)
     directory.close()
 
 

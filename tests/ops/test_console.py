@@ -108,7 +108,9 @@ class OnShelf:
         return f"{name} is unloaded; requests wait until one is served"
 
 
-PLACE = Place("nats://127.0.0.1:4222", "http://127.0.0.1:8080", True, "turnkeep launch", "turnkeep url")
+PLACE = Place(
+    "nats://127.0.0.1:4222", "http://127.0.0.1:8080", True, "turnkeep launch", "turnkeep info --url"
+)
 SHELF = OnShelf()
 EVIL = "<script>document.title='pwned'</script><img src=x onerror=alert(1)>"
 

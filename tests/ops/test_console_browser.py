@@ -59,7 +59,7 @@ async def recorded(client: Client, session: str) -> list[Generated]:
 async def test_a_chat_continues_after_its_worker_is_killed_and_can_be_forked_and_forgotten(
     browser: Browser, worker_process: Callable[..., WorkerProcess], endless_model: Path
 ) -> None:
-    worker = worker_process("--metrics-interval-s", "0.5", model=endless_model)
+    worker = worker_process(model=endless_model)
     worker.start()
     async with await worker.client() as client:
         await client.session("garden").generate(
@@ -328,7 +328,7 @@ async def test_the_page_connect_shows_addresses_and_code_examples_to_copy(
         browser.click("Connect")
         browser.wait_for("document.querySelectorAll('.examples .code').length === 6")
         assert "base URL, OpenAI\nhttp://127.0.0.1:8080/v1" in browser.text(".facts")
-        assert "NATS\nnats://127.0.0.1:4222; turnkeep url prints it with its token" in browser.text(".facts")
+        assert "nats://127.0.0.1:4222; turnkeep info --url prints it with its token" in browser.text(".facts")
         browser.click("Copy")
         browser.wait_for("document.querySelector('#toast').innerText === 'Copied'")
         read = browser.run("return navigator.clipboard.readText()")
@@ -557,7 +557,7 @@ async def test_a_chart_with_a_single_point_shows_a_short_line(
 async def test_the_page_says_when_worker_nats_or_console_is_down_and_recovers_by_itself(
     browser: Browser, worker_process: Callable[..., WorkerProcess]
 ) -> None:
-    worker = worker_process("--metrics-interval-s", "60")  # so that its silence would be noticed late
+    worker = worker_process()  # so that its silence would be noticed late
     worker.start()
     gone = "document.querySelector('#gone').innerText"
 

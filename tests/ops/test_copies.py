@@ -149,7 +149,7 @@ async def test_an_input_of_more_token_ids_than_a_message_of_the_log_has_is_store
     answers = [await one.generate(max_tokens=8) for one in sessions]
     assert {(one.position, one.tokens) for one in answers} == {(14_008, answers[0].tokens)}
     for one in (worker, second):
-        verified = await command("log", "verify", *where(one))
+        verified = await command("sessions", "--verify", *where(one))
         assert verified.returncode == 0, verified.stdout
 
 

@@ -1,4 +1,4 @@
-"""`turnkeep dead`: lists, shows, retries and drops requests that a real worker has given up."""
+"""`turnkeep dead` and `sessions --state dead`, with requests that a real worker has given up."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ async def dead(worker: LocalWorker, *arguments: object) -> subprocess.CompletedP
 
 
 async def listed(worker: LocalWorker) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((await dead(worker, "list", "--json")).stdout)["dead"]
+    done = await command("sessions", "--state", "dead", "--json", *where(worker))
+    found: list[dict[str, Any]] = json.loads(done.stdout)["dead"]
     return found
 
 
@@ -52,7 +53,7 @@ async def test_the_command_dead_lists_a_given_up_request_and_shows_its_text(
 ) -> None:
     (letter,) = await listed(worker)
     assert (letter["session"], letter["letter"]["id"], letter["letter"]["position"]) == ("s", "bad", 3)
-    row = (await dead(worker, "list")).stdout.splitlines()[1]
+    row = (await command("sessions", "--state", "dead", *where(worker))).stdout.splitlines()[1]
     assert row.startswith("s        default  bad      append  1")
     assert "\x1b" not in row
     shown = (await dead(worker, "show", "s", "bad")).stdout
@@ -71,7 +72,10 @@ async def test_a_retry_that_succeeds_removes_the_dead_letter(worker: LocalWorker
     assert (await worker.client.session("s").info()).position == 12
     again = await dead(worker, "retry", "s", "bad")
     assert again.returncode == 1
-    assert again.stderr == "turnkeep: session s has no dead letter of a request bad; see turnkeep dead list\n"
+    assert (
+        again.stderr
+        == "turnkeep: session s has no dead letter of a request bad; see turnkeep sessions --state dead\n"
+    )
 
 
 async def test_a_retry_is_refused_without_anyway_if_the_sessions_position_has_changed(
@@ -99,7 +103,8 @@ async def test_a_retry_that_fails_again_leaves_one_dead_letter(
 
 async def test_dropping_a_dead_letter_leaves_its_request_in_the_log(worker: LocalWorker) -> None:
     assert (await dead(worker, "drop", "s", "bad")).returncode == 0
-    assert (await dead(worker, "list")).stdout == "there are no dead letters\n"
+    done = await command("sessions", "--state", "dead", *where(worker))
+    assert done.stdout == "there are no dead letters\n"
     assert len(await worker.client.log("s")) == 4
     assert (await dead(worker, "drop", "s", "bad")).returncode == 1
 

@@ -268,7 +268,7 @@ def exporter() -> Iterator[Callable[..., Exporter]]:
 async def test_the_exporter_serves_a_workers_metrics_and_shows_its_death_and_return(
     worker_process: Callable[..., WorkerProcess], exporter: Callable[..., Exporter]
 ) -> None:
-    worker = worker_process("--metrics-interval-s", "0.3", "--worker", "w1")
+    worker = worker_process("--worker", "w1")
     worker.start()
     async with await worker.client() as client:
         await client.session("s1").generate(text="abc", max_tokens=5)

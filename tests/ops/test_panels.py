@@ -59,7 +59,6 @@ def busy(seconds: float) -> Metrics:
         "generated_tokens",
         "draft_tokens",
         "recalled_tokens",
-        "evicted_tokens",
     )
     return structs.replace(
         metrics("busy"),

@@ -112,8 +112,11 @@ async def test_the_command_sessions_filters_and_sorts_its_list(local_worker: Sta
         return [row["session"] for row in await listed(worker, *options)]
 
     assert await names("--tenant", "b") == ["idle"]
-    assert await names("--match", "*l*ed", "--sort", "name") == ["closed", "failed"]
+    assert await names("*l*ed", "--sort", "name") == ["closed", "failed"]
     assert await names("--state", "waiting", "--state", "closed", "--sort", "name") == ["closed", "waiting"]
+    for mode in ("--tree", "--verify", "--state=dead"):
+        mixed = await command("sessions", mode, "--limit", 1, *where(worker))
+        assert (mixed.returncode, "take only names, --tenant and --json" in mixed.stderr) == (2, True)
     bad = await command("sessions", "--tenant", "b.>", *where(worker))
     assert bad.stderr.startswith("turnkeep: tenant 'b.>' is not valid: it must be 1 to 64 of the characters")
     assert await names("--since", "2100-01-01") == []

@@ -1,4 +1,4 @@
-"""`turnkeep fork` and `tree`, and how `show`, `sessions`, `info` and `export` treat forks."""
+"""`turnkeep fork` and `sessions --tree`, and how `show`, `sessions`, `info` and `export` treat forks."""
 
 from __future__ import annotations
 
@@ -59,14 +59,16 @@ async def test_show_tree_sessions_and_info_display_forks_with_their_parents(loca
     [inherited] = raw["inherited"].values()
     assert [one["content"] for one in inherited] == ["What is red?", answers["red"]]
     await worker.client.session("garden").close(forget=True)
-    done = await command("tree", *where(worker))
+    done = await command("sessions", "--tree", *where(worker))
     assert [line.split() for line in done.stdout.splitlines()] == [
         ["session", "forked", "at", "position", "state", "tags"],
         ["garden", "-", str(end), "forgotten"],
         ["└─", "red", str(position), str(position), "idle", "try"],
         ["└─", "rose", str(position), str(position), "idle"],
     ]
-    (found,) = json.loads((await command("tree", "rose", "--json", *where(worker))).stdout)["trees"]
+    (found,) = json.loads((await command("sessions", "--tree", "rose", "--json", *where(worker))).stdout)[
+        "trees"
+    ]
     assert found["forks"][0]["row"]["tags"] == ["try"]
     listed = (await command("sessions", "--tag", "try", *where(worker))).stdout
     assert f"[try] fork of garden at {position}" in listed
@@ -89,7 +91,7 @@ async def test_a_fork_that_is_impossible_fails_and_says_why(local_worker: Start)
         done = await command("fork", *asked, *where(worker))
         assert (done.returncode, done.stdout) == (1, "")
         assert says in done.stderr
-    done = await command("tree", "nobody", *where(worker))
+    done = await command("sessions", "--tree", "nobody", *where(worker))
     assert done.stderr == "turnkeep: nobody is not forked, and no fork; see turnkeep sessions\n"
 
 

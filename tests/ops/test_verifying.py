@@ -1,4 +1,4 @@
-"""`turnkeep log verify`: it reports no fault in an undamaged log, and names lost and changed entries."""
+"""`turnkeep sessions --verify`: no fault in an undamaged log; it names lost and changed entries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEY = SessionKey("default", "garden")
 
 
 async def verified(worker: LocalWorker, *arguments: object) -> tuple[int, str]:
-    done = await command("log", "verify", *arguments, *where(worker))
+    done = await command("sessions", "--verify", *arguments, *where(worker))
     assert not done.stderr, done.stderr
     return done.returncode, done.stdout
 
@@ -74,7 +74,7 @@ async def test_a_log_with_every_kind_of_event_verifies_without_faults(
     code, out = await verified(worker)
     assert (code, out.split(";")[0]) == (0, "6 sessions, 0 damaged"), out
     assert (await verified(worker, "fork", "again"))[0] == 0
-    done = await command("log", "verify", "nobody", *where(worker))
+    done = await command("sessions", "--verify", "nobody", *where(worker))
     assert (done.returncode, done.stdout) == (1, "")
     assert "no session nobody" in done.stderr
 

@@ -68,7 +68,7 @@ def worker(worker_process: Callable[..., WorkerProcess]) -> Callable[..., Awaita
     """Start a worker process, and wait until it is ready."""
 
     async def start(model: Path, *options: str) -> WorkerProcess:
-        process = worker_process("--ack-wait-s", "0.5", *options, model=model)
+        process = worker_process(*options, model=model)
         await serve(process)
         return process
 
@@ -105,14 +105,20 @@ async def run(*command: object, **environment: str) -> str:
     ids=lambda command: command[0],
 )
 async def test_the_tests_of_the_packed_typescript_client_pass_in_node_deno_and_bun(
-    programs: Path, worker: Any, tiny_model: Path, reranker: Path, tmp_path: Path, command: tuple[str, ...]
+    programs: Path,
+    worker: Any,
+    tiny_model: Path,
+    embedding_model: Path,
+    reranker: Path,
+    tmp_path: Path,
+    command: tuple[str, ...],
 ) -> None:
     if shutil.which(command[0]) is None:
         pytest.skip(f"there is no {command[0]} here")
     before = shutil.copytree(tiny_model, tmp_path / "before")
     config = json.loads((before / "config.json").read_text())
     (before / "config.json").write_text(json.dumps(config | {"rope_theta": 500_000.0}))
-    process = await worker(before, "--pooling", "last")
+    process = await worker(before)
     async with await process.client() as client:  # the tests continue this session with another model
         await client.session("moved").generate(text="a", max_tokens=2)
     process.stop()
@@ -120,12 +126,15 @@ async def test_the_tests_of_the_packed_typescript_client_pass_in_node_deno_and_b
     process.log_path.unlink()
     await serve(process)
     judge = WorkerProcess(tmp_path / "judge", reranker, free_port())
+    embedder = WorkerProcess(tmp_path / "embedder", embedding_model, free_port())
     try:
         await serve(judge)
-        urls = {"NATS_URL": process.url, "RERANKER_URL": judge.url}
+        await serve(embedder)
+        urls = {"NATS_URL": process.url, "RERANKER_URL": judge.url, "EMBEDDER_URL": embedder.url}
         said = await run(*command, programs / "client.test.js", **urls)
     finally:
         judge.stop()
+        embedder.stop()
     assert re.search(r"\b[12][0-9] pass", said) or re.search(r"# pass [12][0-9]\b", said), said
 
 

@@ -187,7 +187,7 @@ async def test_a_stopping_worker_answers_a_readiness_probe_with_503_stopping(
 async def test_a_worker_that_runs_out_of_file_descriptors_answers_probes_once_it_has_some_again(
     worker_process: Callable[..., WorkerProcess], endpoint: Endpoint
 ) -> None:
-    process = worker_process("--health", str(endpoint), "--metrics-interval-s", "0.2")
+    process = worker_process("--health", str(endpoint))
     async with asyncio.timeout(WAIT_S):
         for number in (1, 2):  # the second start adopts the NATS server, and looks at it with psutil
             if process.running:

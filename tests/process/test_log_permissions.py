@@ -22,11 +22,11 @@ PAGE = (Path(__file__).parents[2] / "docs" / "log.md").read_text().partition("##
 #: For the commands of each row, in their order.
 ARGUMENTS = {
     "sessions": [],
-    "tree": [],
-    "log verify": [],
+    "sessions --tree": [],
+    "sessions --verify": [],
+    "sessions --state dead": [],
     "fork": ["s", "forked"],
     "show": ["s"],
-    "dead list": [],
     "dead show": ["s", "turn-7"],
     "export": ["s", "file"],
     "export --kv": ["s", "with-kv"],
@@ -36,7 +36,7 @@ ARGUMENTS = {
     "import": ["file", "--as", "copy"],
     "rewind": ["s"],
     "close": ["s"],
-    "rm": ["s"],
+    "close --forget": ["s"],
 }
 
 

@@ -46,17 +46,18 @@ def place(worker: LocalWorker) -> list[str]:
 
 async def test_commands_read_the_nats_token_from_the_data_directory(worker: LocalWorker) -> None:
     where = [*place(worker), "--prefix", worker.settings.prefix]
-    for words in (["open", "s"], ["info", "s"], ["sessions"], ["top"]):
+    await worker.client.session("s").append(text="x")
+    for words in (["info", "s"], ["sessions"], ["top"]):
         done = await command(*words, *where)
         if words != ["top"]:
             assert (done.returncode, done.stderr) == (0, ""), words
     assert "needs a terminal" in done.stderr, "it has come further than the connection"
 
 
-async def test_the_command_url_prints_an_address_that_other_programs_can_connect_to(
+async def test_info_url_prints_an_address_that_other_programs_can_connect_to(
     worker: LocalWorker,
 ) -> None:
-    done = await command("url", *place(worker)[:2])
+    done = await command("info", "--url", *place(worker)[:2])
     assert done.returncode == 0
     client = await nats.connect(done.stdout.strip())
     assert (await client.request("$SRV.PING", timeout=5)).data
@@ -95,20 +96,20 @@ async def test_a_command_without_the_right_token_fails_and_names_the_data_direct
     port = str(worker.settings.nats_port)
     other = tmp_path / "other"
     where = ["--data-dir", str(other), "--nats-port", port]
-    done = await command("open", "s", *where)
+    done = await command("sessions", *where)
     assert done.returncode == 1
     assert done.stderr == (
         f"turnkeep: the NATS server at nats://127.0.0.1:{port} wants a token, and there is no"
         f" {other}/nats-token; its worker has --data-dir {worker.settings.data_dir}\n"
     )
-    done = await command("url", *where[:2])
+    done = await command("info", "--url", *where[:2])
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"turnkeep: there is no {other}/nats-token; start its worker, or name another --data-dir\n"
     )
     other.mkdir()
     (other / "nats-token").write_text("s3cr3t-and-wrong-token\n")
-    done = await command("open", "s", *where)
+    done = await command("sessions", *where)
     assert done.returncode == 1
     assert done.stderr == (
         f"turnkeep: the NATS server at nats://127.0.0.1:{port} refuses the token in"
@@ -122,9 +123,7 @@ async def test_the_option_nats_token_file_overrides_the_token_in_the_data_direct
     token = tmp_path / "token"
     token.write_text((worker.settings.data_dir / "nats-token").read_text())
     where = ["--data-dir", str(tmp_path / "other"), "--nats-port", str(worker.settings.nats_port)]
-    done = await command(
-        *("open", "s", "--prefix", worker.settings.prefix), *where, "--nats-token-file", token
-    )
+    done = await command("sessions", "--prefix", worker.settings.prefix, *where, "--nats-token-file", token)
     assert (done.returncode, done.stderr) == (0, "")
 
 

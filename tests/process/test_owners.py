@@ -445,8 +445,8 @@ class Process:
         self._log = folder.with_suffix(".log")
         command = [*(sys.executable, "-m", "commands", "serve", "--data-dir", str(folder), "--nats", url)]
         command += ["--prefix", prefix, "--model", str(model), "--worker", self.name, "--log-format", "json"]
-        command += ["--log-max-bytes", "64MiB", "--min-free-disk", "0", "--block-tokens", "32"]
-        command += ["--ack-wait-s", "60"]  # the server redelivers later than any of these tests waits
+        command += ["--log-max-bytes", "64MiB", "--min-free-disk", "0"]
+        command += []  # the server redelivers later than any of these tests waits
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 

@@ -37,11 +37,11 @@ def test_settings_have_their_defaults_if_nothing_is_given(tmp_path):
 
 
 def test_flags_override_the_environment_which_overrides_the_settings_file(tmp_path):
-    write(tmp_path, "max_batch = 2\nmax_waiting = 20\nmax_context = 200\n")
-    environ = {"TURNKEEP_MAX_BATCH": "3", "TURNKEEP_MAX_WAITING": "30"}
-    settings = load({"max_batch": 4, "max_waiting": None}, environ, None, tmp_path)
-    assert (settings.max_batch, settings.max_waiting, settings.max_context) == (4, 30, 200)
-    assert settings.block_tokens == 128
+    write(tmp_path, "max_batch = 2\nmax_disk = '20MiB'\nmax_context = 200\n")
+    environ = {"TURNKEEP_MAX_BATCH": "3", "TURNKEEP_MAX_DISK": "30MiB"}
+    settings = load({"max_batch": 4, "max_disk": None}, environ, None, tmp_path)
+    assert (settings.max_batch, settings.max_disk, settings.max_context) == (4, 30 * 2**20, 200)
+    assert settings.min_free_disk == 2**30
 
 
 def test_the_flag_and_the_variable_of_each_setting_are_derived_from_its_name(tmp_path):
@@ -66,28 +66,30 @@ def test_the_flag_and_the_variable_of_each_setting_are_derived_from_its_name(tmp
     ],
 )
 def test_sizes_can_be_written_in_common_units_such_as_gib_and_mb(tmp_path, text, size_bytes):
-    assert load({}, {"TURNKEEP_MAX_MEMORY": text}, None, tmp_path).max_memory == size_bytes
-    assert load({"max_memory": size_bytes}, {}, None, tmp_path).max_memory == size_bytes
+    assert load({}, {"TURNKEEP_DEVICE_MEMORY": text}, None, tmp_path).device_memory == size_bytes
+    assert load({"device_memory": size_bytes}, {}, None, tmp_path).device_memory == size_bytes
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("5", 5.0), ("2m", 120.0), ("750ms", 0.75), ("0.5s", 0.5), ("1h", 3600.0)]
+    ("text", "seconds"), [("5", 5.0), ("2m", 120.0), ("1750ms", 1.75), ("1.5s", 1.5), ("1h", 3600.0)]
 )
 def test_durations_can_be_written_in_hours_minutes_seconds_or_milliseconds(tmp_path, text, seconds):
-    assert load({"ack_wait_s": text}, {}, None, tmp_path).ack_wait_s == seconds
+    assert load({"unload_after_s": text}, {}, None, tmp_path).unload_after_s == seconds
 
 
 def test_a_setting_in_the_toml_file_may_be_a_number_or_a_text(tmp_path):
-    write(tmp_path, 'max_disk = "2GiB"\nwriter_queue = 1048576\nack_wait_s = 2\nsync_interval = "2000ms"\n')
+    write(
+        tmp_path, 'max_disk = "2GiB"\nmin_free_disk = 1048576\nunload_after_s = 2\nsync_interval = "2000ms"\n'
+    )
     settings = load({}, {}, None, tmp_path)
-    assert (settings.max_disk, settings.writer_queue, settings.ack_wait_s) == (2**31, 2**20, 2.0)
+    assert (settings.max_disk, settings.min_free_disk, settings.unload_after_s) == (2**31, 2**20, 2.0)
     assert settings.sync_interval == "2s"
 
 
 def test_words_such_as_auto_and_packaged_reset_a_setting_of_the_file_to_its_default(tmp_path):
-    write(tmp_path, 'nats = "nats://queue:4222"\nmax_memory = "1GiB"\nmodel = "some/model"\n')
-    settings = load({"nats": "embedded", "max_memory": "auto", "model": "packaged"}, {}, None, tmp_path)
-    assert (settings.nats, settings.max_memory, settings.model) == (None, None, None)
+    write(tmp_path, 'nats = "nats://queue:4222"\ndevice_memory = "1GiB"\nmodel = "some/model"\n')
+    settings = load({"nats": "embedded", "device_memory": "auto", "model": "packaged"}, {}, None, tmp_path)
+    assert (settings.nats, settings.device_memory, settings.model) == (None, None, None)
 
 
 def test_kv_bits_can_be_a_number_or_full(tmp_path):
@@ -135,7 +137,7 @@ def test_an_unknown_setting_is_refused_with_its_source_and_the_most_similar_name
     message = refusal(toml="data-dir = 'x'\n", cwd=tmp_path)
     assert "data-dir in " in message
     assert message.endswith("turnkeep.toml is not a setting; did you mean data_dir?")
-    assert "turnkeep serve --help" in refusal(toml="colour = 'red'\n", cwd=tmp_path)
+    assert "turnkeep serve --help-all" in refusal(toml="colour = 'red'\n", cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +151,10 @@ def test_an_unknown_setting_is_refused_with_its_source_and_the_most_similar_name
         ("max_disk", "20 parsecs", "such as 8GiB"),
         ("max_disk", "-1", "such as 8GiB"),
         ("max_message_bytes", "1GiB", "from 1KiB to 32MiB"),
-        ("max_memory", "9" * 5000, "such as 8GiB"),
-        ("ack_wait_s", "soon", "such as 5, 5s or 2m"),
-        ("ack_wait_s", float("nan"), "from 0.5 to 3600 seconds"),
-        ("metrics_interval_s", "inf", "a duration"),
+        ("device_memory", "9" * 5000, "such as 8GiB"),
+        ("closed_ttl_s", "soon", "such as 5, 5s or 2m"),
+        ("unload_after_s", float("nan"), "from 1 to 2592000 seconds"),
+        ("closed_ttl_s", "inf", "a duration"),
         ("dtype", "int4", "one of auto, keep, float32, float16, bfloat16"),
         ("kv_bits", "6", "'full' or 4 or 8"),
         ("kv_bits", 8.0, "'full' or 4 or 8"),
@@ -211,7 +213,7 @@ def test_the_default_worker_name_is_made_from_the_host_name_as_a_valid_id(monkey
 
 MODELS = """
 max_batch = 2
-max_waiting = 20
+max_context = 20
 [models.small]
 model = "org/small"
 max_batch = 3
@@ -224,7 +226,7 @@ unload_after_s = "off"
 
 def test_a_model_table_overrides_the_file_and_is_overridden_by_flags_and_variables(tmp_path):
     write(tmp_path, MODELS)
-    models = load_models({"kv_bits": "8"}, {"TURNKEEP_MAX_WAITING": "30"}, None, tmp_path)
+    models = load_models({"kv_bits": "8"}, {"TURNKEEP_MAX_CONTEXT": "30"}, None, tmp_path)
     assert [*models] == ["small", "coder:30b"]
     small, coder = models.values()
     assert (small.model, small.prefix, small.max_batch, small.unload_after_s) == (
@@ -239,8 +241,8 @@ def test_a_model_table_overrides_the_file_and_is_overridden_by_flags_and_variabl
         2,
         None,
     )
-    assert {(one.kv_bits, one.max_waiting) for one in models.values()} == {(8, 30)}
-    assert load({"kv_bits": 8, "max_waiting": 30}, {}, None, tmp_path) == small, "the first one"
+    assert {(one.kv_bits, one.max_context) for one in models.values()} == {(8, 30)}
+    assert load({"kv_bits": 8, "max_context": 30}, {}, None, tmp_path) == small, "the first one"
     assert load({}, {}, None, tmp_path, of="coder:30b").model == "org/coder"
 
 
@@ -248,7 +250,7 @@ def test_the_model_tables_are_ignored_if_a_model_or_prefix_is_given(tmp_path):
     write(tmp_path, MODELS)
     for given in ({"model": "org/other"}, {"prefix": "other"}):
         assert load_models(given, {}, None, tmp_path) == {}
-        assert load(given, {}, None, tmp_path) == Settings(max_batch=2, max_waiting=20, **given)
+        assert load(given, {}, None, tmp_path) == Settings(max_batch=2, max_context=20, **given)
     write(tmp_path, "max_batch = 2\n")
     assert load_models({}, {}, None, tmp_path) == {}
 

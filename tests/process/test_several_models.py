@@ -68,13 +68,15 @@ async def house(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Callable[...,
     made: list[House] = []
     wide = make_tiny_model(tmp_path / "wide", hidden_size=96)
 
-    async def start(of_wide: str = "device_memory = '30MiB'", **common: str) -> House:
+    async def start(
+        of_wide: str = "device_memory = '30MiB'", tiny: Path = tiny_model, **common: str
+    ) -> House:
         lines = [f"{name} = {value}" for name, value in ({"memory": "'40MiB'"} | common).items()]
-        lines += ["[models.tiny]", f"model = '{tiny_model}'", "device_memory = '20MiB'"]
+        lines += ["[models.tiny]", f"model = '{tiny}'", "device_memory = '20MiB'"]
         lines += ["[models.'wide:1b']", f"model = '{wide}'", of_wide]
         (tmp_path / "house.toml").write_text("\n".join(lines))
         port, config = free_port(), str(tmp_path / "house.toml")
-        options = ("--config", config, "--block-tokens", "32", "--gateway", str(port))
+        options = ("--config", config, "--gateway", str(port))
         process = WorkerProcess(tmp_path / "data", None, free_port(), *options)
         process.start()
         made.append(House(process, port))
@@ -187,8 +189,8 @@ async def test_one_tenants_questions_to_a_model_that_is_being_loaded_leave_room_
 
 
 @pytest.mark.process
-async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any) -> None:
-    at = await house(unload_after_s="1", pooling="'last'")
+async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any, embedding_model: Path) -> None:
+    at = await house(unload_after_s="1", tiny=embedding_model)
     asked = encode(EmbedRequest(inputs=("hello " * 280,) * 120))  # seconds, in one request
     async with await at.process.client(prefix="turnkeep-tiny") as client:
         answer = decode_control_reply(await client._wire.ask("turnkeep-tiny.default.any.ctl", asked, 100))

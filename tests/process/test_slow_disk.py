@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from structlog.testing import capture_logs
 
-from bench import disk
 from cache.disk import format as snapshot_format
 from cache.store import Store
 from worker import app as app_module
@@ -18,14 +19,14 @@ from worker import app as app_module
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from tests.parts import LocalWorker, WorkerProcess
+    from tests.parts import LocalWorker
     from turnkeep_client.client import Client
 
 pytestmark = pytest.mark.process
 
 BLOCK = 128
 #: Seconds for each sync. A block of this model is small; a large model's takes as long at 5 MB/s.
-SLOW = "0.02"
+SLOW_S = 0.02
 TEXTS = {name: f"{name}: all work and no play. " * 60 for name in ("first", "second", "third")}
 NEWS = "What now? "
 SAYS = "some sessions will be prefilled again: their KV is not on disk"
@@ -51,28 +52,37 @@ async def quiet(client: Client) -> None:
         await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize("end", ["killed after a quiet time", "stopped at once"])
+@pytest.mark.parametrize("end", ["after a quiet time", "stopped at once"])
 async def test_after_a_full_queue_on_a_slow_disk_the_next_worker_prefills_at_most_one_block(
-    worker_process: Callable[..., WorkerProcess], endless_model: Path, end: str
+    local_worker: Callable[..., Awaitable[LocalWorker]],
+    endless_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    end: str,
 ) -> None:
-    process = worker_process("--block-tokens", f"{BLOCK}", "--writer-queue", "1MiB", model=endless_model)
-    process.command[1:3] = [str(Path(disk.__file__)), SLOW, "commands"]
-    process.start()
-    client = await process.client()
-    await appended(client)
-    snapshots = (await client.session("first").info()).worker.snapshots
-    assert snapshots.dropped.get("queue_full"), "the disk was not too slow"
-    if end == "stopped at once":
-        assert process.stop() == 0
-    else:
-        await quiet(client)
-        process.kill()
-    await client.close()
-    process.start()
-    client = await process.client()
-    assert max(await prefilled(client)) <= BLOCK
-    await client.close()
-    assert SAYS not in process.log
+    """After a quiet time, the next worker has the files that a kill would leave."""
+    sizes = {"model": str(endless_model), "block_tokens": BLOCK, "writer_queue": 2**20}
+    sync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(SLOW_S)
+        sync(descriptor)
+
+    with monkeypatch.context() as patched, capture_logs() as logs:
+        patched.setattr(os, "fsync", slow)
+        worker = await local_worker(**sizes)
+        await appended(worker.client)
+        snapshots = (await worker.client.worker_metrics()).snapshots
+        assert snapshots.dropped.get("queue_full"), "the disk was not too slow"
+        if end == "after a quiet time":
+            await quiet(worker.client)
+            shutil.copytree(worker.settings.data_dir, tmp_path / "killed")
+        await worker.stop()
+    if end == "after a quiet time":
+        sizes["data_dir"] = tmp_path / "killed"
+    worker = await local_worker(**sizes)
+    assert max(await prefilled(worker.client)) <= BLOCK
+    assert SAYS not in [one["event"] for one in logs]
 
 
 async def test_a_worker_that_stops_says_how_many_tokens_it_could_not_store(

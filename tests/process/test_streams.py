@@ -9,6 +9,7 @@ from nats.aio.client import Client, ServerVersion
 from nats.js.errors import APIError
 
 from turnkeep_client.subjects import SessionKey, Subjects
+from worker.process.constants import Constants
 from worker.wire import streams
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version
 from worker.wire.streams import CONSUMER, ensure
@@ -94,8 +95,7 @@ async def test_subscribers_receive_a_chunk_only_if_the_token_stream_has_stored_i
 
 
 async def test_the_consumer_delivers_only_requests_and_delivers_them_again_without_an_ack(js, settings):
-    settings = dataclasses.replace(settings, ack_wait_s=0.5)
-    await ensure(js, SUBJECTS, settings)
+    await ensure(js, SUBJECTS, settings, Constants(ack_wait_s=0.5))
     await js.publish(SUBJECTS.of(KEY, "commit"), b"result")
     await js.publish(SUBJECTS.of(KEY, "in"), b"request")
     pull = await js.pull_subscribe_bind(CONSUMER, stream="turnkeep_log")
@@ -134,11 +134,9 @@ async def test_changed_settings_are_applied_to_existing_streams_and_their_messag
     changed = dataclasses.replace(
         settings,
         log_max_bytes=2**25,
-        token_ttl_s=60.0,
         max_message_bytes=2**15,
-        ack_wait_s=9.0,
     )
-    await ensure(js, SUBJECTS, changed)
+    await ensure(js, SUBJECTS, changed, Constants(token_ttl_s=60.0, ack_wait_s=9.0))
     info = await js.stream_info("turnkeep_log")
     assert (info.config.max_bytes, info.state.messages) == (2**25, 1)
     assert info.config.description == "an operator's words"

@@ -297,9 +297,7 @@ async def test_a_worker_with_a_collector_but_without_the_opentelemetry_library_f
 async def test_an_answer_resumed_after_a_crash_is_one_span_of_the_second_worker(
     worker_process: Callable[..., Any], endless_model: Path, receiver: Receiver
 ) -> None:
-    worker = worker_process(
-        "--otlp-endpoint", receiver.url, "--ack-wait-s", "0.5", model=endless_model, port=free_port()
-    )
+    worker = worker_process("--otlp-endpoint", receiver.url, model=endless_model, port=free_port())
     worker.start()
     async with await worker.client() as client:
         answer = client.session("garden").generate(

@@ -133,7 +133,7 @@ async def test_the_python_examples_of_the_documentation_run_as_written(
     for file in ("client.py", "readme.py"):
         alone = await shell(f"env -u NATS_URL python {file}")
         _, err = await alone.communicate()
-        assert err == b"first: export NATS_URL=$(.venv/bin/turnkeep url)\n", file
+        assert err == b"first: export NATS_URL=$(.venv/bin/turnkeep info --url)\n", file
     consumer = await shell("python consumer.py")
     assert consumer.stdout is not None
     line = await asyncio.wait_for(consumer.stdout.readline(), 60)

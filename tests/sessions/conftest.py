@@ -16,12 +16,11 @@ import pytest
 from raw_wire import Start, Wire
 
 import turnkeep_client.wire
-from tests.parts import BLOCK, TINY_CONTEXT, LocalWorker
+from tests.parts import BLOCK, TINY_CONTEXT, LocalWorker, split
 from tests.simulation import device, loop
 from tests.simulation.history import Outcome, world
 from tests.simulation.world import Server
 from turnkeep_client.client import Client, connect
-from worker.process.settings import Settings
 
 StartWorker = Callable[..., Awaitable[LocalWorker]]
 
@@ -93,9 +92,9 @@ async def simulated_worker(
 
     async def start(**changes: Any) -> LocalWorker:
         values: dict[str, Any] = {"data_dir": tmp_path, "nats": URL, "worker": "test", "block_tokens": BLOCK}
-        settings = Settings(**{**values, "metrics_interval_s": 0.2, **changes})
+        settings, constants = split({**values, "metrics_interval_s": 0.2, **changes})
         process = loop.Process(found, f"worker {len(started)}")
-        app = device.Worker(settings, found, process, directory="d", disk=disk)
+        app = device.Worker(settings, found, process, constants=constants, directory="d", disk=disk)
         task = process.start(app.run())
         while not (app.ready.is_set() or task.done() or process.is_dead):  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -113,7 +113,7 @@ async def test_a_second_worker_on_a_data_directory_exits_and_the_first_one_keeps
     [
         (("--no-such-setting", "1"), "No such option"),
         (("--max-batch", "0"), "--max-batch: '0' is not valid: it must be a whole number from 1"),
-        (("--max-memory", "much"), "--max-memory: 'much' is not valid"),
+        (("--max-disk", "much"), "--max-disk: 'much' is not valid"),
         (("--prefix", "a..b"), "--prefix: 'a..b' is not valid"),
         (("--config", "/no/such/file.toml"), "there is no settings file"),
         (("surplus",), "unexpected extra argument"),

@@ -29,13 +29,13 @@ from turnkeep_client.messages import (
     decode_result,
 )
 from turnkeep_client.subjects import SessionKey, Subjects
+from worker.process.constants import CONSTANTS
 from worker.sessions.execution import _sampling
 from worker.sessions.record import Pending
 
 pytestmark = pytest.mark.process
 
-BLOCK = 32  # as tests/conftest.py starts workers with
-QUICK = ("--ack-wait-s", "0.5")
+BLOCK = CONSTANTS.block_tokens
 SUBJECTS = Subjects()
 
 
@@ -66,7 +66,7 @@ async def started(worker_process: Any, endless_model: Path) -> Any:
 @pytest.fixture
 async def alone(local_worker: Callable[..., Awaitable[Any]], endless_model: Path, tmp_path: Path) -> Client:
     """A client of a worker that is never interrupted."""
-    worker = await local_worker(model=str(endless_model), data_dir=tmp_path / "alone")
+    worker = await local_worker(model=str(endless_model), data_dir=tmp_path / "alone", block_tokens=BLOCK)
     client: Client = worker.client
     return client
 
@@ -129,11 +129,8 @@ def seed_of(name: str, request: Generate, seq: int) -> int:
 async def test_answers_of_a_worker_that_is_killed_twice_have_the_tokens_of_an_uninterrupted_worker(
     started: Any, alone: Client
 ) -> None:
-    """Clients, the token stream, the log, and an uninterrupted worker have the same tokens.
-
-    The next worker does not wait for `ack_wait`, which is longer than any timeout of this test.
-    """
-    process, client = await started("--ack-wait-s", "600")
+    """Clients, the token stream, the log, and an uninterrupted worker have the same tokens."""
+    process, client = await started()
     options: dict[str, Any] = {
         "greedy": {"temperature": 0.0},
         "hot": {"temperature": 0.8},
@@ -172,7 +169,7 @@ async def test_the_turn_after_a_kill_prefills_its_own_tokens_and_at_most_one_ear
     started: Any, alone: Client
 ) -> None:
     """The session has 1,500 tokens, and the next turn's answer is that of an uninterrupted worker."""
-    process, client = await started(*QUICK)
+    process, client = await started()
     long, news = "All work and no play. " * 67, "What now? "
 
     async def first_turn(session: Any) -> Generated:
@@ -198,7 +195,7 @@ async def test_the_turn_after_a_kill_prefills_its_own_tokens_and_at_most_one_ear
 
 async def test_a_killed_nats_server_loses_no_acknowledged_request(started: Any, alone: Client) -> None:
     """The worker restarts its server, completes the running answer, and answers the waiting requests."""
-    process, client = await started(*QUICK)
+    process, client = await started()
     answer = Followed(client.session("s").generate(text="Begin: ", max_tokens=1000))
     task = asyncio.create_task(answer.follow())
     await until(lambda: len(answer.tokens) >= 20)

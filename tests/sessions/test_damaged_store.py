@@ -101,7 +101,7 @@ async def log(server: Server, local_worker: Start) -> Damaged:
 async def test_a_flipped_bit_in_a_log_entry_stops_only_the_session_of_that_entry(
     log: Damaged, local_worker: Start, turn: int, where: str
 ) -> None:
-    """The server drops the entry. The session's next request fails, and `log verify` names the entry."""
+    """The server drops the entry. The session's next request fails, and `--verify` names the entry."""
     marks = {"request": b'"text":"turn %03d' % turn, "result": b'"position":%d' % log.positions[turn]}
 
     def flip(content: bytearray) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,29 +60,6 @@ async def test_an_embedding_leaves_neither_log_entries_nor_kv(
 
 
 @pytest.mark.parametrize("kind", ["vectors", "scores"])
-async def test_embedding_or_scoring_many_texts_logs_nothing_and_does_not_stop_a_running_answer(
-    local_worker: Start, tiny_model: Path, reranker: Path, tmp_path: Path, kind: str
-) -> None:
-    """The answer's tokens arrive until the last text of the list is done."""
-    model, pooling = (tiny_model, "last") if kind == "vectors" else (reranker, "rank")
-    shutil.copytree(model, tmp_path / "chats", ignore=shutil.ignore_patterns("modules.json"))
-    worker = await local_worker(model=str(tmp_path / "chats"), pooling=pooling)
-    client = worker.client
-    generation = client.session("s").generate(text="eee", max_tokens=1900, ignore_eos=True)
-    chunks = 0
-    async with generation:
-        asked = client.embed(TEXTS * 30) if kind == "vectors" else client.rerank("x", TEXTS * 30)
-        listed = asyncio.create_task(asked)
-        async for _ in generation:
-            chunks += 1
-            if listed.done():
-                break
-        assert len((await listed).tokens) == 90
-    assert chunks > 20
-    assert len(await client.log()) == 2, "the answer's request and its result"
-
-
-@pytest.mark.parametrize("kind", ["vectors", "scores"])
 async def test_an_embedding_or_scoring_request_at_a_worker_that_stops_is_told_so_at_once(
     local_worker: Start, embedding_model: Path, reranker: Path, kind: str
 ) -> None:
@@ -129,15 +105,10 @@ async def test_a_text_as_long_as_the_context_is_embedded_and_one_beyond_the_memo
         await small.client.embed([[40] * TINY_CONTEXT])
 
 
-async def test_a_chat_model_embeds_texts_only_with_the_setting_pooling(
-    local_worker: Start, tiny_model: Path
-) -> None:
+async def test_a_chat_model_embeds_no_texts(local_worker: Start, tiny_model: Path) -> None:
     worker = await local_worker(model=str(tiny_model))
-    with pytest.raises(RequestFailedError, match=r"or this one with --pooling last$"):
+    with pytest.raises(RequestFailedError, match=r"or give this one the modules.json of the repository"):
         await worker.client.embed(["a"])
-    await worker.stop()
-    other = await local_worker(model=str(tiny_model), pooling="last")
-    assert len((await other.client.embed(["a"])).vectors) == 1
 
 
 async def test_with_input_tokens_an_input_is_cut_to_them_or_to_what_fits_and_keeps_its_end_token(

@@ -373,7 +373,7 @@ async def test_a_session_backlog_of_120_mb_makes_the_worker_grow_by_less_than_40
     worker_process: Callable[..., Any],
 ) -> None:
     """When the worker starts, 120 requests of 1 MB wait; it reads them in pages."""
-    worker = worker_process("--spare-memory", "0")
+    worker = worker_process()
     worker.start()
     async with asyncio.timeout(60):
         while '"ready"' not in worker.log:  # noqa: ASYNC110 - another process writes it

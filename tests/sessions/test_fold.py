@@ -273,7 +273,6 @@ class World:
             "limits": Limits(self.engine, policy, kv_bits=None, **sizes),  # type: ignore[arg-type]
             "max_result_bytes": 2**20,
             "own_sampling": {},
-            "placeholders": True,
             "token_ttl_s": 900.0,
             "directory": "",
             "erasures": SimpleNamespace(note=nothing),

@@ -95,23 +95,6 @@ async def test_warnings_of_a_result_name_the_messages_that_were_adapted_for_the_
     assert seen == "Look: [image: this model cannot see images]"
 
 
-async def test_with_placeholders_off_an_image_part_is_refused_and_a_part_with_text_is_read(
-    wire: Start,
-) -> None:
-    w = await wire()
-    assert (await w.send("s", generate("a", messages=[LOOK])))["warnings"] == [REPLACED]
-    await w.worker.stop()
-    w = await wire(placeholders="off")
-    refused = await w.send("s", generate("b", messages=[LOOK]))
-    assert (refused["code"], refused["message"]) == (
-        "invalid_request",
-        "messages[0].content[1]: the model cannot read image_url, and placeholders are off here: send text",
-    )
-    found = {"type": "search_result", "content": [{"type": "text", "text": "It is red."}]}
-    taken = await w.send("s", generate("c", messages=[{"role": "user", "content": [found]}]))
-    assert taken["warnings"] == ["messages[0].content[0]: search_result read as text"]
-
-
 async def test_a_result_with_30_placeholders_names_20_of_them_and_counts_the_others(wire: Start) -> None:
     w = await wire()
     result = await w.send("s", generate("a", messages=[{"role": "user", "content": [IMAGE] * 30}]))

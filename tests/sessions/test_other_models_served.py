@@ -138,7 +138,7 @@ async def test_forks_and_endless_sessions_continue_with_another_model_as_if_it_h
     for name, result in results.items():
         again = await ask(worker.client.session(name), "Five")
         assert (again.model, again.previous_model, again.rewritten_from) == (result.model, None, None)
-    verified = await command("log", "verify", *where(worker))
+    verified = await command("sessions", "--verify", *where(worker))
     assert verified.returncode == 0, verified.stdout
 
 

@@ -25,7 +25,7 @@ def process(worker_process: Callable[..., Any], packaged_folder: Path, tmp_path:
     models = tmp_path / "data" / "models"
     models.mkdir(parents=True)
     (models / packaged_folder.name).symlink_to(packaged_folder)
-    process = worker_process("--ack-wait-s", "0.5", "--block-tokens", str(BLOCK), model=None)
+    process = worker_process(model=None)
     process.start()
     return process
 

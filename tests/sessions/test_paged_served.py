@@ -49,7 +49,6 @@ async def test_a_paged_session_reports_its_policy_and_restores_its_kv_after_a_re
     assert again.usage.cached_tokens >= answer.position - 1
     metrics = (await session.info()).worker
     assert metrics.recalled_tokens > 0, "slots are empty after a restart"
-    assert 0 <= metrics.evicted_tokens < metrics.recalled_tokens
 
 
 async def test_a_rewound_paged_session_and_one_with_the_same_prefix_reuse_stored_kv(

@@ -295,7 +295,7 @@ async def test_an_answer_under_sink_window_continues_after_a_kill_with_the_same_
     worker_process: Callable, local_worker: Callable, endless_model: Path, tmp_path: Path
 ) -> None:
     """The tokens are those of a worker that was not interrupted."""
-    process = worker_process("--ack-wait-s", "0.5", "--cache-policy", "sink_window:2,32", model=endless_model)
+    process = worker_process("--cache-policy", "sink_window:2,32", model=endless_model)
     process.start()
     async with await process.client() as client:
         session = client.session("s")

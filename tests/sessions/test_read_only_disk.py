@@ -39,7 +39,7 @@ async def test_remounting_the_disk_read_only_and_back_costs_no_turn_and_no_store
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     data = mounted("size=64m") / "data"
-    process = worker_process("--data-dir", str(data), "--metrics-interval-s", "0.1", "--min-free-disk", "0")
+    process = worker_process("--data-dir", str(data), "--min-free-disk", "0")
     process.start()
     async with await process.client() as client:
         before = await talk(client, "before", 0, 1)

@@ -90,10 +90,9 @@ async def test_a_document_that_is_too_long_is_refused_with_its_index(
         await worker.client.rerank(QUERY, documents)
 
 
-async def test_a_model_embeds_or_reranks_only_as_it_was_trained_or_as_pooling_says(
+async def test_a_model_embeds_or_reranks_only_as_its_modules_json_says(
     local_worker: Start, reranker: Path, embedding_model: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """A reranker makes no embeddings. With `--pooling rank` any model that has the prompt's tokens scores."""
     plain = tmp_path / "plain"
     shutil.copytree(reranker, plain, ignore=shutil.ignore_patterns("modules.json"))
     other = tmp_path / "other"
@@ -102,8 +101,12 @@ async def test_a_model_embeds_or_reranks_only_as_it_was_trained_or_as_pooling_sa
     ids = {"true_token_id": 40, "false_token_id": None}
     (other / "1_LogitScore" / "config.json").write_text(json.dumps(ids))
 
-    async def refused(folder: Path, pooling: str = "auto") -> tuple[str, str]:
-        worker = await local_worker(model=str(folder), pooling=pooling)
+    without = tmp_path / "without"
+    shutil.copytree(tiny_model, without)
+    shutil.copy(reranker / "modules.json", without)
+
+    async def refused(folder: Path) -> tuple[str, str]:
+        worker = await local_worker(model=str(folder))
         said = []
         for asked in (worker.client.rerank(QUERY, ["a"]), worker.client.embed(["a"])):
             try:
@@ -117,9 +120,8 @@ async def test_a_model_embeds_or_reranks_only_as_it_was_trained_or_as_pooling_sa
     assert scores == "1"
     assert "makes no embeddings" in vectors
     scores, vectors = await refused(embedding_model)
-    assert scores.endswith("with --pooling rank")
+    assert scores.endswith("the repository that it was converted from")
     assert vectors == "1"
-    assert (await refused(plain))[0].endswith("with --pooling rank")
-    assert (await refused(plain, "rank"))[0] == "1"
-    for folder, pooling in ((other, "auto"), (tiny_model, "rank")):
-        assert "another format" in (await refused(folder, pooling))[0]
+    assert (await refused(plain))[0].endswith("the repository that it was converted from")
+    for folder in (other, without):
+        assert "another format" in (await refused(folder))[0]

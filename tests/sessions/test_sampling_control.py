@@ -135,7 +135,7 @@ async def test_an_answer_interrupted_by_a_crash_has_the_same_tokens_and_all_logp
     }
     undisturbed = await local_worker(model=str(endless_model), data_dir=tmp_path / "alone")
     _, expected = await answered(undisturbed.client.session("s"), **options)
-    process = worker_process("--ack-wait-s", "0.5", model=endless_model)
+    process = worker_process(model=endless_model)
     chunks, result = await heard_over_a_kill(process, options, behind=25)
     assert result.tokens == expected.tokens
     assert [one.id for one in result.logprobs] == list(result.tokens)

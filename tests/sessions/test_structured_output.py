@@ -330,7 +330,7 @@ async def test_an_answer_continues_within_its_schema_after_a_crash(
     undisturbed = await local_worker(data_dir=tmp_path / "alone")
     expected = await undisturbed.client.session("s").generate(**options)
     assert expected.finish_reason == "stop"
-    process = worker_process("--ack-wait-s", "0.5")
+    process = worker_process()
     _, result = await heard_over_a_kill(process, options, behind=50)
     assert result.tokens == expected.tokens
     jsonschema.validate(json.loads(result.text), items)

@@ -231,7 +231,7 @@ async def test_a_reasoning_budget_still_holds_after_a_kill(
     }
     alone = await local_worker(model=str(thinking_model), data_dir=tmp_path / "alone")
     expected = await alone.client.session("s").generate(**asked)
-    process = worker_process("--ack-wait-s", "0.5", model=thinking_model)
+    process = worker_process(model=thinking_model)
     chunks, result = await heard_over_a_kill(process, asked, behind=200)
     assert (result.tokens, result.reasoning) == (expected.tokens, expected.reasoning)
     assert result.usage.reasoning_tokens == expected.usage.reasoning_tokens == 301
@@ -253,7 +253,7 @@ async def test_a_forced_harmony_call_comes_after_the_reasoning_also_after_a_kill
     }
     alone = await local_worker(model=str(harmony_model), data_dir=tmp_path / "alone")
     expected = await alone.client.session("s").generate(**asked)
-    process = worker_process("--ack-wait-s", "0.5", model=harmony_model)
+    process = worker_process(model=harmony_model)
     chunks, result = await heard_over_a_kill(process, asked, behind=180)
     assert (result.tokens, result.finish_reason) == (expected.tokens, "tool_calls")
     assert result.usage.reasoning_tokens == 301

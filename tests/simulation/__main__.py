@@ -17,8 +17,9 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # otherwise a seed gives another hi
     os.environ["PYTHONHASHSEED"] = "0"
     os.execv(sys.executable, [sys.executable, "-P", "-m", "tests.simulation", *sys.argv[1:]])
 
+from tests.mutants import mutated, table
+
 from .history import simulate
-from .mutations import FAVOURED, MUTATIONS, mutated
 from .shrink import shrink
 
 sys.unraisablehook = lambda _: None  # closing the coroutines of killed processes may raise
@@ -32,11 +33,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no history after so long")
     parser.add_argument("--tell", action="store_true", help="tell the stories of all, not of failures alone")
     parser.add_argument("--traces", action="store_true", help="print a checksum of each history")
+    mutants = table()
     parser.add_argument(
-        "--without",
-        choices=MUTATIONS,
-        nargs="+",
-        help="take a guard of the program away, one after the other",
+        "--without", choices=mutants, nargs="+", help="take a guard of the program away, one after the other"
     )
     parser.add_argument("--whole", action="store_true", help="tell failures as they are, not shrunk")
     parser.add_argument("--first", action="store_true", help="end at the first failure, without its story")
@@ -45,8 +44,8 @@ def main() -> int:
     for name in asked.without or [None]:
         if name is not None:
             print(f"without {name}:")
-        asked.favoured = FAVOURED.get(name or "")
-        with mutated(name) if name is not None else contextlib.nullcontext():
+        asked.favoured = mutants[name].plan if name is not None else None
+        with mutated(mutants[name]) if name is not None else contextlib.nullcontext():
             found.append(simulate_all(asked))
     return min(found)
 

@@ -15,6 +15,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from cache.names.policy import FULL, Policy
+from tests.parts import split
 from turnkeep_client.calls import Call
 from turnkeep_client.client import connect
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError, StreamBrokenError, TurnkeepError
@@ -31,7 +32,6 @@ from turnkeep_client.messages import (
     encode,
 )
 from turnkeep_client.subjects import SessionKey, Subjects
-from worker.process.settings import Settings
 
 from .device import POISON, Disk, Worker
 from .gateways import Gate, Visitor
@@ -446,13 +446,9 @@ class Supervisor:
         skew_s = plan.skews[number % len(plan.skews)] if number < plan.num_workers else 0.0
         process = self.process = Process(loop, f"worker {number}.{self.num_lives}", skew_s=skew_s)
         self.num_lives += 1
-        settings = Settings(
-            data_dir=Path("none"),
-            worker=process.name.replace(" ", "-").replace(".", "-"),
-            metrics_interval_s=3600.0,
-            log_replicas=3 if plan.lag_s else 1,
-            **plan.settings,
-        )
+        named = {"data_dir": Path("none"), "worker": process.name.replace(" ", "-").replace(".", "-")}
+        named |= {"metrics_interval_s": 3600.0, "log_replicas": 3 if plan.lag_s else 1}
+        settings, constants = split(named | plan.settings)
         rounding = self.num_lives % plan.roundings
         self.worker = Worker(
             settings,
@@ -460,6 +456,7 @@ class Supervisor:
             process,
             directory=f"d{number}",
             disk=self.disk,
+            constants=constants,
             leases=leases and plan.leases,
             rounding=rounding,
         )

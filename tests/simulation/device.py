@@ -32,6 +32,7 @@ from worker.metrics_message import unloaded
 from worker.models.model import LoadedModel
 from worker.models.tokenizer import Tokenizer
 from worker.process.concurrency import task_group
+from worker.process.constants import CONSTANTS, Constants
 from worker.sessions.port import EnginePort, StoppingError, TurnResult
 from worker.wire import streams
 from worker.wire.members import Members
@@ -296,10 +297,11 @@ class Worker(App):
         *,
         directory: str,
         disk: Disk,
+        constants: Constants = CONSTANTS,
         leases: bool = True,
         rounding: int = 0,
     ) -> None:
-        super().__init__(settings)
+        super().__init__(settings, constants=constants)
         self._directory: Any = SimpleNamespace(name=directory)
         self._leases = leases
         self._disk = disk
@@ -325,7 +327,7 @@ class Worker(App):
             js = nc.jetstream()
             if self._leases:
                 await self._take_back(js)
-            names = await streams.ensure(js, self._subjects, self._settings)
+            names = await streams.ensure(js, self._subjects, self._settings, self._constants)
             await self._serve(nc, js, names)
 
     async def _connect(self, url: str, directory: Any, stack: Any, **options: Any) -> Any:

@@ -23,7 +23,6 @@ from worker.observe import counters
 from worker.process import clock
 from worker.sessions import execution, record, sessions
 from worker.sessions import history as sessions_history
-from worker.sessions.session_log import SessionLog
 from worker.wire import consistent_reads, endpoints, erasures, intake, retention
 from worker.wire.erasures import Erasures
 
@@ -47,7 +46,6 @@ _TIGHT: Final[tuple[tuple[Any, str, Any], ...]] = (
     (retention, "_NEARLY_FULL", 0.0),
     (retention, "_RELIEVED", 0.0),
 )
-_find_answered: Final = SessionLog.find_answered  # the original, even if a mutation replaces it
 #: The time limit of each step after the last fault.
 PATIENCE_S: Final = 150.0
 
@@ -258,7 +256,7 @@ async def _read_anew(history: History) -> None:
             await session.refresh()
             session._services.journal.get = stored  # type: ignore[method-assign]  # sends no messages
             names = {request.id for request in found[key].requests.values()}
-            known = {name: await _find_answered(session.log, name) for name in names}
+            known = {name: await session.log.find_answered(name) for name in names}
             answered = {name: one.at.in_seq for name, one in known.items() if one is not None}
             times_s = begun_s, history.loop.time()
             history.read[key] = Read(*times_s, session.history, session.diverged, answered)

@@ -20,6 +20,7 @@ from tests.simulation.world import Server
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.messages import Chunk, Closed, encode, failure
 from turnkeep_client.subjects import SessionKey, Subjects
+from worker.process.constants import Constants
 from worker.process.settings import Settings
 from worker.wire import streams
 from worker.wire.chunks import Published
@@ -45,12 +46,11 @@ class Place:
         self.nc = nc
         self.js = nc.jetstream()
         self.subjects = Subjects(f"p{uuid4().hex[:12]}")
-        self.settings = Settings(
-            data_dir=folder, ack_wait_s=ACK_WAIT_S, log_max_bytes=65_536, max_message_bytes=4096
-        )
+        self.settings = Settings(data_dir=folder, log_max_bytes=65_536, max_message_bytes=4096)
+        self.constants = Constants(ack_wait_s=ACK_WAIT_S)
 
     async def make(self) -> None:
-        self.names = await streams.ensure(self.js, self.subjects, self.settings)
+        self.names = await streams.ensure(self.js, self.subjects, self.settings, self.constants)
 
     def of(self, kind: str, session: str = "s") -> str:
         return f"{self.subjects.prefix}.t.{session}.{kind}"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from harness import Verdict
 
-OPTIONS = ("--ack-wait-s", "3", "--max-attempts", "20", "--min-free-disk", "0", "--max-disk", "256MiB")
+OPTIONS = ("--min-free-disk", "0", "--max-disk", "256MiB")
 BRIDGE = "turnkeep0"
 NETWORK = "10.111.77"
 

@@ -31,7 +31,7 @@ preload()  # as a worker does, before anything imports MLX
 import msgspec  # noqa: E402
 import nats.errors  # noqa: E402
 import psutil  # noqa: E402
-from parts import BLOCK, WorkerProcess, free_port, make_endless_model, make_tiny_model  # noqa: E402
+from parts import WorkerProcess, free_port, make_endless_model, make_tiny_model  # noqa: E402
 
 from turnkeep_client.checkpoints import CheckpointMessage, Link  # noqa: E402
 from turnkeep_client.client import connect  # noqa: E402
@@ -52,6 +52,7 @@ from turnkeep_client.messages import (  # noqa: E402
 from turnkeep_client.nats_client import Nats  # noqa: E402
 from turnkeep_client.subjects import SessionKey, Subjects  # noqa: E402
 from worker.models.tokenizer import Tokenizer  # noqa: E402
+from worker.process.constants import CONSTANTS  # noqa: E402
 from worker.sessions.checkpoint import Checkpoint  # noqa: E402
 from worker.sessions.fold import Fold  # noqa: E402
 from worker.sessions.history import History  # noqa: E402
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
 SUBJECTS = Subjects()
 #: Enough time for any answer on a busy machine. A request that takes longer counts as unanswered.
 PATIENCE_S = 120.0
+#: How the message of a request that three crashes ended goes on.
+GIVEN_UP = f"({CONSTANTS.max_attempts} attempts)"
 
 
 @asynccontextmanager
@@ -98,9 +101,7 @@ class Target:
     """A worker process with its own NATS server, into which the programs inject faults."""
 
     def __init__(self, data_dir: Path, model: Path | None, *options: str) -> None:
-        self.process = WorkerProcess(
-            data_dir, model, free_port(), "--block-tokens", str(BLOCK), "--log-level", "info", *options
-        )
+        self.process = WorkerProcess(data_dir, model, free_port(), "--log-level", "info", *options)
         self._log_start = 0
 
     @property
@@ -413,7 +414,7 @@ def _judge_session(
         verdict.outcomes[code] += 1
         if getattr(result, "visible_from", None):
             verdict.beyond[str(result.cache)] += 1
-        if code == "internal":
+        if isinstance(result, Failed) and code == "internal" and GIVEN_UP not in result.message:
             verdict.blame("internal", f"{key} {entry.seq}: {mine[0].body[:300]!r}")
         if code == "history_diverged":
             verdict.blame("contradicting", f"{key} {entry.seq}: {mine[0].body[:300]!r}")

@@ -33,7 +33,7 @@ from turnkeep_client.client import Client, connect
 
 TENANTS = ("a", "b", "c")
 SCRAPE_S = 5.0
-OPTIONS = ("--ack-wait-s", "0.5", "--max-attempts", "20", "--min-free-disk", "0", "--max-disk", "256MiB")
+OPTIONS = ("--min-free-disk", "0", "--max-disk", "256MiB")
 
 
 class Reading(NamedTuple):

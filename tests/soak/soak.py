@@ -127,7 +127,7 @@ async def soak(
     where: Path, *, minutes: float, interval_s: float, seed: int, options: Sequence[str] = ()
 ) -> tuple[list[Reading], Load]:
     """Run a worker under load for some minutes; return a reading for each interval, and the load's record."""
-    options = ("--idle-timeout-s", "20", "--min-free-disk", "0", "--max-disk", "256MiB", *options)
+    options = ("--min-free-disk", "0", "--max-disk", "256MiB", *options)
     async with target(where / "data", tiny_model(where, endless=True), *options) as worker:
         load = Load(await Heard.on(worker.url, chunks=False), random.Random(seed))
         clients = [asyncio.create_task(load.short()) for _ in range(SHORT_CLIENTS)]

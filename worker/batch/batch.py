@@ -78,8 +78,8 @@ class Batch:
         """`is_plain` says that a step can be undone by setting back the offsets of rows' own caches.
 
         `drafters` draft up to `max_draft` tokens for a row. `has_rings` says that rows may have a `RingCache`
-        instead of plain caches, `windows_are_rings` that the model's own sliding windows are such rings. A
-        paged session keeps 2-bit copies of keys (sketches) for the layers `sketched`.
+        instead of plain caches, `windows_are_rings` that the model's own sliding windows are such rings.
+        `sketched` are the layers for which a policy with `recall` keeps 2-bit copies of keys (sketches).
         """
         self.has_rings = has_rings
         self.windows_are_rings = windows_are_rings

@@ -152,7 +152,7 @@ def _has_rings(model: Any, forward: Forward, trials: Trials, *, shares: bool) ->
         and trials.way("rings", lambda: 0 if _fits(model, "rings", rotates) else None, 1) is not None
     )
     if not has_rings:
-        log.info("this model's sessions cannot have a window: the policies sink_window and paged are refused")
+        log.info("this model's sessions cannot have a window: all policies but full are refused")
     return has_rings
 
 

@@ -7,32 +7,18 @@ Evaluating at once costs some ten microseconds, so small operations stay with ML
 
 On a CPU MLX's products with quantised matrices are no faster for one token than dequantising and multiplying,
 and 17 times slower for a prompt of 128. So attention to quantised KV dequantises one layer of KV first.
-
-The queries of a paged session are compared with its sketches (2-bit copies of keys) in runs of tokens that
-fit into the processor's cache.
 """
 
 from __future__ import annotations
 
-from functools import reduce
-from itertools import cycle
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import mlx.core as mx
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 #: Numbers of scores, and of SiLU's inputs, from which on numpy saves more time than evaluating at once costs.
 _LEAST_SCORES: Final = 8192
 _LEAST_GATES: Final = 4096
-#: Tokens whose sketches are compared in one run.
-_RUN: Final = 4096
-#: For each byte of a sketch, the four 2-bit channels in it.
-_CHANNELS: Final = (np.arange(256, dtype=np.uint8)[:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3).astype(
-    np.float32
-)
 #: Number of scores below which numpy computes all heads at once: they fit into the processor's cache.
 _CACHED: Final = 1 << 17
 
@@ -122,85 +108,6 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
         np.divide(_view(gate), held, out=held)
     held *= _view(x)
     return result
-
-
-def faster_compared(queries: mx.array) -> bool:
-    """Say whether `compared` here is faster than `cache.kv.paged.compared` for these queries."""
-    return queries.dtype == mx.float32 and _on_cpu()
-
-
-def compared(asked: mx.array, sketch: tuple[mx.array, ...], page: int) -> mx.array:
-    """Return, per page of `page` tokens, the largest share of attention that any query gives to a token.
-
-    Arguments as for `cache.kv.paged.compared`, which uses only MLX and takes seven times as long for 32
-    queries. The result, (pages,), is evaluated.
-    """
-    mx.eval(asked, sketch)
-    heads = zip(*(_view(part)[0] for part in (asked, *sketch)), strict=True)
-    found = [_compared(queries, codes, scales, biases, page) for queries, codes, scales, biases in heads]
-    return mx.array(np.exp(np.max(found, axis=0)))
-
-
-def _compared(
-    asked: np.ndarray[Any, Any],
-    codes: np.ndarray[Any, Any],
-    scales: np.ndarray[Any, Any],
-    biases: np.ndarray[Any, Any],
-    page: int,
-) -> np.ndarray[Any, Any]:
-    """Return the log of each page's largest share of attention; `asked` are one KV head's queries."""
-    num = len(asked)
-    pages = np.empty((len(codes) // page, num), np.float32)
-    largest, sums = np.full(num, -np.inf, np.float32), np.zeros(num, np.float32)
-    at = 0
-    for scores in _products(asked, codes, scales, biases):
-        # Numpy computes maxima and sums of a few long rows faster than of many short ones.
-        within = reduce(np.maximum, scores.reshape(-1, page, num).swapaxes(0, 1))
-        pages[at : at + len(within)] = within
-        top = np.maximum(largest, within.max(axis=0))
-        np.exp(np.subtract(scores, top, out=scores), out=scores)
-        sums *= np.exp(largest - top)
-        sums += scores.reshape(-1, page * num).sum(axis=0).reshape(page, num).sum(axis=0)
-        largest = top
-        at += len(within)
-    pages -= largest + np.log(sums)
-    logs: np.ndarray[Any, Any] = pages.max(axis=1)
-    return logs
-
-
-def _products(
-    asked: np.ndarray[Any, Any],
-    codes: np.ndarray[Any, Any],
-    scales: np.ndarray[Any, Any],
-    biases: np.ndarray[Any, Any],
-) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the products of the sketches with the queries, one run of tokens at a time: (tokens, queries).
-
-    While numpy reads the products of one run, MLX computes those of the next run. (numpy's own BLAS would
-    start a second pool of spinning threads.)
-    """
-    (num, size), groups = asked.shape, scales.shape[1]
-    # A key is its channels times scales, plus one bias per group of channels: one more column per group.
-    columns = mx.array(np.concatenate([asked.T, asked.reshape(num, groups, -1).sum(axis=2).T]))
-    runs = [mx.zeros((_RUN, size + groups)) for _ in range(2)]
-    mx.eval(columns, runs)
-    four = _CHANNELS.view(np.complex128)[:, 0]  # four channels as one item, which `take` copies fastest
-    product, num_tokens = mx.zeros(0), 0
-    for at, keys in zip(range(0, len(codes), _RUN), cycle(runs), strict=False):
-        before, num_before = product, num_tokens
-        run = slice(at, min(at + _RUN, len(codes)))
-        num_tokens = run.stop - at
-        held = _view(keys)[:num_tokens]
-        channels = four.take(codes[run].view(np.uint8)).view(np.float32).reshape(num_tokens, groups, -1)
-        np.multiply(channels, scales[run, :, None], out=held[:, :size].reshape(num_tokens, groups, -1))
-        held[:, size:] = biases[run]
-        product = keys @ columns
-        mx.async_eval(product)  # type: ignore[no-untyped-call]
-        if num_before:
-            mx.eval(before)
-            yield _view(before)[:num_before]
-    mx.eval(product)
-    yield _view(product)[:num_tokens]
 
 
 def _on_cpu() -> bool:

@@ -3,8 +3,8 @@
 Device thread only.
 
 Such a head attends from a token to the token's earlier occurrence, or to the token that followed it there. A
-trial measures this on a repeated sequence of random tokens. A paged session keeps sketches (2-bit copies) of
-keys only in these layers, to choose the chunks that it reads from SSD.
+trial measures this on a repeated sequence of random tokens. Only these layers have sketches (2-bit copies)
+of keys, which choose the chunks that are read from SSD.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FEWEST: Final = 4
 
 
 def num_sketched(num_layers: int) -> int:
-    """Return in how many of a model's `num_layers` layers paged sessions keep sketches of keys."""
+    """Return how many of a model's `num_layers` layers have sketches of keys."""
     return min(num_layers, max(_FEWEST, -(-num_layers // _ONE_IN)))
 
 

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 
-from cache.kv.paged import PagedCache, compared
 from cache.kv.ring import RingCache
 from cache.names.policy import SLACK
 
-from . import cpu, ring_attention
+from . import ring_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -90,17 +89,15 @@ class OwnPart:
         The runs are so short that none overwrites keys that its tokens still need.
         """
         ring, outputs = self.caches[layer], []
-        sees_all = isinstance(ring, PagedCache) and ring.pages.sees_all
-        if sees_all:
+        if ring.sees_all:
             outputs.append(self._attend_all(layer, queries, attention))
         for at, run in self._written(ring):
             asked = queries[run]
-            if not sees_all:
+            if not ring.sees_all:
                 seen = self._sight(ring, at, asked.shape[0])
                 places = ring.unpacked(seen.num_places)
                 outputs.append(attention.to_ring(asked, places, seen, of_one_session))
-            if isinstance(ring, PagedCache) and ring.is_sketched and ring.pages.asks(at, asked.shape[0]):
-                ring.weigh(asked, attention.scale, cpu.compared if cpu.faster_compared(asked) else compared)
+            ring.weigh(at, asked, attention.scale)
         together = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
         return together.transpose(2, 1, 0, 3)
 
@@ -123,12 +120,12 @@ class OwnPart:
         return self._sights[kind]
 
     def _attend_all(self, layer: int, queries: mx.array, attention: Attention) -> mx.array:
-        """Compute attention to all tokens of a paged session; return (1, heads, tokens, head_dim).
+        """Compute attention to all the session's tokens; return (1, heads, tokens, head_dim).
 
         Called before the part's own tokens are written to the cache.
         """
         cache = self.caches[layer]
-        later = (i for i in range(layer + 1, len(self.caches)) if isinstance(self.caches[i], PagedCache))
+        later = (i for i in range(layer + 1, len(self.caches)) if self.caches[i].sees_all)
         then = next(later, None)
         running = attention.running(of_one_session(queries))
         for keys, values in cache.before(str(layer), None if then is None else str(then)):

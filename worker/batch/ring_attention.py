@@ -17,8 +17,6 @@ import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
 
-from cache.kv.paged import PagedCache
-
 from . import cpu
 
 if TYPE_CHECKING:
@@ -112,7 +110,7 @@ def sight(ring: RingCache, ends: Sequence[int], num: int) -> Sight:
     """
     end = np.array(ends)[:, None]
     at = end - num + np.arange(num)  # (rows, tokens)
-    slots = ring.slot_positions() if isinstance(ring, PagedCache) else np.zeros(0)
+    slots = ring.slot_positions()
     num_places = ring.capacity if len(slots) else int(min(end.max(), ring.capacity))
     places = np.arange(num_places)
     last = end - 1

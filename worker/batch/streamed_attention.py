@@ -1,4 +1,4 @@
-"""Computes attention to keys that arrive in parts, for the prompts of paged sessions.
+"""Computes attention to keys that arrive in parts, such as those that are read from SSD.
 
 Device thread only.
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: How long the prompt of a paged session, which needs all its KV on disk, waits for room in the queue
-#: while the disk takes nothing.
+#: How long a prompt that needs all earlier KV on disk waits for room in the queue while the disk takes
+#: nothing.
 PATIENCE_S: Final = 30.0
 
 
@@ -82,7 +82,7 @@ class Cutting:
         return size_bytes
 
     def is_behind(self, turn: Turn, num_tokens: int) -> bool:
-        """Say whether a paged session's prompt should wait for room in the writer's queue.
+        """Say whether a prompt that reads earlier KV from disk should wait for room in the writer's queue.
 
         It waits as long as the room changes, and then for at most 30 s.
         Without the wait, KV that later pieces need could leave the device before it is queued for the disk.

@@ -64,17 +64,11 @@ class Device:
         self,
         load: Callable[[], LoadedModel],
         died: Callable[[BaseException], None],
-        *,
-        wired_bytes: int | None = None,
         **options: Unpack[RunnerOptions],
     ) -> None:
-        """The thread calls `load` to load the model, and `died` if an error ends the thread after that.
-
-        `wired_bytes` of MLX's memory are never paged out by the operating system.
-        """
+        """The thread calls `load` to load the model, and `died` if an error ends the thread after that."""
         self._load = load
         self._died = died
-        self._wired_bytes = wired_bytes
         self._make_runner = partial(Runner, report=self._hand_over, **options)
         self._report: Callable[[StepReport], object]  # set by `listen`, before the first turn
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
@@ -186,8 +180,6 @@ class Device:
 
     def _live(self) -> None:
         try:
-            if self._wired_bytes is not None:
-                machine.wire(self._wired_bytes)
             loaded = self._load()
             runner = self._start_runner(loaded)
         except BaseException as error:  # noqa: BLE001  # start() raises it on its caller's thread

@@ -156,7 +156,7 @@ class Finder:
         tensors: dict[str, mx.array] = {}
         try:
             if self._store is None or turn.chain is None:
-                raise AssertionError("without a store no session is paged")
+                raise AssertionError("without a store no turn needs KV from it")
             if needs.num_past:
                 past = await self._store.past(turn.chain, turn.context, needs.num_past, PATIENCE_S)
                 held = self._store.hold(turn.chain, turn.context)

@@ -194,16 +194,3 @@ def gpu_limit(
         why = f"the {size(free)} that are free or in use by this worker, of the GPU's {size(most)}"
     freed = device.freed_bytes
     return MemoryLimit(max(min(share, free) - freed, 0), f"{why}, less {size(freed)} for freed buffers")
-
-
-def wire(size_bytes: int) -> None:
-    """Let Metal keep `size_bytes` of memory from being paged out; raise `DeviceError` if it cannot."""
-    if not mx.metal.is_available():
-        raise DeviceError(f"wired_memory is for Metal, and this device is {name()}: leave it off")
-    try:
-        mx.set_wired_limit(size_bytes)
-    except (ValueError, RuntimeError) as error:
-        raise DeviceError(
-            f"wired_memory of {size_bytes} bytes is refused: {error}; lower it, or raise the system's"
-            " iogpu.wired_limit_mb"
-        ) from None

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 #: The KV limit leaves memory for attention over contexts up to this; longer ones are checked at each step.
 _PLANNED_CONTEXT: Final = 65_536
-#: Blocks in a piece of a paged prompt: large pieces, since each reads all earlier KV from SSD.
-PAGED_SCALE: Final = 8
 #: Caches grow by this many tokens at a time.
 GROWTH_TOKENS: Final = 256
 #: Bytes of a number in temporary arrays: models in 16 bits also compute the softmax in 32 bits.
@@ -110,7 +108,7 @@ def num_scores(policy: Policy, num_cached: int, num_tokens: int) -> int:
     """Count the attention scores that each token of a prompt's piece of `num_tokens` tokens has.
 
     The piece ends at token `num_cached`. A ring cache computes scores by runs of tokens and concatenates
-    them, so they count twice. A paged session computes its scores in parts.
+    them, so they count twice. Under a policy with `recall`, scores are computed in parts.
     """
     if policy.window is None:
         return num_cached
@@ -128,9 +126,9 @@ class Estimator:
 
     `limit_bytes` limits all memory that MLX holds.
 
-    While attention dequantises a layer's KV, each token takes `unpacked_bytes`. While a paged session's
-    queries are compared with its sketches (2-bit copies of keys), each token takes `asked_bytes`. Temporary
-    arrays of `kept_layers` layers are in memory at once.
+    While attention dequantises a layer's KV, each token takes `unpacked_bytes`. While queries are compared
+    with sketches (2-bit copies of keys), each token takes `asked_bytes`. Temporary arrays of `kept_layers`
+    layers are in memory at once.
     """
 
     shape: Shape
@@ -165,6 +163,17 @@ class Estimator:
         in_layer = attention * 3 // 2 + mixing + unpacked
         return in_layer * min(self.kept_layers, self.num_layers) + logits + _SMALL_BYTES
 
+    def recall_bytes(self, policy: Policy, num_tokens: int) -> int:
+        """Estimate what a piece of a prompt takes besides, which reads `num_tokens` tokens' KV from SSD.
+
+        Counts parts of a layer's KV (two being read, one dequantised), and the comparison of queries with all
+        sketches; to grow sketches copies one layer's, of at least two.
+        """
+        if not policy.recall:
+            return 0
+        parts = 3 * PART * self.kv.bytes_per_token // self.num_layers
+        return parts + (self.asked_bytes + self.kv.sketch_bytes) * num_tokens
+
     def growth_bytes(self, lengths: Sequence[int], most_new: int = 1) -> int:
         """Count the bytes that caches of these lengths allocate to grow: for new tokens, and a layer's copy.
 
@@ -196,15 +205,14 @@ class Estimator:
         on the device, however long the session is.
         """
         left, kv = self.limit_bytes - self.weight_bytes, self.kv.under(policy)
-        chunk *= PAGED_SCALE if policy.recall else 1
+        chunk *= policy.scale
 
         def fits(size_bytes: int) -> bool:
             longest = max(kv.most_tokens(size_bytes, num_context), chunk)
             num_held = policy.num_held(longest)
             num_cached = min(max_rows * num_held, size_bytes * num_held // max(kv.held(longest), 1))
             step = self.scratch_bytes(max_rows, [(chunk, num_scores(policy, longest, chunk))], num_cached)
-            if policy.recall:
-                step += (self.asked_bytes + self.kv.sketch_bytes) * longest
+            step += self.recall_bytes(policy, longest)
             growth = replace(self, kv=kv).growth_bytes([longest] * max_rows)
             return size_bytes + step + growth <= left
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from cache.kv import layers
+from cache.kv import layers, paged
 from cache.names.blocks import Span
 from cache.names.errors import LostPastError
 from cache.names.policy import CHUNK, RECALLED
 
-from .memory import PAGED_SCALE
 from .turn import NeedsKv
 
 if TYPE_CHECKING:
@@ -39,8 +38,6 @@ class Paging:
         self._block = block
         self._emit = emit
         self._asked: set[Turn] = set()
-        #: Number of tokens whose KV was evicted to make room for chunks read from SSD.
-        self.num_evicted = 0
 
     @property
     def is_waiting(self) -> bool:
@@ -56,11 +53,9 @@ class Paging:
         self._asked.discard(turn)
 
     def start(self, turn: Turn) -> None:
-        """Set a new turn's piece sizes and request the KV that it needs. The turn is already scheduled."""
+        """Set a new, scheduled turn's largest pieces, and request the KV that it needs."""
         if turn.caches is not None:
             turn.most_blocks = layers.most_run(turn.caches, self._block) // self._block
-        if turn.policy.recall:
-            turn.scale = min(turn.most_blocks, PAGED_SCALE)
         turn.asks = turn.asks and turn.num_cached < turn.target - 1  # no query left to choose chunks
         self.ask(turn)
 
@@ -69,15 +64,15 @@ class Paging:
 
         Also sets from which token on the queries score chunks.
         """
-        if (pages := layers.pages(turn.caches or [])) is not None:
-            pages.asks_from = turn.target - 1 - self._block
-            pages.sees_all, pages.past = True, turn.past
+        if (cache := paged.first(turn.caches or [])) is not None:
+            cache.pages.asks_from = turn.target - 1 - self._block
+            cache.pages.sees_all, cache.pages.past = True, turn.past
 
     def end_piece(self, turn: Turn) -> None:
         """Update the chunks' scores after a piece, and limit attention to the KV on the device again."""
-        if (pages := layers.pages(turn.caches or [])) is not None:
-            pages.settle()
-            pages.sees_all, pages.past = False, None
+        if (cache := paged.first(turn.caches or [])) is not None:
+            cache.pages.settle()
+            cache.pages.sees_all, cache.pages.past = False, None
 
     def ask(self, turn: Turn) -> None:
         """Request the KV on SSD to which a turn's next tokens attend; a prompt waits for this KV.
@@ -87,13 +82,14 @@ class Paging:
         if turn in self._asked:
             return
         if turn.row is None:
-            num_past = layers.num_passed(turn.caches or [])
+            cache = paged.first(turn.caches or [])
+            num_past = 0 if cache is None else cache.num_passed
             is_due = turn.asks and turn.num_cached >= turn.target - 1
             turn.asks = turn.asks and not is_due
         else:
             num_past, is_due = 0, turn.num_cached % RECALL_EVERY == 0
-        pages = layers.pages(self._caches(turn)) if is_due else None
-        chunks = pages.choose(turn.num_cached)[: RECALLED // CHUNK] if pages is not None else []
+            cache = paged.first(self._caches(turn)) if is_due else None
+        chunks = cache.pages.choose(turn.num_cached)[: RECALLED // CHUNK] if cache and is_due else []
         if num_past or chunks:
             self._asked.add(turn)
             if turn.row is None:
@@ -108,9 +104,10 @@ class Paging:
         """
         self._asked.discard(turn)
         if kv.spans:
-            self.num_evicted += CHUNK * layers.recall(self._caches(turn), kv.tensors, kv.spans)
+            paged.recall(self._caches(turn), kv.tensors, kv.spans)
         if turn.row is None:
-            if kv.past is None and layers.num_passed(turn.caches or []):
+            cache = paged.first(turn.caches or [])
+            if kv.past is None and cache is not None and cache.num_passed:
                 why = "the prompt needs the KV of all earlier tokens, and the disk lacks some of it"
                 raise LostPastError(why)
             turn.past = kv.past

@@ -255,7 +255,6 @@ class Runner:
                 self._batch.speculation.num_drafted,
                 self._batch.speculation.num_accepted,
                 self._batch.speculation.saved_s,
-                self._paging.num_evicted,
             )
         )
 

@@ -92,8 +92,7 @@ class Scheduler:
     def next(self, budget: int, only: Turn | None = None) -> Step:
         """Choose a step with up to `budget` prompt tokens; if `only` is given, all of them are of that turn.
 
-        A turn of a paged session may get `Turn.scale` times as many. The scheduler's state does not change
-        until `advance`.
+        A turn may get `Turn.scale` times as many. The scheduler's state does not change until `advance`.
         """
         rows = Counter((turn.tenant, turn.is_short) for turn in self._decoding)
         num_blocks = max(budget // self._block, 1)

@@ -19,8 +19,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from cache.kv import layers
-from cache.kv.paged import ASKED
 from cache.kv.ring import RingCache
+from cache.kv.sketches import ASKED
 from cache.kv.states import leaves
 from cache.names.policy import Policy
 from cache.names.snapshot import ModelLayout
@@ -221,7 +221,7 @@ class ServedModel:
         `has_disk` says that KV is stored on disk.
         """
         if policy.recall and not has_disk:
-            return "this worker stores no KV on disk, which paged sessions need; use another policy"
+            return f"this worker stores no KV on disk, which {policy.name} needs; use another policy"
         if policy.recall and not (self.batch.windows_are_rings and self.layout.sketches):
             return "this model's keys cannot be sketched, or its rows not share a pass; use another policy"
         return None if policy.window is None else self._no_window

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from cache.kv import layers
-from cache.names.policy import PART
 
 from .memory import num_scores
 from .pace import LEAST
@@ -159,20 +158,16 @@ class StepChooser:
     def _needs(self, step: Step) -> tuple[int, int]:
         """Estimate a step's temporary bytes, and its bytes for KV that grows, leaves a batch or is copied."""
         pieces = [(num, num_scores(turn.policy, turn.num_cached + num, num)) for turn, num in step.prefill]
-        scratch_bytes = self._room.estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_cached)
-        asking = [turn.num_cached + num for turn, num in step.prefill if turn.policy.recall]
-        if asking:
-            kv = self._room.estimator.kv
-            # Parts of a layer's KV in memory: two being read, one dequantised.
-            scratch_bytes += 3 * PART * kv.bytes_per_token // self._room.estimator.num_layers
-            # Queries are compared with all sketches; growing sketches copies one layer's, of at least two.
-            scratch_bytes += (self._room.estimator.asked_bytes + kv.sketch_bytes) * max(asking)
+        estimator = self._room.estimator
+        scratch_bytes = estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_cached)
+        recalled = (estimator.recall_bytes(turn.policy, turn.num_cached + num) for turn, num in step.prefill)
+        scratch_bytes += max(recalled, default=0)
         growing = [
             turn.policy.num_held(turn.num_cached + num)
             for turn, num in step.prefill
             if _grows(turn.caches, num)
         ]
-        growth_bytes = self._room.estimator.growth_bytes(
+        growth_bytes = estimator.growth_bytes(
             [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
         )
         scratch_bytes = int(scratch_bytes * self._factor)

@@ -34,4 +34,3 @@ class StepFigures:
         self._telemetry.draft_tokens = report.num_drafted
         self._telemetry.accepted_draft_tokens = report.num_accepted
         self._telemetry.draft_saved_s = report.saved_s
-        self._telemetry.evicted_tokens = report.num_evicted

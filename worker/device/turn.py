@@ -17,10 +17,10 @@ from worker.sessions.port import Asked
 if TYPE_CHECKING:
     import mlx.core as mx
 
-    from cache.kv.paged import Past
     from cache.names.blocks import Span
     from cache.names.snapshot import Tensor
     from cache.names.tokens import Chain, Tokens
+    from cache.store import StoredPast
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
     from worker.batch.rows import Row
@@ -71,11 +71,8 @@ class Turn(Asked):
     prefill_s: float = field(init=False, default=0.0)
     resident: ResidentKv | None = field(init=False, default=None)  # its session's KV, until the turn starts
     asks: bool = field(init=False, default=False)  # requests chunks; the prompt's last token waits for them
-    scale: int = field(
-        init=False, default=1
-    )  # its pieces are this many times longer than usual, and run alone
     most_blocks: int = field(init=False, default=1)  # in a piece, if the budget allows more than one
-    past: Past | None = field(init=False, default=None)  # KV on SSD that the prompt's next piece reads
+    past: StoredPast | None = field(init=False, default=None)  # KV on SSD that the prompt's next piece reads
     #: While its snapshots find no room in the writer's queue: the queue's room in bytes, and since when.
     behind: tuple[int, float] | None = field(init=False, default=None)
     caches: list[Any] | None = field(init=False, default=None)
@@ -100,6 +97,11 @@ class Turn(Asked):
     def tenant(self) -> str:
         """The session's tenant."""
         return self.key.tenant
+
+    @property
+    def scale(self) -> int:
+        """How many times longer than usual the prompt's pieces are, which then run alone."""
+        return min(self.most_blocks, self.policy.scale)
 
     @property
     def draws(self) -> bool:
@@ -155,7 +157,7 @@ class SnapshotCut:
 
 @dataclass(frozen=True, slots=True)
 class NeedsKv:
-    """A paged session's turn needs KV from SSD; the event loop answers with `Device.give`.
+    """A turn needs KV from SSD; the event loop answers with `Device.give`.
 
     A prompt waits for the KV of its first `num_past` tokens, which its next piece needs, and before its last
     token for the chunks `spans`, which its answer needs. An answer requests only chunks and does not wait.
@@ -173,7 +175,7 @@ class KvRead:
     `past` is None if some of its KV is missing on disk; requested chunks may be missing, too.
     """
 
-    past: Past | None = None
+    past: StoredPast | None = None
     spans: tuple[Span, ...] = ()
     tensors: dict[str, mx.array] = field(default_factory=dict)
 
@@ -246,8 +248,8 @@ class StepReport:
     """The outcome of one step, and the device's memory after it.
 
     `num_decoded` tokens were drawn for the `num_rows` answers that were running. Since the start,
-    `num_drafted` counts draft tokens, `num_accepted` accepted draft tokens, `saved_s` the seconds that drafts
-    have saved, and `num_evicted` tokens of paged sessions that were replaced by recalled ones.
+    `num_drafted` counts draft tokens, `num_accepted` accepted draft tokens, and `saved_s` the seconds that
+    drafts have saved.
     `estimated_bytes` is the estimate for the step besides weights and KV, `measured_bytes` the measurement.
     """
 
@@ -262,4 +264,3 @@ class StepReport:
     num_drafted: int
     num_accepted: int
     saved_s: float
-    num_evicted: int

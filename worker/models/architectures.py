@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from turnkeep_client.messages import POLICIES
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -11,7 +13,7 @@ _FULL_ALONE: Final = """
 cohere2 deepseek_v3 deepseek_v32 gemma2 glm4_moe_lite gpt2 gpt_bigcode hunyuan_v1_dense llama4
 longcat_flash mamba2 nanochat plamo2 recurrent_gemma rwkv7
 """.split()  # noqa: SIM905  # one name per line would be harder to read
-_WITHOUT_PAGED: Final = ("falcon_h1", "granitemoehybrid", "lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+_WITHOUT_RECALL: Final = ("falcon_h1", "granitemoehybrid", "lfm2", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 _WITH_ALL: Final = """
 Klear bailing_moe cohere deepseek dots1 ernie4_5 ernie4_5_moe exaone4 gemma gemma3_text glm glm4 glm4_moe
 gpt_oss granite granitemoe helium internlm2 internlm3 llama mimo minicpm mistral3 mixtral nemotron olmo2 olmo3
@@ -27,9 +29,9 @@ def policies(architecture: str) -> tuple[str, ...] | None:
     architecture = _SAME.get(architecture, architecture)
     if architecture in _FULL_ALONE:
         return ("full",)
-    if architecture in _WITHOUT_PAGED:
+    if architecture in _WITHOUT_RECALL:
         return ("full", "sink_window")
-    return ("full", "sink_window", "paged") if architecture in _WITH_ALL else None
+    return tuple(POLICIES) if architecture in _WITH_ALL else None
 
 
 def window(config: Mapping[str, Any]) -> int | None:

@@ -128,10 +128,10 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
     )
 
 
-def _shows(render: Render, *messages: dict[str, Any]) -> bool:
+def _shows(render: Render, *messages: dict[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
     """Return whether a template renders messages with all of their texts, in order."""
     try:
-        said = render(deepcopy(messages), ())  # a template may change them
+        said = render(deepcopy(messages), tools)  # a template may change them
     except Exception:  # noqa: BLE001  # a template is foreign code that can raise anything
         return False
     at = 0

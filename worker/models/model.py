@@ -85,9 +85,9 @@ class LoadedModel:
     no_answers: str | None = None  # why the model makes no answers
     changed_s: float = 0.0  # when the folder's config.json was written, in seconds since 1970
 
-    def makes(self, pooling: str) -> tuple[Made, ...]:
-        """Return what the model makes, with the setting `pooling`. Raises `ModelError`."""
-        told = self.config, self.folder, pooling
+    def makes(self) -> tuple[Made, ...]:
+        """Return what the model makes. Raises `ModelError`."""
+        told = self.config, self.folder
         can: dict[Made, bool] = {
             "answers": self.no_answers is None,
             "embeddings": no_embeddings(self.model, *told) is None,

@@ -2,8 +2,7 @@
 
 A decoder does both from a prompt's last token: an embedding is its hidden state after the final norm, and a
 reranking score compares its logits of two words. Decoders trained for this, such as Qwen3-Embedding and
-Qwen3-Reranker, come in the layout of sentence-transformers. Any other decoder works too, but with poor
-results in a search. An encoder (see `encoder`) does one of the two.
+Qwen3-Reranker, come in the layout of sentence-transformers. An encoder (see `encoder`) does one of the two.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ _NO_EMBEDDINGS: Final = (
     "the worker's model makes no embeddings: serve one that does, such as `turnkeep serve --model"
     " Qwen/Qwen3-Embedding-0.6B`"
 )
+_CONVERTED: Final = ", or give this one the modules.json of the repository that it was converted from"
 
 
 def no_answers(config: Mapping[str, Any], folder: Path) -> str | None:
@@ -48,22 +48,20 @@ def no_answers(config: Mapping[str, Any], folder: Path) -> str | None:
     )
 
 
-def no_embeddings(model: Any, config: Mapping[str, Any], folder: Path, pooling: str) -> str | None:
-    """Return why a loaded model cannot make embeddings; None if it can. Raises `ModelError`.
+def no_embeddings(model: Any, config: Mapping[str, Any], folder: Path) -> str | None:
+    """Return why a loaded model cannot make embeddings, as its folder says; None if it can.
 
-    With `pooling` auto, the folder must declare an embedding model; with last, any decoder is accepted.
+    Raises `ModelError`.
     """
     said = folder / "1_Pooling" / "config.json"
     if is_encoder(config) and not is_cross_encoder(config):
         return None
     modules = _modules(folder)
-    if (
-        pooling == "rank"
-        or is_cross_encoder(config)
-        or (pooling == "auto" and (not modules or _JUDGING in modules))
-    ):
-        return _NO_EMBEDDINGS if is_encoder(config) else f"{_NO_EMBEDDINGS}, or this one with --pooling last"
-    if pooling == "auto" and said.exists() and not read_json(said).get("pooling_mode_lasttoken"):
+    if is_cross_encoder(config) or _JUDGING in modules:
+        return _NO_EMBEDDINGS
+    if not modules:
+        return _NO_EMBEDDINGS + _CONVERTED
+    if said.exists() and not read_json(said).get("pooling_mode_lasttoken"):
         return "the worker's model pools its tokens otherwise than by the last one, which is not supported"
     if not callable(getattr(model, "model", None)):
         return "the hidden states of the worker's model cannot be read"
@@ -80,19 +78,15 @@ def is_cross_encoder(config: Mapping[str, Any]) -> bool:
     return is_encoder(config) and config.get("architectures") == ["BertForSequenceClassification"]
 
 
-def judging(
-    tokenizer: Tokenizer, config: Mapping[str, Any], folder: Path, pooling: str
-) -> tuple[int, ...] | str:
+def judging(tokenizer: Tokenizer, config: Mapping[str, Any], folder: Path) -> tuple[int, ...] | str:
     """Return the indices of the logits for a reranking score, or why the model cannot rerank.
 
-    The indices are the tokens yes and no, or a cross-encoder's only output. With `pooling` auto, the folder
-    must declare a reranker; with rank, any decoder with the tokens of Qwen3-Reranker's format is accepted.
-    Raises `ModelError`.
+    The indices are the tokens yes and no, or a cross-encoder's only output. Raises `ModelError`.
     """
     if is_cross_encoder(config):
         return (0,)
-    if pooling == "last" or (pooling == "auto" and _JUDGING not in _modules(folder)):
-        return _NO_JUDGE if is_encoder(config) else f"{_NO_JUDGE}, or this one with --pooling rank"
+    if _JUDGING not in _modules(folder):
+        return _NO_JUDGE if is_encoder(config) else _NO_JUDGE + _CONVERTED
     ids = [token for word in ("yes", "no") for token in tokenizer.encode(word, at_start=False)]
     said = folder / "1_LogitScore" / "config.json"
     told = read_json(said) if said.exists() else dict(zip(_WORDS, ids, strict=False))

@@ -122,7 +122,7 @@ class Telemetry:
         self.draft_tokens = 0
         self.accepted_draft_tokens = 0
         self.draft_saved_s = 0.0
-        self.recalled_tokens = self.evicted_tokens = 0
+        self.recalled_tokens = 0
         self.decoding_s = 0.0
         self.time_to_first_token = Distribution(FIRST_TOKEN_BOUNDS)
         self.time_per_output_token = Distribution(PER_TOKEN_BOUNDS)

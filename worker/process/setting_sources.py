@@ -196,4 +196,4 @@ def _file(path: Path, *, required: bool) -> dict[str, object]:
 def _suggest(name: str, known: Iterable[str], source: Callable[[str], str]) -> str:
     near = difflib.get_close_matches(name.replace("-", "_").lower(), list(known), n=1)
     spelled = source(near[0]).partition(" in ")[0] if near else ""  # the message has named the file already
-    return f"; did you mean {spelled}?" if near else "; see turnkeep serve --help for the list"
+    return f"; did you mean {spelled}?" if near else "; see turnkeep serve --help-all for the list"

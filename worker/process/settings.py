@@ -153,11 +153,6 @@ class Settings:
         None,
         "bits per number in KV, in memory and on disk; full is the type of the weights",
     )
-    pooling: str = _setting(
-        kinds.choice("auto", "last", "rank"),
-        "auto",
-        "what the model makes of texts: embeddings (last), or scores (rank); auto is what it was trained for",
-    )
     cache_policy: Policy = _setting(
         kinds.word_or("full", FULL, kinds.POLICY),
         FULL,
@@ -183,16 +178,6 @@ class Settings:
         600.0,
         "time without a request until a model of turnkeep.toml's [models] is unloaded; off: until another"
         " one needs its memory",
-    )
-    wired_memory: int | None = _setting(
-        kinds.word_or("off", None, kinds.size(kinds.MIB)),
-        None,
-        "memory that macOS must not page out, on Metal; other devices have no such limit",
-    )
-    spare_memory: int = _setting(
-        kinds.size(0, kinds.GIB),
-        256 * kinds.MIB,
-        "freed memory that the process keeps for reuse, and prepares at its start; Linux CPU only",
     )
     snapshots: str = _setting(
         kinds.choice("on", "off", "temporary"),
@@ -222,17 +207,6 @@ class Settings:
         100 * kinds.GIB,
         "disk space for a directory as remote_tier; least recently used snapshots are removed",
     )
-    keep_behind: int | None = _setting(
-        kinds.word_or("all", None, kinds.count(0, 2**31)),
-        4096,
-        "tokens behind a session's end whose KV stays on disk although no layer sees it any more",
-    )
-    writer_queue: int = _setting(
-        kinds.size(kinds.MIB),
-        512 * kinds.MIB,
-        "memory for snapshots that wait to be written; snapshots beyond it are dropped",
-    )
-    metrics_interval_s: float = _setting(kinds.duration(0.1, 3600), 5.0, "time between two metrics messages")
     metrics_tenants: int = _setting(
         kinds.count(0, 1000), 0, "tenants that the metrics name with figures of their own; 0 names none"
     )
@@ -241,7 +215,6 @@ class Settings:
         None,
         "the OpenTelemetry collector that gets spans of each turn, by OTLP over HTTP; needs the extra traces",
     )
-    block_tokens: int = _setting(kinds.count(8, 8192), 128, "tokens per KV block and per prefill chunk")
     max_batch: int = _setting(kinds.count(1, 1024), 16, "requests decoded at the same time")
     max_rows_per_tenant: int | None = _setting(
         kinds.word_or("off", None, kinds.count(1, 1024)),
@@ -253,61 +226,20 @@ class Settings:
         None,
         "KV size of a tenant's running turns at which no further turn of the tenant starts",
     )
-    max_stall_s: float = _setting(
-        kinds.duration(0.01, 60),
-        0.25,
-        "time that a step may take while answers run; prefill gets what decoding leaves",
-    )
-    max_draft: int | None = _setting(
-        kinds.word_or("auto", None, kinds.count(0, 64)),
-        None,
-        "tokens that a step may draft for an answer, where that is measured to pay; auto is 8, on Metal 7",
-    )
-    max_waiting: int = _setting(
-        kinds.count(1, 1_000_000),
-        1024,
-        "sessions that this worker works on at the same time; other requests wait in the log",
-    )
     max_waiting_per_tenant: int = _setting(
         kinds.count(1, 1_000_000),
         256,
         "part of max_waiting that one tenant may use",
-    )
-    max_attempts: int = _setting(
-        kinds.count(1, 1000),
-        3,
-        "worker crashes during one request, without progress in between, until it is given up",
     )
     max_context: int | None = _setting(
         kinds.word_or("auto", None, kinds.count(16, 2**31)),
         None,
         "tokens that one session may hold; auto is the model's limit",
     )
-    placeholders: str = _setting(
-        kinds.choice("on", "off"),
-        "on",
-        "whether a text stands for images and the like, which no model here can read; off refuses them",
-    )
     gateway_ttl_s: float | None = _setting(
         kinds.word_or("off", None, kinds.duration(1, 10 * 365 * 86400)),
         30 * 86400.0,
         "time until a gateway removes a conversation that nobody continued; off keeps it",
-    )
-    idle_timeout_s: float = _setting(
-        kinds.duration(0, 30 * 86400),
-        300.0,
-        "time until an idle session's history leaves memory; its KV stays until evicted",
-    )
-    ack_wait_s: float = _setting(
-        kinds.duration(0.5, 3600), 3.0, "time without a sign of life until a request goes to another worker"
-    )
-    token_ttl_s: float = _setting(
-        kinds.duration(10, 7 * 86400), 900.0, "time that token chunks can be read back"
-    )
-    token_max_bytes: int = _setting(
-        kinds.size(kinds.MIB),
-        256 * kinds.MIB,
-        "space for token chunks that can be read back; the oldest are removed first",
     )
     max_message_bytes: int = _setting(
         kinds.size(kinds.KIB, 32 * kinds.MIB), kinds.MIB, "maximum size of one NATS message, headers included"
@@ -335,11 +267,6 @@ class Settings:
         "1s" if sys.platform == "darwin" else "always",
         "when the worker's own NATS server syncs to disk; a power cut loses later writes."
         " On macOS, where a sync takes 5 to 20 ms, the default is 1s",
-    )
-    keep_awake: str = _setting(
-        kinds.choice("on", "off"),
-        "on",
-        "macOS: whether to prevent sleep while requests are at work; a closed lid still makes it sleep",
     )
     health: kinds.Endpoint | None = _setting(
         kinds.word_or("off", None, kinds.ENDPOINT),

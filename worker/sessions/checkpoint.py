@@ -36,7 +36,7 @@ _LEVEL: Final = 1
 class _Body(Struct, frozen=True, array_like=True):
     """The content of a checkpoint. `tokens` are the results of `Tokens.pack_shortened`.
 
-    `turnkeep log verify` reads the fields by their position.
+    `turnkeep sessions --verify` reads the fields by their position.
     """
 
     version: int

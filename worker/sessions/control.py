@@ -79,7 +79,7 @@ class Control:
             key, _, _ = self._subjects.parse(subject)
             request = decode_control(body)
         except InvalidMessageError as error:
-            return failure(error.request_id, "invalid_request", str(error))
+            return failure(error.request_id, "invalid_request", str(error), field=error.field)
         if isinstance(request, MetricsRequest):
             return self._metrics()
         if isinstance(request, EmbedRequest | RerankRequest):

@@ -92,9 +92,10 @@ class Embedder:
         size = request.dimensions or self._size
         if self._refusal or size > self._size:
             why = self._refusal or f"a vector of this model has {self._size} dimensions, not {size}"
-            return failure(None, "invalid_request", why)
+            return failure(None, "invalid_request", why, field=None if self._refusal else "dimensions")
         if (most := int(self._max_bytes * _FILLED / _NUMBER_BYTES / size)) < len(request.inputs):
-            return failure(None, "invalid_request", f"a reply takes {most} vectors: send fewer inputs")
+            why = f"a reply takes {most} vectors: send fewer inputs"
+            return failure(None, "invalid_request", why, field="inputs")
         room = request.input_tokens and min(request.input_tokens, self._most_tokens)
         prompts = await self._tokenising.in_thread(tenant, self._tokenised, request.inputs, room)
         vectors = await self._run(tenant, prompts, "inputs")
@@ -129,7 +130,8 @@ class Embedder:
         """Compute each prompt's vector, or, if `logits_of` has token ids, their logits after the prompt."""
         for number, prompt in enumerate(prompts):
             if why := self._fault(prompt):
-                return failure(None, "invalid_request", f"{param}[{number}] {why}")
+                where = f"{param}[{number}]"
+                return failure(None, "invalid_request", f"{where} {why}", field=where)
         key = SessionKey(tenant, f"_embed.{next(self._numbers)}")  # no session has such a name
         priority = _LIST_PRIORITY if len(prompts) > 1 else 0
         vectors: dict[int, bytes] = {}

@@ -38,7 +38,7 @@ from worker.text.text_stream import TextStream
 from worker.wire.fence import FencedError
 
 from .formats import Formats
-from .history import RefusedError, digests_of, seen, spoken, unread
+from .history import RefusedError, digests_of, seen, spoken
 from .port import Asked
 from .results import appended, begun_elsewhere, generated, opened, withdrawn
 from .streaming import AnswerStream
@@ -102,7 +102,6 @@ class Execution:
         limits: Limits,
         max_result_bytes: int,
         own_sampling: Mapping[str, float],
-        placeholders: bool,
         token_ttl_s: float,
         directory: str,
         erasures: Erasures,
@@ -110,10 +109,10 @@ class Execution:
     ) -> None:
         """`own_sampling` are the sampling options that the model's authors recommend.
 
-        Without `placeholders`, messages with images and the like are refused. The token stream keeps chunks
-        for `token_ttl_s`. `erase_elsewhere` has other workers drop the KV of a session, and returns for each
-        data directory whether none is left; `directory` identifies this worker's data directory. An answer
-        ends before its result takes more than `max_result_bytes` of the log.
+        The token stream keeps chunks for `token_ttl_s`. `erase_elsewhere` has other workers drop the KV of a
+        session, and returns for each data directory whether none is left; `directory` identifies this
+        worker's data directory. An answer ends before its result takes more than `max_result_bytes` of the
+        log.
         """
         self._journal = journal
         self._engine = engine
@@ -126,7 +125,6 @@ class Execution:
         #: Most characters of an input's encoded tokens in a result; longer inputs are stored before it.
         self.most_input = min(_MOST_INPUT, max_result_bytes // 16)
         self._own_sampling = own_sampling
-        self._placeholders = placeholders
         self._token_ttl_s = token_ttl_s
         self._directory = directory
         self._erasures = erasures
@@ -328,9 +326,6 @@ class Execution:
 
     async def _extend(self, key: SessionKey, history: History, request: Append | Generate) -> Input:
         """Add a request's input to a history, on a thread if it may be long. Raises `RefusedError`."""
-        for one in [] if self._placeholders else unread(request.messages or ()):
-            if one.is_lost:
-                raise RefusedError("invalid_request", f"{one.where}: {one.refusal}")
         num_given = len(request.text or request.tokens or ()) + len(getattr(request, "prefix", ""))
         if request.messages or num_given > _LITTLE or history.conversation.has_messages:
             return await self._fold.extended(key.tenant, history, request)

@@ -419,6 +419,7 @@ class Fold:
                 raise RefusedError(
                     "invalid_request",
                     f"token id {token} is outside of the vocabulary: ids go from 0 to {vocabulary - 1}",
+                    field="tokens",
                 )
 
 

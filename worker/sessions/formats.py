@@ -64,14 +64,15 @@ class Formats:
             raise RefusedError(
                 "invalid_request",
                 f"tool_choice names {choice.function.name}, which is none of the session's tools",
+                field="tool_choice",
             )
         if choice == "required" and not tools:
-            raise RefusedError("invalid_request", "tool_choice requires a call, and the session has no tools")
+            why = "tool_choice requires a call, and the session has no tools"
+            raise RefusedError("invalid_request", why, field="tool_choice")
         if not conversation.has_messages or request.raw:
             if choice not in ("auto", "none"):
-                raise RefusedError(
-                    "invalid_request", "tool_choice requires a call, which only answers to messages have"
-                )
+                why = "tool_choice requires a call, which only answers to messages have"
+                raise RefusedError("invalid_request", why, field="tool_choice")
             return None
         markup = self._tokenizer.markup
         if isinstance(choice, NamedTool):
@@ -119,8 +120,10 @@ class Formats:
                 found = await self._grammars.compiled(asked, tenant)
                 warnings = found.warnings if found is not None else ()
         except GrammarError as error:
-            what = "the tools" if tools else "response_format"
-            raise RefusedError("invalid_request", f"{what} cannot be followed: {error}") from error
+            field, what = ("tools", "the tools") if tools else ("response_format",) * 2
+            raise RefusedError(
+                "invalid_request", f"{what} cannot be followed: {error}", field=field
+            ) from error
         markup = self._tokenizer.markup
         if request.reasoning.budget is not None and not markup.has_reasoning:
             warnings = (*warnings, "this model marks no reasoning: its budget has no effect")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
-    from turnkeep_client.errors import ErrorCode
+    from turnkeep_client.errors import ErrorCode, TokenLimit
     from turnkeep_client.messages import (
         Called,
         Model,
@@ -51,11 +51,15 @@ def _counted(number: int) -> str:
 
 
 class RefusedError(Exception):
-    """A request cannot be carried out; its result is `failed`."""
+    """A request cannot be carried out; its result is `failed`, with the same `field` and `limit`."""
 
-    def __init__(self, code: ErrorCode, message: str) -> None:
+    def __init__(
+        self, code: ErrorCode, message: str, *, field: str | None = None, limit: TokenLimit | None = None
+    ) -> None:
         super().__init__(message)
         self.code: ErrorCode = code
+        self.field = field
+        self.limit = limit
 
 
 class DivergedError(Exception):

@@ -9,6 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from cache.names.policy import FULL
+from turnkeep_client.errors import TokenLimit
 
 from .history import RefusedError
 from .policies import chosen as policy_of
@@ -46,7 +47,7 @@ class Limits:
     ) -> None:
         """`default` is the policy of sessions that choose none.
 
-        `context_tokens` is the largest size of a session under `full` or `paged`; token ids are below
+        `context_tokens` is the largest size of a session that sees all its tokens; token ids are below
         `vocab_size`. `kv_bits` is the precision of this worker's KV; None is full precision. A `sink_window`
         is refused if its window is below `block_tokens`, or if sink and window together exceed
         `context_tokens`. `refusal` says why no session can run, `no_answers` why none gets answers.
@@ -65,12 +66,13 @@ class Limits:
     def check_answer(self, request: Generate) -> None:
         """Refuse an answer of a model that makes none, or with a `logit_bias` of tokens that it lacks."""
         if request.max_tokens and self._no_answers:
-            raise RefusedError("invalid_request", self._no_answers)
+            raise RefusedError("invalid_request", self._no_answers, field="max_tokens")
         beyond = [token for token in request.logit_bias if token >= self.vocab_size]
         if beyond:
             raise RefusedError(
                 "invalid_request",
                 f"logit_bias names the token {beyond[0]}; the model's tokens are 0 to {self.vocab_size - 1}",
+                field="logit_bias",
             )
 
     def check_precision(self, kv_bits: int | None) -> None:
@@ -81,6 +83,7 @@ class Limits:
                 "invalid_request",
                 f"this worker keeps KV {kept}, not in {kv_bits} bits: leave cache.kv_bits out, or open the"
                 f" session at a worker with --kv-bits {kv_bits} and a prefix of its own",
+                field="cache.kv_bits",
             )
 
     def chosen(self, cache: CachePolicy) -> Policy:
@@ -91,7 +94,7 @@ class Limits:
         try:
             return policy_of(cache, self._default)
         except ValueError as error:
-            raise RefusedError("invalid_request", str(error)) from error
+            raise RefusedError("invalid_request", str(error), field="cache") from error
 
     def check_policy(self, policy: Policy) -> None:
         """Refuse a session under a policy that this worker or its model cannot serve."""
@@ -99,7 +102,7 @@ class Limits:
             policy, block_tokens=self._block_tokens, context_tokens=self.context_tokens
         )
         if why := why or self._engine.refusal(policy):
-            raise RefusedError("invalid_request", why)
+            raise RefusedError("invalid_request", why, field="cache.policy")
 
     def note(self, policy: Policy, tenant: str) -> None:
         """Record the policy of an `open` request; refuse a new policy if the tenant has chosen its share.
@@ -115,6 +118,7 @@ class Limits:
                 "invalid_request",
                 f"sessions were opened under {len(self._policies)} cache policies since this worker started,"
                 f" and it takes no other: choose one of those, or leave cache.policy out for {self._default}",
+                field="cache.policy",
             )
         self._policies[policy] = tenant
 
@@ -125,6 +129,7 @@ class Limits:
                 "context_exceeded",
                 f"the session would hold {num_prompt} tokens and {room} new ones, the context is "
                 f"{self.context_tokens}: rewind it, or start a new session",
+                limit=TokenLimit(asked=num_prompt, allowed=self.context_tokens),
             )
         needed = self._engine.size_bytes(num_prompt + room, policy)
         smaller = "shorten the session" if policy.window is None else "open it with a smaller window"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cache.names.policy import FULL, Policy
-from turnkeep_client.messages import DEFAULT_RESIDENT, DEFAULT_SINK, DEFAULT_WINDOW, SessionCache
+from turnkeep_client.messages import DEFAULT_SINK, SessionCache
 
 if TYPE_CHECKING:
     from turnkeep_client.messages import CachePolicy
@@ -16,17 +16,7 @@ def chosen(cache: CachePolicy, default: Policy) -> Policy:
 
     Raises `ValueError` for pinned spans that overlap or do not fit into the resident tokens.
     """
-    if cache.policy is None:
-        return default
-    if cache.policy == "full":
-        return FULL
-    if cache.policy == "paged":
-        resident = DEFAULT_RESIDENT if cache.resident is None else cache.resident
-        return Policy.paged(resident, cache.pin or (), sink=DEFAULT_SINK)
-    return Policy(
-        DEFAULT_SINK if cache.sink is None else cache.sink,
-        DEFAULT_WINDOW if cache.window is None else cache.window,
-    )
+    return default if cache.policy is None else recorded(SessionCache.of(cache))
 
 
 def misfit(policy: Policy, *, block_tokens: int, context_tokens: int) -> str | None:
@@ -67,7 +57,7 @@ def in_words(policy: Policy) -> SessionCache | None:
 def recorded(cache: SessionCache | None) -> Policy:
     """Return the policy that a result names. Raises `ValueError` if this worker does not know it."""
     match cache:
-        case None:
+        case None | SessionCache(policy="full"):
             return FULL
         case SessionCache(policy="sink_window", sink=int(sink), window=int(window)) if sink > 0 < window:
             return Policy(sink, window)

@@ -57,7 +57,7 @@ log = structlog.get_logger()
 class Pending:
     """A request without a result.
 
-    `request` is None if the body is invalid; then `error` says why, and `named` is the body's id, if any. If
+    `request` is None if the body is invalid; then `invalid` says why, and has the body's id, if any. If
     the request repeats an answered id, `first` is the body of that id's first result. `stored` is the time at
     which the log stored the request. `held` is the unpublished end of an answer that was ended early.
     When the request was begun, `after` was the sequence of the session's last known result, `base` the
@@ -69,13 +69,12 @@ class Pending:
 
     seq: int
     request: Request | None
-    error: str
+    invalid: InvalidMessageError | None
     stored: datetime
     received_s: float = field(default_factory=monotonic)
     cancelled: bool = False
     expired: bool = False
     held: Chunk | None = None
-    named: str | None = None
     first: bytes = b""
     parent: Mapping[str, str] = field(default_factory=dict)
     phases: list[Phase] = field(default_factory=list)
@@ -90,7 +89,9 @@ class Pending:
     @property
     def id(self) -> str | None:
         """The request's id; None if the body has no valid id."""
-        return self.request.id if self.request else self.named
+        if self.invalid is not None:
+            return self.invalid.request_id
+        return self.request.id if self.request else None
 
     @property
     def stopped(self) -> bool:
@@ -452,9 +453,9 @@ def pending_at(entry: Entry, decode: Callable[[bytes], Request] = decode_request
     """Decode a request from the log. An invalid request becomes a `Pending` with an error."""
     try:
         parent = trace_headers(entry.headers)
-        return Pending(entry.seq, decode(entry.body), "", entry.stored, parent=parent)
+        return Pending(entry.seq, decode(entry.body), None, entry.stored, parent=parent)
     except InvalidMessageError as error:
-        return Pending(entry.seq, None, str(error), entry.stored, named=error.request_id)
+        return Pending(entry.seq, None, error, entry.stored)
 
 
 def _began(entry: Entry) -> datetime:

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from .record import Pending
 
 
-def failed(pending: Pending, position: int, code: ErrorCode, message: str) -> Failed:
+def failed(pending: Pending, position: int, code: ErrorCode, message: str, **fields: Any) -> Failed:
     """Build the `failed` result of a request that left the session at `position`."""
-    return failure(pending.id, code, message, seq=pending.seq, position=position)
+    return failure(pending.id, code, message, seq=pending.seq, position=position, **fields)
 
 
 def opened(request: Open, pending: Pending, after: History) -> Opened:

@@ -183,7 +183,7 @@ class Session:
         if self.log.record.pending:
             deadline_s = self.log.record.pending[0].deadline_s
         elif (one := self.log.delivered) is not None:
-            deadline_s = Pending(one.seq, self.next_request, "", one.stored).deadline_s
+            deadline_s = Pending(one.seq, self.next_request, None, one.stored).deadline_s
         return None if deadline_s is None else max(deadline_s - time(), 0.0)
 
     def ring(self, delivery: Delivery) -> None:
@@ -536,7 +536,8 @@ class Session:
                 # Only once: the log, read again, may justify the refusal (a closed session was removed).
                 self._doubted_seq = pending.seq
                 raise FencedError("another worker has begun to answer what is refused here") from error
-            return failed(pending, position, error.code, str(error)), history
+            refused = failed(pending, position, error.code, str(error), field=error.field, limit=error.limit)
+            return refused, history
         except NoMemoryError as error:
             return await self._failure(pending, "memory_exceeded", str(error))
         except DeviceFaultError as error:
@@ -554,7 +555,8 @@ class Session:
         if self._bad_name is not None:
             raise RefusedError("invalid_request", self._bad_name)
         if request is None:
-            raise RefusedError("invalid_request", pending.error)
+            why = pending.invalid
+            raise RefusedError("invalid_request", str(why), field=why.field if why else None)
         while (known := await self.log.find_answered(request.id)) is not None:
             if (repeated := await self._repeated(request, pending, known)) is not None:
                 return repeated, history

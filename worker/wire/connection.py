@@ -225,7 +225,7 @@ def loses_entries(version: str) -> str:
     return (
         "in a power cut this NATS server can lose entries that it has acknowledged, as it compacts its files,"
         f" also with sync_interval: always (nats-server #8475): install {versions} or newer, then run"
-        " turnkeep log verify"
+        " turnkeep sessions --verify"
     )
 
 

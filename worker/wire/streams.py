@@ -18,6 +18,7 @@ from nats.js import api
 from nats.js.errors import APIError, NotFoundError
 
 from turnkeep_client.subjects import CONSUMER
+from worker.process.constants import CONSTANTS
 from worker.process.formatting import size
 
 from .connection import BrokerError, answered
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from nats.js.client import JetStreamContext
 
     from turnkeep_client.subjects import SessionKind, Subjects
+    from worker.process.constants import Constants
     from worker.process.settings import Settings
 
 #: Returned messages count too: once this many wait to be delivered again, the server delivers nothing.
@@ -77,7 +79,9 @@ class Streams:
     consumer: str
 
 
-async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -> Streams:
+async def ensure(
+    js: JetStreamContext, subjects: Subjects, settings: Settings, constants: Constants = CONSTANTS
+) -> Streams:
     """Create the log stream, the token stream and the consumer, or update them to these settings.
 
     Several workers may do this at the same time. Keeps an operator's other changes (placement; the number of
@@ -85,14 +89,16 @@ async def ensure(js: JetStreamContext, subjects: Subjects, settings: Settings) -
     these settings.
     """
     is_copied = await ensure_stream(js, _log_stream(subjects, settings))
-    await ensure_stream(js, _token_stream(subjects, settings))
-    await _ensure_consumer(js, subjects.log_stream, _consumer(subjects, settings))
+    await ensure_stream(js, _token_stream(subjects, settings, constants))
+    await _ensure_consumer(js, subjects.log_stream, _consumer(subjects, constants))
     if is_copied:  # wait for the consumer's copies, too: else it may be lost with its node
         await _copied(partial(js.consumer_info, subjects.log_stream, CONSUMER), settings.log_replicas)
     return Streams(subjects.log_stream, subjects.token_stream, CONSUMER)
 
 
-async def keep(js: JetStreamContext, subjects: Subjects, settings: Settings) -> None:
+async def keep(
+    js: JetStreamContext, subjects: Subjects, settings: Settings, constants: Constants = CONSTANTS
+) -> None:
     """Create the token stream and the consumer again if they vanish, until cancelled.
 
     Raises `BrokerError` once the log is gone: the sessions in memory come from entries that no longer exist.
@@ -109,7 +115,7 @@ async def keep(js: JetStreamContext, subjects: Subjects, settings: Settings) -> 
             ):
                 continue
             log.warning("the token stream or the consumer cannot be used, and is made again")
-            await ensure(js, subjects, settings)
+            await ensure(js, subjects, settings, constants)
         except (APIError, nats.errors.Error, OSError, BrokerError):
             continue  # their state is unknown for now
     raise BrokerError(
@@ -169,7 +175,7 @@ def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
     )
 
 
-def _token_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
+def _token_stream(subjects: Subjects, settings: Settings, constants: Constants) -> api.StreamConfig:
     return api.StreamConfig(
         name=subjects.token_stream,
         subjects=[subjects.every_token("chunk")],
@@ -181,8 +187,8 @@ def _token_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
         retention=api.RetentionPolicy.LIMITS,
         storage=api.StorageType.FILE,
         discard=api.DiscardPolicy.OLD,
-        max_bytes=settings.token_max_bytes,
-        max_age=settings.token_ttl_s,
+        max_bytes=constants.token_max_bytes,
+        max_age=constants.token_ttl_s,
         max_msg_size=settings.max_message_bytes,
         num_replicas=settings.log_replicas,
         allow_direct=True,
@@ -190,13 +196,13 @@ def _token_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
     )
 
 
-def _consumer(subjects: Subjects, settings: Settings) -> api.ConsumerConfig:
+def _consumer(subjects: Subjects, constants: Constants) -> api.ConsumerConfig:
     return api.ConsumerConfig(
         durable_name=CONSUMER,
         filter_subject=subjects.every("in"),
         deliver_policy=api.DeliverPolicy.ALL,
         ack_policy=api.AckPolicy.EXPLICIT,
-        ack_wait=settings.ack_wait_s,
+        ack_wait=constants.ack_wait_s,
         max_deliver=-1,  # every request is answered, however often it is redelivered
         max_ack_pending=MAX_ACK_PENDING,
     )
@@ -343,7 +349,7 @@ async def _explain(js: JetStreamContext, wanted: api.StreamConfig, error: Except
     if code in _NO_SPACE:
         return (
             f"the NATS server has no room for the stream {wanted.name}, of {size(wanted.max_bytes or 0)};"
-            " raise its JetStream storage limit, or lower --log-max-bytes and --token-max-bytes"
+            " raise its JetStream storage limit, or lower --log-max-bytes"
         )
     return f"the NATS server refuses the stream {wanted.name}: {reason(error)}"
 

@@ -278,7 +278,7 @@ type Answer = Result | ControlReply;
 /** Return `answer` if it has this type; throw `RequestFailedError` if it is a `failed`. */
 export function expect<T extends Answer["type"]>(type: T, answer: Answer | undefined): Extract<Answer, { type: T }> {
   if (answer?.type === type) return answer as Extract<Answer, { type: T }>;
-  if (answer?.type === "failed") throw new RequestFailedError(answer.code, answer.message, answer.retryable);
+  if (answer?.type === "failed") throw new RequestFailedError(answer);
   throw new InvalidMessageError(`the answer is ${JSON.stringify(answer?.type)}, not ${type}: update the client`);
 }
 

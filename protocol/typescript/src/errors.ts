@@ -1,5 +1,7 @@
 /** What the client throws. */
 
+import type { Failed, TokenLimit } from "./messages.js";
+
 export class TurnkeepError extends Error {
   constructor(message: string, options?: ErrorOptions) {
     super(message, options);
@@ -12,14 +14,23 @@ export class InvalidMessageError extends TurnkeepError {}
 
 /** The worker answered a request with `failed`. A newer worker may send codes that this client does not know. */
 export class RequestFailedError extends TurnkeepError {
-  constructor(
-    readonly code: string,
-    /** What the worker said. */
-    readonly reason: string,
-    /** Whether the unchanged request can succeed later under a new id. */
-    readonly retryable: boolean,
-  ) {
-    super(`${code}: ${reason}`);
+  readonly code: string;
+  /** What the worker said. */
+  readonly reason: string;
+  /** Whether the unchanged request can succeed later under a new id. */
+  readonly retryable: boolean;
+  /** The path of the field that is wrong, if it is one, such as `messages[0].role`. */
+  readonly field?: string;
+  /** The tokens that the session would have and those that the context has, if the context is exceeded. */
+  readonly limit?: TokenLimit;
+
+  constructor(failed: Pick<Failed, "code" | "message" | "retryable" | "field" | "limit">) {
+    super(`${failed.code}: ${failed.message}`);
+    this.code = failed.code;
+    this.reason = failed.message;
+    this.retryable = failed.retryable;
+    if (failed.field) this.field = failed.field;
+    if (failed.limit) this.limit = failed.limit;
   }
 }
 

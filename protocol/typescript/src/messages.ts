@@ -267,7 +267,12 @@ export interface Embedded {
   model: string;
 }
 
-/** Answer to a request that changed nothing. `id` is null if the body has no valid one. */
+/**
+ * Answer to a request that changed nothing. `id` is null if the body has no valid one.
+ *
+ * `field` is the path of the field that is wrong, if it is one, such as `messages[0].role`. `limit` is there
+ * if the context is exceeded.
+ */
 export interface Failed {
   type: "failed";
   id: string | null;
@@ -275,6 +280,8 @@ export interface Failed {
   code: "invalid_request" | "id_conflict" | "position_conflict" | "unknown_session" | "context_exceeded" | "memory_exceeded" | "overloaded" | "expired" | "history_diverged" | "internal" | (string & {});
   message: string;
   retryable: boolean;
+  field?: string | null;
+  limit?: TokenLimit | null;
   seq?: number | null;
   position?: number | null;
   repeat_of?: number | null;
@@ -557,7 +564,6 @@ export interface Metrics {
   accepted_draft_tokens?: number;
   draft_saved_s?: number;
   recalled_tokens?: number;
-  evicted_tokens?: number;
   decoding_s?: number;
   time_to_first_token: Histogram;
   time_per_output_token: Histogram;
@@ -825,6 +831,12 @@ export interface TenantFigures {
 /** The answer is any text, as without a format. */
 export interface TextFormat {
   type: "text";
+}
+
+/** How many tokens the session would have before the answer, and how many the context has. */
+export interface TokenLimit {
+  asked: number;
+  allowed: number;
 }
 
 /** One token of an answer. `top` are the `top_logprobs` likeliest tokens in its place, best first. */

@@ -332,6 +332,7 @@ function throwIfRefused(error: unknown, subject: string): void {
     if (code === MESSAGE_TOO_LARGE) {
       throw new InvalidMessageError("the request is larger than the log accepts: send it as several appends");
     }
-    throw new RequestFailedError("overloaded", `the log refused the request: ${message}`, true);
+    const refusal = `the log refused the request: ${message}`;
+    throw new RequestFailedError({ code: "overloaded", message: refusal, retryable: true });
   }
 }

@@ -1,0 +1,179 @@
+"""Takes guards of the program away, one at a time, and proves that a test then fails: `make mutants`.
+
+A mutant of `mutants.toml` replaces exact pieces of the program's source, each of which its file has once.
+It names the cheapest test that fails with it, or fields of the plans (`plan`) of simulated histories that do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).parents[1]
+#: Where a function begins: its file, its qualified name, its first line.
+Place = tuple[str, str, int]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One guard of the program: `edits` (file, old text, new text) take it away, `tests` fail without it.
+
+    A mutant without tests is found by histories; `plan` has the fields of their plans that fail soonest.
+    """
+
+    name: str
+    edits: tuple[tuple[str, str, str], ...]
+    tests: tuple[str, ...]
+    plan: dict[str, Any]
+
+    @classmethod
+    def of(cls, name: str, row: dict[str, Any]) -> Mutant:
+        """Build the mutant of a row of the table. Raises `KeyError` for a row that no edit or test is in."""
+        edits = row["edits"] if "edits" in row else [row["edit"]]
+        tests = () if "plan" in row else (row["test"], *row.get("others", ()))
+        return cls(name, tuple((file, old, new) for file, old, new in edits), tests, row.get("plan", {}))
+
+    def codes(self) -> dict[Place, CodeType]:
+        """Return the code of the functions of the changed files, by their place in the program as it is.
+
+        Raises `ValueError` if a file does not have an old text exactly once, or no function has it.
+        """
+        found: dict[Place, CodeType] = {}
+        for file in dict.fromkeys(file for file, _, _ in self.edits):
+            before = after = (ROOT / file).read_text()
+            for _, old, new in (edit for edit in self.edits if edit[0] == file):
+                if (times := before.count(old)) != 1 or after.count(old) != 1:
+                    raise ValueError(f"{self.name}: {file} has {old!r} {times} times; it must have it once")
+                after = after.replace(old, new)
+            pairs = list(zip(_codes(before, file), _codes(after, file), strict=True))
+            if all(one.co_code == two.co_code and one.co_names == two.co_names for one, two in pairs[1:]):
+                constants = [_constants(one) == _constants(two) for one, two in pairs[1:]]
+                if all(constants):
+                    raise ValueError(f"{self.name}: no function of {file} changes")
+            for one, two in pairs:
+                found[one.co_filename, one.co_qualname, one.co_firstlineno] = two
+        return found
+
+
+def _codes(source: str, file: str) -> Iterator[CodeType]:
+    """Yield the code of a module and of all its functions and classes, in the order of the source."""
+    waiting = [compile(source, str(ROOT / file), "exec", dont_inherit=True)]
+    while waiting:
+        code = waiting.pop()
+        yield code
+        waiting += [one for one in code.co_consts if isinstance(one, CodeType)]
+
+
+def _constants(code: CodeType) -> list[object]:
+    return [one for one in code.co_consts if not isinstance(one, CodeType)]
+
+
+def table() -> dict[str, Mutant]:
+    """Read the table of mutants, by name."""
+    rows = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())
+    return {name: Mutant.of(name, row) for name, row in rows.items()}
+
+
+@contextmanager
+def mutated(mutant: Mutant) -> Iterator[None]:
+    """Run the program without the mutant's guard inside the block: its functions get other code."""
+    codes = mutant.codes()
+    for file, _, _ in mutant.edits:
+        import_module(file.removeprefix("protocol/").removesuffix(".py").replace("/", "."))
+    gc.unfreeze()  # else the collector does not list frozen functions
+    places = [
+        (one, (code.co_filename, code.co_qualname, code.co_firstlineno))
+        for one in gc.get_objects()
+        if isinstance(one, FunctionType) and (code := one.__code__)
+    ]
+    functions = [(one, one.__code__, codes[place]) for one, place in places if place in codes]
+    for function, _, code in functions:
+        function.__code__ = code
+    try:
+        yield
+    finally:
+        for function, code, _ in functions:
+            function.__code__ = code
+
+
+def find(mutant: Mutant, gone: tuple[str, ...]) -> tuple[bool, str, float]:
+    """Run a mutant's tests, in a process of its own; return whether one failed, which one, and the seconds.
+
+    Tests that begin with one of `gone` do not run. If no others are named, all others of their folder do.
+    """
+    begun_s = time.monotonic()
+    if not mutant.tests:
+        seeds = ("80000", "--histories", "1500", "--first")
+        command = [sys.executable, "-P", "-m", "tests.simulation", *seeds, "--without", mutant.name]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        said = done.stdout + done.stderr
+        wrong = re.search(r"^seed \d+:\n +(.{,60})", said, re.MULTILINE)
+        return done.returncode == 1, wrong[1] if wrong else said, time.monotonic() - begun_s
+    left = [test for test in mutant.tests if not test.startswith(gone or ("-",))]
+    left = left or [str(Path(mutant.tests[0].partition("::")[0]).parent)]
+    options = ["-qx", "-p", "no:cacheprovider", "--timeout=120", *(f"--deselect={test}" for test in gone)]
+    with tempfile.TemporaryFile("w+") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+        os.chdir(ROOT)
+        import pytest
+
+        with mutated(mutant):
+            code = pytest.main([*options, *left])
+        sys.stdout.flush()
+        output.seek(0)
+        said = output.read()
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+    return code == 1, failed[-1] if failed else said[-3000:], time.monotonic() - begun_s
+
+
+def main() -> int:
+    """Run the table, or a part of it; return 1 if a mutant was not found."""
+    parser = argparse.ArgumentParser(prog="mutants", description=__doc__)
+    parser.add_argument("words", nargs="*", help="run mutants with one of these words in name, file or test")
+    parser.add_argument(
+        "--gone", nargs="+", default=[], help="run the mutants of these tests, files or folders without them"
+    )
+    asked = parser.parse_args()
+    gone = tuple(asked.gone)
+    mutants = [
+        one
+        for one in table().values()
+        if any(word in f"{one.name} {one.edits} {one.tests}" for word in asked.words or [""])
+        and (not gone or any(test.startswith(gone) for test in one.tests))
+    ]
+    # Forked from a process that has the program's modules; on macOS a process that has loaded Metal must not.
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    if sys.platform == "linux":
+        context.set_forkserver_preload(["tests.imported", "pytest"])
+    counts = Counter[bool]()
+    with ProcessPoolExecutor(2, context, max_tasks_per_child=1) as pool:
+        runs = {pool.submit(find, one, gone): one for one in mutants}
+        for run in as_completed(runs):
+            is_found, said, took_s = run.result()
+            counts[is_found] += 1
+            outcome = "found" if is_found else "NOT FOUND"
+            print(f"{outcome:10}{took_s:6.1f} s  {runs[run].name}: {said}", flush=True)
+    print(f"{counts[True]} of {counts.total()} mutants were found")
+    return int(counts[False] > 0 or not counts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
