@@ -170,13 +170,19 @@ class LocalWorker(Process):
         self.token_file = data_dir / "nats-token"
         nats: tuple[str, ...] = ("--nats-port", port)
         if beside is not None:
-            self.place, self.token_file = beside.place, beside.token_file
-            nats = ("--nats", f"nats://{self.place}", "--nats-token-file", str(self.token_file))
+            self.place, self.token_file, nats = beside.place, beside.token_file, ()
         self.data_dir = data_dir
         self._options = options
         more = ("--data-dir", str(data_dir), *nats, "--log-level", "warning", "--until-eof", *options)
         super().__init__("the worker", [sys.executable, "-m", *program, "serve", *more])
         self._stdin, self._stdout = subprocess.PIPE, subprocess.DEVNULL
+        self._is_beside = beside is not None
+
+    def start(self, *options: str) -> None:
+        """Start the worker, with additional options."""
+        if self._is_beside:
+            self._environment["TURNKEEP_NATS"] = self.url
+        super().start(*options)
 
     @property
     def url(self) -> str:

@@ -371,15 +371,14 @@ class Store:
         """
         self._loading.end_past(past)
 
-    def wanted(self, tenant: str | Chain, tokens: Sequence[int], start: int, end: int) -> list[Span]:
-        """Return the spans of `[start, end)` to save: those that are neither stored nor queued.
+    def wanted(self, tenant: str | Chain, tokens: Sequence[int]) -> list[Span]:
+        """Return the spans of `tokens` to save: those that are neither stored nor queued.
 
-        The spans are full blocks, the first of which may begin before `start`, then a piece of the last,
-        partial block up to `end` (see `blocks.tail_start`). Empty if the prefix before `start` is not stored,
-        since then no match could find the spans; with `start` 0 the missing prefix is returned too.
+        The spans are full blocks, then a piece of the last, partial block (see `blocks.tail_start`). A block
+        is left out if it was evicted and no layer sees it any more.
         """
         chain = self._chain(tenant)
-        return self._form(chain.policy).prefixes.wanted(chain, as_tokens(tokens)[:end], start)
+        return self._form(chain.policy).prefixes.wanted(chain, as_tokens(tokens))
 
     def save(
         self, tenant: str | Chain, tokens: Sequence[int], span: Span, tensors: tuple[Tensor, ...]
@@ -429,17 +428,12 @@ class Store:
         """Whether no write is queued or running."""
         return not self._writer.counts.in_flight_bytes
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether writing is paused after a failure, so that `save` queues nothing."""
-        return self._writer.paused
-
     def listen(self, lost: Callable[[], None]) -> None:
         """Call `lost` on the event loop for each queued snapshot that was neither written nor removed."""
         self._lost = lost
 
     def skip(self, num_snapshots: int) -> None:
-        """Count snapshots as dropped: the caller did not copy their KV, because `room` was too small."""
+        """Count snapshots as dropped for now: `room` was too small, or `save` did not take them."""
         self._writer.drop("disk_error" if self._writer.paused else "queue_full", num_snapshots)
 
     def free_memory(self) -> None:

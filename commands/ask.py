@@ -12,14 +12,14 @@ from uuid import uuid4
 import click
 import msgspec
 
-from ops.log.ending import removed
+from ops.log.ending import ended
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
 
 from .flags import tenant_option, tool_option, with_answer_options, with_settings
 from .sampling import asked, cut
 from .screen import complain, printable
-from .stream import stream
+from .stream import stream, while_reachable
 from .talking import CLIENT_SETTINGS, named, talk
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from .flags import AnswerOptions, Given
 
-#: How long to wait for the removal of a temporary session.
+#: How long to wait for the end of a temporary session.
 _CLOSE_S: Final = 2.0
 #: The exit code after Ctrl-C.
 _INTERRUPTED: Final = 130
@@ -39,7 +39,7 @@ _INTERRUPTED: Final = 130
 @click.command()
 @click.argument("question", required=False)
 @click.option(
-    "--session", "name", metavar="NAME", help="Session to ask in. [default: a new one, removed afterwards]"
+    "--session", "name", metavar="NAME", help="Session to ask in. [default: a new one, closed afterwards]"
 )
 @tenant_option
 @click.option(
@@ -85,7 +85,7 @@ def ask(
     schema: Path | None,
     options: AnswerOptions,
 ) -> None:
-    """Ask one question and print the answer as it arrives.
+    """Ask one question, in a script or a pipe, and print the answer.
 
     Piped input is added to QUESTION, or is the question if there is none: git diff | turnkeep ask "What
     changed?" With - for QUESTION, type the question and end it with Ctrl-D.
@@ -203,7 +203,7 @@ async def _answer(
     finally:
         if is_new:
             with contextlib.suppress(TurnkeepError):  # a later worker closes it: the request is in the log
-                await removed(session, _CLOSE_S, cancel=True)
+                await ended(session, _CLOSE_S, cancel=True)
 
 
 async def _answers(
@@ -213,11 +213,12 @@ async def _answers(
     try:
         if is_new:
             await session.open()
-        results = await session.samples(count, messages=messages, **options)
+        samples = session.samples(count, messages=messages, **options)
+        results = await while_reachable(session, samples)
     finally:
         if is_new:
             with contextlib.suppress(TurnkeepError):  # a later worker closes it
-                await removed(session, _CLOSE_S / 2, cancel=True)  # after as long for those of the answers
+                await ended(session, _CLOSE_S / 2, cancel=True)  # after as long for those of the answers
     if as_json:
         click.echo(encode({"answers": results}))
         return

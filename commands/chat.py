@@ -21,7 +21,7 @@ from .ask import decoded
 from .close import rewind_last
 from .control import print_info
 from .exchanges import last_exchanges
-from .flags import tenant_option, with_answer_options
+from .flags import SAMPLING, Number, tenant_option, with_answer_options
 from .rendering import MarkdownScreen
 from .sampling import cut, preferred, whole
 from .screen import printable, wrapped
@@ -55,17 +55,9 @@ _HELP: Final = """\
 /save FILE        write the conversation to a file
 /info             position, KV, queue, and the worker's metrics
 /bye              leave and keep the session (like Ctrl-D)"""
+#: The options of /set, with what parses their values.
 _OPTIONS: Final[dict[str, Callable[[str], Any]]] = {
-    "max_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "min_tokens": int,
-    "seed": int,
+    **{name: float if isinstance(kind, Number) else int for name, (_, kind, _) in SAMPLING.items()},
     "stop": lambda text: [text],
 }
 #: How long a command waits for the worker.

@@ -18,16 +18,14 @@ from turnkeep_client.errors import (
 from worker.process.installed import as_installed
 
 from .exchanges import last_exchanges_and_position
-from .flags import tenant_option, with_result_timeout, with_settings
+from .flags import tenant_option, with_result_timeout
 from .screen import complain, printable
-from .talking import CLIENT_SETTINGS, named, talk, with_client
+from .talking import named, with_client
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Rewound
     from turnkeep_client.session import Session
-
-    from .flags import Given
 
 #: How many characters of the first removed question a rewind prints.
 _SHOWN = 60
@@ -91,14 +89,9 @@ async def _say_what_runs(session: Session) -> None:
 @click.option("--position", metavar="N", type=click.IntRange(0), help="Keep the first N tokens.")
 @_patience
 @tenant_option
-@with_settings(*CLIENT_SETTINGS)
-def rewind(
-    given: Given,
-    session: str,
-    last: int | None,
-    position: int | None,
-    timeout_s: float,
-    tenant: str,
+@with_client
+async def rewind(
+    client: Client, session: str, last: int | None, position: int | None, timeout_s: float
 ) -> None:
     """Remove a session's last questions and answers.
 
@@ -109,18 +102,15 @@ def rewind(
     if last is not None and position is not None:
         raise click.UsageError("give --last or --position, not both")
 
-    async def run(client: Client) -> None:
-        async with named(client, session) as found:
-            await check_open(found)
-        if position is not None:
-            rewound, note = await client.session(session).rewind(position, timeout_s=timeout_s), ""
-        else:
-            rewound, removed_question = await rewind_last(client, session, last or 1, timeout_s)
-            question = printable(" ".join(removed_question.split()))
-            note = f"; removed: {question if len(question) <= _SHOWN else question[:_SHOWN] + '...'}"
-        click.echo(f"rewound {session} to position {rewound.position}{note}")
-
-    talk(given.load(), tenant, run)
+    async with named(client, session) as found:
+        await check_open(found)
+    if position is not None:
+        rewound, note = await client.session(session).rewind(position, timeout_s=timeout_s), ""
+    else:
+        rewound, removed_question = await rewind_last(client, session, last or 1, timeout_s)
+        question = printable(" ".join(removed_question.split()))
+        note = f"; removed: {question if len(question) <= _SHOWN else question[:_SHOWN] + '...'}"
+    click.echo(f"rewound {session} to position {rewound.position}{note}")
 
 
 async def rewind_last(client: Client, session: str, count: int, timeout_s: float) -> tuple[Rewound, str]:

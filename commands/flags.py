@@ -229,7 +229,6 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         added = [one for one in describe() if not names or one.name in names]
-        added = [one for one in added if not one.is_secret]
         flags = [one.name for one in added] + ["of"] * ("prefix" in names)
 
         @functools.wraps(command)
@@ -264,33 +263,31 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
 #: The same ranges as in the protocol's messages; a test compares both.
 _TOKENS: Final = click.IntRange(0, 2**31 - 1)
 _PENALTY: Final = Number(-2, 2)
-_SAMPLING: tuple[tuple[str, str, click.ParamType[Any], str], ...] = (
-    ("--max-tokens", "N", _TOKENS, "Maximum tokens of one answer. [default: what fits the context]"),
-    ("--temperature", "T", Number(0, 100), "0 always takes the most likely token. [default: the model's]"),
-    (
-        "--top-p",
+#: The sampling options with a number: the placeholder, the type and the help of each.
+SAMPLING: Final[dict[str, tuple[str, click.ParamType[Any], str]]] = {
+    "max_tokens": ("N", _TOKENS, "Maximum tokens of one answer. [default: what fits the context]"),
+    "temperature": ("T", Number(0, 100), "0 always takes the most likely token. [default: the model's]"),
+    "top_p": (
         "P",
         Number(0, 1),
-        "Only the most likely tokens with this total probability. [default: the model's]",
+        "Only the likeliest tokens with this total probability. [default: the model's]",
     ),
-    ("--top-k", "N", _TOKENS, "Only the N most likely tokens; 0 is all. [default: the model's]"),
-    (
-        "--min-p",
+    "top_k": ("N", _TOKENS, "Only the N most likely tokens; 0 is all. [default: the model's]"),
+    "min_p": (
         "P",
         Number(0, 1),
         "Only tokens at least P times as likely as the likeliest. [default: the model's]",
     ),
-    (
-        "--repetition-penalty",
+    "repetition_penalty": (
         "X",
         Number(0, 100, min_open=True),
         "Above 1: repeat fewer tokens. [default: the model's]",
     ),
-    ("--presence-penalty", "X", _PENALTY, "Above 0: repeat fewer of the answer's tokens."),
-    ("--frequency-penalty", "X", _PENALTY, "The same, times how often a token occurs."),
-    ("--min-tokens", "N", _TOKENS, "No end of the answer before N tokens."),
-    ("--seed", "N", click.IntRange(0, 2**63 - 1), "Seed of the sampling. [default: a new one]"),
-)
+    "presence_penalty": ("X", _PENALTY, "Above 0: repeat fewer of the answer's tokens."),
+    "frequency_penalty": ("X", _PENALTY, "The same, times how often a token occurs."),
+    "min_tokens": ("N", _TOKENS, "No end of the answer before N tokens."),
+    "seed": ("N", click.IntRange(0, 2**63 - 1), "Seed of the sampling. [default: a new one]"),
+}
 
 
 def _biases(
@@ -343,40 +340,43 @@ def _cache_policy(
     return {"policy": "sink_window", "sink": policy.sink, "window": policy.window}
 
 
-def with_answer_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of `AnswerOptions`, passed as `options`."""
-    names = [flag.removeprefix("--").replace("-", "_") for flag, *_ in _SAMPLING]
-
-    @functools.wraps(command)
-    def called(
-        *args: Any, system: str | None, cache: dict[str, Any] | None, reasoning: str | None, **given: Any
-    ) -> Any:
-        sampling: Any = {name: given.pop(name) for name in (*names, "stop", "logit_bias", "ignore_eos")}
-        options = AnswerOptions(sampling=sampling, system=system, cache=cache, reasoning=reasoning)
-        return command(*args, options=options, **given)
-
-    called = click.option(
+_ANSWER_OPTIONS: Final = (
+    click.option("--system", metavar="TEXT", help="System message, sent first."),
+    *(
+        click.option(
+            f"--{name.replace('_', '-')}",
+            cls=click.Option if name in _DAILY else Rare,
+            metavar=metavar,
+            type=kind,
+            help=purpose,
+        )
+        for name, (metavar, kind, purpose) in SAMPLING.items()
+    ),
+    click.option(
+        "--stop", cls=Rare, metavar="TEXT", multiple=True, help="End before this text; may be repeated."
+    ),
+    click.option(
+        "--ignore-eos",
+        cls=Rare,
+        is_flag=True,
+        default=None,
+        help="Go on behind the model's end of the answer.",
+    ),
+    click.option(
         "--logit-bias",
         cls=Rare,
         metavar="ID:BIAS",
         multiple=True,
         callback=_biases,
         help="Add to the logit of a token id, -100 to 100; may be repeated.",
-    )(called)
-    called = click.option(
-        "--ignore-eos",
+    ),
+    click.option(
+        "--reasoning",
         cls=Rare,
-        is_flag=True,
-        default=None,
-        help="Go on behind the model's end of the answer.",
-    )(called)
-    called = click.option(
-        "--stop", cls=Rare, metavar="TEXT", multiple=True, help="End before this text; may be repeated."
-    )(called)
-    for name, (flag, metavar, kind, purpose) in reversed([*zip(names, _SAMPLING, strict=True)]):
-        cls = click.Option if name in _DAILY else Rare
-        called = click.option(flag, cls=cls, metavar=metavar, type=kind, help=purpose)(called)
-    called = click.option(
+        type=click.Choice(["show", "hide"]),
+        help="Whether to print the model's reasoning. [default: on a terminal, dimmed]",
+    ),
+    click.option(
         "--cache-policy",
         "cache",
         cls=Rare,
@@ -384,11 +384,21 @@ def with_answer_options(command: Callable[..., Any]) -> Callable[..., Any]:
         callback=_cache_policy,
         help="Tokens of a new session with KV: all, the first and last, or all on SSD and RESIDENT on the"
         " device. [default: the worker's]",
-    )(called)
-    called = click.option(
-        "--reasoning",
-        cls=Rare,
-        type=click.Choice(["show", "hide"]),
-        help="Whether to print the model's reasoning. [default: on a terminal, dimmed]",
-    )(called)
-    return click.option("--system", metavar="TEXT", help="System message, sent first.")(called)
+    ),
+)
+
+
+def with_answer_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of `AnswerOptions`, passed as `options`."""
+
+    @functools.wraps(command)
+    def called(
+        *args: Any, system: str | None, cache: dict[str, Any] | None, reasoning: str | None, **given: Any
+    ) -> Any:
+        sampling: Any = {name: given.pop(name) for name in (*SAMPLING, "stop", "logit_bias", "ignore_eos")}
+        options = AnswerOptions(sampling=sampling, system=system, cache=cache, reasoning=reasoning)
+        return command(*args, options=options, **given)
+
+    for option in reversed(_ANSWER_OPTIONS):
+        called = option(called)
+    return called

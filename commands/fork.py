@@ -9,13 +9,11 @@ import click
 from ops.log.ending import check_open
 
 from .close import start_of_last
-from .flags import tag_option, tenant_option, with_result_timeout, with_settings
-from .talking import CLIENT_SETTINGS, named, talk
+from .flags import tag_option, tenant_option, with_result_timeout
+from .talking import named, with_client
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
-
-    from .flags import Given
 
 
 @click.command()
@@ -26,16 +24,15 @@ if TYPE_CHECKING:
 @tag_option("A name for it, which `turnkeep sessions --tag` finds; may be given several times.")
 @with_result_timeout("How long to wait for the result.")
 @tenant_option
-@with_settings(*CLIENT_SETTINGS)
-def fork(
-    given: Given,
+@with_client
+async def fork(
+    client: Client,
     session: str,
     name: str,
     position: int | None,
     without_last: int | None,
     tags: tuple[str, ...],
     timeout_s: float,
-    tenant: str,
 ) -> None:
     """Open a session that begins with the tokens of another one.
 
@@ -45,12 +42,9 @@ def fork(
     if without_last is not None and position is not None:
         raise click.UsageError("give --without-last or --position, not both")
 
-    async def run(client: Client) -> None:
-        async with named(client, session) as parent:
-            await check_open(parent)
-        at = (await start_of_last(client, session, without_last))[0] if without_last else position
-        forked = await parent.fork(name, at, tags=tags, timeout_s=timeout_s)
-        info = await forked.info(limit=0)
-        click.echo(f"forked {session} at position {info.position} as {name}")
-
-    talk(given.load(), tenant, run)
+    async with named(client, session) as parent:
+        await check_open(parent)
+    at = (await start_of_last(client, session, without_last))[0] if without_last else position
+    forked = await parent.fork(name, at, tags=tags, timeout_s=timeout_s)
+    info = await forked.info(limit=0)
+    click.echo(f"forked {session} at position {info.position} as {name}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -17,12 +19,10 @@ from worker.process.datadir import owner, starting_pid
 from worker.process.installed import program
 
 from .flags import tenant_option, with_answer_options, with_settings
-from .screen import complain
 from .talking import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from turnkeep_client.client import Client
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _ENDING_S: Final = 30.0
 _POLL_S: Final = 0.2
 _INTERRUPTED: Final = 130
+#: What a question has, and the name of a model lacks.
+_MARKS: Final = re.compile(r"[\s?!]")
 
 
 @click.command()
@@ -51,20 +53,28 @@ def run(
     tenant: str,
     options: AnswerOptions,
 ) -> None:
-    """Talk with MODEL, or answer MESSAGE; downloads the model, and starts a worker, if need be.
+    """Talk with a model; downloads it and starts a worker if need be.
 
-    MODEL is a name of `turnkeep model list`, a folder, a .gguf file or a hub id; by default it is the model
-    of the running worker, or else the packaged one. A worker that this command starts ends with it; a worker
-    that is running already stays.
+    With MESSAGE it answers that alone. MODEL is a name of `turnkeep model list`, a folder, a .gguf file or a
+    hub id; by default it is the model of the running worker, or else the packaged one. A worker that this
+    command starts ends with it; a worker that is running already stays.
     """
     from .ask import answer, whole_question
 
+    if model is not None and _MARKS.search(model) and not Path(model).exists():
+        raise click.UsageError(
+            f"the first argument of run is a model, and {model!r} is none; to ask it:"
+            f" echo {shlex.quote(model)} | {program()} run"
+        )
     settings = given.load()
 
     async def check_model(client: Client) -> None:
         serves = await _model_of(client, settings.data_dir)
         if model is not None and is_there and not _names(model, serves):
-            raise _other_model(model, serves, may_be_question=message is None)
+            raise TurnkeepError(
+                f"the worker that runs has the model {serves}, not {model}; stop it, or give another"
+                " --data-dir and --nats-port"
+            )
 
     async def say(client: Client) -> bool:
         if text is not None:
@@ -76,22 +86,13 @@ def run(
 
     is_there = settings.nats is not None or owner(settings.data_dir) is not None
     words = [*given.options(), *(() if model is None else ("--model", model))]
-    question = model if message is None else None
-    with contextlib.nullcontext() if is_there else _worker(words, question):
+    with contextlib.nullcontext() if is_there else _worker(words):
         talk(settings, tenant, check_model)
         # Read the question outside an event loop, in which no signal would end the wait for it.
         text = None if message is None and sys.stdin.isatty() else whole_question(message)
         answered = talk(settings, tenant, say)
     if not answered:
         sys.exit(_INTERRUPTED)
-
-
-def _other_model(model: str, serves: str, *, may_be_question: bool) -> TurnkeepError:
-    ask = f", or ask it: {program()} ask {shlex.quote(model)}" if may_be_question else ""
-    return TurnkeepError(
-        f"the worker that runs has the model {serves}, not {model}; stop it, or give another"
-        f" --data-dir and --nats-port{ask}"
-    )
 
 
 def _names(model: str, served: str) -> bool:
@@ -110,12 +111,11 @@ async def _model_of(client: Client, data_dir: Path) -> str:
 
 
 @contextlib.contextmanager
-def _worker(options: list[str], question: str | None) -> Iterator[None]:
+def _worker(options: list[str]) -> Iterator[None]:
     """Run a worker until the block ends; enter the block once the worker serves.
 
-    Prints the steps of its start, and its warnings. If the worker cannot serve, and `question` is given
-    (perhaps mistaken for a model), print how to ask it.
-    The worker has its own process session, since Ctrl-C ends only an answer; it ends if this process dies.
+    Prints the steps of its start, and its warnings. The worker has its own process session, since Ctrl-C ends
+    only an answer; it ends if this process dies.
     """
     click.echo("starting a worker; it ends with this command", err=True)
     command = [*PROGRAM, "serve", "--log-level", "warning", "--until-eof", *options]
@@ -128,12 +128,7 @@ def _worker(options: list[str], question: str | None) -> Iterator[None]:
                 if not sys.stderr.isatty():  # there the worker shows a bar
                     click.echo(line.rstrip(), err=True)
             if not line:
-                if (code := process.wait()) and question is not None:  # the worker has printed the reason
-                    complain(
-                        "is that a question? The first word after `run` is the model; to ask the default one:"
-                        f" echo {shlex.quote(question)} | {program()} run"
-                    )
-                sys.exit(code)
+                sys.exit(process.wait())  # the worker has printed the reason
             yield
         finally:
             process.terminate()

@@ -147,7 +147,9 @@ def serve(
     beside = _beside(own, gateway_port, console_port, told)
     if undrafted:
         settings = given.but(of=of, draft_model="none").load()
-    manner = Manner(options=given.options(), beside=beside, of=of, until_eof=until_eof, unloaded=unloaded)
+    # Other users could read a URL with a token on the command line of a worker; it gets it otherwise.
+    options = given.but(nats=settings.nats and given.flags["nats"]).options()
+    manner = Manner(options=options, beside=beside, of=of, until_eof=until_eof, unloaded=unloaded)
     if models:
         supervise(models, manner)
     elif unloaded is not None:

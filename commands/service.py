@@ -22,7 +22,7 @@ import platformdirs
 from ops import units
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import shown
-from worker.process.datadir import DataDir
+from worker.process.datadir import DataDir, owner
 from worker.process.setting_sources import CONFIG_NAME, load
 
 from .printing import table
@@ -92,15 +92,6 @@ class _Systemd:
     def remove(self) -> None:
         self.file.unlink()
         _ask("systemctl", "--user", "daemon-reload")
-
-    def state(self) -> tuple[bool, str]:
-        shown = _ask(
-            "systemctl", "--user", "show", units.NAME, "--property=ActiveState,SubState,MainPID,Result"
-        )
-        found = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
-        if found.get("ActiveState") == "active":
-            return True, f"running (pid {found.get('MainPID')})"
-        return False, f"{found.get('ActiveState')} ({found.get('SubState')}, {found.get('Result')})"
 
     def logs(self, lines: int, *, follow: bool) -> list[str]:
         return ["journalctl", "--user-unit", units.NAME, "-o", "cat", "-n", str(lines), *["-f"] * follow]
@@ -178,15 +169,6 @@ class _Launchd:
 
     def remove(self) -> None:
         _ask(*self._as_owner("rm", str(self.file)))
-
-    def state(self) -> tuple[bool, str]:
-        done = _run("launchctl", "print", self._service)
-        pids = [
-            line.split("=")[1].strip()
-            for line in done.stdout.splitlines()
-            if line.strip().startswith("pid =")
-        ]
-        return (True, f"running (pid {pids[0]})") if pids else (False, "stopped")
 
     def logs(self, lines: int, *, follow: bool) -> list[str]:
         return ["tail", "-n", str(lines), *["-F"] * follow, str(self._log)]
@@ -272,7 +254,7 @@ def install(config: Path | None, gateway: int | None, only_print: bool, is_daemo
         _check_places(Path(command[0]), Path(__file__), config, settings.data_dir)
         if is_daemon and (agent := _Launchd(is_daemon=False)).file.exists():
             raise ServiceError(f"{agent.file} is installed; remove it by `turnkeep service uninstall` first")
-    if not (system.file.exists() and system.state()[0]):
+    if not (system.file.exists() and owner(settings.data_dir)):  # it may be this service that runs
         _check_free(settings, gateway)
     if not config.exists():
         config.parent.mkdir(parents=True, exist_ok=True)
@@ -330,15 +312,14 @@ def status() -> None:
     """Say whether the service runs and serves. Exit code 1 if it does not."""
     system = _system()
     command = _installed(system)
-    system.check()
-    is_running, state = system.state()
     config = Path(command[command.index("--config") + 1])
     settings = load({}, {}, config, config.parent)
-    metrics, why = _worker(settings) if is_running else (None, "")
+    running = owner(settings.data_dir)
+    metrics, why = _worker(settings) if running else (None, "`turnkeep service logs` may say why")
     port = next((word.partition("=")[2] for word in command if word.startswith("--gateway=")), None)
     rows = [
-        ("state", state),
-        ("ready", f"yes, turnkeep {metrics.version}" if metrics else f"no; {why}" if why else "no"),
+        ("runs", running or "no"),
+        ("ready", f"yes, turnkeep {metrics.version}" if metrics else f"no; {why}"),
         ("model", metrics.model if metrics else "-"),
         ("NATS", shown(url_of(settings))),
         ("gateway", f"http://127.0.0.1:{port}/v1" if port else "none; install --gateway adds one"),

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from turnkeep_client.errors import NoWorkerError, RequestFailedError, TurnkeepError
+from turnkeep_client.errors import NoServerError, NoWorkerError, RequestFailedError, TurnkeepError
 from worker.process.installed import program
 
 from .screen import Screen, complain, unechoed
 from .talking import why_no_worker
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from turnkeep_client.generation import Generation
     from turnkeep_client.session import Session
 
@@ -24,6 +26,28 @@ _SILENCE_S: Final = 1.5
 _PATIENCE_S: Final = 5.0
 #: In a pipe, the pause between two lines about a request that waits.
 _EVERY_S: Final = 5.0
+#: How long the connection to NATS may be lost; then a wait for an answer fails. A server restarts in seconds.
+_LOST_S: Final = 60.0
+
+_T = TypeVar("_T")
+
+
+async def while_reachable(session: Session, awaited: Awaitable[_T]) -> _T:
+    """Await `awaited`; cancel it and raise `NoServerError` if NATS cannot be reached for `_LOST_S`."""
+    waiting = asyncio.ensure_future(awaited)
+    loop = asyncio.get_running_loop()
+    reached_at = loop.time()
+    try:
+        while not (await asyncio.wait([waiting], timeout=_POLL_S))[0]:
+            if session.connected:
+                reached_at = loop.time()
+            elif loop.time() - reached_at > _LOST_S:
+                raise NoServerError(f"no connection to NATS for {_LOST_S:g} s")
+    finally:
+        if not waiting.done():
+            waiting.cancel()
+            await asyncio.wait([waiting])
+    return await waiting
 
 
 async def stream(
@@ -41,8 +65,9 @@ async def stream(
     line.
 
     Ctrl-C, SIGTERM and SIGHUP cancel the answer. If no worker runs, or at a second Ctrl-C, only the wait
-    ends, and the request stays in the log. `kept` is false if the caller then removes the session. `screen`
-    shows the text; without `shown` nothing is printed. Raises what the generation raises.
+    ends, and the request stays in the log. `kept` is false if the caller then closes the session. `screen`
+    shows the text; without `shown` nothing is printed. Raises what the generation raises, and `NoServerError`
+    if NATS stays away.
     """
     told = sys.stdout.isatty() if reasoning is None else reasoning == "show"
     screen = screen or Screen()
@@ -78,15 +103,15 @@ class _Stream:
         self._loop.add_signal_handler(signal.SIGINT, self._interrupt)
         try:
             with unechoed():
-                await self._reading
+                await while_reachable(self._session, self._reading)
+        except NoServerError as error:
+            self._end()
+            raise NoServerError(f"{error}, and the question {self._what_becomes_of_it()}") from None
         except asyncio.CancelledError:
             if self._stopping is None or not self._reading.cancelled():
                 raise
             self._end()
-            stored = "may be lost"
-            if self._generation.seq:
-                stored = self._what_becomes_of_it()
-            complain(f"not waiting any longer; the question {stored}")
+            complain(f"not waiting any longer; the question {self._what_becomes_of_it()}")
         except TurnkeepError:
             if self._has_begun:
                 self._end()
@@ -101,15 +126,17 @@ class _Stream:
         return self._stopping is None
 
     def _what_becomes_of_it(self) -> str:
-        """Return a phrase that says what happens to a question in the log after the user stops waiting."""
+        """Return a phrase that says what happens to the question after the wait for its answer ended."""
+        if not self._generation.seq:
+            return "may be lost"
         if self._kept and self._is_told:
             return "is in the log, and the worker was told to stop its answer"
         if self._kept:
             return "is in the log and will be answered"
         if self._session.connected:
-            return "will be removed from the log, without an answer"
-        removes = f"{program()} close --forget --cancel {self._session.key.session}"
-        return f"is in the log, and the next worker answers it; {removes} removes it from there"
+            return "will get no answer"
+        closes = f"{program()} close --cancel {self._session.key.session}"
+        return f"is in the log, and the next worker answers it; {closes} cancels it"
 
     async def _read(self) -> None:
         in_reasoning = False

@@ -52,7 +52,7 @@ def settings() -> str:
         (
             f"`{one.name}`",
             f"`{one.default}`",
-            f"{one.purpose}: {one.wants}{'; no option, which others could see' if one.is_secret else ''}",
+            f"{one.purpose}: {one.wants}",
         )
         for one in describe()
     )

@@ -66,7 +66,7 @@ StateDirectoryMode=0700
 Environment=TURNKEEP_DATA_DIR=%S/turnkeep HOME=%S/turnkeep TURNKEEP_LOG_FORMAT=json
 # For a NATS server with users:
 #LoadCredential=worker.nk:/etc/turnkeep/worker.nk
-#Environment=TURNKEEP_NATS_NKEY=%d/worker.nk
+#Environment=TURNKEEP_NATS_CREDS=%d/worker.nk
 """,
     "walls": """\
 CapabilityBoundingSet=

@@ -62,27 +62,35 @@ class Mutant:
                 if (times := before.count(old)) != 1 or after.count(old) != 1:
                     raise ValueError(f"{self.name}: {file} has {old!r} {times} times; it must have it once")
                 after = after.replace(old, new)
-            pairs = list(zip(_codes(before, file), _codes(after, file), strict=True))
-            if all(one.co_code == two.co_code and one.co_names == two.co_names for one, two in pairs[1:]):
-                constants = [_constants(one) == _constants(two) for one, two in pairs[1:]]
-                if all(constants):
-                    raise ValueError(f"{self.name}: no function of {file} changes")
-            for one, two in pairs:
-                found[one.co_filename, one.co_qualname, one.co_firstlineno] = two
+            changed = False
+            codes = _codes(after, file)
+            for name, code in _codes(before, file).items():
+                if name in codes:
+                    found[code.co_filename, code.co_qualname, code.co_firstlineno] = codes[name]
+                    changed = changed or (name[0] != "<module>" and _differ(code, codes[name]))
+            if not changed:
+                raise ValueError(f"{self.name}: no function of {file} changes")
         return found
 
 
-def _codes(source: str, file: str) -> Iterator[CodeType]:
-    """Yield the code of a module and of all its functions and classes, in the order of the source."""
+def _codes(source: str, file: str) -> dict[tuple[str, int], CodeType]:
+    """Return the code of a module and of all its functions and classes, by name and number of that name."""
+    found: dict[tuple[str, int], CodeType] = {}
+    numbers = Counter[str]()
     waiting = [compile(source, str(ROOT / file), "exec", dont_inherit=True)]
     while waiting:
         code = waiting.pop()
-        yield code
+        numbers[code.co_qualname] += 1
+        found[code.co_qualname, numbers[code.co_qualname]] = code
         waiting += [one for one in code.co_consts if isinstance(one, CodeType)]
+    return found
 
 
-def _constants(code: CodeType) -> list[object]:
-    return [one for one in code.co_consts if not isinstance(one, CodeType)]
+def _differ(one: CodeType, other: CodeType) -> bool:
+    constants = [
+        [value for value in code.co_consts if not isinstance(value, CodeType)] for code in (one, other)
+    ]
+    return one.co_code != other.co_code or one.co_names != other.co_names or constants[0] != constants[1]
 
 
 def table() -> dict[str, Mutant]:
@@ -128,7 +136,14 @@ def find(mutant: Mutant, gone: tuple[str, ...]) -> tuple[bool, str, float]:
         return done.returncode == 1, wrong[1] if wrong else said, time.monotonic() - begun_s
     left = [test for test in mutant.tests if not test.startswith(gone or ("-",))]
     left = left or [str(Path(mutant.tests[0].partition("::")[0]).parent)]
-    options = ["-qx", "-p", "no:cacheprovider", "--timeout=120", *(f"--deselect={test}" for test in gone)]
+    options = [
+        "-qx",
+        "-p",
+        "no:cacheprovider",
+        "--timeout=120",
+        "-Wignore::pytest.PytestAssertRewriteWarning",
+        *(f"--deselect={test}" for test in gone),
+    ]
     with tempfile.TemporaryFile("w+") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)

@@ -361,7 +361,7 @@ class App:
             await self._members.leave()
             await self._owners.return_routed()
             await intake.return_anchors()
-            await self._engine.store_missing(0 if self._settings.snapshots == "temporary" else _STORE_S)
+            await self._engine.save_all(0 if self._settings.snapshots == "temporary" else _STORE_S)
             parts.cancel_scope.cancel()  # last: until here the keep-alive prevents redelivery
         await self._close_store()
         if self._fatal:
@@ -413,7 +413,7 @@ class App:
             ("undelivered", self._undelivered.run),
             ("overheard", self._overheard.run),
             ("streams", partial(self._keep_streams, js)),
-            ("mending", self._engine.mend),
+            ("saving", self._engine.save),
             ("loop-lag", self._telemetry.watch_loop),
             ("metrics", partial(self._publish_metrics, Outbox(nc, self._subjects), intake)),
         ):

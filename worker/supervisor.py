@@ -179,7 +179,6 @@ class Supervisor:
         )
         self._options = options
         self._environment = dict(os.environ)
-        self._places: Sequence[str] = ()
         self._memory_bytes = 0
         self._running: list[_Model] = []
         self._turn = anyio.Lock()
@@ -229,8 +228,7 @@ class Supervisor:
                 await server.start()
                 await stack.enter_async_context(background(server.supervise))
                 url, options = server.url, {"token": server.token}
-                self._places = ("--nats", url)
-                self._environment["TURNKEEP_NATS_TOKEN"] = server.token
+                self._environment["TURNKEEP_NATS"] = url.replace("://", f"://{server.token}@")
             nc = await connect(
                 url,
                 name=f"turnkeep {settings.worker}",
@@ -349,7 +347,7 @@ class Supervisor:
         )
         draft = model.needs.draft_folder  # by its name a worker would look for it in its own data directory
         drafting = ("--draft-model", draft) if draft is not None else ()
-        arguments = ["serve", *self._options, *self._places, *own, *drafting]
+        arguments = ["serve", *self._options, *own, *drafting]
         log.info("loading", model=model.name, memory=size(model.size_bytes))
         running = child(arguments, self._environment, patience_s=_STOP_S, stdout=subprocess.PIPE)
         async with running as model.process, task_group() as tasks:

@@ -104,15 +104,14 @@ class Prefixes:
         path = self._pieces(names[num], tokens.packed(start, start + self._block))
         return (start, *(node.end for node in path)), path[-1] if path else self._index.get(names[num])
 
-    def wanted(self, chain: Chain, tokens: Tokens, start: int) -> list[Span]:
-        """Return the spans from position `start` on that are worth saving: see `Store.wanted`."""
+    def wanted(self, chain: Chain, tokens: Tokens) -> list[Span]:
+        """Return the spans that are worth saving: see `Store.wanted`."""
+        start = self.known(chain, tokens)[0][0]
         spans = blocks.spans(start, len(tokens), self._block)
         if not spans:
             return []
-        first = spans[0].start // self._block
+        first = start // self._block
         names = chain.names(tokens)[first : first + len(spans)]
-        if spans[0].start and self._index.get(names[0]) is None:
-            return []
         wanted = []
         seen = self._layout.seen_by_windows(spans[-1].end)
         for span, parent in zip(spans, names, strict=True):

@@ -23,23 +23,21 @@ async def end(client: Client, name: str, timeout_s: float, *, forget: bool, canc
     session = client.session(name)
     if not (forget and await _is_in_log(client, name)):
         await check_open(session)
-    if forget:
-        return await removed(session, timeout_s, cancel=cancel)
-    return await session.close(cancel=cancel, timeout_s=timeout_s)
+    return await ended(session, timeout_s, forget=forget, cancel=cancel)
 
 
-async def removed(session: Session, timeout_s: float, *, cancel: bool = False) -> Closed:
-    """Remove a session: close it with `forget`. With `cancel`, first cancel its requests without a result.
+async def ended(session: Session, timeout_s: float, *, forget: bool = False, cancel: bool = False) -> Closed:
+    """Close a session, if need be with `forget`; with `cancel`, first cancel its requests without a result.
 
     A session that is closed, or whose requests have all failed, is opened first.
     """
     try:
-        return await session.close(forget=True, cancel=cancel, timeout_s=timeout_s)
+        return await session.close(forget=forget, cancel=cancel, timeout_s=timeout_s)
     except RequestFailedError as error:
         if error.code != "unknown_session":
             raise
     await session.open(timeout_s=timeout_s)
-    return await session.close(forget=True, timeout_s=timeout_s)
+    return await session.close(forget=forget, timeout_s=timeout_s)
 
 
 async def check_open(session: Session) -> None:

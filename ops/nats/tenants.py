@@ -333,7 +333,7 @@ def main(
             if url:
                 asyncio.run(mirror(folder, tenant, url, Subjects(prefix), keep_s, max_mib * _MIB))
             click.echo(
-                f"{tenant}: --tenant {tenant} --nats-nkey {shlex.quote(f'{folder / tenant}.client.nk')}"
+                f"{tenant}: --tenant {tenant} --nats-creds {shlex.quote(f'{folder / tenant}.client.nk')}"
             )
     except (OSError, TurnkeepError) as error:
         raise click.ClickException(str(error)) from None
@@ -342,9 +342,9 @@ def main(
 
 def _say_what_is_next(folder: Path, *, is_cluster: bool, is_done: bool) -> None:
     """Print which program uses which seed and, unless `is_done`, how to start the server."""
-    click.echo(f"workers: --nats-nkey {shlex.quote(str(folder / 'worker.nk'))}")
+    click.echo(f"workers: --nats-creds {shlex.quote(str(folder / 'worker.nk'))}")
     click.echo(
-        f"exporter, top, console (workers only): --nats-nkey {shlex.quote(str(folder / 'metrics.nk'))}"
+        f"exporter, top, console (workers only): --nats-creds {shlex.quote(str(folder / 'metrics.nk'))}"
     )
     if not is_done:
         start = f"-c {CLUSTER} --name NAME on each node" if is_cluster else f"-c {_CONF}"

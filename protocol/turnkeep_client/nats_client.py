@@ -17,6 +17,7 @@ import socket
 import ssl
 import sys
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote
 
 import nats.errors
 from nats.aio.client import Client
@@ -101,6 +102,15 @@ class Nats(Client):
         """
         pings = {"ping_interval": PING_S, "max_outstanding_pings": NUM_PINGS - 1}
         await super().connect(*args, **(pings | options))
+
+    def _connect_command(self) -> bytes:
+        # nats-py sends user, password and token of a URL as they are written there, percent-encoded.
+        operation, _, sent = super()._connect_command().partition(b" ")
+        server, login = self._current_server, json.loads(sent)
+        for name in ("user", "pass", "auth_token"):
+            if server and name in login and login[name] in {server.uri.username, server.uri.password}:
+                login[name] = unquote(login[name])
+        return b"%b %b\r\n" % (operation, json.dumps(login).encode())
 
     async def abandon(self) -> None:
         """Close a failed connection within a time limit: after a failed TLS handshake `close` may hang."""

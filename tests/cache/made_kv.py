@@ -49,9 +49,9 @@ def cut(tokens: Sequence[int], span: Span) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
-def save_all(store: Store, tenant: str, tokens: Sequence[int], start: int = 0) -> list[bool]:
+def save_all(store: Store, tenant: str, tokens: Sequence[int]) -> list[bool]:
     """Save all spans of these tokens that `store.wanted` names; return which of them were accepted."""
-    spans = store.wanted(tenant, tokens, start, len(tokens))
+    spans = store.wanted(tenant, tokens)
     return [store.save(tenant, tokens, span, cut(tokens, span)) for span in spans]
 
 

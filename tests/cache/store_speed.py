@@ -88,7 +88,7 @@ async def save(store: Store, tokens: list[int]) -> float:
     """Store a session; return the seconds from the first save until all snapshots are durable."""
     chance = np.random.default_rng(0)
     cuts = []
-    for span in store.wanted(TENANT, tokens, 0, len(tokens)):
+    for span in store.wanted(TENANT, tokens):
         shape = (1, HEADS, span.num_tokens, DIM)
         arrays = [memoryview(chance.standard_normal(shape, np.float32)).cast("B") for _ in NAMES]
         cut = tuple(Tensor(name, "F32", shape, data) for name, data in zip(NAMES, arrays, strict=True))

@@ -254,9 +254,9 @@ async def test_a_rewound_session_of_a_model_with_windows_writes_shortened_files_
     rewound = [*TOKENS[:100], 1, 2, 3, 4]
     assert store.match("a", rewound).num_tokens == 4
     held = store.hold("a", rewound)
-    wanted = store.wanted("a", rewound, held.edges[0], len(rewound))
+    wanted = store.wanted("a", rewound)
     assert [span.start for span in wanted] == [96, 100], "what it sees at its end"
-    save(store, HYBRID, "a", rewound, held.edges[0])
+    save(store, HYBRID, "a", rewound)
     await settled(store)
     store.release(held)
     for tokens in (rewound, TOKENS[:200]):
@@ -324,7 +324,7 @@ async def test_a_file_stays_unchanged_if_it_cannot_be_shortened_or_written_in_fu
         patched.setattr(snapshot_format, "write", _fail)
         if fails == "making whole":
             held = store.hold("a", TOKENS[:60])
-            save(store, HYBRID, "a", TOKENS[:60], held.edges[0])
+            save(store, HYBRID, "a", TOKENS[:60])
             assert await store.barrier(5)
             store.release(held)
             assert store.stats().failed >= 1
@@ -341,7 +341,7 @@ async def test_erasing_or_evicting_a_session_with_shortened_files_leaves_no_file
     store = await open_store(layout=HYBRID, keep_behind=KEEP)
     await grown_hybrid(store, 100)
     held = store.hold("a", TOKENS[:60])
-    save(store, HYBRID, "a", TOKENS[:60], held.edges[0])  # still being written when it is forgotten
+    save(store, HYBRID, "a", TOKENS[:60])  # still being written when it is forgotten
     store.release(held)
     assert (await store.erase("a", TOKENS[:100])).settled
     assert (len(store._index), on_disk(store)) == (0, 0)
@@ -360,7 +360,7 @@ async def test_a_paged_session_keeps_all_old_kv_because_it_may_recall_it(open_st
     layout = ModelLayout(LAYOUT.kv, reaches=(FULL, FULL, window, window), sketches=carriers.SKETCHES)
     store = await open_store(layout=layout, keep_behind=0)
     chain = store.chain("a", paged)
-    for span in store.wanted(chain, tokens, 0, len(tokens)):
+    for span in store.wanted(chain, tokens):
         cut = carriers.cut_paged(tokens, span, carried(span, BLOCK))
         tensors = (replace(one, reach=window) if one.name.startswith("1.") else one for one in cut)
         assert store.save(chain, tokens, span, tuple(tensors))

@@ -47,7 +47,7 @@ def cut_paged(tokens, span, more) -> tuple[Tensor, ...]:
 
 
 def save(store, chain, tokens=TOKENS, size=lambda more: more) -> None:
-    for span in store.wanted(chain, tokens, 0, len(tokens)):
+    for span in store.wanted(chain, tokens):
         assert store.save(chain, tokens, span, cut_paged(tokens, span, size(carried(span, BLOCK))))
 
 

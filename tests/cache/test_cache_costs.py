@@ -39,7 +39,7 @@ async def turn(store, tokens, steps: Counter[str]) -> Counter[str]:
     chain = store.chain("a")
     store.release(store.match(chain, tokens))
     held = store.hold(chain, tokens)
-    for span in store.wanted(chain, tokens, held.edges[0], len(tokens)):
+    for span in store.wanted(chain, tokens):
         assert store.save(chain, tokens[: span.end], span, cut(tokens, span))
     store.release(held)
     assert await store.barrier(30)

@@ -33,7 +33,7 @@ FILE = 1600
 async def grown(store, chain, num_tokens, tokens=TOKENS, layout=LIMITED) -> None:
     """Save a session block by block, each when the block before it is on disk."""
     for end in range(BLOCK, num_tokens + 1, BLOCK):
-        for span in store.wanted(chain, tokens, end - BLOCK, end):
+        for span in store.wanted(chain, tokens[:end]):
             assert store.save(chain, tokens, span, tensors_of(layout, tokens, span)), "dropped"
         assert await store.barrier(5)
 
@@ -88,7 +88,7 @@ async def test_sinks_of_more_than_one_block_are_not_evicted_while_a_session_need
     store = await limited(open_store, 12)
     chain = store.chain("a", policy)
     for end in range(BLOCK, 201, BLOCK):
-        save(store, LAYOUT.under(policy), chain, TOKENS[:end], end - BLOCK)
+        save(store, LAYOUT.under(policy), chain, TOKENS[:end])
         assert await store.barrier(5)
     match = store.match(chain, TOKENS[:200])
     assert match.num_tokens == 200
@@ -119,7 +119,7 @@ async def test_a_session_with_evicted_middle_blocks_survives_restarts(open_store
     store = await limited(open_store, 8)
     chain = store.chain("a", POLICY)
     for end in range(204, 301, BLOCK):
-        save(store, LIMITED, chain, TOKENS[:end], end - BLOCK)
+        save(store, LIMITED, chain, TOKENS[:end])
         assert await store.barrier(5)
     assert store.match(chain, TOKENS).num_tokens == 300
 
@@ -154,10 +154,10 @@ async def test_a_session_rewound_into_evicted_blocks_saves_only_the_blocks_that_
     rewound = [*TOKENS[: gap.end], 1, 2, 3]
     held = store.hold(chain, rewound)
     assert held.edges[0] < gap.end, "what is not there is not called stored"
-    wanted = store.wanted(chain, rewound, held.edges[0], len(rewound))
+    wanted = store.wanted(chain, rewound)
     assert [span.end for span in wanted][-2:] == [gap.end, len(rewound)]
-    assert store.wanted(chain, TOKENS[:300], 0, 300) == [], "nobody sees the rest again"
-    save(store, LIMITED, chain, rewound, held.edges[0])
+    assert store.wanted(chain, TOKENS[:300]) == [], "nobody sees the rest again"
+    save(store, LIMITED, chain, rewound)
     assert await store.barrier(5)
     store.release(held)
     assert_room_rule(store)
@@ -183,7 +183,7 @@ async def test_a_failed_write_of_an_evicted_block_leaves_the_index_and_later_blo
 
     with monkeypatch.context() as patched:
         patched.setattr(snapshot_format, "write", _fail)
-        save(store, LIMITED, chain, rewound, store.hold(chain, rewound).edges[0])
+        save(store, LIMITED, chain, rewound)
         assert await store.barrier(5)
     assert store.stats().failed >= 1
     assert {node.digest for node in store._index} == nodes
@@ -223,7 +223,7 @@ async def test_eviction_keeps_the_windows_of_both_branches_of_a_session(open_sto
     chain = store.chain("a", POLICY)
     await grown(store, chain, 200)
     other = [*TOKENS[:80], 1, 2, 3, 4]
-    save(store, LIMITED, chain, other, 80)
+    save(store, LIMITED, chain, other)
     assert await store.barrier(5)
     store.set_limits(max_bytes=14 * FILE)
     for _ in range(20):
@@ -407,7 +407,7 @@ class Sessions:
         hold = self.store.hold(self.chain, longer)
         fails = self.chance.random() < 0.1
         write = snapshot_format.write
-        for span in self.store.wanted(self.chain, longer, hold.edges[0], len(longer)):
+        for span in self.store.wanted(self.chain, longer):
             snapshot_format.write = _fail if fails and self.chance.random() < 0.5 else write
             self.store._writer._resume()  # or nothing would be saved for a second
             self.store.save(self.chain, longer, span, tensors_of(self.layout, longer, span))

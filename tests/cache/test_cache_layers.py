@@ -94,7 +94,7 @@ async def test_a_restored_session_continues_with_bit_identical_logits(model, ope
     tokens = prompt(position)
     caches = make_prompt_cache(model)
     logits = prefill(model, caches, tokens)
-    for span in store.wanted("a", tokens, 0, position):
+    for span in store.wanted("a", tokens[:position]):
         assert store.save("a", tokens, span, layers.cut(caches, span.start, span.end))
     expected = decode(model, caches, logits, 20)
 
@@ -110,7 +110,7 @@ async def test_attention_never_reads_the_unused_memory_behind_a_restored_session
     tokens = prompt(3 * BLOCK + 1)
     caches = make_prompt_cache(model)
     prefill(model, caches, tokens)
-    for span in store.wanted("a", tokens, 0, len(tokens)):
+    for span in store.wanted("a", tokens):
         assert store.save("a", tokens, span, layers.cut(caches, span.start, span.end))
     expected = decode(model, caches, prefill(model, caches, [*tokens, 9, 9]), 20)
     await store.barrier(5)
@@ -130,7 +130,7 @@ async def test_a_prompt_continued_from_a_snapshot_at_a_block_boundary_gives_iden
     tokens = prompt(5 * BLOCK + 3)
     caches = make_prompt_cache(model)
     prefill(model, caches, tokens[: 2 * BLOCK])
-    for span in store.wanted("a", tokens, 0, 2 * BLOCK):
+    for span in store.wanted("a", tokens[: 2 * BLOCK]):
         store.save("a", tokens, span, layers.cut(caches, span.start, span.end))
     expected = decode(model, caches, prefill(model, caches, tokens), 5)
 

@@ -192,7 +192,7 @@ class Faithful(Driven):
     @rule(tenant=TENANTS, tokens=TOKENS)
     def take_a_turn(self, tenant, tokens) -> None:
         before = set(self.store._index)
-        wanted = self.store.wanted(tenant, tokens, 0, len(tokens))
+        wanted = self.store.wanted(tenant, tokens)
         assert save_all(self.store, tenant, tokens) == [True] * len(wanted)
         new = [self.node(tenant, entry) for entry in set(self.store._index) - before]
         assert sorted((cuts[-1], held) for _, cuts, held in new) == [

@@ -31,8 +31,8 @@ def tensors_of(layout: ModelLayout, tokens, span):
     return tuple(replace(tensor, reach=reaches[tensor.name]) for tensor in cut(tokens, span))
 
 
-def save(store, layout, chain, tokens, start=0) -> None:
-    for span in store.wanted(chain, tokens, start, len(tokens)):
+def save(store, layout, chain, tokens) -> None:
+    for span in store.wanted(chain, tokens):
         assert store.save(chain, tokens, span, tensors_of(layout, tokens, span))
 
 
@@ -172,7 +172,7 @@ async def test_a_snapshot_with_limited_layers_and_a_state_restores_both(open_sto
     states = (("state.2.numbers", "I64", (2,)),)
     layout = ModelLayout(LAYOUT.kv, states, reaches=HYBRID.reaches)
     store = await open_store(layout=layout)
-    for span in store.wanted("a", TOKENS, 0, 24):
+    for span in store.wanted("a", TOKENS[:24]):
         data = memoryview(np.array([span.end, 1], np.int64)).cast("B")
         state = replace(cut(TOKENS, span)[0], name="state.2.numbers", dtype="I64", shape=(2,), data=data)
         assert store.save("a", TOKENS, span, (*tensors_of(layout, TOKENS, span), state))
@@ -220,7 +220,7 @@ async def test_ring_and_plain_caches_are_saved_to_files_and_restored_bit_by_bit(
     store = await open_store(layout=base, identity=identity(caches=layers.describe(sample)))
     chain = store.chain("a", policy)
     caches = run(layers.make(model, policy, rings=True), 37)
-    for span in store.wanted(chain, TOKENS, 0, 37):
+    for span in store.wanted(chain, TOKENS[:37]):
         assert store.save(chain, TOKENS, span, layers.cut(caches, span.start, span.end))
     assert await store.barrier(5)
     restored = await store.load(store.match(chain, TOKENS))

@@ -340,7 +340,7 @@ async def test_an_erase_also_removes_snapshots_of_a_policy_that_this_store_never
 ) -> None:
     one, two = await open_two()
     chain = one.chain("a", Policy(4, 8))
-    for span in one.wanted(chain, TOKENS, 0, 10):
+    for span in one.wanted(chain, TOKENS[:10]):
         tensors = tuple(replace(tensor, reach=chain.policy) for tensor in cut(TOKENS, span))
         assert one.save(chain, TOKENS, span, tensors)
     await one.barrier(5)
@@ -404,7 +404,7 @@ async def test_only_the_visible_blocks_of_a_sink_window_session_are_fetched(
         two = await open_store(tmp_path / "two")
         chain = two.chain("a", WINDOW)
         assert two.match(chain, LONG[:101]).num_tokens == 101
-    save(two, LAYOUT.under(WINDOW), chain, LONG[:120], 100)
+    save(two, LAYOUT.under(WINDOW), chain, LONG[:120])
     await two.barrier(5)
     assert two.match(chain, LONG[:120]).num_tokens == 120
 

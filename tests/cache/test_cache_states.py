@@ -59,8 +59,8 @@ async def test_a_match_for_a_stateful_model_ends_at_the_end_of_a_snapshot(open_s
     assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
     other = [*TOKENS[:10], 99, *TOKENS[11:]]
     assert await restored(store, other) == 8, "a tail that goes on differently"
-    assert store.wanted("a", TOKENS, 0, 10) == [Span(8, 10)], "its state is worth a file"
-    assert store.wanted("a", TOKENS, 0, 11) == []
+    assert store.wanted("a", TOKENS[:10]) == [Span(8, 10)], "its state is worth a file"
+    assert store.wanted("a", TOKENS[:11]) == []
 
 
 async def test_a_match_for_a_stateful_model_picks_the_longest_of_several_tails(open_store) -> None:
@@ -87,13 +87,13 @@ async def test_later_states_can_be_restored_once_a_missing_block_is_saved_even_w
     save(store, TOKENS, 4)
     assert not save(store, TOKENS, 12)
     assert store.stats().dropped == {"no_parent": 1}
-    assert store.wanted("a", TOKENS, 0, 14) == [Span(4, 8), Span(8, 12), Span(12, 14)]
+    assert store.wanted("a", TOKENS[:14]) == [Span(4, 8), Span(8, 12), Span(12, 14)]
     assert save(store, TOKENS, 8, resumable=False)
     assert save(store, TOKENS, 12)
     assert await store.barrier(5)
     expected = {4: 4, 8: 4, 11: 4, 12: 12, 14: 12}
     assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
-    assert store.wanted("a", TOKENS, 0, 14) == [Span(12, 14)]
+    assert store.wanted("a", TOKENS[:14]) == [Span(12, 14)]
     assert_sum_rule(store)
 
 

@@ -28,7 +28,7 @@ def files(tmp_path) -> int:
 
 async def test_queued_snapshots_are_dropped_to_free_memory_while_the_disk_hangs(open_store, gate) -> None:
     store = await open_store()
-    spans = store.wanted("a", TOKENS, 0, len(TOKENS))
+    spans = store.wanted("a", TOKENS)
     tensors = [cut(TOKENS, span) for span in spans]
     held = [weakref.ref(part[0].data) for part in tensors]
     for span in spans:
@@ -93,7 +93,7 @@ async def test_a_tenant_does_not_find_the_snapshots_of_another_tenant(open_store
     save_all(store, "a", TOKENS)
     await store.barrier(5)
     assert store.match("b", TOKENS).num_tokens == 0
-    assert store.wanted("b", TOKENS, 0, 10) == [Span(0, 4), Span(4, 8), Span(8, 10)]
+    assert store.wanted("b", TOKENS[:10]) == [Span(0, 4), Span(4, 8), Span(8, 10)]
 
 
 async def test_another_model_finds_no_snapshots_and_leaves_the_files_in_place(open_store) -> None:
@@ -109,25 +109,22 @@ async def test_another_model_finds_no_snapshots_and_leaves_the_files_in_place(op
 
 async def test_the_method_wanted_returns_only_spans_that_are_not_yet_stored_or_queued(open_store) -> None:
     store = await open_store()
-    assert store.wanted("a", TOKENS, 0, 10) == [Span(0, 4), Span(4, 8), Span(8, 10)]
+    assert store.wanted("a", TOKENS[:10]) == [Span(0, 4), Span(4, 8), Span(8, 10)]
     assert store.save("a", TOKENS, Span(0, 4), cut(TOKENS, Span(0, 4)))
-    assert store.wanted("a", TOKENS, 0, 10) == [Span(4, 8), Span(8, 10)], "what is on its way is not wanted"
+    assert store.wanted("a", TOKENS[:10]) == [Span(4, 8), Span(8, 10)], "what is on its way is not wanted"
     save_all(store, "a", TOKENS)
     await store.barrier(5)
-    assert store.wanted("a", TOKENS, 0, 10) == []
-    assert store.wanted("a", TOKENS, 0, 9) == [], "the tail to 10 holds the tail to 9"
-    assert store.wanted("a", [*TOKENS, 1, 2, 3], 10, 13) == [Span(8, 12), Span(12, 13)]
-    assert store.wanted("a", TOKENS, 10, 10) == []
+    assert store.wanted("a", TOKENS[:10]) == []
+    assert store.wanted("a", TOKENS[:9]) == [], "the tail to 10 holds the tail to 9"
+    assert store.wanted("a", [*TOKENS, 1, 2, 3]) == [Span(8, 12), Span(12, 13)]
 
 
-async def test_a_span_whose_earlier_blocks_are_missing_is_neither_wanted_nor_saved(open_store) -> None:
-    """Without the blocks before it, no match could reach the span. From position 0, all spans are wanted."""
+async def test_a_span_whose_earlier_blocks_are_missing_is_not_saved(open_store) -> None:
+    """Without the blocks before it, no match could reach the span."""
     store = await open_store()
-    assert store.wanted("a", TOKENS, 5, 10) == []
     assert not store.save("a", TOKENS, Span(4, 8), cut(TOKENS, Span(4, 8)))
     assert store.stats().dropped == {"no_parent": 1}
     assert_sum_rule(store)
-    assert len(store.wanted("a", TOKENS, 0, 10)) == 3
 
 
 async def test_saving_the_same_block_again_writes_it_once(open_store) -> None:
@@ -369,7 +366,7 @@ async def test_forgetting_tokens_cancels_their_queued_snapshots(open_store, tmp_
     save_all(store, "a", TOKENS)
     assert store.forget("a", TOKENS) == 3
     assert_sum_rule(store)
-    assert store.wanted("a", TOKENS, 0, 10) != []
+    assert store.wanted("a", TOKENS[:10]) != []
     gate.set()
     await store.barrier(5)
     assert (files(tmp_path), store.stats().stored) == (0, 0)

@@ -93,7 +93,7 @@ async def test_a_growing_tail_does_not_rewrite_its_first_piece(open_store) -> No
     tokens = list(range(15))
     seen = []
     for end in (8, 9, 10, 11, 12, 15):
-        seen.append(store.wanted("a", tokens, 0, end))
+        seen.append(store.wanted("a", tokens[:end]))
         save_all(store, "a", tokens[:end])
     assert [(span.start, span.end) for spans in seen for span in spans] == [
         (0, 8),

@@ -89,10 +89,10 @@ def test_a_wrong_nats_port_fails_with_an_error_that_names_the_right_one(
 def test_a_client_without_a_worker_is_not_advised_to_start_one_as_its_own_user(
     nats_url: str, tmp_path: Path
 ) -> None:
-    word = tmp_path / "password"
-    word.write_text("secret")
+    context = tmp_path / "agent.json"
+    context.write_text('{"user": "agent", "password": "secret"}')
     options = ("--nats", nats_url, "--prefix", "nobody")
-    done = turnkeep("info", *options, "--nats-user", "agent", "--nats-password-file", word)
+    done = turnkeep("info", *options, "--nats-context", context)
     assert done.returncode == 1
     assert done.stderr.endswith(f"; start a worker with: turnkeep serve {' '.join(options)}\n"), done.stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -53,15 +54,17 @@ def test_run_with_a_missing_model_says_that_there_is_no_such_model(tmp_path: Pat
     assert done.stdout == ""
 
 
-def test_run_with_a_question_in_place_of_the_model_explains_how_to_ask_it(tmp_path: Path) -> None:
-    place = ("--data-dir", tmp_path / "data", "--nats-port", free_port())
-    done = turnkeep("run", "Say hello", *place)
-    assert done.returncode == 1
-    assert "there is no model Say hello" in done.stderr
-    helps = "is that a question? The first word after `run` is the model; to ask the default one:"
-    assert done.stderr.endswith(f"{helps} echo 'Say hello' | turnkeep run\n")
-    named = turnkeep("run", "nosuch", "Say hello", *place)
-    assert "question?" not in named.stderr
+@pytest.mark.parametrize("question", ["Say hello", "Hello?", "line\nbreak"])
+def test_run_with_a_question_in_place_of_the_model_explains_at_once_how_to_ask_it(
+    tmp_path: Path, question: str
+) -> None:
+    done = turnkeep("run", question, "--data-dir", tmp_path / "data", "--nats-port", free_port())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "starting a worker" not in done.stderr
+    assert done.stderr.endswith(
+        f"the first argument of run is a model, and {question!r} is none; to ask it: echo"
+        f" {shlex.quote(question)} | turnkeep run\n"
+    )
 
 
 async def test_run_uses_a_running_worker_and_leaves_it_running(
@@ -76,8 +79,6 @@ async def test_run_uses_a_running_worker_and_leaves_it_running(
     other = await asyncio.to_thread(turnkeep, "run", "Qwen3-4B", "Hello", *place)
     assert other.returncode == 1
     assert f"the worker that runs has the model {tiny_model.name}, not Qwen3-4B" in other.stderr
-    one = await asyncio.to_thread(turnkeep, "run", "Say hello", *place)
-    assert one.stderr.endswith(", or ask it: turnkeep ask 'Say hello'\n")
     with Piped(["-m", "commands", "run", *map(str, place)], environment()) as waiting:
         await asyncio.sleep(1.5)  # then it waits for the end of the question
         waiting.terminate()

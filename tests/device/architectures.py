@@ -25,7 +25,7 @@ from cache.kv import layers
 from cache.kv.arrays import _TYPES
 from cache.names.policy import Policy
 from worker.batch.forward import Forward
-from worker.batch.merged_rows import MergedRows
+from worker.batch.merged import MergedRows
 from worker.device.runner import Runner
 
 #: Fields of all kinds of configuration, for models of a few hundred kilobytes.

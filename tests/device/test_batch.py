@@ -16,7 +16,7 @@ from tests.matrices import thinned
 from worker.batch import pools, slots
 from worker.batch.batch_kinds import batch_for
 from worker.batch.forward import Forward
-from worker.batch.merged_rows import MergedRows
+from worker.batch.merged import MergedRows
 from worker.batch.own_pass import OwnPass
 from worker.batch.pools import Pools
 from worker.batch.row_sampler import RowSampler, Sampling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
 from typing import Any
 
@@ -18,7 +19,7 @@ from worker.batch import batch_kinds
 from worker.batch import merged as merged_module
 from worker.batch.batch_kinds import batch_for
 from worker.batch.own_pass import OwnPass
-from worker.batch.row_sampler import Sampling
+from worker.batch.row_sampler import RowSampler, Sampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.batch.trials import Trials
 
@@ -285,6 +286,17 @@ def test_sliding_window_caches_with_sink_tokens_are_not_merged(make_model, monke
     assert batch_kinds.merged_for(model, Trials()) is None
 
 
+def row_of(caches: list[Any]) -> Row:
+    return Row(caches, array("I"), RowSampler(GREEDY), 0, 0)
+
+
+def merged_step(model: Any, merged: merged_module.MergedRows, rows: list[Row]) -> mx.array:
+    ((part, _),) = merged.parts(rows, 0, {})
+    logits = OwnPass(model)([part], [1] * len(rows))
+    merged.commit()
+    return logits
+
+
 def make_prefilled(model: Any, num_tokens: int = 5) -> list[Any]:
     caches = make_prompt_cache(model)
     prefill(model, caches, prompt(num_tokens))
@@ -297,13 +309,14 @@ def test_a_row_that_leaves_merged_caches_does_not_keep_the_whole_batch_in_memory
     model = make_model(kind)
     merged = batch_kinds.merged_for(model, tried(model, NO_RINGS))
     own = make_prefilled(model)
-    merged.join([(i, own) for i in range(200)])
-    OwnPass(model)([merged.part([5] * 200)], [1] * 200)
-    merged.commit()
-    all_bytes, caches = merged.nbytes, merged.leave(3)
+    rows = [row_of(own) for _ in range(200)]
+    merged.join(rows)
+    merged_step(model, merged, rows)
+    all_bytes = merged.nbytes
+    merged.leave(rows[3])
     merged.clear()
     before = mx.get_active_memory()
-    del caches
+    rows[3].caches = None
     assert 0 < before - mx.get_active_memory() < all_bytes / 8
 
 
@@ -311,16 +324,16 @@ def test_a_row_that_leaves_merged_caches_does_not_keep_the_whole_batch_in_memory
 def test_a_row_that_joins_merged_caches_takes_no_more_memory_than_estimated(make_model, kind) -> None:
     """The estimate is `joining_bytes`; a row joins only if so much memory is free."""
     model = make_model(kind)
-    merged = batch_kinds.merged_for(model, tried(model, NO_RINGS))
+    merged, rows = batch_kinds.merged_for(model, tried(model, NO_RINGS)), []
     for i in range(6):
         caches = make_prefilled(model, 20 + 90 * i)
         said, before = merged.joining_bytes([caches]), mx.get_active_memory()
         mx.reset_peak_memory()
-        merged.join([(i, caches)])
+        rows.append(row_of(caches))
+        merged.join(rows[-1:])
         assert mx.get_peak_memory() - before <= said + 20_000
         for _ in range(3):
-            mx.eval(OwnPass(model)([merged.part([0] * (i + 1))], [1] * (i + 1)))
-            merged.commit()
+            mx.eval(merged_step(model, merged, rows))
         assert mx.get_active_memory() - before <= said + 20_000
 
 
@@ -344,12 +357,12 @@ def test_merged_caches_list_all_rows_as_growing_before_a_step_that_allocates_mem
     model = make_model("deepseek_v3")
     merged = batch_kinds.merged_for(model, tried(model, NO_RINGS))
     own = make_prefilled(model)
-    merged.join([(i, own) for i in range(3)])
+    rows = [row_of(own) for _ in range(3)]
+    merged.join(rows)
     num_grown = 0
     for _ in range(270):
         told, before = merged.growing, merged.nbytes
-        mx.eval(OwnPass(model)([merged.part([0] * 3)], [1] * 3))
-        merged.commit()
+        mx.eval(merged_step(model, merged, rows))
         if merged.nbytes > before:
             assert len(told) == 3
             num_grown += 1

@@ -29,7 +29,7 @@ from worker import sizing
 from worker.batch import batch_kinds, matching
 from worker.batch.forward import Forward
 from worker.batch.parts import OwnPart
-from worker.device import cutting, finding
+from worker.device import finding, saving
 from worker.device.step_chooser import ChosenStep, StepChooser
 from worker.sessions.port import Asked
 
@@ -625,11 +625,11 @@ async def _set(event: asyncio.Event) -> None:
 async def test_blocks_of_a_paged_answer_that_found_the_queue_full_are_stored_later(
     model, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(cutting, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(saving, "PATIENCE_S", 0.0)
     tokens = prompt(20 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         engine, store = process.engine, process.store
-        mending = asyncio.create_task(engine.mend())
+        task = asyncio.create_task(engine.save())
         await process.append(tokens, policy=POLICY)
         await store.barrier(10)
         engine._device.cut_snapshots(lambda: 0)
@@ -641,7 +641,7 @@ async def test_blocks_of_a_paged_answer_that_found_the_queue_full_are_stored_lat
         async with asyncio.timeout(10):
             while store.num_stored(chain, whole) < len(whole):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        mending.cancel()
+        task.cancel()
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         outcome = await process.append([*tokens, *said, 5], policy=POLICY)
         assert outcome.num_prefilled <= 2

@@ -318,7 +318,6 @@ def test_a_turn_reserves_queue_space_for_the_recurrent_state_at_its_end(make_cac
         turn = append(prompt(3 * BLOCK + 1), spans=spans.copy())
         rig.run(turn)
         cuts = [event for event in rig.of(turn) if isinstance(event, SnapshotCut)]
-        assert [cut.span for cut in cuts] == spans
-        assert [any(tensor.of_state for tensor in cut.tensors or ()) for cut in cuts] == expected
-        assert (cuts[-1].tensors is None) == (not expected[-1]), "without its state it would never get one"
-        assert [not cut.state_lost for cut in cuts] == expected
+        # The last one is not cut without its state: it would never get one.
+        assert [cut.span for cut in cuts] == spans[: 2 + expected[-1]]
+        assert [any(tensor.of_state for tensor in cut.tensors) for cut in cuts] == expected[: len(cuts)]

@@ -112,10 +112,9 @@ def installed(folder: Path, *packages: str) -> Path:
 @asynccontextmanager
 async def gateway(worker: Any, port: int) -> AsyncIterator[None]:
     """Run a gateway for the worker, and kill it in the end."""
-    token, _, address = worker.url.removeprefix("nats://").rpartition("@")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "commands", "gateway", "--listen", str(port), "--nats", f"nats://{address}"),
-        env={**os.environ, "TURNKEEP_NATS_TOKEN": token},
+        *(sys.executable, "-m", "commands", "gateway", "--listen", str(port)),
+        env={**os.environ, "TURNKEEP_NATS": worker.url},
         cwd=ROOT,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -83,10 +83,9 @@ def test_a_chat_continues_through_page_reloads_and_kills_of_site_gateway_and_wor
     worker = worker_process(model=endless_model)
     worker.start()
     asyncio.run(until_ready(worker))
-    token, _, server = worker.url.removeprefix("nats://").rpartition("@")
     port, own_port = free_port(), free_port()
-    command = ["-m", "commands", "gateway", "--nats", f"nats://{server}", "--listen", str(port)]
-    environment = {**os.environ, "TURNKEEP_NATS_TOKEN": token}
+    command = ["-m", "commands", "gateway", "--listen", str(port)]
+    environment = {**os.environ, "TURNKEEP_NATS": worker.url}
 
     def saved() -> list[Any]:
         found: list[Any] = json.loads((site / "chats" / "first.json").read_text())

@@ -48,15 +48,12 @@ class Gateways:
 
     def __init__(self, folder: Path, url: str) -> None:
         self._folder = folder
-        token, _, server = url.removeprefix("nats://").rpartition("@")
-        self._environment = {**os.environ, "TURNKEEP_NATS_TOKEN": token}
-        self._nats = f"nats://{server}"
+        self._environment = {**os.environ, "TURNKEEP_NATS": url}
         self.ports = [free_port(), free_port()]
         self._processes: dict[int, Forked] = {}
 
     def start(self, number: int) -> None:
-        command = ["-m", "commands", "gateway", "--nats", self._nats]
-        command += ["--listen", str(self.ports[number])]
+        command = ["-m", "commands", "gateway", "--listen", str(self.ports[number])]
         log = self._folder / f"gateway-{number}.log"
         self._processes[number] = Forked.logging_to(log, command, self._environment)
 

@@ -163,7 +163,6 @@ async def gateway_process(started: Any) -> AsyncIterator[Callable[[], tuple[subp
 
     async def start() -> tuple[subprocess.Popen[bytes], str]:
         port = free_port()
-        url = process.url.rpartition("@")[2]
         command = [
             sys.executable,
             "-m",
@@ -171,11 +170,8 @@ async def gateway_process(started: Any) -> AsyncIterator[Callable[[], tuple[subp
             "gateway",
             "--listen",
             str(port),
-            "--nats",
-            f"nats://{url}",
         ]
-        token = process.url.removeprefix("nats://").rpartition("@")[0]
-        made.append(subprocess.Popen(command, env={**os.environ, "TURNKEEP_NATS_TOKEN": token}))  # noqa: ASYNC220
+        made.append(subprocess.Popen(command, env={**os.environ, "TURNKEEP_NATS": process.url}))  # noqa: ASYNC220
         async with httpx2.AsyncClient() as http:
             for _ in range(600):
                 try:

@@ -163,11 +163,6 @@ def name_a_missing_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def nullify(folder: Path, name: str) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: None}))
-
-
 def shorten_vocabulary(folder: Path, num_rows: int) -> None:
     path = str(folder / "model.safetensors")
     weights: dict[str, mx.array] = mx.load(path)  # type: ignore[assignment]
@@ -186,23 +181,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no type": (lambda f: change(f, model_type=None), "names no model_type"),
     "unknown type": (
         lambda f: change(f, model_type="hal9000"),
-        "cannot be loaded: Model type hal9000 not supp",
-    ),
-    "missing field": (
-        lambda f: change(f, hidden_size=None),
-        r"config\.json lacks hidden_size; a llama model needs it$",
-    ),
-    "a field of another kind": (
-        lambda f: change(f, hidden_size="256"),
-        r"config\.json has hidden_size '256'; it must be a number$",
-    ),
-    "no base of positions": (
-        lambda f: nullify(f, "rope_theta"),
-        r"config\.json has rope_theta null; it must be a number$",
-    ),
-    "a base of no kind": (
-        lambda f: change(f, rope_theta={"base": 1}),
-        r"config\.json has rope_theta {'base': 1}; it must be a number$",
+        r"cannot be loaded: Model type hal9000 not supported\.$",
     ),
     "a smaller vocabulary": (
         lambda f: shorten_vocabulary(f, 300),
@@ -211,26 +190,6 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a smaller vocabulary but for the end token": (
         lambda f: shorten_vocabulary(f, 318),
         r"has vocab_size 318, its tokenizer has 320 tokens \('</s>' is 318\); they must agree$",
-    ),
-    "wrong shape": (
-        lambda f: change(f, intermediate_size=64),
-        r"json has intermediate_size 64, the weights have 512 \(model\.layers\.0\.mlp\.gate_proj\.weight\)",
-    ),
-    "wrong hidden size": (
-        lambda f: change(f, hidden_size=128),
-        r"json has hidden_size 128, the weights have 256 \(model\.embed_tokens\.weight\); they must agree$",
-    ),
-    "wrong heads": (
-        lambda f: change(f, num_key_value_heads=1),
-        r"k_proj\.weight of shape \(32, 256\), .* \(64, 256\); check num_key_value_heads and head_dim$",
-    ),
-    "surplus layers": (
-        lambda f: change(f, num_hidden_layers=1),
-        r"config\.json has num_hidden_layers 1, the weights have 2 layers; they must agree$",
-    ),
-    "missing layers": (
-        lambda f: change(f, num_hidden_layers=4),
-        r"config\.json has num_hidden_layers 4, the weights have 2 layers; they must agree$",
     ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), r"has no model\*\.safetensors"),
     "missing shard": (name_a_missing_shard, r"lacks model-00001-of-00002\.safetensors"),
@@ -251,27 +210,23 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(
-    ("fields", "complaint"),
+    ("fields", "said"),
     [
-        (
-            {"sliding_window_pattern": 6},
-            "num_hidden_layers 2, and 6 in its sliding_window_pattern; they must agree",
-        ),
-        ({}, "num_hidden_layers 2, too few for the kinds of layers of a gemma3_text model"),
+        ({"hidden_size": "256"}, "Error: "),
+        ({"intermediate_size": 64}, r"\(64, 256\) but .* \(512, 256\) for parameter model\.layers\.0\.mlp"),
+        ({"num_hidden_layers": 1}, r"parameters not in model: .*layers\.1\."),
+        ({"num_hidden_layers": 40}, r"Missing \d+ parameters: .*layers\.10\..* \.\.\."),
     ],
-    ids=["said", "by default"],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
-def test_a_model_with_too_few_layers_for_its_layer_pattern_is_refused_with_the_reason(
-    folder: Path, fields: dict[str, Any], complaint: str
+def test_a_config_that_is_not_that_of_the_weights_is_refused_in_one_short_line(
+    folder: Path, fields: dict[str, Any], said: str
 ) -> None:
-    from mlx_lm.models import gemma3_text
-
-    change(folder, model_type="gemma3_text", sliding_window=8, head_dim=32, **fields)
-    config = json.loads((folder / "config.json").read_text())
-    built = gemma3_text.Model(gemma3_text.ModelArgs.from_dict(config))
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(built.parameters())))
-    with pytest.raises(ModelError, match=f"cannot be loaded: config.json has {complaint}$"):
+    change(folder, **fields)
+    match = f"cannot be loaded: .*{said}.*; config.json must be that of these weights$"
+    with pytest.raises(ModelError, match=match) as caught:
         model.load(folder, dtype="float32")
+    assert len(str(caught.value).partition("cannot be loaded")[2]) < 400
 
 
 @pytest.mark.parametrize("name", BREAKAGES)
@@ -355,7 +310,7 @@ def test_a_model_is_named_after_its_folder_link_or_gguf_file(tiny: Path, tmp_pat
         assert model.load(folder, dtype="keep").name == name
     (tmp_path / "linked").symlink_to(tmp_path / "first")
     assert model.load(tmp_path / "linked", dtype="keep").name == "linked"
-    made = shutil.copytree(tiny, tmp_path / "Tiny.Q4_0-float32-0123456789ab")
+    made = shutil.copytree(tiny, tmp_path / "Tiny.Q4_0-float32-0123456789abcdef")
     assert model.load(made, dtype="keep").name == "Tiny.Q4_0", "the GGUF file that it was made from"
 
 

@@ -145,7 +145,7 @@ async def test_an_answer_continues_when_the_nats_node_that_leads_the_log_dies(
     nodes: Nodes, local_worker: Any, endless_model: Path
 ) -> None:
     operator = await nodes.operator()
-    settings = {"nats": nodes.url, "nats_nkey": nodes.folder / "worker.nk", "prefix": "turnkeep"}
+    settings = {"nats": nodes.url, "nats_creds": nodes.folder / "worker.nk", "prefix": "turnkeep"}
     settings |= {"model": str(endless_model)}
     worker = await local_worker(**settings)
     await in_step(operator, *STREAMS, copies=1)

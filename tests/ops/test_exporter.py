@@ -33,6 +33,7 @@ from tests.protocol.scripted_worker import NatsServer, metrics
 from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures, encode
 from turnkeep_client.subjects import Subjects
 from turnkeep_client.wire import Backlog
+from worker.process.constants import CONSTANTS
 
 #: Fields that become labels, or values of `turnkeep_..._info`.
 LABELS = {
@@ -272,7 +273,7 @@ async def test_the_exporter_serves_a_workers_metrics_and_shows_its_death_and_ret
     worker.start()
     async with await worker.client() as client:
         await client.session("s1").generate(text="abc", max_tokens=5)
-        serving = exporter(worker.url, "--keep-s", "3")
+        serving = exporter(worker.url, "--keep-s", "20")
         label = {"device": "cpu"}
         found = await serving.scrape_until(
             lambda found: found[key("requests_total", type="generate", outcome="ok")] == 1
@@ -281,7 +282,7 @@ async def test_the_exporter_serves_a_workers_metrics_and_shows_its_death_and_ret
         assert found[key("queue_time_seconds_count", **label)] == 1
         assert found[key("request_duration_seconds_count", **label)] == 1
         assert found[key("request_duration_seconds_sum")] >= found[key("queue_time_seconds_sum")] > 0
-        assert found[key("metrics_interval_seconds", **label)] == 0.3
+        assert found[key("metrics_interval_seconds", **label)] == CONSTANTS.metrics_interval_s
         # Of any number of workers.
         other = await nats.connect(worker.url)
         await other.publish(Subjects().metrics("w2"), encode(metrics("w2")))

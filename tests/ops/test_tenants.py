@@ -87,9 +87,9 @@ async def server(tmp_path: Path, local_worker: Any) -> AsyncIterator[Server]:
                 break
             await asyncio.sleep(0.05)
         seed = folder / "worker.nk"
-        worker = await local_worker(nats=made.url, nats_nkey=seed, prefix="turnkeep")
+        worker = await local_worker(nats=made.url, nats_creds=seed, prefix="turnkeep")
         printed = await add(folder, "--nats", made.url)
-        assert f"--tenant beta --nats-nkey {shlex.quote(str(made.seed('beta.client')))}" in printed
+        assert f"--tenant beta --nats-creds {shlex.quote(str(made.seed('beta.client')))}" in printed
         made.process = process
         yield made
         await worker.stop()
@@ -275,7 +275,7 @@ async def test_the_metrics_user_sees_the_workers_metrics_and_the_backlog(server:
             heard = await anext(client.metrics())
         assert heard.worker == "test"
         assert (await client.backlog()) == Backlog(0, 0, 0)
-    shown = await command("info", "--nats", server.url, "--nats-nkey", seed)
+    shown = await command("info", "--nats", server.url, "--nats-creds", seed)
     assert (shown.returncode, shown.stderr) == (0, "")
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import nkeys
 import pytest
@@ -99,33 +100,43 @@ async def refused(url: str, settings: Settings, why: str) -> None:
         assert PASSWORD not in str(caught.value)
 
 
-async def test_workers_and_commands_log_in_with_a_user_and_a_password_from_file_or_environment(
+def context(path: Path, **fields: object) -> Path:
+    """Write a context as `nats context save` does, with empty fields too."""
+    empty = {"description": "", "nsc": "", "socks_proxy": "", "tls_first": False, "creds": "", "user": ""}
+    return write(path, json.dumps({**empty, **fields}))
+
+
+async def test_workers_and_commands_log_in_with_a_user_and_a_password_from_url_or_context(
     foreign_server: Any, tmp_path: Path
 ) -> None:
     url = await foreign_server(
         jetstream={"store_dir": str(tmp_path / "js")}, authorization={"user": "me", "password": PASSWORD}
     )
-    file = write(tmp_path / "password", PASSWORD + "\n")
-    await reaches(url, Settings(nats=url, nats_user="me", nats_password_file=file))
-    environment = {"TURNKEEP_NATS_USER": "me", "TURNKEEP_NATS_PASSWORD": PASSWORD}
-    settings = load({"nats": url}, environment, None, tmp_path)
+    file = context(tmp_path / "me.json", url=url, user="me", password=PASSWORD)
+    settings = load({"nats_context": str(file)}, {}, None, tmp_path)
+    assert settings.nats == url
     await reaches(url, settings)
     assert PASSWORD not in repr(settings)
-    wrong = write(tmp_path / "wrong", "wrong")
-    await refused(
-        url, Settings(nats=url, nats_user="me", nats_password_file=wrong), "refuses the credentials"
-    )
+    told = {"TURNKEEP_NATS": url.replace("://", f"://me:{quote(PASSWORD, safe='')}@")}
+    settings = load({}, told, None, tmp_path)
+    assert settings.nats
+    await reaches(settings.nats, settings)
+    wrong = context(tmp_path / "wrong.json", user="me", password="wrong")
+    await refused(url, Settings(nats=url, nats_context=wrong), "refuses the credentials")
 
 
-async def test_workers_and_commands_log_in_with_a_token_from_file_or_environment(
-    foreign_server: Any, tmp_path: Path
+async def test_workers_and_commands_log_in_with_a_token_from_a_context_found_by_its_name(
+    foreign_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = await foreign_server(
         jetstream={"store_dir": str(tmp_path / "js")}, authorization={"token": PASSWORD}
     )
-    await reaches(url, Settings(nats=url, nats_token_file=write(tmp_path / "token", PASSWORD + "\r\n")))
-    await reaches(url, load({"nats": url}, {"TURNKEEP_NATS_TOKEN": PASSWORD}, None, tmp_path))
-    await refused(url, Settings(nats=url, nats_token="wrong"), "refuses the credentials")
+    (tmp_path / "nats" / "context").mkdir(parents=True)
+    for name, token in (("mine", PASSWORD), ("wrong", "wrong")):
+        context(tmp_path / "nats" / "context" / f"{name}.json", url=url, token=token)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    await reaches(url, load({}, {"TURNKEEP_NATS_CONTEXT": "mine"}, None, tmp_path))
+    await refused(url, load({"nats_context": "wrong"}, {}, None, tmp_path), "refuses the credentials")
 
 
 async def test_workers_and_commands_log_in_with_an_nkey_from_a_seed_file(
@@ -135,8 +146,10 @@ async def test_workers_and_commands_log_in_with_an_nkey_from_a_seed_file(
     url = await foreign_server(
         jetstream={"store_dir": str(tmp_path / "js")}, authorization={"users": [{"nkey": public(seed)}]}
     )
-    await reaches(url, Settings(nats=url, nats_nkey=write(tmp_path / "seed", seed + b"\n")))
-    wrong = Settings(nats=url, nats_nkey=write(tmp_path / "other", other))
+    file = write(tmp_path / "seed", seed + b"\n")
+    await reaches(url, Settings(nats=url, nats_creds=file))
+    await reaches(url, Settings(nats=url, nats_context=context(tmp_path / "a.json", nkey="seed")))
+    wrong = Settings(nats=url, nats_creds=write(tmp_path / "other", other))
     await refused(url, wrong, "refuses the credentials")
 
 
@@ -188,10 +201,12 @@ async def test_workers_and_commands_connect_over_tls_with_a_ca_and_a_client_cert
         tls={**tls, "ca_file": str(keys / "ca.pem"), "verify": True},
     )
     ca, cert, key = keys / "ca.pem", keys / "user.pem", keys / "user.key"
-    await reaches(url, Settings(nats=url, nats_ca=ca, nats_cert=cert, nats_key=key))
-    both = write(tmp_path / "both.pem", cert.read_bytes() + key.read_bytes())
-    await reaches(url, Settings(nats=url, nats_ca=ca, nats_cert=both))
-    other = Settings(nats=url, nats_ca=keys / "other.pem", nats_cert=cert, nats_key=key)
+    whole = context(tmp_path / "a.json", url=url, ca=str(ca), cert=str(cert), key=str(key))
+    await reaches(url, Settings(nats=url, nats_context=whole))
+    write(tmp_path / "both.pem", cert.read_bytes() + key.read_bytes())
+    both = context(tmp_path / "b.json", url=url, cert="both.pem")
+    await reaches(url, Settings(nats=url, nats_ca=ca, nats_context=both))
+    other = Settings(nats=url, nats_ca=keys / "other.pem", nats_context=whole)
     await refused(url, other, "certificate that is not trusted")
     await refused(url, Settings(nats=url), "certificate that is not trusted")
     await refused(url, Settings(nats=url, nats_ca=ca), "refuses the TLS connection")
@@ -214,28 +229,47 @@ SEED = "SU" + "A" * 56
     [
         ({"nats_creds": "absent"}, "nats_creds: .*absent cannot be read: No such file or directory; "),
         ({"nats_creds": "."}, "nats_creds: .* cannot be read: Is a directory; "),
-        ({"nats_creds": "junk"}, "nats_creds: .*junk is no NATS credentials file; it must hold"),
+        ({"nats_creds": "begun"}, "nats_creds: .*begun is no NATS credentials file; it must hold"),
+        ({"nats_creds": "junk"}, "nats_creds: .*junk holds no nkey seed of a user; it must begin with SU"),
         ({"nats_creds": "binary"}, "nats_creds: .*binary is not text; "),
-        ({"nats_nkey": "junk"}, "nats_nkey: .*junk holds no nkey seed of a user; it must begin with SU"),
-        ({"nats_nkey": "account"}, "nats_nkey: .*account holds no nkey seed of a user; "),
-        ({"nats_user": "me"}, "nats_user has no password; set nats_password_file, or TURNKEEP_NATS_PASSWORD"),
-        ({"nats_password": PASSWORD}, "nats_password has no user; set nats_user"),
-        ({"nats_user": "me", "nats_password": PASSWORD, "nats_password_file": "junk"}, "are both set; "),
-        ({"nats_token_file": "empty"}, "nats_token_file: .*empty is empty; "),
-        ({"nats_user": "me", "nats_token": PASSWORD}, "nats_user and nats_token are both set; "),
+        ({"nats_creds": "account"}, "nats_creds: .*account holds no nkey seed of a user; "),
+        ({"nats_context": "some"}, r"no context some in .*context, which has none; nats context save makes"),
+        ({"nats_context": "./some"}, "nats_context: there is no file .*some; name a context, or a file"),
+        ({"nats_context": "./junk"}, "nats_context: .*junk is no JSON object; nats context save writes one"),
+        ({"nats_context": "./list"}, "nats_context: .*list is no JSON object; "),
+        ({"nats_context": "./."}, "nats_context: .* cannot be read: Is a directory; "),
+        ({"nats_context": {"user": "me"}}, "must have both user and password"),
+        ({"nats_context": {"password": PASSWORD}}, "must have both user and password"),
+        ({"nats_context": {"token": PASSWORD, "nkey": "seed"}}, "token in .* and nkey in .* are both set; "),
+        ({"nats_context": {"token": PASSWORD}, "nats_creds": "seed"}, "token in .* and nats_creds are both"),
+        (
+            {"nats_context": {"socks_proxy": "x", "nsc": "y"}},
+            "has nsc, socks_proxy, which is not supp",
+        ),
+        ({"nats_context": {"token": 7}}, "token in .* is no text; "),
+        ({"nats_context": {"creds": "absent"}}, "nats_context: .*absent cannot be read: No such file"),
+        (
+            {"nats_context": {"cert": "junk"}},
+            "nats_context: .*junk and itself are no certificate and its key",
+        ),
+        ({"nats_context": {"key": "junk"}}, "the key of nats_context has no certificate; "),
+        ({"nats_context": {"url": "http://x"}}, "nats of nats_context: its value is not valid: it must be"),
         ({"nats_ca": "junk"}, "nats_ca: .*junk holds no certificate; it must be a PEM file"),
         ({"nats_ca": "absent"}, "nats_ca: .*absent cannot be read: No such file or directory; "),
-        ({"nats_cert": "junk"}, "nats_cert: .*junk and itself are no certificate and its key; "),
-        ({"nats_key": "junk"}, "nats_key has no certificate; set nats_cert"),
-        ({"nats": "nats://me:x@h", "nats_token": PASSWORD}, "nats and nats_token both hold credentials; "),
+        ({"nats": "nats://me:x@h", "nats_creds": "seed"}, "nats and nats_creds both hold credentials; "),
     ],
 )
 def test_unusable_login_settings_fail_with_one_line_that_holds_no_secret(
-    tmp_path: Path, given: dict[str, str], said: str
+    tmp_path: Path, given: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, content in (("junk", PASSWORD), ("account", "SA" + "A" * 56), ("empty", "\n")):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    texts = {"junk": PASSWORD, "account": "SA" + "A" * 56, "begun": f"-----BEGIN {PASSWORD}", "list": "[]"}
+    for name, content in texts.items():
         write(tmp_path / name, content)
     write(tmp_path / "binary", b"\xff\xfe")
+    write(tmp_path / "seed", seed_of(nkeys.PREFIX_BYTE_USER))
+    if isinstance(fields := given.get("nats_context"), dict):
+        given = given | {"nats_context": str(context(tmp_path / "given.json", **fields))}
     environment = {"TURNKEEP_" + name.upper(): value for name, value in given.items()}
     with pytest.raises(SettingsError, match=said) as caught:
         nats_options(load({}, environment, None, tmp_path))
@@ -256,8 +290,9 @@ def test_an_encrypted_private_key_for_tls_is_refused(tmp_path: Path, keys: Path)
         "locked.key",
     ]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    given = context(tmp_path / "a.json", cert=str(keys / "user.pem"), key="locked.key")
     with pytest.raises(SettingsError, match="the key not encrypted"):
-        nats_options(Settings(nats_cert=keys / "user.pem", nats_key=tmp_path / "locked.key"))
+        nats_options(Settings(nats_context=given))
 
 
 @pytest.mark.parametrize("command", [("serve",), ("doctor",), ("info",), ("ask", "hi"), ("exporter",)])
@@ -270,7 +305,7 @@ def test_commands_have_an_option_for_a_credentials_file_but_none_for_a_password(
     done = CliRunner().invoke(main, [*command, *absent, *data])
     assert done.exit_code == (1 if command == ("doctor",) else 2), done.output
     assert "cannot be read" in " ".join(done.output.split())
-    done = CliRunner().invoke(main, [*command, "--nats-password", PASSWORD])
+    done = CliRunner().invoke(main, [*command, "--nats-token", PASSWORD])
     assert done.exit_code == 2
     assert "No such option" in done.output
 
@@ -299,7 +334,7 @@ async def test_a_worker_that_logs_in_by_nkey_over_tls_answers_a_request(
         tls={"cert_file": str(keys / "server.pem"), "key_file": str(keys / "server.key")},
     )
     file = write(tmp_path / "seed", seed)
-    worker = await local_worker(nats=url, nats_nkey=file, nats_ca=keys / "ca.pem")
+    worker = await local_worker(nats=url, nats_creds=file, nats_ca=keys / "ca.pem")
     result = await worker.client.session("s").generate(text="abc", max_tokens=2)
     assert len(result.tokens) == 2
 
@@ -314,10 +349,10 @@ async def test_the_command_bench_logs_in_by_nkey_over_tls_and_writes_no_seed(
         authorization={"users": [{"nkey": public(seed.read_bytes())}]},
         tls={"cert_file": str(keys / "server.pem"), "key_file": str(keys / "server.key")},
     )
-    worker = await local_worker(nats=url, nats_nkey=seed, nats_ca=keys / "ca.pem")
+    worker = await local_worker(nats=url, nats_creds=seed, nats_ca=keys / "ca.pem")
 
     async def bench(file: Path) -> subprocess.CompletedProcess[str]:
-        login = ("--nats-nkey", file, "--nats-ca", keys / "ca.pem")
+        login = ("--nats-creds", file, "--nats-ca", keys / "ca.pem")
         which = ("--nats", url, "--prefix", worker.settings.prefix, "--out", tmp_path / "out")
         return await asyncio.to_thread(turnkeep, "bench", *login, "session", "--smoke", *which)
 
@@ -331,4 +366,4 @@ async def test_the_command_bench_logs_in_by_nkey_over_tls_and_writes_no_seed(
     assert "refuses the credentials" in done.stderr
     done = await bench(tmp_path / "absent")
     assert done.returncode == 2
-    assert f"nats_nkey: {tmp_path}/absent cannot be read" in done.stderr
+    assert f"nats_creds: {tmp_path}/absent cannot be read" in done.stderr

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import shutil
 import stat
 import subprocess
 from typing import TYPE_CHECKING, Any
@@ -117,13 +118,12 @@ async def test_a_command_without_the_right_token_fails_and_names_the_data_direct
     )
 
 
-async def test_the_option_nats_token_file_overrides_the_token_in_the_data_directory(
+async def test_a_command_takes_the_token_from_a_folder_with_a_copy_of_it(
     worker: LocalWorker, tmp_path: Path
 ) -> None:
-    token = tmp_path / "token"
-    token.write_text((worker.settings.data_dir / "nats-token").read_text())
-    where = ["--data-dir", str(tmp_path / "other"), "--nats-port", str(worker.settings.nats_port)]
-    done = await command("sessions", "--prefix", worker.settings.prefix, *where, "--nats-token-file", token)
+    shutil.copy(worker.settings.data_dir / "nats-token", tmp_path)
+    where = ["--data-dir", str(tmp_path), "--nats-port", str(worker.settings.nats_port)]
+    done = await command("sessions", "--prefix", worker.settings.prefix, *where)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -139,8 +139,8 @@ def test_another_user_of_the_machine_gets_an_error_that_the_nats_token_cannot_be
     finally:
         os.seteuid(0)
     assert str(told.value) == (
-        f"{settings.data_dir}/nats-token cannot be read: Permission denied; run as the worker's user, or set"
-        " nats_token_file"
+        f"{settings.data_dir}/nats-token cannot be read: Permission denied; run as the worker's user, or name"
+        " a folder with a copy as --data-dir"
     )
 
 

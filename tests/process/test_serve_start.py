@@ -135,7 +135,7 @@ def test_serve_check_exits_with_0_if_a_worker_would_start_and_starts_no_nats_ser
         (("--model", "/no/such/model"), 1, "nothing at /no/such/model"),
         (("--nats", "nats://127.0.0.1:1"), 1, "no NATS server answers"),
         (("--max-batch", "0"), 2, "--max-batch: '0' is not valid"),
-        (("--nats-user", "me"), 2, "nats_user has no password"),
+        (("--nats-context", "absent"), 2, "there is no context absent in "),
     ],
 )
 def test_serve_check_says_why_a_worker_would_not_start(

@@ -295,7 +295,7 @@ async def test_an_answer_under_sink_window_continues_after_a_kill_with_the_same_
     worker_process: Callable, local_worker: Callable, endless_model: Path, tmp_path: Path
 ) -> None:
     """The tokens are those of a worker that was not interrupted."""
-    process = worker_process("--cache-policy", "sink_window:2,32", model=endless_model)
+    process = worker_process("--cache-policy", "sink_window:2,128", model=endless_model)
     process.start()
     async with await process.client() as client:
         session = client.session("s")
@@ -308,10 +308,11 @@ async def test_an_answer_under_sink_window_continues_after_a_kill_with_the_same_
                 process.start()
                 break
         result = await answer
-        assert (result.cache, result.position, len(result.tokens)) == (SAID, 500, 400)
+        said = SessionCache(policy="sink_window", sink=2, window=128)
+        assert (result.cache, result.position, len(result.tokens)) == (said, 500, 400)
         more = await session.generate(tokens=[9], max_tokens=20)
-    alone = await local_worker(model=str(endless_model), data_dir=tmp_path / "alone")
-    session = alone.client.session("s", cache=CACHE)
+    alone = await local_worker(model=str(endless_model), data_dir=tmp_path / "alone", block_tokens=128)
+    session = alone.client.session("s", cache={**CACHE, "window": 128})
     await session.append(tokens=list(range(5, 105)))
     assert (await session.generate(max_tokens=400, repetition_penalty=1.1)).tokens == result.tokens
     assert (await session.generate(tokens=[9], max_tokens=20)).tokens == more.tokens

@@ -28,6 +28,7 @@ from turnkeep_client.messages import (
     encode,
 )
 from worker.models.tokenizer import Tokenizer
+from worker.sessions import answered_ids
 from worker.sessions.attempts import AttemptNote, SharedLock
 from worker.sessions.port import DeviceFaultError
 from worker.sessions.record import Pending
@@ -719,3 +720,36 @@ async def test_an_answer_begun_from_a_history_that_the_server_lost_ends_with_its
     answer = await world.ask(Generate(id="g", max_tokens=8))
     assert (answer.finish_reason, answer.tokens) == ("given_up", (5,))
     assert "lost" in answer.warnings[-1]
+
+
+async def test_an_answer_that_another_worker_gives_as_this_one_comes_to_it_is_not_begun(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two requests that both workers know, the other one answers the second behind the first's result."""
+    monkeypatch.setattr(world.log, "is_alone", False)
+    other, begun = beside(world), []
+    run, end = world.engine.run, world.outbox.end
+
+    async def counted(*args: Any, **more: Any) -> Any:
+        begun.append(args)
+        return await run(*args, **more)
+
+    async def ended(key: Any, request_id: str, *args: Any) -> None:
+        await end(key, request_id, *args)
+        other.ring(second)
+        await other.session.run()
+
+    monkeypatch.setattr(world.engine, "run", counted)
+    monkeypatch.setattr(world.outbox, "end", ended)
+    first, second = [world.publish(Generate(id=name, text=name, max_tokens=3)) for name in ("a", "b")]
+    await world.session.run()
+    assert [result.seq for result in world.results] == [first, second]
+    assert len(begun) == 1
+
+
+async def test_an_id_whose_hash_is_that_of_an_answered_id_is_answered(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answered_ids, "_hash", lambda _: 7)
+    await world.ask(Append(id="a", text="one"))
+    assert isinstance(await world.ask(Append(id="b", text="two")), Appended)

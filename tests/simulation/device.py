@@ -187,11 +187,11 @@ class Device(EnginePort):
     async def embed(self, key: SessionKey, tokens: Tokens, *, priority: int = 0) -> bytes:
         raise NotImplementedError  # no client of a history asks for vectors
 
-    async def mend(self) -> None:
+    async def save(self) -> None:
         """Wait until cancelled. Unlike the engine, never save again what the disk has lost."""
         await Event().wait()
 
-    async def store_missing(self, within_s: float) -> None:
+    async def save_all(self, within_s: float) -> None:
         """Do nothing. Unlike the engine, save nothing again when the worker stops."""
 
     def _fails(self) -> bool:

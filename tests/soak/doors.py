@@ -87,13 +87,11 @@ async def measure(
 ) -> dict[str, Way]:
     """Return what both ways have measured, which take turns."""
     port, ways = free_port(), {"nats": Way(), "http": Way()}
-    token, _, server = url.removeprefix("nats://").rpartition("@")
     program = ["-m", "cProfile", "-o", profile, "-m"] if profile else ["-m"]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, *program, "commands", "gateway", "--listen", str(port)),
-        *("--nats", f"nats://{server}"),
         cwd=ROOT,
-        env={**os.environ, "TURNKEEP_NATS_TOKEN": token},
+        env={**os.environ, "TURNKEEP_NATS": url},
     )
     try:
         async with connect(url, timeout_s=PATIENCE_S) as client:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from array import array
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -35,13 +36,13 @@ from .batch import Batch
 from .draft_model import DraftModel
 from .forward import Forward
 from .lookup import Lookup
-from .merged import WAYS, MergedCaches, can_merge
-from .merged_rows import MergedRows
+from .merged import WAYS, MergedRows, can_merge
 from .own_pass import OwnPass, run_alone
 from .parts import OwnPart
 from .pools import Pools
 from .products import products_for
-from .rows import Keeping, PrefillPiece
+from .row_sampler import RowSampler, Sampling
+from .rows import Keeping, PrefillPiece, Row
 from .trials import Trials
 
 if TYPE_CHECKING:
@@ -87,11 +88,10 @@ def batch_for(
     classes = {type(cache) for cache in layers.make(model, rings=has_rings)}
     is_plain = classes <= {KVCache, QuantizedKVCache, RingCache}
     sharing = shares and is_plain
-    merged = None if sharing else merged_for(model, trials)
-    if merged is not None:
-        keeping: Keeping = MergedRows(merged, room, merged_rows)
-    else:
-        keeping = Pools(room, pooled_rows) if sharing and QuantizedKVCache not in classes else Keeping()
+    merged = None if sharing else merged_for(model, trials, room, merged_rows)
+    keeping: Keeping = merged or Keeping()
+    if sharing and QuantizedKVCache not in classes:
+        keeping = Pools(room, pooled_rows)
     if merged is not None and not shares:
         log.info("this model's prompts run one after the other; its answers decode together")
     elif not shares:
@@ -178,19 +178,21 @@ def _sketched(model: Any, forward: Forward, trials: Trials) -> tuple[int, ...]:
     return tuple(layer for layer in range(num_layers) if (bits or 0) >> layer & 1)
 
 
-def merged_for(model: Any, trials: Trials) -> MergedCaches[Any] | None:
-    """Return empty `MergedCaches` that leave the model's logits unchanged; None if no way to merge does."""
+def merged_for(
+    model: Any, trials: Trials, room: Callable[[int], bool] = lambda _: True, least: int = 1
+) -> MergedRows | None:
+    """Return a `MergedRows` that leaves the model's logits unchanged; None if no way to merge does."""
     caches = make_prompt_cache(model)
     missing = next((type(leaf).__name__ for _, leaf in leaves(caches) if not can_merge(leaf)), None)
     if missing is None:
         tried = (
             i
             for i, way in enumerate(WAYS)
-            if _fits(model, "merge", partial(_deviation_merged, model, MergedCaches(way)))
+            if _fits(model, "merge", partial(_deviation_merged, model, MergedRows(way, lambda _: True, 1)))
         )
         found = trials.way("merge", lambda: next(tried, None), len(WAYS))
         if found is not None:
-            return MergedCaches(WAYS[found])
+            return MergedRows(WAYS[found], room, least)
     log.debug("caches of this model cannot be merged", missing=missing)
     return None
 
@@ -268,7 +270,7 @@ def _windowed(cache: Any, window: Callable[[int], Any], *, own: bool = False) ->
             raise TypeError(f"layers of {type(cache).__name__}")
 
 
-def _deviation_merged(model: Any, merged: MergedCaches[int]) -> float:
+def _deviation_merged(model: Any, merged: MergedRows) -> float:
     """Return how far logits of merged rows deviate from logits of rows that run alone.
 
     Uses sessions of three lengths. The third session joins after one step. The second one leaves after two
@@ -277,29 +279,33 @@ def _deviation_merged(model: Any, merged: MergedCaches[int]) -> float:
     lengths, tokens = (7, 3, 5), (2, 3, 4, 5)
     first = (0, 0, 1)  # index of each row's first token in `tokens`
     expected = [_alone(model, _prefilled(model, n), tokens[i:]) for n, i in zip(lengths, first, strict=True)]
-    found: list[list[mx.array]] = [[], [], []]
+    rows = [Row(_prefilled(model, n), array("I"), RowSampler(Sampling()), n, 0) for n in lengths]
+    found: dict[Row, list[mx.array]] = {row: [] for row in rows}
     run = OwnPass(model)
 
-    def step(token: int) -> None:
-        merged.tidy()
-        rows = list(merged.rows)
-        logits = run([merged.part([0] * len(rows))], [token] * len(rows))
-        merged.commit()
-        for i, row in enumerate(rows):
-            found[row].append(logits[i : i + 1])
+    def step(token: int, together: Sequence[Row]) -> None:
+        merged.place(together)
+        for part, kept in merged.parts(together, 0, {}) or ():
+            logits = run([part], [token] * len(kept))
+            for i, row in enumerate(kept):
+                found[row].append(logits[i : i + 1])
 
-    merged.join([(i, _prefilled(model, lengths[i])) for i in (0, 1)])
-    step(tokens[0])
-    merged.join([(2, _prefilled(model, lengths[2]))])
-    step(tokens[1])
-    found[1].append(_alone(model, merged.leave(1), tokens[2:]))
-    merged.tidy()
-    run([merged.part([0, 0])], [1, 1])
+    step(tokens[0], rows[:2])
+    merged.commit()
+    step(tokens[1], rows)
+    merged.commit()
+    merged.leave(rows[1])
+    found[rows[1]].append(_alone(model, rows[1].caches or [], tokens[2:]))
+    others = [rows[0], rows[2]]
+    step(tokens[2], others)
     merged.roll_back()
-    step(tokens[2])
-    step(tokens[3])
+    for row in others:
+        found[row].pop()
+    for token in tokens[2:]:
+        step(token, others)
+        merged.commit()
     merged.clear()
-    return _deviation(mx.concatenate([one for row in found for one in row]), mx.concatenate(expected))
+    return _deviation(mx.concatenate([one for row in rows for one in found[row]]), mx.concatenate(expected))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Merges the KV of running answers into mlx-lm's batch caches, so that one pass runs all rows.
+"""Keeps the KV of running answers in mlx-lm's batch caches, so that one pass runs all rows.
 
 Device thread only.
 
@@ -9,13 +9,11 @@ the whole batch is copied; so models with only plain KV use `slots` instead.
 Only decoding is merged: a row joins with caches that hold its prompt, so recurrent states never see padding.
 Until `commit`, a step can be rolled back: positions are saved before it, and so are the arrays of recurrent
 states, which a step replaces but never changes in place.
-
-This module must not know what a row is: any value can stand for one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -30,15 +28,17 @@ from mlx_lm.models.cache import (
 from cache.kv import states
 
 from .parts import MergedPart
+from .rows import Keeping
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import TypeAlias
+
+    from .parts import Part
+    from .rows import Row
 
     #: For each leaf of the batch caches: the fields that a step changes, with their values before the step.
     Mark: TypeAlias = list[dict[str, Any]]
-
-RowT = TypeVar("RowT")
 
 #: The fields that a step changes, besides keys and values, to which it only appends.
 _POSITIONS: Final = ("_idx", "_offset", "offset", "rotated")
@@ -95,24 +95,25 @@ _USUAL: Final = {
 WAYS: Final = (_USUAL, {**_USUAL, KVCache: _Spread})
 
 
-class MergedCaches(Generic[RowT]):
-    """The batch caches of rows that decode together, in the order in which the rows joined."""
+class MergedRows(Keeping):
+    """Merges the KV of enough rows; see `rows.Keeping`. A row for which memory is short is not merged.
 
-    def __init__(self, way: dict[type, type]) -> None:
+    If an error occurs while rows join or leave, all merged rows are dropped.
+    """
+
+    includes_ahead = True
+
+    def __init__(self, way: Mapping[type, type], room: Callable[[int], bool], least: int) -> None:
+        """`way` is one of `WAYS`; `room(n)` says whether `n` more bytes may be allocated.
+
+        Fewer than `least` rows are not merged.
+        """
         self._way = way
+        self._room = room
+        self._least = least
         self._caches: list[Any] = []
-        self._rows: list[RowT | None] = []  # None: the row has left; `tidy` frees its memory
+        self._rows: list[Row | None] = []  # None: the row has left; `tidy` frees its memory
         self._mark: Mark | None = None  # to roll back the step that is not committed
-
-    @property
-    def rows(self) -> list[RowT]:
-        """The rows. After `tidy` they are in the order of the logits that a step returns."""
-        return [row for row in self._rows if row is not None]
-
-    @property
-    def is_tidy(self) -> bool:
-        """Whether no row has left since the last `tidy`."""
-        return None not in self._rows
 
     @property
     def nbytes(self) -> int:
@@ -120,8 +121,8 @@ class MergedCaches(Generic[RowT]):
         return sum(int(leaf.nbytes) for leaf in _leaves(self._caches))
 
     @property
-    def removal_bytes(self) -> int:
-        """The most bytes that are allocated temporarily to remove one row.
+    def removal_bytes(self) -> int:  # type: ignore[override]
+        """The most bytes that `leave` and the next `place` allocate.
 
         First the row is copied, then the other rows, one layer at a time.
         """
@@ -129,13 +130,24 @@ class MergedCaches(Generic[RowT]):
         return self.nbytes // len(self._rows) + largest if self._rows else 0
 
     @property
-    def growing(self) -> list[int]:
+    def growing(self) -> list[int]:  # type: ignore[override]
         """The numbers of tokens, one per row, for which the next step allocates memory; empty if none.
 
         The first number is for all rows together, since the whole batch is copied; the others are 0.
         """
         full = [leaf.keys.shape[2] for leaf in _leaves(self._caches) if _is_full(leaf)]
         return [max(full) * len(self._rows)] + [0] * (len(self._rows) - 1) if full else []
+
+    def place(self, rows: Sequence[Row]) -> None:
+        """Merge the rows that are not merged yet: all at once, or one by one while memory allows it."""
+        self.tidy()
+        own = [row for row in rows if row.caches is not None and self.can_join(row.caches)]
+        if len(own) + len(self._rows) < self._least:
+            return
+        for some in (own, *([row] for row in own)):
+            newcomers = [row for row in some if row.caches is not None]
+            if newcomers and self._room(self.joining_bytes([row.caches or [] for row in newcomers])):
+                self.join(newcomers)
 
     def can_join(self, caches: Sequence[Any]) -> bool:
         """Say whether a row with these caches can join.
@@ -158,37 +170,55 @@ class MergedCaches(Generic[RowT]):
         # One layer at a time exists as it was, with the newcomers, and later with room to grow.
         return max(sum(after) - self.nbytes, 0) + 3 * max(after)
 
-    def join(self, rows: Sequence[tuple[RowT, list[Any]]]) -> None:
-        """Copy rows into the merged caches; the rows' own caches stay unchanged.
-
-        If an error occurs, all merged rows are dropped.
-        """
+    def join(self, rows: Sequence[Row]) -> None:
+        """Copy rows with caches of their own into the merged caches; they are kept from now on."""
         if self._mark is not None:
             raise AssertionError("rows change only after the step is committed")
         try:
-            for i in range(len(rows[0][1])):
-                self._extend(i, _merge(self._way, [caches[i] for _, caches in rows]))
+            for i, own in enumerate(zip(*(row.caches or () for row in rows), strict=True)):
+                self._extend(i, _merge(self._way, own))
         except BaseException:
             self.clear()
             raise
-        self._rows += [row for row, _ in rows]
+        self._rows += rows
+        for row in rows:
+            row.caches = None
 
-    def leave(self, row: RowT) -> list[Any]:
-        """Return a row's KV, copied to separate caches, and mark the row as left; `tidy` frees its memory."""
-        caches = self.show(row)
-        mx.eval([cache.state for cache in caches])
-        self._rows[self._rows.index(row)] = None
-        if not self.rows:
-            self.clear()
-        return caches
+    def parts(
+        self,
+        rows: Sequence[Row],
+        num_ahead: int,
+        drafts: Mapping[Row, list[int]],  # noqa: ARG002
+    ) -> list[tuple[Part, list[Row]]] | None:
+        """Make one part of all merged rows, a token for each.
 
-    def show(self, row: RowT) -> list[Any]:
-        """Return a row's KV, copied to separate caches, not evaluated; the row stays in the batch."""
+        Returns None if `rows` are not exactly the merged ones, or if a row left after `place`.
+        """
+        every = [row for row in self._rows if row is not None]
+        if set(every) != set(rows) or None in self._rows:
+            return None
+        if not every:
+            return []
+        if self._mark is not None:
+            raise AssertionError("a window has room for one step that is not committed")
+        self._mark = [_fields(leaf) for leaf in _leaves(self._caches)]
+        return [(MergedPart(self._caches, [row.num_cached + num_ahead for row in every]), every)]
+
+    def caches(self, row: Row) -> list[Any]:
+        """Return a row's KV, copied to separate caches, not evaluated."""
         index = self._rows.index(row)
         return [cache.extract(index) for cache in self._caches]
 
+    def leave(self, row: Row) -> None:
+        """Copy a row's KV to new caches of the row; the next `place` frees its memory in the batch."""
+        row.caches = self.caches(row)
+        mx.eval([cache.state for cache in row.caches])
+        self._rows[self._rows.index(row)] = None
+        if not any(self._rows):
+            self.clear()
+
     def tidy(self) -> None:
-        """Free the memory of rows that have left; if an error occurs, drop all rows."""
+        """Free the memory of rows that have left."""
         if None not in self._rows:
             return
         if self._mark is not None:
@@ -201,32 +231,22 @@ class MergedCaches(Generic[RowT]):
         except BaseException:
             self.clear()
             raise
-        self._rows = list(self.rows)
-
-    def part(self, lengths: list[int]) -> MergedPart:
-        """Return the part of a pass over one token per row; `lengths` count each row's tokens with KV."""
-        self._remember()
-        return MergedPart(self._caches, lengths)
+        self._rows = [self._rows[i] for i in keep]
 
     def commit(self) -> None:
-        """Make the step final: it can no longer be rolled back."""
+        """Make the last step final: it can no longer be undone."""
         self._mark = None
 
     def roll_back(self) -> None:
-        """Undo the last step, unless it has been committed."""
+        """Undo the last step, unless it is final."""
         if self._mark is not None:
             for leaf, fields in zip(_leaves(self._caches), self._mark, strict=True):
                 vars(leaf).update(fields)
         self._mark = None
 
     def clear(self) -> None:
-        """Drop all rows and their KV."""
+        """Drop all merged rows."""
         self._caches, self._rows, self._mark = [], [], None
-
-    def _remember(self) -> None:
-        if self._mark is not None:
-            raise AssertionError("a window has room for one step that is not committed")
-        self._mark = [_fields(leaf) for leaf in _leaves(self._caches)]
 
     def _extend(self, layer: int, more: Any) -> None:
         if layer == len(self._caches):
@@ -245,7 +265,7 @@ def can_merge(leaf: Any) -> bool:
     return type(leaf) in _USUAL and not getattr(leaf, "keep", 0)
 
 
-def _merge(way: dict[type, type], caches: Sequence[Any]) -> Any:
+def _merge(way: Mapping[type, type], caches: Sequence[Any]) -> Any:
     if isinstance(caches[0], CacheList):
         members = zip(*(cache.caches for cache in caches), strict=True)
         return CacheList(*(_merge(way, some) for some in members))  # type: ignore[no-untyped-call]

@@ -120,11 +120,15 @@ class Device:
 
     def cut_snapshots(self, room: Callable[[], int]) -> None:
         """Start copying KV into snapshots of up to `room()` bytes each. The device thread calls `room`."""
-        self._runner.cutting.room = room
+        self._runner.cutter.room = room
 
     def submit(self, turn: Turn) -> None:
         """Queue a turn; returns at once. A session must have at most one turn under way."""
         self._commands.put(lambda runner: runner.submit(turn))
+
+    def copy(self, turn: Turn) -> None:
+        """Copy the spans of `turn` from its session's idle KV; a `Copied` event follows."""
+        self._commands.put(lambda runner: runner.copy(turn))
 
     def cancel(self, turn: Turn) -> None:
         """End a turn after the running step; no effect on a turn that is over."""

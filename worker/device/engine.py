@@ -8,7 +8,6 @@ knows nothing of messages, the log or the order of a session's requests; a sessi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -28,10 +27,11 @@ from worker.sessions.port import Asked, DeviceFaultError, EnginePort, NoMemoryEr
 
 from .finding import Finder
 from .grants import Grants
-from .mending import Mending
 from .run import Run, on_device, resolve
+from .saving import Saving
 from .step_figures import StepFigures
 from .turn import (
+    Copied,
     Event,
     Faulted,
     Finished,
@@ -104,8 +104,11 @@ class Engine(EnginePort):
         self._turns: dict[Turn, Run] = {}  # turns with reserved memory, and their runs
         self._submitted: dict[Turn, None] = {}  # turns that are on the device, in order of submission
         self._finder = Finder(device, store, ledger)
-        mending = (self._residency, self._at_work, self._mend, device.kv)
-        self._mending = Mending(store, *mending) if store is not None else None
+        self._saving = None
+        if store is not None:
+            self._saving = Saving(
+                store, self._residency, kv=device.kv, copy=device.copy, at_work=self._at_work
+            )
         loop = asyncio.get_running_loop()
         device.listen(lambda report: loop.call_soon_threadsafe(self._handle, report))
         self._stopping = False
@@ -167,10 +170,6 @@ class Engine(EnginePort):
             cancelled=cancelled,
             phases=[] if phases is None else phases,
         )
-        self._stop_mending(asked.key)
-        if self._mending is not None:
-            self._mending.touch(asked.key)
-            await self._mending.ended(asked.key)
         await self._run_to_end(run, publish)
         return self._result(run) if run.started_s is not None else None
 
@@ -186,21 +185,21 @@ class Engine(EnginePort):
             self.forget(key)
         return embedding.vector
 
-    async def mend(self) -> None:
-        """Make the snapshots that were dropped, once the writer's queue has room; run until cancelled."""
-        if self._mending is None:
+    async def save(self) -> None:
+        """Save what the disk lacks of idle sessions when there is room to queue it; run until cancelled."""
+        if self._saving is None:
             await asyncio.Event().wait()
         else:
-            await self._mending.run()
+            await self._saving.run()
 
-    async def store_missing(self, within_s: float) -> None:
-        """Make dropped snapshots after `stop`, and wait until all are on disk, for at most `within_s`."""
-        if self._mending is not None:
-            await self._mending.finish(within_s if self._device.is_alive else 0)
+    async def save_all(self, within_s: float) -> None:
+        """Save what the disk lacks after `stop`, and wait until all is on disk, for at most `within_s`."""
+        if self._saving is not None:
+            await self._saving.finish(within_s if self._device.is_alive else 0)
 
     def log_unstored(self) -> None:
         """Log what a worker that ends loses: the KV that is on the device, but not on disk."""
-        if self._mending is not None and (left := self._mending.unstored()):
+        if self._saving is not None and (left := self._saving.unstored()):
             why = "some sessions will be prefilled again: their KV is not on disk"
             log.warning(why, sessions=len(left), tokens=sum(left))
 
@@ -229,46 +228,20 @@ class Engine(EnginePort):
     def _at_work(self) -> set[SessionKey]:
         return {run.key for run in self._runs.values()}
 
-    async def _mend(self, key: SessionKey, tokens: Tokens, policy: Policy) -> Run:
-        """Run a turn that adds no token to an idle session, but makes its missing snapshots."""
-        run = Run(
-            key,
-            0,
-            place(monotonic(), 0),
-            asked=Asked(key, tokens + _UNUSED, policy),
-            num_most=len(tokens) + 1,
-            cancelled=lambda: False,
-            phases=[],
-            mends=True,
-        )
-        with contextlib.suppress(DeviceFaultError, NoMemoryError, CutOffError, StoppingError):
-            await self._run_to_end(run)
-        return run
-
-    def _stop_mending(self, key: SessionKey) -> None:
-        """End the turn that makes a session's missing snapshots."""
-        for run in self._runs.values():
-            if run.mends and run.key == key:
-                self._cancel(run)
-
     def cancel(self, key: SessionKey) -> None:
         """End the session's turn after the running step."""
         for run in self._runs.values():
             if run.key == key:
-                self._cancel(run)
-
-    def _cancel(self, run: Run) -> None:
-        run.is_cancelled = True
-        self._stop_run(run)
-        resolve(run.admitted, granted=False)
+                run.is_cancelled = True
+                self._stop_run(run)
+                resolve(run.admitted, granted=False)
 
     def forget(self, key: SessionKey) -> None:
         """Drop a session's KV from the device. Its snapshots stay on SSD; a turn under way makes no more."""
         for run in self._runs.values():  # also runs whose turns nobody waits for
             run.is_forgotten |= run.key == key
-        self._stop_mending(key)
-        if self._mending is not None:
-            self._mending.discard(key)
+        if self._saving is not None:
+            self._saving.discard(key)
         if self._residency.pop(key):
             self._device.drop(key)
         self._grants.decide()
@@ -278,7 +251,7 @@ class Engine(EnginePort):
 
         Returns those of them whose turn is under way; they keep their KV.
         """
-        busy = {run.key for run in self._runs.values() if not run.mends}
+        busy = self._at_work()
         for key in filter(is_meant, self._residency.keys() - busy):
             self.forget(key)
         return set(filter(is_meant, busy))
@@ -292,16 +265,7 @@ class Engine(EnginePort):
         self.forget(key)
         if self._store is None:
             return Forgotten(0, settled=not self._has_unopened)
-        until_s = monotonic() + _ERASE_S
-        was_at_work = key in self._at_work()
-        forgotten = await self._store.erase(key.tenant, tokens, _ERASE_S, shared=shared)
-        if self._mending is not None and was_at_work and not forgotten.settled:  # a mending turn used some
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(until_s - monotonic()):
-                    await self._mending.ended(key)
-            again = await self._store.erase(key.tenant, tokens, until_s - monotonic(), shared=shared)
-            forgotten = Forgotten(forgotten.num_snapshots + again.num_snapshots, again.settled)
-        return forgotten
+        return await self._store.erase(key.tenant, tokens, _ERASE_S, shared=shared)
 
     def stop(self) -> None:
         """End every turn; each unfinished `run` raises `StoppingError` once its KV is copied for the SSD."""
@@ -320,8 +284,11 @@ class Engine(EnginePort):
     def _handle_event(self, event: Event) -> None:
         match event:
             case SnapshotCut():
-                if self._mending is not None:
-                    self._mending.save(event, self._turns.get(event.turn))
+                if self._saving is not None:
+                    self._saving.save(event, self._turns.get(event.turn))
+            case Copied():
+                if self._saving is not None:
+                    self._saving.end_copy(event.turn)
             case Starved():
                 if self._store is not None:
                     self._store.free_memory()
@@ -363,6 +330,8 @@ class Engine(EnginePort):
                     self._residency.put(turn.key, tokens, size_bytes, earliest, turn.policy)
                     if self.ledger.is_reserved(turn.key):  # by this turn, or the session's next one
                         self._residency.use(turn.key)
+                    if self._saving is not None and turn.chain is not None:
+                        self._saving.end_turn(turn.key)
             case Faulted():
                 self._residency.pop(turn.key)
         if run is None:
@@ -406,11 +375,8 @@ class Engine(EnginePort):
             run.phases += [Phase("kv_search", begun_s, found_s, num_found), *turn.restores]
             num_restored = sum(phase.num_tokens for phase in turn.restores)
             self._telemetry.tenants.count_tokens("restored", turn.tenant, num_restored)
-            if self._stopping and not run.mends:
+            if self._stopping:
                 raise StoppingError
-            if self._mending is not None:
-                self._mending.limit(turn, mends=run.mends)
-            run.is_cancelled |= run.mends and turn.num_kept < len(turn.context) - 1  # its KV was dropped
             if run.waits_no_more():
                 self._end_turn(run, turn, resumes=not run.is_stopped)
                 return run.is_stopped
@@ -475,7 +441,7 @@ class Engine(EnginePort):
                     self._finder.rates.prefilled(turn.num_prefilled, turn.prefill_s)
                     run.count(turn, num_cached, live_bytes)
                     over = turn.answer is None or turn.answer.finish_reason is not None
-                    if self._stopping and not run.mends and not (over and run.is_complete):
+                    if self._stopping and not (over and run.is_complete):
                         raise StoppingError
                     return run.admitted is None
 
@@ -494,7 +460,7 @@ class Engine(EnginePort):
     async def _admitted(self, run: Run, num_context: int) -> bool:
         """Wait for the memory that a turn is likely to need; return False if the run is cancelled."""
         if run.admitted is None:
-            if self._stopping and not run.mends:
+            if self._stopping:
                 raise StoppingError
             self._grants.ask(run, num_context)
         try:

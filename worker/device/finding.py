@@ -138,14 +138,11 @@ class Finder:
             turn.restores.append(Phase("fetch", asked_s, monotonic()))
 
     def _hold(self, store: Store, chain: Chain, turn: Turn, run: Run) -> None:
-        """Protect a context's stored blocks from eviction until the turn ends; set which spans to store."""
+        """Protect a context's stored blocks from eviction until the turn ends; set which blocks to store."""
         run.prefix = store.hold(chain, turn.context)
         turn.edges = run.prefix.edges
-        # An append runs all tokens but the last one, and its last snapshot ends there.
-        end = len(turn.context) - (turn.answer is None)
-        # Held blocks have snapshots. If layers have states, an append may end where no state is stored.
-        start = turn.edges[0] if self._device.trimmable else 0
-        turn.spans = store.wanted(chain, turn.context, start, end)
+        end = len(turn.context) - (turn.answer is None)  # an append does not run its last token
+        turn.spans = store.wanted(chain, turn.context[: end - end % chain.block])
 
     async def read(self, needs: NeedsKv, run: Run) -> int:
         """Read from SSD the KV that a running turn requests; return how many tokens of chunks were read.

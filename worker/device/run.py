@@ -52,9 +52,6 @@ class Run(Claim):
     num_most: int
     cancelled: Callable[[], bool]
     phases: list[Phase]
-    mends: bool = (
-        False  # it adds no token, but makes missing snapshots; it may also run while the worker stops
-    )
     num_asked: int = 0
     num_granted: int = 0
     admitted: asyncio.Future[bool] | None = None

@@ -25,14 +25,15 @@ from worker.batch.rows import PrefillPiece, Row, UnsoundError
 
 from . import machine
 from .acquisition import Acquisition
-from .cutting import Cutting
 from .pace import Pace
 from .paging import Paging
 from .room import Room
+from .saving import Cutter
 from .scheduler import Scheduler
 from .served_model import ServedModel
 from .step_chooser import StepChooser
 from .turn import (
+    Copied,
     Event,
     Faulted,
     Finished,
@@ -108,13 +109,13 @@ class Runner:
         #: Idle sessions' KV, and the restores that wait for memory or have been promised memory.
         self.room = Room(estimator, block_tokens, self._emit)
         #: Copies KV into snapshots for the disk, once its `room` is set.
-        self.cutting = Cutting(self._batch, estimator, block_tokens, self._emit, trimmable=trimmable)
+        self.cutter = Cutter(self._batch, estimator, block_tokens, self._emit, trimmable=trimmable)
         self._scheduler = Scheduler(max_batch, block_tokens, max_tenant_rows)
         device = machine.profile()
         self._pace = Pace(stall_s, block_tokens * device.prompt_blocks, device.longest_s)
         make = self.served.make_caches
         self._acquisition = Acquisition(loaded, self._batch, self.room, make, trimmable=trimmable)
-        parts = (self._batch, self.cutting, self._acquisition)
+        parts = (self._batch, self.cutter, self._acquisition)
         self._chooser = StepChooser(self._scheduler, self._pace, self.room, *parts, self._emit)
         self._paging = Paging(self._scheduler, self._batch, block_tokens, self._emit)
         self._events: list[Event] = []
@@ -155,7 +156,7 @@ class Runner:
         self._hand_over(
             len(choice.step.decode), step_s, choice.scratch_bytes, self._learn(choice, step_s, cost)
         )
-        self.cutting.cut_noted()
+        self.cutter.cut_blocks(choice.step)
         self._ask(choice.step)
         return choice.pause_s
 
@@ -206,6 +207,15 @@ class Runner:
         """Drop the KV of a session that has no turn under way."""
         self.room.pop(key)
         self._batch.speculation.forget(key)
+
+    def copy(self, turn: Turn) -> None:
+        """Cut the spans of an idle session's KV for which `turn` stands; the turn does not run."""
+        resident = self.room.get(turn.key)
+        if resident is not None and resident.tokens == turn.context:
+            turn.caches, turn.num_cached = resident.caches, len(resident.tokens)
+            self.cutter.cut(turn, is_over=True)
+            turn.caches = None
+        self._emit(Copied(turn))
 
     def cancel(self, turn: Turn) -> None:
         """End a turn and keep its tokens so far; no effect on a turn that has ended."""
@@ -295,7 +305,6 @@ class Runner:
         self._num_lost += not small
         self._batch.clear()
         self.room.clear()
-        self.cutting.clear()
         self._emit(KvLost())
         for turn in tuple(self._turns):
             self._fault(turn, LostKvError(error, weight=0 if small else 2 if turn in pieces else 1))
@@ -340,12 +349,8 @@ class Runner:
         """Give a turn its KV, and queue it for prefill."""
         if not self._acquisition.acquire(turn):
             return
-        num_context = len(turn.context)
-        if turn.draws and turn.spans and turn.spans[-1].end == num_context and num_context % self._block:
-            turn.spans.pop()  # the tail's snapshot is made when the answer ends
         self._scheduler.add(turn)
-        self.cutting.note_prompt(turn)
-        self.cutting.cut_noted(turn)
+        self.cutter.cut(turn)
         if turn.num_cached == turn.target:
             self._end(turn)
         self._paging.start(turn)
@@ -423,7 +428,6 @@ class Runner:
         turn.num_prefilled += max(min(turn.num_cached, turn.num_prompt) - start, 0)
         turn.prefill_s += step_s
         self._emit(Prefilled(turn, turn.num_cached))
-        self.cutting.note_prompt(turn)
         self._paging.end_piece(turn)
         if turn.row is not None:
             turn.caches = None
@@ -438,7 +442,7 @@ class Runner:
         for drawn in turn.row.drawn if turn.row is not None and self._is_sound(turn) else ():
             turn.num_cached += 1
             self._num_decoded += 1
-            self.cutting.note_block(turn)
+            self.cutter.note_block(turn)
             self._sampled(turn, drawn)
             if turn.row is None:
                 return
@@ -486,17 +490,16 @@ class Runner:
             self._fault(turn, error)
 
     def _end(self, turn: Turn) -> None:
-        """End a turn; keep its KV on the device, and copy its last, partial block into a snapshot."""
+        """End a turn; keep its KV on the device, and copy what the disk lacks of it into snapshots."""
         self._scheduler.remove(turn)
         self._paging.discard(turn)
         self._acquisition.remove(turn)
-        self.cutting.cut_noted(turn)
         if turn.row is not None:
             turn.caches = self._batch.remove(turn.row)
             if turn.row.num_cached > turn.num_cached:  # the answer ended within a draft
                 layers.trim(turn.caches, turn.num_cached)
             turn.row = None
-            self.cutting.cut_tail(turn)
+        self.cutter.cut_tail(turn)
         caches, turn.caches = turn.caches, None
         live_bytes, earliest = 0, None
         if caches is not None and turn.num_cached:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from worker.batch.batch import Batch
 
     from .acquisition import Acquisition
-    from .cutting import Cutting
     from .pace import Pace
     from .room import Room
+    from .saving import Cutter
     from .scheduler import Scheduler
     from .turn import Turn
 
@@ -63,7 +63,7 @@ class StepChooser:
         pace: Pace,
         room: Room,
         batch: Batch,
-        cutting: Cutting,
+        cutter: Cutter,
         acquisition: Acquisition,
         starve: Callable[[Starved], None],
     ) -> None:
@@ -72,7 +72,7 @@ class StepChooser:
         self._pace = pace
         self._room = room
         self._batch = batch
-        self._cutting = cutting
+        self._cutter = cutter
         self._acquisition = acquisition
         self._starve = starve
         self._patient_until_s: float | None = None
@@ -101,7 +101,7 @@ class StepChooser:
         budget = self._pace.budget(num_rows)
         while True:
             step = self._scheduler.next(budget)
-            ready = [(turn, num) for turn, num in step.prefill if not self._cutting.is_behind(turn, num)]
+            ready = [(turn, num) for turn, num in step.prefill if not self._cutter.is_behind(turn, num)]
             if len(ready) < len(step.prefill):
                 step = Step(step.decode, tuple(ready))
                 if not step:
@@ -171,7 +171,7 @@ class StepChooser:
             [*self._batch.growing, *growing], max((num for num, _ in pieces), default=1)
         )
         scratch_bytes = int(scratch_bytes * self._factor)
-        return scratch_bytes, growth_bytes + self._batch.removal_bytes + self._cutting.size_bytes(step)
+        return scratch_bytes, growth_bytes + self._batch.removal_bytes + self._cutter.size_bytes(step)
 
     def _preempt_for(self, to: Turn) -> bool:
         """Drop the KV of one turn so that the prompt `to` can run; return False if no other turn has KV.
@@ -186,7 +186,7 @@ class StepChooser:
         if not holding:
             return False
         turn = min(holding, key=lambda turn: turn.num_cached)
-        self._cutting.cut_noted(turn)  # make its noted snapshots before the KV is dropped
+        self._cutter.cut(turn)  # before the KV is dropped
         self._acquisition.begin_anew(turn)
         return True
 

@@ -46,10 +46,11 @@ class Turn(Asked):
     context's first tokens comes from one of three places: the session's own KV on the device covers the first
     `num_kept` tokens; `restored` (evaluated arrays by name) covers the first `num_restored`; or KV is copied
     from the session `source`, which has, or will soon have, more of it. The turn ends at `num_granted`
-    tokens, the limit of its memory, even if its answer is not complete. `spans` are the parts of the context
-    without a snapshot; `edges` are the positions where the stored pieces of the last, partial block start and
-    end (see `blocks.tail_start`). Only the event loop uses `chain`, which names the turn's blocks in the
-    store, and `restores`, the traced phases of its restores and fetches.
+    tokens, the limit of its memory, even if its answer is not complete. `spans` are the blocks that have no
+    snapshot, of which the device removes those that it has cut; `edges` are the positions where the stored
+    pieces of the last, partial block start and end (see `blocks.tail_start`). Only the event loop uses
+    `chain`, which names the turn's blocks in the store, and `restores`, the traced phases of its restores
+    and fetches.
     """
 
     place_s: float = 0.0
@@ -144,15 +145,18 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotCut:
-    """A snapshot as plain bytes; `tensors` is None if the writer had no room, or if copying failed.
-
-    `state_lost` says that the snapshot lacks the layers' states because there was no room for them.
-    """
+    """A snapshot as plain bytes: the KV of a turn's `span`."""
 
     turn: Turn
     span: Span
-    tensors: tuple[Tensor, ...] | None
-    state_lost: bool = False
+    tensors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The device has copied what it could of the idle session for which `turn` stands."""
+
+    turn: Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +228,7 @@ class Starved:
 
 #: The events for which a turn's run waits; the last one is `Finished` or `Faulted`.
 TurnEvent: TypeAlias = Sampled | Finished | Faulted
-Event = Prefilled | Sampled | SnapshotCut | NeedsKv | Finished | Faulted | KvLost | Short | Starved
+Event = Prefilled | Sampled | SnapshotCut | Copied | NeedsKv | Finished | Faulted | KvLost | Short | Starved
 
 
 class LostKvError(Exception):

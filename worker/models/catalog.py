@@ -300,8 +300,6 @@ def remove(entry: ModelEntry) -> int:
         else:
             freed += _remove(repository)
             shutil.rmtree(repository.parent / ".locks" / repository.name, ignore_errors=True)
-    for made in (*entry.conversions, entry.path):
-        converted.tidy(made.parent)
     return freed
 
 

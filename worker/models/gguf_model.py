@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
-import xxhash
 from gguf.constants import GGMLQuantizationType
 
 from worker.process.formatting import size
 
 from . import gguf_file, gguf_tokenizer, tokenizer_files
-from .converted import CONVERTER
+from .converted import folder_of
 from .gguf_family import FAMILIES, Family, unsupported
 from .model_files import ModelError, one_line
 
@@ -52,29 +51,23 @@ _GEMMA3_27B_LAYERS: Final = 62
 
 
 def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress | None = None) -> Path:
-    """Return the model folder made from a GGUF file; convert the file unless it was converted before.
+    """Return the model folder made from a GGUF file; convert the file unless that folder is there.
 
     `dtype` is float32, float16, bfloat16, or keep: the type nearest to the types in the file. Raises
     `ModelError`.
     """
     try:
-        progress, size_bytes, what = progress or _silent, source.stat().st_size, f"reading {source.name}"
-        progress(0, size_bytes, what)
-        digest = _digest(source)
+        folder = folder_of(source, models_dir, dtype)  # from before: the file may be replaced meanwhile
+        if folder.is_dir():
+            return folder
         file = gguf_file.read(source)
         if not file.tensors:
             raise ModelError(f"{source} has no tensors; it must be a whole model")
-        weight_dtype = _weight_dtype(dtype, file)
-        folder = models_dir / f"{source.stem}-{weight_dtype}-{digest}"
-        if folder.is_dir():
-            progress(size_bytes, size_bytes, what)
-            return folder
-        conversion = _prepare(file, weight_dtype)
-        progress(size_bytes, size_bytes, what)
+        conversion = _prepare(file, _weight_dtype(dtype, file))
         models_dir.mkdir(parents=True, exist_ok=True)
         with _locked(models_dir):
             if not folder.is_dir():  # otherwise another process has just written it
-                _write(conversion, folder, progress)
+                _write(conversion, folder, progress or _silent)
                 tokenizer_files.keep(
                     conversion.tokenizer.tokenizer, conversion.tokenizer.config, folder, models_dir
                 )
@@ -338,15 +331,6 @@ def _cast(values: npt.NDArray[np.float32], dtype: WeightDtype, name: str) -> npt
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2), encoding="utf-8")
-
-
-def _digest(path: Path) -> str:
-    """Hash the converter's version and the file's content, so that a replaced file is converted again."""
-    hasher = xxhash.xxh3_64(bytes([CONVERTER]))
-    with path.open("rb") as file:
-        while piece := file.read(1 << 22):
-            hasher.update(piece)
-    return hasher.hexdigest()[:12]
 
 
 @contextmanager

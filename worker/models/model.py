@@ -163,14 +163,12 @@ def _default(data_dir: Path, dtype: str, progress: Progress | None) -> Path:
 
 def _converted(source: Path, models_dir: Path, dtype: str, progress: Progress | None) -> Path:
     """Return the model folder made from a GGUF file; convert the file if needed."""
-    folder = converted.known(source, models_dir, dtype)
-    if folder is None:
-        from . import gguf_model
+    folder = converted.folder_of(source, models_dir, dtype)
+    if folder.is_dir():
+        return folder
+    from . import gguf_model  # imports more than a start without a conversion needs
 
-        read = converted.state(source)  # from before: the file may be replaced while it is converted
-        folder = gguf_model.convert(source, models_dir, dtype=dtype, progress=progress)
-        converted.remember(source, models_dir, dtype, folder, read)
-    return folder
+    return gguf_model.convert(source, models_dir, dtype=dtype, progress=progress)
 
 
 def load(

@@ -6,7 +6,7 @@ For the worker, and for commands that use the worker's data directory.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from cache.names.errors import KeyFileError, SealedError
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from cache.store import Access, Tier
 
     from .settings import Settings
+
+#: The disk space for a directory as `remote_tier`; least recently used snapshots are removed.
+_TIER_BYTES: Final = 100 * 2**30
 
 
 def cache_access(settings: Settings) -> Access:
@@ -45,9 +48,8 @@ def remote_tier(settings: Settings, access: Access) -> Tier | None:
     own, there = settings.data_dir.resolve(), Path(place).resolve()
     if "://" not in place and (there == own or there.is_relative_to(own / "snapshots")):
         raise SettingsError(f"remote_tier: {place} is this worker's own directory; choose another")
-    limits = {"max_bytes": settings.remote_tier_max, "min_free_bytes": settings.min_free_disk}
     try:
-        return tier_at(place, access, **limits)
+        return tier_at(place, access, max_bytes=_TIER_BYTES, min_free_bytes=settings.min_free_disk)
     except ModuleNotFoundError:
         raise SettingsError("obstore is missing; pip install 'turnkeep[objects]' brings it") from None
     except SealedError as error:

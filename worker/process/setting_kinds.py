@@ -192,6 +192,14 @@ def _nats_url(value: object) -> str:
     return ",".join(urls)
 
 
+def _context(value: object) -> str | Path:
+    """Parse a context's name, or a path: it has a slash, or ends with `.json`. Raises ValueError."""
+    if isinstance(value, Path):
+        return value
+    name = text(value)
+    return Path(name) if "/" in name or name.endswith(".json") else name
+
+
 def _endpoint(value: object) -> Endpoint:
     """Parse `HOST:PORT`, `[::1]:PORT`, or only a port, for the loopback address. Raises ValueError."""
     host, _, port = str(_whole(value) if isinstance(value, int) else text(value)).rpartition(":")
@@ -226,8 +234,6 @@ PLACE = Kind("a directory, or a URL such as s3://bucket/prefix", "DIR|URL", text
 PORT = count(1, 65535)
 ENDPOINT = Kind("HOST:PORT, or a port of 127.0.0.1, such as 9424", "HOST:PORT", _endpoint)
 MODEL = Kind("text", "MODEL", text)
-#: Secrets are never options, as other users can see command lines; `__repr__` omits them, too.
-SECRET = Kind("text", "TEXT", text, lambda _value: "***")
 POLICY = Kind(
     "sink_window:SINK,WINDOW with two numbers of tokens from 1, such as sink_window:4,1024, or paged:RESIDENT"
     " with one of 260 or more",
@@ -236,6 +242,7 @@ POLICY = Kind(
     lambda one: f"paged:{one.most_tokens}" if one.recall else f"sink_window:{one.sink},{one.window}",
 )
 OPTIONAL_PATH = word_or("none", None, PATH)
+CONTEXT = word_or("none", None, Kind("a context's name, or the path of its file", "NAME|PATH", _context))
 SYNC = Kind(
     "a duration from 0.001 to 3600 seconds", "TIME", lambda v: f"{_within(parse_duration, 0.001, 3600)(v):g}s"
 )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from turnkeep_client.subjects import DEFAULT_PREFIX, Subjects
 
+from . import nats_context
 from .setting_kinds import NATS_URLS, Kind
 from .settings import ENV, SHARED, Settings, SettingsError, word
 
@@ -117,6 +118,7 @@ class _Given(NamedTuple):
         above = _read(variables, lambda name: ENV + name.upper(), cwd)
         given = {name: value for name, value in flags.items() if value is not None}
         above |= _read(given, lambda name: "--" + name.replace("_", "-"), cwd)
+        _add_servers(values, above)
         is_open = (values | above).keys().isdisjoint({"nats", "nats_port", "data_dir"})
         if is_open and "nats" in flags and "model" not in flags and environ.get("NATS_URL", "").strip():
             above |= _read({"nats": environ["NATS_URL"]}, lambda _: "NATS_URL", cwd)
@@ -131,6 +133,16 @@ class _Given(NamedTuple):
         """Return the values for the model of this name in the file."""
         prefix = f"{self.common.get('prefix', DEFAULT_PREFIX)}-{word(name)}"
         return {**self.common, "prefix": prefix, **self.tables[name], **self.above}
+
+
+def _add_servers(values: dict[str, Any], above: dict[str, Any]) -> None:
+    """Add the servers of a context of NATS, unless its source, or one above that, names servers."""
+    for source in (above, values):
+        if "nats" in source:
+            return
+        if (named := source.get("nats_context")) is not None:
+            source.update(_read({"nats": nats_context.read(named).url}, "{0} of nats_context".format, Path()))
+            return
 
 
 def _tables(written: object, path: Path) -> dict[str, dict[str, Any]]:
@@ -174,8 +186,7 @@ def _read(raw: Mapping[str, object], source: Callable[[str], str], base: Path) -
             why = f"no home directory is known for {str(value)!r}; write the whole path"
             raise SettingsError(f"{source(name)}: {why}") from None
         except (ValueError, OverflowError):
-            is_secret = kind is NATS_URLS or "secret" in fields[name].metadata
-            shown = "its value" if is_secret else repr(value)
+            shown = "its value" if kind is NATS_URLS else repr(value)
             raise SettingsError(f"{source(name)}: {shown} is not valid: it must be {kind.wants}") from None
     return values
 

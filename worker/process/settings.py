@@ -55,11 +55,6 @@ def _setting(kind: kinds.Kind, default: object, purpose: str) -> Any:
     return dataclasses.field(default=default, metadata={"kind": kind, "purpose": purpose})
 
 
-def _secret(purpose: str) -> Any:
-    metadata = {"kind": kinds.word_or("none", None, kinds.SECRET), "purpose": purpose, "secret": True}
-    return dataclasses.field(default=None, repr=False, metadata=metadata)
-
-
 def _found(kind: kinds.Kind, find: Callable[[], object], found: str, purpose: str) -> Any:
     """Declare a setting whose default is computed at the start; `found` describes that default."""
     return dataclasses.field(
@@ -83,33 +78,18 @@ class Settings:
     nats: str | None = _setting(
         kinds.NATS_URLS, None, "the NATS servers to use; by default the worker runs its own"
     )
-    nats_creds: Path | None = _setting(
-        kinds.OPTIONAL_PATH, None, "a credentials file for the NATS servers: a user's JWT and nkey seed"
-    )
-    nats_nkey: Path | None = _setting(
-        kinds.OPTIONAL_PATH, None, "a file with the nkey seed of a user of the NATS servers"
-    )
-    nats_user: str | None = _setting(
-        kinds.word_or("none", None, kinds.Kind("text", "NAME", kinds.text)),
+    nats_context: str | Path | None = _setting(
+        kinds.CONTEXT,
         None,
-        "a user of the NATS servers, with a password",
+        "a context of the nats command line that says how to log in to the NATS servers, and which they are",
     )
-    nats_password: str | None = _secret("the password of nats_user")
-    nats_password_file: Path | None = _setting(
-        kinds.OPTIONAL_PATH, None, "a file with the password of nats_user, instead of nats_password"
-    )
-    nats_token: str | None = _secret("the token of the NATS servers")
-    nats_token_file: Path | None = _setting(
-        kinds.OPTIONAL_PATH, None, "a file with the token of the NATS servers, instead of nats_token"
+    nats_creds: Path | None = _setting(
+        kinds.OPTIONAL_PATH,
+        None,
+        "a credentials file for the NATS servers (a user's JWT and nkey seed), or an nkey seed alone",
     )
     nats_ca: Path | None = _setting(
         kinds.OPTIONAL_PATH, None, "a PEM file with the CA of the NATS servers, which then must speak TLS"
-    )
-    nats_cert: Path | None = _setting(
-        kinds.OPTIONAL_PATH, None, "a PEM file with this client's certificate for the NATS servers"
-    )
-    nats_key: Path | None = _setting(
-        kinds.OPTIONAL_PATH, None, "a PEM file with the key of nats_cert, if that file does not hold it"
     )
     nats_port: int | None = _setting(
         kinds.word_or("auto", None, kinds.PORT),
@@ -201,11 +181,6 @@ class Settings:
         None,
         "a directory or an object store that workers share: each puts its snapshots there, and fetches those"
         " of others",
-    )
-    remote_tier_max: int = _setting(
-        kinds.size(kinds.MIB),
-        100 * kinds.GIB,
-        "disk space for a directory as remote_tier; least recently used snapshots are removed",
     )
     metrics_tenants: int = _setting(
         kinds.count(0, 1000), 0, "tenants that the metrics name with figures of their own; 0 names none"
@@ -311,7 +286,6 @@ class Description:
     wants: str
     shape: str
     default: str
-    is_secret: bool = False  # it has no command-line option, and is never printed
 
     @property
     def flag(self) -> str:
@@ -333,7 +307,6 @@ def describe() -> tuple[Description, ...]:
             kind.wants,
             kind.shape,
             _default_text(field),
-            field.metadata.get("secret", False),
         )
         for field in dataclasses.fields(Settings)
         for kind in [field.metadata["kind"]]

@@ -1,6 +1,6 @@
 """Converts the settings for NATS users and TLS to nats-py's options.
 
-Files are read once, at the start. No error message contains the content of a file or of a secret setting.
+Files are read once, at the start. No error message contains the content of a file.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ import contextlib
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+from worker.process import nats_context
 from worker.process.datadir import TOKEN_NAME
 from worker.process.settings import SettingsError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from worker.process.nats_context import NatsContext
     from worker.process.settings import Settings
 
 #: The settings of this module, for commands that connect to NATS.
-CREDENTIAL_SETTINGS: Final = (
-    *("nats_creds", "nats_nkey", "nats_user", "nats_password", "nats_password_file"),
-    *("nats_token", "nats_token_file", "nats_ca", "nats_cert", "nats_key"),
-)
+CREDENTIAL_SETTINGS: Final = ("nats_context", "nats_creds", "nats_ca")
 _JWT: Final = re.compile(r"-----BEGIN NATS USER JWT-----\s+(\S+)\s")
 _SEED: Final = re.compile(r"-----BEGIN USER NKEY SEED-----\s+(\S+)\s")
 _SEED_SHAPE: Final = re.compile(r"SU[A-Z2-7]{56}")
@@ -29,20 +28,16 @@ _MAX_BYTES: Final = 2**20
 
 
 def nats_options(settings: Settings) -> dict[str, Any]:
-    """Read the credentials and TLS files. Raises `SettingsError`, also for contradictory settings."""
-    given = {name for name in CREDENTIAL_SETTINGS if getattr(settings, name) is not None}
-    ways = {
-        "nats_creds": {"nats_creds"},
-        "nats_nkey": {"nats_nkey"},
-        "nats_user": {"nats_user", "nats_password", "nats_password_file"},
-        "nats_token": {"nats_token", "nats_token_file"},
-    }
-    used = [way for way, names in ways.items() if names & given]
-    if used and any("@" in url for url in (settings.nats or "").split(",")):
-        raise SettingsError(f"nats and {used[0]} both hold credentials; keep one of them")
-    if len(used) > 1:
-        raise SettingsError(f"{' and '.join(used)} are both set; a NATS user has one of them")
-    return (_user(settings, used[0]) if used else {}) | _tls(settings)
+    """Read the context, the credentials and the TLS files. Raises `SettingsError`, also if they disagree."""
+    context = _context(settings)
+    ways = _of_context(context) if context else []
+    if settings.nats_creds is not None:
+        ways.append(("nats_creds", _of_file("nats_creds", settings.nats_creds)))
+    if ways and any("@" in url for url in (settings.nats or "").split(",")):
+        raise SettingsError(f"nats and {ways[0][0]} both hold credentials; keep one of them")
+    if len(ways) > 1:
+        raise SettingsError(f"{ways[0][0]} and {ways[1][0]} are both set; a NATS user has one of them")
+    return (ways[0][1] if ways else {}) | _tls(settings, context)
 
 
 def worker_options(settings: Settings) -> dict[str, Any]:
@@ -71,40 +66,58 @@ def own_token(data_dir: Path) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise SettingsError(
-            f"{path} cannot be read: {reason}; run as the worker's user, or set nats_token_file"
+            f"{path} cannot be read: {reason}; run as the worker's user, or name a folder with a copy"
+            " as --data-dir"
         ) from None
 
 
 def over_tls(settings: Settings, urls: str) -> str:
     """Change nats:// and ws:// URLs to tls:// and wss:// if the settings name a CA or a certificate."""
-    if settings.nats_ca is None and settings.nats_cert is None:
+    context = _context(settings)
+    if settings.nats_ca is None and not (context and context.files.keys() & {"ca", "cert"}):
         return urls
     return ",".join(re.sub("^ws://", "wss://", re.sub("^nats://", "tls://", url)) for url in urls.split(","))
 
 
-def _user(settings: Settings, way: str) -> dict[str, Any]:
-    if settings.nats_creds is not None:
-        return {"user_credentials": _credentials(settings.nats_creds)}
-    if settings.nats_nkey is not None:
-        seed = _read("nats_nkey", settings.nats_nkey).strip()
-        return {"nkeys_seed_str": _seed("nats_nkey", settings.nats_nkey, seed)}
-    if way == "nats_token":
-        return {"token": _secret(settings, "nats_token")}
-    if settings.nats_user is None:
-        raise SettingsError("nats_password has no user; set nats_user")
-    return {"user": settings.nats_user, "password": _secret(settings, "nats_password")}
+def _context(settings: Settings) -> NatsContext | None:
+    return None if settings.nats_context is None else nats_context.read(settings.nats_context)
 
 
-def _credentials(path: Path) -> Any:
+def _of_context(context: NatsContext) -> list[tuple[str, dict[str, Any]]]:
+    """Return, for each way in which a context logs in, its name and nats-py's options."""
+    ways: list[tuple[str, dict[str, Any]]] = []
+    login = {name: context.texts[name] for name in ("user", "password") if name in context.texts}
+    if len(login) == 1:
+        raise SettingsError(f"nats_context: {context.path} must have both user and password")
+    if login:
+        ways.append((f"user in {context.path}", login))
+    if "token" in context.texts:
+        ways.append((f"token in {context.path}", {"token": context.texts["token"]}))
+    ways += [
+        (f"{name} in {context.path}", _of_file("nats_context", path))
+        for name, path in context.files.items()
+        if name in {"creds", "nkey"}
+    ]
+    return ways
+
+
+def _of_file(name: str, path: Path) -> dict[str, Any]:
+    """Read a credentials file, or an nkey seed alone."""
+    text = _read(name, path)
+    if text.lstrip().startswith("-----BEGIN"):
+        return {"user_credentials": _credentials(name, path, text + "\n")}
+    return {"nkeys_seed_str": _seed(name, path, text.strip())}
+
+
+def _credentials(name: str, path: Path, text: str) -> Any:
     from nats.aio.client import RawCredentials
 
-    text = _read("nats_creds", path) + "\n"
     jwt, seed = _JWT.search(text), _SEED.search(text)
     if jwt is None or seed is None:
         raise SettingsError(
-            f"nats_creds: {path} is no NATS credentials file; it must hold a user's JWT and nkey seed"
+            f"{name}: {path} is no NATS credentials file; it must hold a user's JWT and nkey seed"
         )
-    key = _seed("nats_creds", path, seed[1])
+    key = _seed(name, path, seed[1])
     # nats-py finds the lines by their ends, and fails on other line ends than its own.
     return RawCredentials(
         f"-----BEGIN NATS USER JWT-----\n{jwt[1]}\n------END NATS USER JWT------\n\n"
@@ -124,44 +137,33 @@ def _seed(name: str, path: Path, seed: str) -> str:
     )
 
 
-def _secret(settings: Settings, name: str) -> str:
-    value: str | None = getattr(settings, name)
-    path: Path | None = getattr(settings, f"{name}_file")
-    if value is not None and path is not None:
-        raise SettingsError(f"{name} and {name}_file are both set; keep one of them")
-    if value is None and path is None:
-        raise SettingsError(f"nats_user has no password; set {name}_file, or TURNKEEP_{name.upper()}")
-    secret = value if path is None else _read(f"{name}_file", path).strip("\r\n")
-    if not secret:
-        raise SettingsError(f"{name}_file: {path} is empty; it must hold one line")
-    return secret
-
-
-def _tls(settings: Settings) -> dict[str, Any]:
+def _tls(settings: Settings, context: NatsContext | None) -> dict[str, Any]:
     import ssl  # here, as most commands need none
 
-    ca, cert, key = settings.nats_ca, settings.nats_cert, settings.nats_key
+    files = context.files if context else {}
+    ca, cert, key = settings.nats_ca or files.get("ca"), files.get("cert"), files.get("key")
+    ca_from = "nats_context" if settings.nats_ca is None else "nats_ca"
     if key is not None and cert is None:
-        raise SettingsError("nats_key has no certificate; set nats_cert")
+        raise SettingsError("the key of nats_context has no certificate; the context must have cert")
     if ca is None and cert is None:
         return {}
-    for name, path in (("nats_ca", ca), ("nats_cert", cert), ("nats_key", key)):
+    for name, path in ((ca_from, ca), ("nats_context", cert), ("nats_context", key)):
         if path is not None:
             _read(name, path)
     try:
-        context = ssl.create_default_context(cafile=ca)
+        tls = ssl.create_default_context(cafile=ca)
     except (ssl.SSLError, ValueError):
-        raise SettingsError(f"nats_ca: {ca} holds no certificate; it must be a PEM file") from None
+        raise SettingsError(f"{ca_from}: {ca} holds no certificate; it must be a PEM file") from None
     if cert is not None:
         try:
             # An encrypted key fails here; OpenSSL would ask the terminal.
-            context.load_cert_chain(cert, key, password="")
+            tls.load_cert_chain(cert, key, password="")
         except (ssl.SSLError, ValueError):
             raise SettingsError(
-                f"nats_cert: {cert} and {key or 'itself'} are no certificate and its key;"
+                f"nats_context: {cert} and {key or 'itself'} are no certificate and its key;"
                 " they must be PEM files, and the key not encrypted"
             ) from None
-    return {"tls": context}
+    return {"tls": tls}
 
 
 def _read(name: str, path: Path) -> str:

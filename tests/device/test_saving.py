@@ -1,4 +1,4 @@
-"""Snapshots that were dropped or not written are made again: a kill costs at most one block of prefill."""
+"""What the disk lacks of a session is saved once there is room: a kill costs at most one block of prefill."""
 
 from __future__ import annotations
 
@@ -27,15 +27,27 @@ KINDS = ["llama", "exaone4", "mamba2", "qwen3_next"]
 
 
 @pytest.fixture(autouse=True)
-def _slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make writing a snapshot slower than the device makes several."""
-    write = snapshot_format.write
+def disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A slow disk, which takes nothing while the event is not set."""
+    write, disk = snapshot_format.write, threading.Event()
+    disk.set()
 
     def slow(*args: Any) -> None:
+        disk.wait()
         time.sleep(0.02)
         write(*args)
 
     monkeypatch.setattr(snapshot_format, "write", slow)
+    return disk
+
+
+async def answered(process: Process, disk: threading.Event) -> list[int]:
+    """Answer `PROMPT` while the disk takes nothing; return the answer's tokens."""
+    disk.clear()
+    _, said, _ = await process.generate(PROMPT, 4)
+    assert process.store.stats().dropped.get("queue_full", 0) > 0, "the queue was not too small"
+    disk.set()
+    return said
 
 
 @asynccontextmanager
@@ -53,7 +65,7 @@ async def small_queue(model: Any, directory: Path, num_blocks: int, trials: Path
 
 
 async def quiet(process: Process) -> None:
-    """Wait until the write queue is empty and no dropped snapshot is being copied again."""
+    """Wait until the write queue is empty and nothing is being copied for it."""
     for _ in range(3):
         await asyncio.sleep(0.3)
         assert await process.store.barrier(5)
@@ -61,16 +73,15 @@ async def quiet(process: Process) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_idle(
-    kind: str, make_model: Callable[..., Any], tmp_path: Path, trials: Path
+    kind: str, make_model: Callable[..., Any], tmp_path: Path, trials: Path, disk: threading.Event
 ) -> None:
     model = make_model(kind)
     async with small_queue(model, tmp_path, 2, trials) as process:
-        mending = asyncio.create_task(process.engine.mend())
-        _, said, _ = await process.generate(PROMPT, 4)
-        assert process.store.stats().dropped.get("queue_full", 0) > 0, "the queue was not too small"
+        saving = asyncio.create_task(process.engine.save())
+        said = await answered(process, disk)
         await quiet(process)
-        mending.cancel()
-        assert process.engine._mending.unstored() == []
+        saving.cancel()
+        assert process.engine._saving.unstored() == []
     async with open_process(model, tmp_path / "kv", trials=trials) as process:
         found, again, _ = await process.generate([*PROMPT, *said, 5], 4)
         assert found.num_prefilled <= 2, "only the last token and the new one are prefilled"
@@ -78,13 +89,13 @@ async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_
 
 
 async def test_a_stopping_worker_stores_the_snapshots_that_a_full_queue_dropped(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path, disk: threading.Event
 ) -> None:
     model = make_model("llama")
     async with small_queue(model, tmp_path, 2, trials) as process:
-        _, said, _ = await process.generate(PROMPT, 4)
+        said = await answered(process, disk)
         process.engine.stop()
-        await process.engine.store_missing(5)
+        await process.engine.save_all(5)
     async with open_process(model, tmp_path / "kv", trials=trials) as process:
         found, _, _ = await process.generate([*PROMPT, *said, 5], 1)
         assert found.num_prefilled <= 2
@@ -92,10 +103,10 @@ async def test_a_stopping_worker_stores_the_snapshots_that_a_full_queue_dropped(
 
 @pytest.mark.parametrize("fault", ["hangs", "died"])
 async def test_a_worker_whose_device_hangs_or_died_stops_without_the_missing_snapshots(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path, fault: str
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path, fault: str, disk: threading.Event
 ) -> None:
     async with small_queue(make_model("llama"), tmp_path, 2, trials) as process:
-        await process.generate(PROMPT, 4)
+        await answered(process, disk)
         process.engine.stop()
         device = process.engine._device
         if fault == "hangs":
@@ -103,27 +114,27 @@ async def test_a_worker_whose_device_hangs_or_died_stops_without_the_missing_sna
         else:
             device._commands.put(lambda runner: 1 / 0)
             await asyncio.to_thread(device._thread.join, 5)
-        await asyncio.wait_for(process.engine.store_missing(0.2 if fault == "hangs" else 30), 5)
+        await asyncio.wait_for(process.engine.save_all(0.2 if fault == "hangs" else 30), 5)
 
 
-@pytest.mark.parametrize("num_passes", [0, 1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("num_passes", [0, 2, 8, 32])
 async def test_a_session_erased_while_its_dropped_snapshots_are_stored_again_leaves_no_snapshot(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path, num_passes: int
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path, num_passes: int, disk: threading.Event
 ) -> None:
     model = make_model("llama")
     async with small_queue(model, tmp_path, 2, trials) as process:
-        _, said, _ = await process.generate(PROMPT, 4)
-        mending = asyncio.create_task(process.engine.mend())
-        while process.engine.progress(key("s")) is None:  # noqa: ASYNC110
+        said = await answered(process, disk)
+        saving = asyncio.create_task(process.engine.save())
+        while process.engine._saving._copied is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        for _ in range(num_passes):  # erased at different points of its mending
+        for _ in range(num_passes):  # erased at different points of its copies
             await asyncio.sleep(0)
         erased = await process.engine.erase(key("s"), as_tokens([*PROMPT, *said]), 0)
         assert erased.settled
         await quiet(process)
         assert process.store.stats().stored == 0
         assert process.engine.live_bytes(key("s"), as_tokens([*PROMPT, *said])) == 0
-        mending.cancel()
+        saving.cancel()
 
 
 async def test_a_session_can_run_turns_while_its_dropped_snapshots_are_stored_again(
@@ -131,27 +142,27 @@ async def test_a_session_can_run_turns_while_its_dropped_snapshots_are_stored_ag
 ) -> None:
     model, context = make_model("llama"), list(PROMPT)
     async with small_queue(model, tmp_path, 2, trials) as process:
-        mending = asyncio.create_task(process.engine.mend())
+        saving = asyncio.create_task(process.engine.save())
         for _ in range(6):
             turn, said, _ = await process.generate(context, 3)
             assert turn.num_prefilled <= len(PROMPT)
             context += [*said, 7]
             await asyncio.sleep(0.01)
         await quiet(process)
-        mending.cancel()
+        saving.cancel()
     async with open_process(model, tmp_path / "kv", trials=trials) as process:
         found, _, _ = await process.generate(context, 1)
         assert found.num_prefilled <= 2
 
 
 @asynccontextmanager
-async def mended(process: Process) -> AsyncIterator[None]:
-    """Make missing snapshots beside the block and after it, until the process is quiet."""
-    mending = asyncio.create_task(process.engine.mend())
+async def saved(process: Process) -> AsyncIterator[None]:
+    """Save what the disk lacks beside the block and after it, until the process is quiet."""
+    saving = asyncio.create_task(process.engine.save())
     yield
     await quiet(process)
-    assert not mending.done()
-    mending.cancel()
+    assert not saving.done()
+    saving.cancel()
 
 
 @pytest.mark.parametrize("fault", ["disk", "memory"])
@@ -172,16 +183,16 @@ async def test_snapshots_that_a_fault_removed_from_the_queue_are_stored_later(
         slow(*args)
 
     monkeypatch.setattr(snapshot_format, "write", write)
-    async with open_process(model, tmp_path / "kv", trials=trials) as process, mended(process):
+    async with open_process(model, tmp_path / "kv", trials=trials) as process, saved(process):
         await process.append(PROMPT)
         if fault == "memory":
             process.engine._handle_event(Starved())
         else:
-            while not process.store.is_paused:  # noqa: ASYNC110
+            while not process.store._writer.paused:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             late = [*reversed(PROMPT)]
             await process.append(late, "late")
-            assert process.store.is_paused
+            assert process.store._writer.paused
             fails = False
         assert await process.store.barrier(5)
         assert sum(process.store.stats().dropped.values()) > 2, "there was no fault"
@@ -194,7 +205,10 @@ async def test_snapshots_that_a_fault_removed_from_the_queue_are_stored_later(
 
 
 async def test_missing_snapshots_are_stored_although_other_sessions_keep_the_disk_busy(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path, monkeypatch: pytest.MonkeyPatch
+    make_model: Callable[..., Any],
+    tmp_path: Path,
+    trials: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with small_queue(make_model("llama"), tmp_path, 4, trials) as process:
         store, chain = process.store, process.store.chain(key("s").tenant)
@@ -202,7 +216,7 @@ async def test_missing_snapshots_are_stored_although_other_sessions_keep_the_dis
         monkeypatch.setattr(snapshot_format, "write", lambda *args: may_write.acquire() and write(*args))
         _, said, _ = await process.generate(PROMPT, 4)
         context = as_tokens([*PROMPT, *said[:-1]])
-        mending = asyncio.create_task(process.engine.mend())
+        saving = asyncio.create_task(process.engine.save())
         for number in range(90):
             if store.num_stored(chain, context) == len(context):
                 break
@@ -212,27 +226,12 @@ async def test_missing_snapshots_are_stored_although_other_sessions_keep_the_dis
                 num_written += 1
                 while store.stats().durable < num_written:  # noqa: ASYNC110
                     await asyncio.sleep(0)
-        mending.cancel()
+        saving.cancel()
         may_write.release(1000)
         assert store.num_stored(chain, context) == len(context), "it waits until the disk is idle"
 
 
-async def test_a_request_that_is_cancelled_before_it_runs_leaves_missing_snapshots_to_be_made(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path
-) -> None:
-    model = make_model("llama")
-    async with small_queue(model, tmp_path, 2, trials) as process:
-        _, said, _ = await process.generate(PROMPT, 4)
-        asked = Asked(key("s"), as_tokens([*PROMPT, *said, 5]))
-        assert await process.engine.run(asked, lambda: True) is None
-        async with mended(process):
-            pass
-    async with open_process(model, tmp_path / "kv", trials=trials) as process:
-        found, _, _ = await process.generate([*PROMPT, *said, 5], 1)
-        assert found.num_prefilled <= 2
-
-
-async def test_a_session_whose_early_token_ids_are_no_longer_in_memory_does_not_end_mending(
+async def test_a_session_whose_early_token_ids_are_no_longer_in_memory_does_not_end_saving(
     make_model: Callable[..., Any], tmp_path: Path, trials: Path
 ) -> None:
     policy, long = Policy(4, 128 * BLOCK), as_tokens(1 + i % 90 for i in range(3 * 4096))
@@ -241,7 +240,7 @@ async def test_a_session_whose_early_token_ids_are_no_longer_in_memory_does_not_
         shortened = long.shortened(2 * 4096) + as_tokens([1, 2, 3])
         await process.engine.run(Asked(key("s"), shortened, policy=policy), lambda: False)
         await process.store.clear()  # as if it were evicted
-        process.engine._mending.note(key("s"))
-        async with mended(process):
+        process.engine._saving._note(key("s"))
+        async with saved(process):
             pass
-        assert process.engine._mending.unstored() == [len(shortened) - 1]
+        assert process.engine._saving.unstored() == [len(shortened) - 1]
