@@ -77,7 +77,7 @@ async def print_info(client: Client, name: str | None, *, as_json: bool = False)
         _print_metrics(metrics)
         return
     async with named(client, name) as asked:
-        session = await asked.info(snapshot=True)
+        session = await asked.info(snapshot=as_json)
     if as_json:
         click.echo(encode(session))
         return

@@ -67,7 +67,7 @@ class Catalog:
         self._path = folder.catalog
         self._access = folder.access
         #: Whether changes outlive the process.
-        self.is_lasting = True
+        self._is_lasting = True
         self._db = self._open()
 
     def _open(self) -> sqlite3.Connection:
@@ -103,7 +103,7 @@ class Catalog:
         an erasure can put the database in place of the file (`_put_back`).
         """
         _log.error("index_not_written", path=str(self._path), error=str(error))
-        self.is_lasting = False
+        self._is_lasting = False
         db = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
         uri = self._path.absolute().as_uri()
         with suppress(sqlite3.Error), closing(sqlite3.connect(f"{uri}?immutable=1", uri=True)) as source:
@@ -118,7 +118,7 @@ class Catalog:
 
         The old file may have rows of what was erased. A reader that still holds it keeps only its own view.
         """
-        if self.is_lasting:
+        if self._is_lasting:
             return True
         fresh = self._path.with_name(f"{self._path.name}-new")
         try:
@@ -135,7 +135,7 @@ class Catalog:
             _log.warning("index_still_not_written", path=str(self._path), error=str(error))
             return False
         self._db.close()
-        self._db, self.is_lasting = db, True
+        self._db, self._is_lasting = db, True
         return True
 
     def _connect(self) -> sqlite3.Connection:

@@ -90,15 +90,12 @@ class Index:
         """Return the node with this digest, queued or stored."""
         return self._nodes.get(digest)
 
-    def follow(self, digests: Sequence[bytes], *, usable: bool) -> list[Node]:
-        """Return a chain's nodes, by their digests, up to the first missing one.
-
-        With `usable`, the result ends with the last node with which a match may end.
-        """
+    def follow(self, digests: Sequence[bytes]) -> list[Node]:
+        """Return a chain's nodes, by their digests, up to the last one with which a match may end."""
         num = self.num_known(digests)
         nodes = list(self._nodes[digests[num - 1]].chain()) if num else []
         nodes.reverse()
-        while usable and nodes and not nodes[-1].usable:
+        while nodes and not nodes[-1].usable:
             nodes.pop()
         return nodes
 

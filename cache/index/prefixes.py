@@ -39,7 +39,7 @@ class Prefixes:
 
     def longest(self, chain: Chain, tokens: Tokens) -> tuple[int, list[Node]]:
         """Return the longest stored prefix of `tokens`: its length in tokens, and its nodes in order."""
-        nodes = self._index.follow(chain.names(tokens)[1:], usable=True)
+        nodes = self._index.follow(chain.names(tokens)[1:])
         while True:
             num_tokens, found = self._end(chain, tokens, nodes)
             missing = self._missing(found, num_tokens)

@@ -16,7 +16,6 @@ from .subjects import ID_PATTERN, ID_RULE
 RECOMMENDED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 Id = Annotated[str, Meta(pattern=ID_PATTERN, description=ID_RULE)]
 Position = Annotated[int, Meta(ge=0, le=2**53, description="tokens from the session's start")]
-Length = Annotated[int, Meta(ge=1, le=2**53, description="tokens from the session's start")]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Meta(description="raw text, tokenised without the chat template")]
 _SPELLED: Final = (

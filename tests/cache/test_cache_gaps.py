@@ -50,7 +50,7 @@ def is_there(store, node) -> bool:
 
 def longest(store, chain, tokens) -> int:
     """Return the longest prefix of whole blocks that can be restored, by testing all prefixes."""
-    nodes = store._index.follow(chain.names(as_tokens(tokens))[1:], usable=False)
+    nodes = [node for name in chain.names(as_tokens(tokens))[1:] if (node := store._index.get(name))]
     there = [is_there(store, node) and not (node.is_partial or node.doomed) for node in nodes]
     for end in range(len(nodes) * BLOCK, 0, -BLOCK):
         needed = {at // BLOCK for span in seen(POLICY, end) for at in range(span.start, span.end)}
