@@ -34,10 +34,10 @@ from turnkeep_client.subjects import DEFAULT_TENANT
 from worker.process.datadir import (
     TOKEN_NAME,
     holder_pid,
+    is_same,
     is_unloaded,
     noted_nats,
     owner,
-    real_path,
     starting_pid,
 )
 from worker.process.installed import program
@@ -130,7 +130,7 @@ def _refused(here: Settings) -> NotPermittedError | None:
         root = served_by(port) if port is not None else None
         if root is None:
             return None
-        more = "" if root == real_path(here.data_dir) else f", and give --data-dir {shlex.quote(str(root))}"
+        more = "" if is_same(root, here.data_dir) else f", and give --data-dir {shlex.quote(str(root))}"
         return NotPermittedError(
             f"the NATS server at {shown(here.nats)} wants its token; it is that of this machine's own"
             f" worker: leave out --nats or NATS_URL{more}"
@@ -138,7 +138,7 @@ def _refused(here: Settings) -> NotPermittedError | None:
     path, root = here.data_dir / TOKEN_NAME, served_by(here.own_port)
     why = f"refuses the token in {path}" if path.exists() else f"wants a token, and there is no {path}"
     helps = "name its worker's data directory by --data-dir"
-    if root is not None and root != real_path(here.data_dir):
+    if root is not None and not is_same(root, here.data_dir):
         helps = f"its worker has --data-dir {shlex.quote(str(root))}"
     return NotPermittedError(f"the NATS server at {url_of(here)} {why}; {helps}")
 
@@ -166,7 +166,7 @@ def _just_begun(data_dir: Path) -> int | None:
         with contextlib.suppress(psutil.Error):
             given = next((after for one, after in pairwise(words) if one == "--data-dir"), None)
             given = given or process.environ().get("TURNKEEP_DATA_DIR") or default_data_dir()
-            if real_path(Path(given)) == real_path(data_dir):
+            if is_same(Path(given), data_dir):
                 return process.pid
     return None
 
