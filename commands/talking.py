@@ -155,7 +155,7 @@ def _just_begun(data_dir: Path) -> int | None:
         with contextlib.suppress(psutil.Error):
             given = next((after for one, after in pairwise(words) if one == "--data-dir"), None)
             given = given or process.environ().get("TURNKEEP_DATA_DIR") or default_data_dir()
-            if real_path(Path(given)) == real_path(data_dir):
+            if is_same(Path(given), data_dir):
                 return process.pid
     return None
 

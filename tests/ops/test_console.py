@@ -25,6 +25,7 @@ from msgspec.structs import replace
 import ops.console
 from commands.console import token_of
 from ops.console import app as console_app
+from ops.console import serving as console_serving
 from ops.console import streams
 from ops.console.app import Console, Place, Served
 from ops.console.door import PAGE
@@ -1057,6 +1058,20 @@ async def test_the_option_open_opens_the_console_in_a_foreground_browser_without
     assert not page.exists()
     process.stderr.close()
     end.touch()
+
+
+async def test_on_macos_the_console_is_opened_by_the_command_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = tmp_path / "opened"
+    (tmp_path / "open").write_text(f'#!/bin/sh\n/bin/cat "$1" > "{opened}"\n')
+    (tmp_path / "open").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with console_serving._opened("http://127.0.0.1/?token=t"):
+        async with asyncio.timeout(10):
+            while not opened.exists() or "token=t" not in opened.read_text():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def test_the_command_console_ends_silently_on_sigterm_while_it_streams_an_answer(

@@ -66,6 +66,14 @@ def real_path(path: Path) -> Path:
     return path
 
 
+def is_same(one: Path, other: Path) -> bool:
+    """Say whether two paths name one file or directory, also by links or, on macOS, in another case."""
+    try:
+        return one.samefile(other)
+    except OSError:  # one of them does not exist
+        return real_path(one) == real_path(other)
+
+
 class DataDirError(TurnkeepError):
     """The data directory cannot be used. The message is one line with the reason and the remedy."""
 
