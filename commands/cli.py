@@ -94,10 +94,7 @@ _COMMANDS: Final = {
     "service": ("service", "A worker that this machine starts by itself: install, status, logs, uninstall."),
     "sessions": ("sessions", "List the sessions in the log, most recently active first."),
     "show": ("sessions", "Print a session's conversation from the log, with the cost of each request."),
-    "top": (
-        "top",
-        "Watch all workers of a prefix on the terminal, and sessions of a tenant one by one; q ends it.",
-    ),
+    "top": ("top", "Watch all workers and gateways of a prefix on the terminal, until Ctrl-C."),
     "tree": (
         "fork",
         "Show which sessions were forked from which; with SESSION, only the tree that it is in.",
