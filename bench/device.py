@@ -87,8 +87,7 @@ PREFILL = Measure("prefill", "tokens/s", levels=PIECE)
 SCRATCH = Measure("scratch memory", "share", levels=PIECE)
 KEPT = Measure("layers kept", "", levels=PIECE)
 DECODING = Measure("decoding", "tokens/s", levels=ROW)
-SHOWN = (PREFILL, SCRATCH, KEPT, DECODING)
-MEASURES: Final = {one.name: one for one in SHOWN}
+MEASURES: Final = {one.name: one for one in (PREFILL, SCRATCH, KEPT, DECODING)}
 PLOTS = (
     Plot("by x", "Prefill", (PREFILL,), "Of one prompt; mlx-lm has pieces of up to 2,048."),
     Plot("by x", "Decoding", (DECODING,), "Of all rows together."),
@@ -209,7 +208,7 @@ BENCH = Bench(
     name="device",
     plan=Plan,
     cases=(WORKER, TOGETHER, APART, MLX),
-    measures=SHOWN,
+    measures=tuple(MEASURES.values()),
     against=(Against(PREFILL, MLX), Against(DECODING, MLX)),
     plots=PLOTS,
     checks=checks,

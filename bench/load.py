@@ -73,7 +73,6 @@ FIRST = Measure("first chunk", "s", of=_user(lambda turn: turn.first_s))
 WHOLE = Measure("whole turn", "s", of=_user(lambda turn: turn.total_s))
 PACE = Measure("time per token", "s", of=_user(lambda turn: turn.per_token_s))
 GAP = Measure("gap between chunks", "s", of=_user(_gaps))
-QUEUED = Measure("queued", "s", of=_user(lambda turn: turn.queued_s))
 FAIR = Measure("slowest, of the median", "share")
 KV = Measure("KV on the device, of its limit", "share", levels="")
 
@@ -232,7 +231,7 @@ BENCH = Bench(
     name="load",
     plan=Plan,
     levels="sessions at a time",
-    measures=(GENERATED, FIRST, WHOLE, PACE, GAP, QUEUED, FAIR, KV),
+    measures=(GENERATED, FIRST, WHOLE, PACE, GAP, FAIR, KV),
     plots=PLOTS,
     checks=checks,
     measure=measure,

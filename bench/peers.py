@@ -74,13 +74,12 @@ def _of(part: str, read: Callable[[Turn], float | None] | None = None) -> Callab
 
 FIRST = Measure("first token in a chat", "s", of=_of(CHAT))
 PER_TOKEN = Measure("time per token in a chat", "s", of=_of(CHAT, lambda turn: turn.per_token_s))
-WHOLE = Measure("whole turn in a chat", "s", of=_of(CHAT, lambda turn: turn.total_s))
 RATE = Measure("tokens of all streams", "tokens/s", levels="at once")
 AFTER = {
     part: Measure(f"first token{after}", "s", of=_of(part), levels="tokens held")
     for part, after in ((WARM, ", warm"), (STOP, " after a restart"), (KILL, " after kill -9"))
 }
-TIMES = (FIRST, PER_TOKEN, WHOLE, RATE, *AFTER.values())
+TIMES = (FIRST, PER_TOKEN, RATE, *AFTER.values())
 EVEN = "Every turn adds about as many tokens: a side that starts from what it holds runs level."
 READY = "From sending the turn, once the process has answered another, short chat."
 PLOTS = (

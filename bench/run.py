@@ -270,7 +270,6 @@ def _answered(arrivals: Sequence[tuple[float, Chunk]], result: Generated, times:
         tokens=result.tokens,
         joined=(text, tokens) == (result.text, result.tokens),
         kv_live_bytes=result.kv_live_bytes,
-        queued_s=result.seconds.queued,
         rewritten_from=result.rewritten_from,
     )
 

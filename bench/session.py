@@ -75,7 +75,6 @@ FIRST = Measure("first chunk", "s", of=lambda turn: turn.first_s)
 PACE = Measure("each token after it", "s", of=lambda turn: turn.per_token_s)
 PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens)
 CONTEXT = Measure("whole context", "tokens", of=lambda turn: turn.prompt_tokens)
-PROCESS = Measure("process", "bytes", of=lambda turn: turn.fact("process_bytes"))
 BESIDE = Measure("process without KV", "bytes", of=lambda turn: turn.fact("beside_bytes"))
 KV = Measure("KV of the session", "bytes", of=lambda turn: turn.kv_live_bytes)
 STORED = Measure("on SSD", "bytes", of=lambda turn: turn.fact("stored_bytes"))
@@ -85,7 +84,7 @@ PLOTS = (
     Plot("over time", "Time of each turn", (WHOLE, FIRST), "Level, where turns cost the same at any length."),
     Plot("cdf", "First chunk, and each token after it", (FIRST, PACE), "Each step is a turn.", log=True),
     Plot("over time", "Tokens prefilled", (CONTEXT, PREFILLED), "A turn prefills its own only.", log=True),
-    Plot("over time", "Memory", (PROCESS, KV), "Of the worker's whole process; of the session's KV."),
+    Plot("over time", "Memory", (BESIDE, KV), "Of the worker's process without KV; of the session's KV."),
     Plot("over time", "Snapshots", (WRITTEN,), "The KV of prompts is among what is written."),
     Plot("over time", "All snapshots on SSD", (STORED,), "Level, once --max-disk is reached."),
 )
@@ -230,7 +229,6 @@ async def _ask(run: Run[Plan], session: Session, text: str, held: int | None) ->
     with contextlib.suppress(TurnkeepError):
         metrics = (await session.info()).worker
         run.metrics = run.metrics or metrics
-        facts["process_bytes"] = metrics.process_bytes
         facts["beside_bytes"] = metrics.process_bytes - metrics.resident_kv_bytes
         facts["written_bytes"] = metrics.snapshots.written_bytes
         facts["stored_bytes"] = metrics.snapshots.stored_bytes
@@ -241,7 +239,7 @@ async def _ask(run: Run[Plan], session: Session, text: str, held: int | None) ->
 BENCH = Bench(
     name="session",
     plan=Plan,
-    measures=(WHOLE, FIRST, PACE, PREFILLED, CONTEXT, WRITTEN, STORED, PROCESS, BESIDE, KV),
+    measures=(WHOLE, FIRST, PACE, PREFILLED, CONTEXT, WRITTEN, STORED, BESIDE, KV),
     plots=PLOTS,
     checks=checks,
     measure=measure,

@@ -36,7 +36,6 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens: tuple[int, ...] = ()
     joined: bool | None = None
     kv_live_bytes: int = 0
-    queued_s: float = 0.0
     rewritten_from: int | None = None
     facts: dict[str, float | str | None] = {}
 

@@ -33,8 +33,8 @@ from turnkeep_client.subjects import DEFAULT_TENANT
 from worker.process.datadir import (
     TOKEN_NAME,
     holder_pid,
+    is_same,
     noted_nats,
-    real_path,
     starting_pid,
 )
 from worker.process.installed import program
