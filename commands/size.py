@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .flags import Given
 
 _SETTINGS: Final = (
-    *("data_dir", "model", "draft_model", "dtype", "kv_bits", "cache_policy", "device_memory", "max_memory"),
+    *("data_dir", "model", "draft_model", "dtype", "kv_bits", "cache_policy", "device_memory"),
     *("snapshots", "max_disk", "max_batch", "max_context"),
 )
 #: A supervisor gives each model enough memory for one session of this length.
@@ -96,8 +96,8 @@ def size(given: Given, drive: int | None, as_json: bool, **asked: Any) -> None:
     except ValueError as error:
         raise SettingsError(f"--cache-policy: {error}") from None
     max_disk = 0 if settings.snapshots == "off" else settings.max_disk
-    max_batch, max_memory = settings.max_batch, settings.max_memory
-    found = plan(sized, load, max_batch=max_batch, max_memory=max_memory, max_disk=max_disk, **sizes)
+    max_batch = settings.max_batch
+    found = plan(sized, load, max_batch=max_batch, max_memory=None, max_disk=max_disk, **sizes)
     per_day = found.written_bytes_per_day
     drive_writes = None if drive is None or per_day is None else per_day / drive
     if as_json:
@@ -124,7 +124,6 @@ def weigh(settings: Settings) -> Needs:
         raise SettingsError(f"cache_policy: {error}") from None
     least = sized.estimator.kv.held(block, ahead=block)
     usual = max(least, sized.kv.held(min(max_context, _USUAL_TOKENS), ahead=block))
-    usual = min(usual, settings.max_memory or usual)
     return Needs(
         folder=str(loaded.folder.absolute()),
         model=loaded.name,
