@@ -251,7 +251,7 @@ async def measure(run: Run[Plan]) -> None:
         beside_bytes = metrics.process_bytes - metrics.resident_kv_bytes
         sizes.append((len(run.turns), beside_bytes))  # not `metrics.sessions`: workers unload idle sessions
         run.sample(PROCESS, "", at_s, 0, beside_bytes)
-        run.sample(KV, "", at_s, 0, metrics.resident_kv_bytes / max(metrics.max_memory_bytes, 1))
+        run.sample(KV, "", at_s, 0, metrics.resident_kv_bytes / max(metrics.kv_limit_bytes, 1))
 
     async with run.target() as client, run.watching(client, note):
         for at_once in plan.closed:

@@ -135,7 +135,7 @@ async def measure(run: Run[Plan]) -> None:
     plan, order = run.plan, random.Random(run.plan.seed)  # noqa: S311  # an order, not a secret
     async with run.worker() as (worker, client):
         memory, context = await _room_for_one(client, plan)
-        run.facts["max_memory"] = memory
+        run.facts["kv_bytes"] = memory
         texts = Texts(worker.model_folder, run.corpus.texts())
         limits = (*run.limited(await client.worker_metrics(), memory), "--max-context", f"{context}")
         lives = _Lives(run, worker, limits, context)

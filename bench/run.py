@@ -147,7 +147,7 @@ class Run(Generic[P]):
     @staticmethod
     def limited(metrics: Metrics, kv_bytes: int) -> tuple[str, str]:
         """Return the option that gives a worker like that of `metrics` about `kv_bytes` of memory for KV."""
-        beside_kv = metrics.device_memory_bytes - metrics.max_memory_bytes
+        beside_kv = metrics.device_memory_bytes - metrics.kv_limit_bytes
         return ("--device-memory", f"{beside_kv + kv_bytes}")
 
     @asynccontextmanager

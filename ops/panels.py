@@ -127,9 +127,7 @@ PANELS: Final = (
         },
     ),
     Panel("Batch size", "none", {"mean": _mean("batch_size")}),
-    Panel(
-        "KV on the device", "bytes", {"in use": _of("resident_kv_bytes"), "limit": _of("max_memory_bytes")}
-    ),
+    Panel("KV on the device", "bytes", {"in use": _of("resident_kv_bytes"), "limit": _of("kv_limit_bytes")}),
     Panel(
         "Device memory",
         "bytes",

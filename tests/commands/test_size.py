@@ -72,7 +72,7 @@ async def test_size_predicts_the_memory_and_disk_that_a_session_takes_in_a_worke
     token = 2 * TINY_KV_BYTES  # heads of twice as many dimensions
     # The last token of an answer has no KV yet; a token of a paged session has a sketch besides.
     assert 0 <= said["session_kv_bytes"] - metrics.resident_kv_bytes < 2 * token
-    assert said["kv_limit_bytes"] == metrics.max_memory_bytes
+    assert said["kv_limit_bytes"] == metrics.kv_limit_bytes
     assert said["sessions_on_device"] == 10
     snapshots = metrics.snapshots
     assert said["session_disk_bytes"] == pytest.approx(snapshots.stored_bytes, rel=0.01)

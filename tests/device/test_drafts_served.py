@@ -182,7 +182,7 @@ async def test_a_workers_memory_and_its_estimate_include_the_draft_models_weight
         folder = tmp_path / f"drafts-{draft is not None}"
         worker = await local_worker(model=str(large), draft_model=draft, device_memory=2**28, data_dir=folder)
         await worker.client.session("s").append(text="x")
-        room.append((await worker.client.session("s").info()).worker.max_memory_bytes)
+        room.append((await worker.client.session("s").info()).worker.kv_limit_bytes)
         await worker.stop()
     loaded, draft_model = (model.load(one, dtype="float32", lazy=True) for one in pair)
     sizes: dict[str, Any] = {"block": 32, "max_context": 512, "limit_bytes": 2**28}

@@ -180,7 +180,7 @@ def test_the_screen_fits_larger_and_smaller_terminals(columns: int, lines: int) 
 
 def test_at_50_columns_the_screen_omits_columns_and_shortens_no_text() -> None:
     fleet = Fleet(300)
-    fleet.hear(structs.replace(metrics("studio-1"), resident_kv_bytes=900 * 2**20, max_memory_bytes=2**30))
+    fleet.hear(structs.replace(metrics("studio-1"), resident_kv_bytes=900 * 2**20, kv_limit_bytes=2**30))
     fleet.hear(metrics("studio-2"))
     drawn = screen(State(), fleet, columns=50, lines=30)
     assert len(drawn) == 30
