@@ -214,7 +214,7 @@ async def _note_memory(run: Run[Plan], session: Session) -> None:
     with contextlib.suppress(TurnkeepError):  # the following turn reports it
         metrics = (await session.info()).worker
         run.metrics = run.metrics or metrics
-        run.sample(KV, "", run.elapsed_s, 0, metrics.resident_kv_bytes / max(metrics.max_memory_bytes, 1))
+        run.sample(KV, "", run.elapsed_s, 0, metrics.resident_kv_bytes / max(metrics.kv_limit_bytes, 1))
 
 
 async def _each(talks: Iterable[_Talk], act: Callable[[_Talk], Awaitable[None]], at_once: int) -> None:

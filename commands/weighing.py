@@ -35,7 +35,6 @@ def weigh(settings: Settings) -> Needs:
         raise SettingsError(f"cache_policy: {error}") from None
     least = sized.estimator.kv.held(block, ahead=block)
     usual = max(least, sized.kv.held(min(max_context, _USUAL_TOKENS), ahead=block))
-    usual = min(usual, settings.max_memory or usual)
     return Needs(
         folder=str(loaded.folder.absolute()),
         model=loaded.name,

@@ -83,7 +83,7 @@ GAUGES: Final[tuple[tuple[str, ...], ...]] = (
     ("log_bytes", "log_bytes", "Size of the log's stream."),
     ("log_max_bytes", "log_max_bytes", "Size at which the log refuses requests."),
     ("resident_kv_bytes", "resident_kv_bytes", "KV on the device."),
-    ("max_memory_bytes", "max_memory_bytes", "Limit of KV on the device."),
+    ("kv_limit_bytes", "kv_limit_bytes", "Limit of KV on the device."),
     ("context_tokens", "context_tokens", "Most tokens of a session with all of its KV."),
     ("device_memory_bytes", "device_memory_bytes", "Limit of all memory on the device."),
     ("mlx_active_bytes", "mlx_active_bytes", "Memory that MLX has in use."),

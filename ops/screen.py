@@ -142,7 +142,7 @@ def _room(now: Metrics, own: Figures) -> list[tuple[str, str]]:
         (
             "memory",
             (
-                f"{bar(own.kv_share)} KV {amount(now.resident_kv_bytes)} of {amount(now.max_memory_bytes)};"
+                f"{bar(own.kv_share)} KV {amount(now.resident_kv_bytes)} of {amount(now.kv_limit_bytes)};"
                 f" MLX {amount(now.mlx_active_bytes)}, process {amount(now.process_bytes)}"
             ),
         ),

@@ -195,11 +195,7 @@ class ModelStart:
                 f"the weights take {size(estimator.weight_bytes)}, which leaves no room for KV in"
                 f" {size(estimator.limit_bytes)}: raise device_memory, or take a smaller model"
             )
-        if settings.max_memory is not None and settings.max_memory > room:
-            log.warning(
-                "max_memory is more than the device has room for", wanted=settings.max_memory, room=room
-            )
-        return min(settings.max_memory or room, room)
+        return min(self._constants.kv_bytes or room, room)
 
     def _check_policy(self) -> None:
         """Raise `WorkerError` if the worker cannot serve sessions under its default cache policy."""

@@ -143,7 +143,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     makes: tuple[Made, ...] = ("answers",)
     weight_bytes: int = 0
     model_changed_s: float = 0.0
-    max_memory_bytes: int
+    kv_limit_bytes: int
     device_memory_bytes: int = 0
     mlx_active_bytes: int
     mlx_peak_bytes: int

@@ -165,7 +165,7 @@ def test_the_screen_has_a_line_for_each_worker_and_fits_the_terminals_width(
 
 def test_a_narrow_terminal_omits_columns_that_are_seldom_needed_and_shortens_no_figure() -> None:
     fleet = Fleet(300)
-    fleet.hear(structs.replace(metrics("studio-1"), resident_kv_bytes=900 * 2**20, max_memory_bytes=2**30))
+    fleet.hear(structs.replace(metrics("studio-1"), resident_kv_bytes=900 * 2**20, kv_limit_bytes=2**30))
     heads = ["worker", "model", "up", "sess", "run", "wait", "tok/s", "first", "found", "KV", "disk", "drop"]
     assert screen(fleet, 120)[1].split() == heads
     assert screen(fleet)[1].split() == [head for head in heads if head not in {"sess", "disk", "drop"}]

@@ -182,7 +182,7 @@ async def test_a_sliding_window_layer_needs_memory_only_for_its_window_and_256_t
     The other has a window of 24 tokens, and keeps the KV of the 256 tokens before the window too.
     """
     model = str(make_folder("gemma3_text"))
-    worker = await local_worker(model=model, max_memory=120 * 2**10, block_tokens=16)
+    worker = await local_worker(model=model, kv_bytes=120 * 2**10, block_tokens=16)
     session = worker.client.session("s")
     appended = await session.append(text="x" * 600)
     assert appended.kv_live_bytes == (599 + 24) * 128

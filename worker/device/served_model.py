@@ -140,8 +140,6 @@ class ServedModel:
         drafters: tuple[Drafter, ...] = (Lookup(),)
         self._draft = draft  # keeps the draft model's folder in use
         self._reserved_bytes = 0
-        if draft is not None and max_draft == 0:
-            raise ModelError("there is a draft_model, and max_draft is 0: leave one of them out")
         if draft is not None:
             drafters = (*drafters, drafting.draft_model(loaded, draft, _trials(draft, trials)))
             self._reserved_bytes = drafting.reserved_bytes(draft)

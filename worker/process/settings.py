@@ -138,20 +138,16 @@ class Settings:
         FULL,
         "the tokens that keep their KV in a session whose open does not say it; full is all",
     )
-    device_memory: int | None = _setting(
-        kinds.word_or("auto", None, kinds.size(kinds.MIB)),
-        None,
-        "memory for weights, KV and the temporaries of a step; auto depends on the machine",
-    )
-    max_memory: int | None = _setting(
-        kinds.word_or("auto", None, kinds.size(kinds.MIB)),
-        None,
-        "memory for KV, part of device_memory; auto is what weights and temporaries leave",
-    )
     memory: int | None = _setting(
         kinds.word_or("auto", None, kinds.size(kinds.MIB)),
         None,
-        "memory for all loaded models of turnkeep.toml's [models] together; auto depends on the machine",
+        "memory of this machine that all loaded models may use together; auto depends on the machine",
+    )
+    device_memory: int | None = _setting(
+        kinds.word_or("auto", None, kinds.size(kinds.MIB)),
+        None,
+        "memory that one model may use, for its weights, KV and the temporaries of a step; auto depends on"
+        " the machine",
     )
     unload_after_s: float | None = _setting(
         kinds.word_or("off", None, kinds.duration(1, 30 * 86400)),

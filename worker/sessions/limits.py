@@ -124,5 +124,5 @@ class Limits:
             raise RefusedError(
                 "memory_exceeded",
                 f"{num_prompt} tokens and room for {room} more take {needed} bytes of KV, the limit is "
-                f"{self._engine.max_bytes}: {smaller}, or raise max_memory",
+                f"{self._engine.max_bytes}: {smaller}, or raise device_memory",
             )

@@ -589,7 +589,7 @@ export interface Metrics {
   makes?: readonly ("answers" | "embeddings" | "scores")[];
   weight_bytes?: number;
   model_changed_s?: number;
-  max_memory_bytes: number;
+  kv_limit_bytes: number;
   device_memory_bytes?: number;
   mlx_active_bytes: number;
   mlx_peak_bytes: number;
