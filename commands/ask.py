@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import sys
@@ -215,7 +214,7 @@ async def _answers(
         if is_new:
             await session.open()
         samples = session.samples(count, messages=messages, **options)
-        results = await while_reachable(session, asyncio.ensure_future(samples))
+        results = await while_reachable(session, samples)
     finally:
         if is_new:
             with contextlib.suppress(TurnkeepError):  # a later worker closes it

@@ -14,6 +14,8 @@ from .screen import Screen, complain, unechoed
 from .talking import why_no_worker
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from turnkeep_client.generation import Generation
     from turnkeep_client.session import Session
 
@@ -30,9 +32,9 @@ _LOST_S: Final = 60.0
 _T = TypeVar("_T")
 
 
-async def while_reachable(session: Session, waiting: asyncio.Task[_T]) -> _T:
-    """Wait for a task; cancel it and raise `NoServerError` if NATS cannot be reached for `_LOST_S`."""
-    loop = asyncio.get_running_loop()
+async def while_reachable(session: Session, awaited: Awaitable[_T]) -> _T:
+    """Wait for a result; cancel the wait and raise `NoServerError` if NATS is out of reach for `_LOST_S`."""
+    loop, waiting = asyncio.get_running_loop(), asyncio.ensure_future(awaited)
     reached_at = loop.time()
     try:
         while not (await asyncio.wait([waiting], timeout=_POLL_S))[0]:
