@@ -371,7 +371,6 @@ class App:
             "ready",
             worker=self._settings.worker,
             nats=shown(url.geturl()) if url else None,
-            kv_layers=self._model.device.kv_layers,
             protocol=PROTOCOL,
             features=" ".join(FEATURES),
         )

@@ -41,7 +41,6 @@ LABELS = {
     "model",
     "device",
     "version",
-    "kv_layers",
     "sampling",
     "reasoning",
     "makes",
