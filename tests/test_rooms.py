@@ -59,7 +59,7 @@ NATS = {
 SIZES = {
     "bench": 3_813,
     "cache": 9_754,
-    "commands": 6_501,
+    "commands": 6_493,
     "gateway": 6_956,
     "ops": 5_482,
     "protocol": 5_888,
