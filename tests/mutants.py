@@ -39,22 +39,22 @@ Place = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Mutant:
-    """One guard of the program: `edits` (file, old text, new text) take it away, `tests` fail without it.
+    """One guard of the program: `edits` (file, old text, new text) take it away, `test` fails without it.
 
-    A mutant without tests is found by histories; `plan` has the fields of their plans that fail soonest.
+    Without a test, histories find it; `plan` has the fields of their plans that fail soonest.
     """
 
     name: str
     edits: tuple[tuple[str, str, str], ...]
-    tests: tuple[str, ...]
+    test: str
     plan: dict[str, Any]
 
     @classmethod
     def of(cls, name: str, row: dict[str, Any]) -> Mutant:
-        """Build the mutant of a row of the table. Raises `KeyError` for a row that no edit or test is in."""
+        """Build the mutant of a row of the table. Raises `KeyError` for a row without edit or test."""
         edits = row["edits"] if "edits" in row else [row["edit"]]
-        tests = () if "plan" in row else (row["test"], *row.get("others", ()))
-        return cls(name, tuple((file, old, new) for file, old, new in edits), tests, row.get("plan", {}))
+        test = "" if "plan" in row else row["test"]
+        return cls(name, tuple((file, old, new) for file, old, new in edits), test, row.get("plan", {}))
 
     def codes(self) -> dict[Place, CodeType]:
         """Return the code of the functions of the changed files, by their place in the program as it is.
@@ -128,31 +128,31 @@ def mutated(mutant: Mutant) -> Iterator[None]:
 
 
 def find(mutant: Mutant, gone: tuple[str, ...]) -> tuple[bool, str, float]:
-    """Run a mutant's tests, in a process of its own; return whether one failed, which one, and the seconds.
+    """Run a mutant's test, in a process of its own; return whether it failed, its id, and the seconds.
 
-    Tests that begin with one of `gone` do not run. If no others are named, all others of their folder do.
+    Tests whose ids begin with one of `gone` do not run: then all others of the test's folder do, to the first
+    that fails.
     """
     begun_s = time.monotonic()
-    if not mutant.tests:
+    if not mutant.test:
         seeds = ("80000", "--histories", "1500", "--first")
         command = [sys.executable, "-P", "-m", "tests.simulation", *seeds, "--without", mutant.name]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         said = done.stdout + done.stderr
         wrong = re.search(r"^seed \d+:\n +(.{,60})", said, re.MULTILINE)
         return done.returncode == 1, wrong[1] if wrong else said, time.monotonic() - begun_s
-    left = [test for test in mutant.tests if not test.startswith(gone or ("-",))]
-    left = left or [str(Path(mutant.tests[0].partition("::")[0]).parent)]
+    is_gone = bool(gone) and mutant.test.startswith(gone)
+    left = str(Path(mutant.test.partition("::")[0]).parent) if is_gone else mutant.test
     with tempfile.NamedTemporaryFile("w+") as output:
-        arguments = [*left, *(f"--deselect={test}" for test in gone)]
+        arguments = [left, *(f"--deselect={test}" for test in gone)]
         process = _FORKS.Process(target=_test, args=(mutant, arguments, output.name))
         process.start()
         process.join()
         said = output.read()
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
-    is_found = (
-        process.exitcode == 1 or (process.exitcode or 0) < 0
-    )  # a signal ends a process that has crashed
-    return is_found, failed[-1] if failed else said[-3000:], time.monotonic() - begun_s
+    code = process.exitcode or 0
+    what = "its process has crashed" if code < 0 else failed[-1] if failed else said[-3000:]
+    return code == 1 or code < 0, what, time.monotonic() - begun_s
 
 
 def _test(mutant: Mutant, arguments: list[str], output: str) -> None:
@@ -183,8 +183,8 @@ def main() -> int:
     mutants = [
         one
         for one in table().values()
-        if any(word in f"{one.name} {one.edits} {one.tests}" for word in asked.words or [""])
-        and (not gone or any(test.startswith(gone) for test in one.tests))
+        if any(word in f"{one.name} {one.edits} {one.test}" for word in asked.words or [""])
+        and (not gone or one.test.startswith(gone))
     ]
     counts = Counter[bool]()
     with ThreadPoolExecutor(2) as pool:

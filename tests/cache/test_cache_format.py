@@ -126,6 +126,13 @@ def test_a_file_with_an_extra_byte_is_rejected(path) -> None:
         load(path)
 
 
+def test_a_link_to_a_valid_file_is_rejected(path, tmp_path) -> None:
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DoubtfulSnapshotError, match="unreadable"):
+        load(path)
+
+
 def test_an_empty_or_missing_file_is_rejected(path) -> None:
     path.write_bytes(b"")
     with pytest.raises(DoubtfulSnapshotError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -77,6 +78,13 @@ def test_only_a_gpu_that_multiplies_with_few_bits_may_deviate_much_in_a_trial(
         monkeypatch.setenv("MLX_ENABLE_TF32", tf32)
     a_gpu(told)
     assert batch_kinds._tolerance(model) == (batch_kinds._COARSE if is_coarse else batch_kinds._TOLERANCE)
+
+
+def test_a_model_that_deviates_by_more_than_rounding_fails_its_trial(make_model) -> None:
+    model = make_model("llama")
+    most = batch_kinds._tolerance(model)
+    passed = [one for one in (most / 2, most, math.nan) if batch_kinds._fits(model, "share", lambda: one)]  # noqa: B023
+    assert passed == [most / 2]
 
 
 def test_stored_trials_are_valid_on_the_same_gpu_and_system_only(a_gpu, monkeypatch, make_model) -> None:

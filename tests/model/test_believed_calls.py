@@ -6,6 +6,7 @@ A client would execute a wrong call, so a doubtful call stays text.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections import Counter
@@ -404,9 +405,14 @@ def test_a_models_chat_template_type_selects_mlx_lms_template_and_an_unknown_typ
     assert tokenizer.markup.calls == (wide("<~DSML~function_calls>"), wide("</~DSML~function_calls>"))
     entry = named(str(folder), tmp_path / "data")
     assert (entry.tools, habits(entry)) == (True, tokenizer.habits)
-    path.write_text(json.dumps(config | {"chat_template_type": "of_a_later_day"}))
-    with pytest.raises(ModelError, match="chat_template_type of_a_later_day, which mlx-lm does not know"):
-        Tokenizer.from_folder(folder)
+    (tmp_path / "elsewhere.py").write_text("")
+    elsewhere = os.path.relpath(
+        tmp_path / "elsewhere", Path(find_spec("mlx_lm").origin).parent / "chat_templates"
+    )
+    for unknown in ("of_a_later_day", elsewhere):
+        path.write_text(json.dumps(config | {"chat_template_type": unknown}))
+        with pytest.raises(ModelError, match=f"chat_template_type {unknown}, which mlx-lm does not know"):
+            Tokenizer.from_folder(folder)
 
 
 # Harmony

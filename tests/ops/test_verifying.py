@@ -163,6 +163,8 @@ async def test_verify_reports_a_result_that_was_changed_or_duplicated(local_work
     early = Stored(last, results[-1].body, {**results[-1].headers, EXPECT_HEADER: str(results[0].seq)})
     (fault,) = faults(requests, [*results[:-1], early], {})
     assert fault.what.startswith(f"was stored behind {results[0].seq}")
+    closing = [Stored(one.seq, b'{"type":"close","id":"c"}', one.headers) for one in requests]
+    assert {fault.what.partition(" the ")[0] for fault in faults(closing, results, {})} == {"does not fit"}
     broken = [Stored(one.seq, b"x" + one.body, one.headers) for one in requests]
     assert {fault.what for fault in faults(broken, results, {})} == {"cannot be read"}
 
