@@ -181,16 +181,12 @@ class Costs(NamedTuple):
     late: float = 1.0
 
 
-def gain(costs: Costs, shares: Sequence[float], num_drafted: int) -> float:
-    """Return by which factor drafts of `num_drafted` tokens for some rows change the tokens per second.
-
-    `shares` has, for each of these rows, the expected share of right tokens.
-    """
-    return _gain(costs, shares, num_drafted, costs.times.checked(costs.num_rows, 1) - 1)
-
-
 def best(costs: Costs, shares: Sequence[float], most: int) -> tuple[float, int]:
-    """Return the largest `gain` of drafts of up to `most` tokens, and the length that gives it."""
+    """Return the largest factor by which drafts of up to `most` tokens make a step's tokens faster.
+
+    Also returns the length of these drafts. `shares` has, for each of their rows, the expected share of right
+    tokens.
+    """
     each = costs.times.checked(costs.num_rows, 1) - 1
     lengths = range(1, most + 1) if shares else ()
     return max(((_gain(costs, shares, num, each), num) for num in lengths), default=(1.0, 0))
