@@ -113,7 +113,7 @@ def decode(model: Any, caches: list[Any], first: int, num: int) -> tuple[list[in
 def spill(store: Store, model: Any, caches: list[Any], tokens: list[int]) -> int:
     """Prefill block by block, save each block, and return the first token that follows."""
     logits = mx.zeros(1)
-    for span in store.wanted("a", tokens, 0, len(tokens)):
+    for span in store.wanted("a", tokens):
         logits = run(model, caches, tokens[span.start : span.end])
         cut = layers.cut(caches, span.start, span.end, at_end=True)
         assert cut is not None
