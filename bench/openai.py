@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import sys
 import time
 from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
-import openai
+try:
+    import openai
+except ModuleNotFoundError:
+    openai = None  # type: ignore[assignment]  # an extra, which the other benches do not need
 
 from .faults import BenchError
 from .local import Process, free_port
@@ -34,6 +36,9 @@ class Server:
     """A connection to one server; requests name `model`."""
 
     def __init__(self, name: str, url: str, model: str | None = None) -> None:
+        """Prepare a connection. Raises `BenchError` without OpenAI's library."""
+        if openai is None:
+            raise BenchError("the library openai is not installed: pip install 'turnkeep[bench]'")
         self.name, self.url, self.model = name, url, model
         # The environment's proxy and `.netrc` are for other hosts.
         http = openai.DefaultAsyncHttpxClient(trust_env=False)
@@ -122,9 +127,6 @@ class MlxServer(Process):
     """`mlx_lm.server` on a free port of 127.0.0.1, with the same OpenBLAS library as the process `like`."""
 
     def __init__(self, model: Path, like: Process) -> None:
-        """Prepare the server. Raises `BenchError` if it is not installed."""
-        if importlib.util.find_spec("mlx_lm") is None:
-            raise BenchError(f"{OWN} is not installed: pip install mlx-lm, or name a running peer by --peer")
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}/v1"
         command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--log-level", "WARNING"]

@@ -51,9 +51,7 @@ class Where:
     """The options of every bench: the model of its worker, and the folder for the report."""
 
     out: Annotated[Path | None, Option("Folder for the JSON report and its page.")] = None
-    checkpoint: Annotated[
-        float, Option("How often the report is written while the bench runs.", metavar="SECONDS")
-    ] = 600.0
+    checkpoint: Annotated[float, Option("How often the report is saved.", metavar="SECONDS")] = 600.0
     model: Annotated[str | None, Option("Model of the worker. [default: packaged]", metavar="NAME")] = None
 
 

@@ -98,6 +98,7 @@ def _by_x(axes: Any, plot: Plot, findings: Findings[Any]) -> None:
         if known:
             axes.vlines([x for x, _ in known], *ends, color=colour)
     axes.set(xlabel=findings.level_name(measure) or plot.x, ylabel=_name(plot, name))
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     _plain_numbers(axes.xaxis)
     _vertical(axes, plot)
 
