@@ -71,6 +71,7 @@ GAUGES: Final[tuple[tuple[str, ...], ...]] = (
     ("uptime_seconds", "uptime_s", "Time since the worker started."),
     ("draft_saved_seconds", "draft_saved_s", "Time that speculation has saved."),
     ("drains", "drains", "1 while the worker gives its sessions to the others."),
+    ("metrics_interval_seconds", "interval_s", "Time between two metrics messages."),
     ("sessions", "sessions", "Sessions in memory."),
     ("policy_sessions", "sessions_by_policy", "Sessions in memory, by cache policy.", "policy"),
     ("tenant_sessions", "by_tenant.sessions", "Sessions with requests that wait or run.", "tenant"),

@@ -33,6 +33,7 @@ from tests.protocol.scripted_worker import NatsServer, metrics
 from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures, encode
 from turnkeep_client.subjects import Subjects
 from turnkeep_client.wire import Backlog
+from worker.process.constants import CONSTANTS
 
 #: Fields that become labels, or values of `turnkeep_..._info`.
 LABELS = {
@@ -281,6 +282,7 @@ async def test_the_exporter_serves_a_workers_metrics_and_shows_its_death_and_ret
         assert found[key("queue_time_seconds_count", **label)] == 1
         assert found[key("request_duration_seconds_count", **label)] == 1
         assert found[key("request_duration_seconds_sum")] >= found[key("queue_time_seconds_sum")] > 0
+        assert found[key("metrics_interval_seconds", **label)] == CONSTANTS.metrics_interval_s
         # Of any number of workers.
         other = await nats.connect(worker.url)
         await other.publish(Subjects().metrics("w2"), encode(metrics("w2")))
