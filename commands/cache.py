@@ -6,6 +6,7 @@ need the cache's lock; if another process has it, the error names that process.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -34,7 +35,7 @@ from .printing import table
 from .progress import terminal_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from worker.process.settings import Settings
 
@@ -45,22 +46,31 @@ class CacheCommandError(TurnkeepError):
     """A command on the cache failed; the message is one line."""
 
 
+@contextlib.contextmanager
+def in_one_line(place: Path | None = None) -> Iterator[None]:
+    """Turn errors of the cache and the disk within the block into a `CacheCommandError`.
+
+    `place` is what the block writes: an error of a full disk names no file.
+    """
+    try:
+        yield
+    except DirectoryLockedError as error:
+        raise CacheCommandError(
+            f"the cache {error.directory} is in use by process {error.owner}: stop that worker first"
+            " (ls, verify and export work beside it)"
+        ) from None
+    except (CacheError, sqlite3.Error) as error:
+        raise CacheCommandError(str(error)) from None
+    except OSError as error:
+        raise CacheCommandError(f"{error.filename or place}: {error.strerror}") from None
+
+
 class _Group(click.Group):
     """The command group; reports each error of the cache or the disk as one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
-            with logs_on_stderr(logging.INFO):
-                return super().invoke(ctx)
-        except DirectoryLockedError as error:
-            raise CacheCommandError(
-                f"the cache {error.directory} is in use by process {error.owner}: stop that worker first"
-                " (ls, verify and export work beside it)"
-            ) from None
-        except (CacheError, sqlite3.Error) as error:
-            raise CacheCommandError(str(error)) from None
-        except OSError as error:
-            raise CacheCommandError(f"{error.filename}: {error.strerror}") from None
+        with logs_on_stderr(logging.INFO), in_one_line():
+            return super().invoke(ctx)
 
 
 def _parsed(parse: Callable[[object], Any], wants: str) -> Callable[[Any, Any, str | None], Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,37 +10,21 @@ import click
 from msgspec import UNSET
 
 from cache.admin import archive
-from cache.names.errors import CacheError
 from ops.log import copies, importing
 from turnkeep_client.errors import NoWorkerError, RequestFailedError
 from turnkeep_client.subjects import session_key
 from worker.process.formatting import size
 from worker.process.keys import cache_access
 
+from .cache import in_one_line
 from .flags import check_target, force_option, tenant_option, with_settings
 from .progress import terminal_progress
 from .talking import CLIENT_SETTINGS, no_session, talk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from turnkeep_client.client import Client
 
     from .flags import Given
-
-
-@contextlib.contextmanager
-def _one_line(place: Path) -> Iterator[None]:
-    """Turn errors of the cache and the disk within the block into a `CopyError` of one line.
-
-    `place` is what the block writes: an error of a full disk names no file.
-    """
-    try:
-        yield
-    except CacheError as error:
-        raise copies.CopyError(str(error)) from None
-    except OSError as error:
-        raise copies.CopyError(f"{error.filename or place}: {error.strerror}") from None
 
 
 @click.command()
@@ -76,7 +59,7 @@ def export(given: Given, session: str, target: Path, tenant: str, kv: bool, forc
                 archive.export(place, [info.snapshot], snapshots, cache_access(settings))
             return copies.export(target, key, entries, parts, snapshots if kv else None)
 
-    with _one_line(target):
+    with in_one_line(target):
         written = talk(settings, tenant, run)
     what = f"{written.exchanges} requests with their results"
     kept = sum(size_bytes for _, size_bytes in written.kv)

@@ -98,7 +98,7 @@ async def sessions(
         return False
     _print_sessions(rows, by)
     hidden = 0 if states else sum(row.state in _ENDED for row in found)
-    note = f"; {hidden} more have ended: --state closed and --state forgotten list them" if hidden else ""
+    note = f"; {hidden} ended: --state closed and --state forgotten list them" if hidden else ""
     click.echo(f"{len(rows)} of {len(found) - hidden} sessions{note}")
     return False
 

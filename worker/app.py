@@ -341,7 +341,6 @@ class App:
             worker=self._settings.worker,
             pid=os.getpid(),
             nats=shown(url.geturl()) if url else None,
-            kv_layers=self._model.device.kv_layers,
             protocol=PROTOCOL,
             features=" ".join(FEATURES),
         )

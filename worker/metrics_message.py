@@ -86,7 +86,6 @@ def collect(
         interval_s=constants.metrics_interval_s,
         queue_time=telemetry.queue_time.histogram(),
         request_duration=telemetry.request_duration.histogram(),
-        kv_layers=model.device.kv_layers,
         resident_kv_bytes=engine.ledger.used_bytes,
         kv_limit_bytes=engine.ledger.max_bytes,
         device_memory_bytes=model.device.estimator.limit_bytes,

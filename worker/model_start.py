@@ -153,8 +153,8 @@ class ModelStart:
             caches=self.device.caches,
             **({"draft_model": settings.draft_model} if settings.draft_model else {}),
         )
-        if settings.kv_bits is not None and len(self.device.kv_layers) > 1:
-            log.warning("kv_bits holds in some layers only", kv_layers=self.device.kv_layers)
+        if settings.kv_bits is not None and " " in self.device.caches:
+            log.warning("kv_bits holds in some layers only", caches=self.device.caches)
 
     async def name(self) -> Model:
         """Return the model's name and digests, for results."""

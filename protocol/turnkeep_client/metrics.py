@@ -84,7 +84,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     `waiting` counts the sessions that wait in the worker; `waiting_for_memory` of them wait only for device
     memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum
     of sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
-    `kv_layers` names the layers of each kind of KV. `sampling` has the options of a generate that the model's
+    `sampling` has the options of a generate that the model's
     authors recommend; the worker applies none by itself. `reasoning` says that the model marks reasoning in
     its answers. A model is asked only for what it `makes`; `weight_bytes` is its size in memory, and
     `model_changed_s` says when its folder's config.json was written, in seconds since 1970. `others` names
@@ -137,7 +137,6 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     request_duration: Histogram | UnsetType = UNSET
     resident_kv_bytes: int
     context_tokens: int = 0
-    kv_layers: dict[str, str] = {}
     sampling: dict[str, int | float] = {}
     reasoning: bool = False
     makes: tuple[Made, ...] = ("answers",)

@@ -69,7 +69,7 @@ async def test_sessions_are_listed_with_their_state_position_worker_model_and_en
     assert (rows["default", "idle"]["entries"], rows["default", "waiting"]["waiting"]) == (2, 2)
     shown = await command("sessions", *where(worker))
     assert "waiting (2)" in shown.stdout
-    last = "4 of 4 sessions; 1 more have ended: --state closed and --state forgotten list them"
+    last = "4 of 4 sessions; 1 ended: --state closed and --state forgotten list them"
     assert shown.stdout.splitlines()[-1] == last
 
 

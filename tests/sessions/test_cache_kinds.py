@@ -221,29 +221,26 @@ async def test_a_model_with_an_unknown_cache_class_is_served_without_snapshots(
     assert not list((tmp_path / "data").rglob("*.safetensors"))
 
 
+OF_WINDOW = "RingCache(sink_window(0,24))"
+
+
 @pytest.mark.parametrize(
-    ("kind", "kv_bits", "layers"),
+    ("kind", "kv_bits", "caches"),
     [
-        ("gemma3_text", 8, {"full precision, the last 24 tokens": "0-2, 4", "8 bits": "3"}),
-        ("gemma3_text", None, {"full precision, the last 24 tokens": "0-2, 4", "full precision": "3"}),
-        ("llama", 4, {"4 bits": "0-4"}),
-        ("falcon_h1", None, {"a state of fixed size, full precision": "0-4"}),
+        ("gemma3_text", 8, f"3*{OF_WINDOW} QuantizedKVCache(32,8) {OF_WINDOW}"),
+        ("gemma3_text", None, f"3*{OF_WINDOW} KVCache {OF_WINDOW}"),
+        ("llama", 4, "5*QuantizedKVCache(32,4)"),
+        ("falcon_h1", None, "5*[ArraysCache(2) KVCache]"),
     ],
 )
-async def test_the_log_line_ready_and_the_metrics_name_the_kind_of_kv_of_each_layer(
-    local_worker, make_folder, kind, kv_bits, layers
+async def test_a_worker_logs_the_kind_of_kv_of_each_layer_and_warns_if_kv_bits_holds_in_some_only(
+    local_worker, make_folder, kind, kv_bits, caches
 ) -> None:
     sizes = {"head_dim": 32, "sliding_window_pattern": 4} if kind != "falcon_h1" else {}
     with structlog.testing.capture_logs() as logged:
-        worker = await local_worker(
-            model=str(make_folder(kind, num_hidden_layers=5, **sizes)), kv_bits=kv_bits
-        )
-    (ready,) = [line for line in logged if line["event"] == "ready"]
-    assert ready["kv_layers"] == layers
-    await worker.client.session("s").append(text="some text")
-    assert (await worker.client.session("s").info()).worker.kv_layers == layers
-    partly = [line for line in logged if line["event"].startswith("kv_bits holds in")]
-    assert len(partly) == (kind == "gemma3_text" and kv_bits is not None)
+        await local_worker(model=str(make_folder(kind, num_hidden_layers=5, **sizes)), kv_bits=kv_bits)
+    said = [line["caches"] for line in logged if "caches" in line]
+    assert said == [caches] * (2 if kind == "gemma3_text" and kv_bits is not None else 1)
 
 
 @pytest.fixture

@@ -196,7 +196,6 @@ class ServedModel:
         if self.unsupported_cache is None:
             self.layout = layers.layout(caches, make, self.batch.sketched)
         self.caches = layers.describe(caches)
-        self.kv_layers = layers.kinds(caches)
         self.trimmable = layers.trimmable(caches)
         if not limit_bytes:
             limit_bytes, why = machine.default_limit()

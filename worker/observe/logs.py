@@ -24,7 +24,7 @@ _CLOCKS: Final = ("%H:%M:%S.%f", "%H:%M:%S")
 _DETAILS: Final = frozenset(
     {
         *("cache_policy", "caches", "kv_bits", "kv_bounded_bytes", "kv_bytes_per_token"),
-        *("features", "folder", "kv_layers", "level", "pid", "protocol"),
+        *("features", "folder", "level", "pid", "protocol"),
     }
 )
 

@@ -530,13 +530,12 @@ export interface Message {
  * `waiting` counts the sessions that wait in the worker; `waiting_for_memory` of them wait only for device
  * memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum of
  * sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
- * `kv_layers` names the layers of each kind of KV. `sampling` has the options of a generate that the model's
- * authors recommend; the worker applies none by itself. `reasoning` says that the model marks reasoning in its
- * answers. A model is asked only for what it `makes`; `weight_bytes` is its size in memory, and
- * `model_changed_s` says when its folder's config.json was written, in seconds since 1970. `others` names the
- * prefix's other running workers; a worker that `drains` hands its sessions to them. `context_tokens` is the
- * most that a session with all of its KV may hold. A `device` of `unloaded` says that the first request loads
- * the model.
+ * `sampling` has the options of a generate that the model's authors recommend; the worker applies none by
+ * itself. `reasoning` says that the model marks reasoning in its answers. A model is asked only for what it
+ * `makes`; `weight_bytes` is its size in memory, and `model_changed_s` says when its folder's config.json was
+ * written, in seconds since 1970. `others` names the prefix's other running workers; a worker that `drains`
+ * hands its sessions to them. `context_tokens` is the most that a session with all of its KV may hold. A
+ * `device` of `unloaded` says that the first request loads the model.
  *
  * `interval_s` is the time until the next message; `max_message_bytes` is the size of the largest request that
  * the log takes. `queue_time` and `request_duration` count the appends and generates from the moment when the
@@ -583,7 +582,6 @@ export interface Metrics {
   request_duration?: Histogram;
   resident_kv_bytes: number;
   context_tokens?: number;
-  kv_layers?: Record<string, string>;
   sampling?: Record<string, number>;
   reasoning?: boolean;
   makes?: readonly ("answers" | "embeddings" | "scores")[];
