@@ -212,7 +212,7 @@ async def test_serve_is_ready_while_its_worker_answers_and_live_while_the_worker
 async def test_a_worker_that_runs_out_of_file_descriptors_answers_probes_once_it_has_some_again(
     worker_process: Callable[..., WorkerProcess], endpoint: Endpoint
 ) -> None:
-    process = worker_process("--health", str(endpoint), "--metrics-interval-s", "0.2")
+    process = worker_process("--health", str(endpoint))
     process.start()
     async with asyncio.timeout(WAIT_S):
         while '"ready"' not in process.log:  # noqa: ASYNC110
