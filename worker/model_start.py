@@ -131,7 +131,7 @@ class ModelStart:
             died,
             block_tokens=constants.block_tokens,
             max_batch=settings.max_batch,
-            max_tenant_rows=settings.max_rows_per_tenant,
+            max_tenant_rows=settings.tenants.rows,
             stall_s=constants.max_stall_s,
             limit_bytes=settings.device_memory,
             max_draft=constants.max_draft,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-    from typing import Self
+
 
 #: Increase when the meaning of a snapshot's tensors or header changes: older files then never match.
 FORMAT_VERSION: Final = 3
@@ -52,21 +52,6 @@ class Identity:
     caches: str = ""
     policy: str = "full"
     format_version: int = FORMAT_VERSION
-
-    @classmethod
-    def of_no_model(cls, *, kv_dtype: str, block_tokens: int, caches: str, policy: str = "full") -> Self:
-        """Return a made-up identity with fields as long as real ones, to compute the size of snapshots."""
-        zeros = "0" * 64
-        return cls(
-            weights=zeros,
-            config=zeros,
-            tokenizer=zeros,
-            kv_dtype=kv_dtype,
-            block_tokens=block_tokens,
-            code=zeros,
-            caches=caches,
-            policy=policy,
-        )
 
     def digest(self) -> bytes:
         """Return the identity's digest, 32 bytes."""

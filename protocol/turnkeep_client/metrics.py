@@ -56,7 +56,7 @@ TokenKind = Literal["prefilled", "cached", "restored", "generated"]
 
 
 class TenantFigures(Struct, frozen=True, kw_only=True):
-    """A worker's counts by tenant, empty unless its setting `metrics_tenants` enables them.
+    """A worker's counts by tenant, empty unless its setting `tenants` enables them.
 
     The first tenants that a worker serves have their own counts; all others share the name `_other`.
     `requests` counts results by outcome, which is `ok` or an error's code; `sessions` counts sessions with

@@ -213,7 +213,7 @@ async def powerless(base: Path) -> None:
     store = await reopened()
     chain, tokens = store.chain("a", POLICY), ONE * 10
     for end in range(BLOCK, len(tokens) + 1, BLOCK):
-        save(store, LAYOUT.under(POLICY), chain, tokens[:end], end - BLOCK)
+        save(store, LAYOUT.under(POLICY), chain, tokens[:end])
     save_all(store, "a", ONE)
     save_all(store, "a", TWO)
     await store.close()

@@ -88,7 +88,7 @@ async def test_a_disk_that_fills_up_while_snapshots_are_written_costs_only_those
         assert_sum_rule(store)
         assert list((small_disk / "cache" / "tmp").iterdir()) == []
 
-        assert (store.room(), store.spare(), store.is_paused) == (0, 0, True)
+        assert (store.room(), store.spare(), store._writer.paused) == (0, 0, True)
         assert await restored(store, "a", TOKENS) == 10, "what is stored is still served"
     failing = [log for log in logs if log["event"] == "snapshot_writes_failing"]
     assert [log["code"] for log in failing] == ["ENOSPC"]
@@ -262,7 +262,7 @@ async def test_after_an_unexpected_exception_in_a_removal_snapshots_are_still_re
     assert (stats.durable, stats.failed + sum(stats.dropped.values()), stats.in_flight) == (6, 3, 0)
     assert stats.failed
     span = Span(0, BLOCK)
-    assert (store.room(), store.spare(), store.is_paused) == (0, 0, True)
+    assert (store.room(), store.spare(), store._writer.paused) == (0, 0, True)
     assert not store.save("c", TOKENS, span, cut(TOKENS, span))
     assert store.stats().dropped["disk_error"] == stats.dropped.get("disk_error", 0) + 1
     assert_sum_rule(store)

@@ -88,7 +88,7 @@ async def test_sinks_of_more_than_one_block_are_not_evicted_while_a_session_need
     store = await limited(open_store, 12)
     chain = store.chain("a", policy)
     for end in range(BLOCK, 201, BLOCK):
-        save(store, LAYOUT.under(policy), chain, TOKENS[:end], end - BLOCK)
+        save(store, LAYOUT.under(policy), chain, TOKENS[:end])
         assert await store.barrier(5)
     match = store.match(chain, TOKENS[:200])
     assert match.num_tokens == 200
@@ -119,7 +119,7 @@ async def test_a_session_with_evicted_middle_blocks_survives_restarts(open_store
     store = await limited(open_store, 8)
     chain = store.chain("a", POLICY)
     for end in range(204, 301, BLOCK):
-        save(store, LIMITED, chain, TOKENS[:end], end - BLOCK)
+        save(store, LIMITED, chain, TOKENS[:end])
         assert await store.barrier(5)
     assert store.match(chain, TOKENS).num_tokens == 300
 

@@ -404,7 +404,7 @@ async def test_only_the_visible_blocks_of_a_sink_window_session_are_fetched(
         two = await open_store(tmp_path / "two")
         chain = two.chain("a", WINDOW)
         assert two.match(chain, LONG[:101]).num_tokens == 101
-    save(two, LAYOUT.under(WINDOW), chain, LONG[:120], 100)
+    save(two, LAYOUT.under(WINDOW), chain, LONG[:120])
     await two.barrier(5)
     assert two.match(chain, LONG[:120]).num_tokens == 120
 

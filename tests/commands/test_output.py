@@ -22,6 +22,7 @@ from commands.cli import main
 from commands.progress import terminal_progress
 from tests.parts import make_tiny_model
 from worker.process.formatting import size, span
+from worker.process.setting_kinds import Tenants
 
 LONG = "a-model-with-a-name-that-is-longer-than-a-terminal-is-wide-" * 2
 
@@ -152,7 +153,7 @@ async def test_info_names_the_device_as_cpu_metal_or_cuda(local_worker: Callable
 
 async def test_info_without_a_session_shows_the_worker_s_current_state(local_worker: Callable) -> None:
     """The command asks for the metrics: the worker publishes its next metrics message only in an hour."""
-    worker = await local_worker(metrics_interval_s=3600.0, metrics_tenants=5)
+    worker = await local_worker(metrics_interval_s=3600.0, tenants=Tenants(metrics=5))
     await worker.client.session("s").append(text="hello")
     shown = await run("info", *where(worker))
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -221,7 +222,6 @@ def test_durations_are_formatted_with_a_fitting_unit(seconds: float, text: str) 
 @pytest.mark.parametrize(
     "words",
     [
-        "size --json --sessions 1 --turns-per-hour 1 --context 256 --model {windows}",
         "serve --weigh --model {windows}",
         "doctor --json --model {windows} --draft-model {windows}",
     ],

@@ -179,7 +179,7 @@ async def test_an_unsuitable_or_unused_draft_model_is_refused_with_the_reason(
 async def test_a_workers_memory_and_its_estimate_include_the_draft_models_weights_and_kv(
     local_worker: Callable[..., Awaitable[Any]], pair: Any, tmp_path: Path
 ) -> None:
-    """Draft KV counts for the most sessions that may have drafts. `turnkeep size` uses the estimate, too."""
+    """Draft KV counts for the most sessions that may have drafts. The supervisor uses the estimate, too."""
     large, small = pair
     room = []
     for draft in (None, str(small)):

@@ -34,7 +34,7 @@ def grammar() -> Callable[[str], Grammar]:
 
     def made(regex: str) -> Grammar:
         source = f'start: /{regex}/\n%llguidance {{"no_forcing": true}}'
-        return Grammar(LLMatcher(vocabulary, source, log_level=0), ENDS, vocabulary.tokenize_bytes)
+        return Grammar(LLMatcher(vocabulary, source, log_level=0), ENDS)
 
     return made
 

@@ -188,11 +188,11 @@ async def test_snapshots_that_a_fault_removed_from_the_queue_are_stored_later(
         if fault == "memory":
             process.engine._handle_event(Starved())
         else:
-            while not process.store.is_paused:  # noqa: ASYNC110
+            while not process.store._writer.paused:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             late = [*reversed(PROMPT)]
             await process.append(late, "late")
-            assert process.store.is_paused
+            assert process.store._writer.paused
             fails = False
         assert await process.store.barrier(5)
         assert sum(process.store.stats().dropped.values()) > 2, "there was no fault"

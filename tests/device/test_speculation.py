@@ -17,7 +17,6 @@ from tiny_models import GREEDY, VOCABULARY, alone, begin, drafting, loaded, prom
 from cache.kv import layers
 from worker.batch import draft_model as models
 from worker.batch.batch_kinds import draft_model_for
-from worker.batch.forced import Forced
 from worker.batch.gains import LEAST, Acceptance, Costs, Times, best, gain
 from worker.batch.lookup import Lookup
 from worker.batch.row_sampler import RowSampler, Sampling
@@ -159,27 +158,6 @@ def test_under_a_grammar_some_drafts_of_a_bad_draft_model_are_accepted_and_chang
         answers.append(piece.row.known[9:])
     assert answers[1][: len(answers[0])] == answers[0]
     assert drafted.speculation.num_accepted > 0
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_text_that_a_grammar_fully_determines_is_drafted(make_model, grammar, temperature) -> None:
-    """One row has no grammar. In another, the model spells the text with other tokens than the draft."""
-    model = make_model("llama")
-    spelled = Sampling(
-        temperature, grammar=grammar("(a{5}b{4}(x|a))*"), logit_bias=((4, 40.0), (1, 40.0)), seed=7
-    )
-    samplings = [spelled, GREEDY, replace(spelled, logit_bias=())]
-    answers = []
-    for drafters in ((), (Forced(),)):
-        batch = drafting(model, 6, drafters=drafters)
-        pieces = [begin(model, prompt(9 + i), sampling) for i, sampling in enumerate(samplings)]
-        batch.step(pieces)
-        go_on(batch, 60)
-        answers.append([piece.row.known[9 + i :] for i, piece in enumerate(pieces)])
-    for short, long in zip(*answers, strict=True):
-        assert long[: len(short)] == short
-    assert len(answers[1][0]) > 2 * len(answers[0][0])
-    assert 0 < batch.speculation.num_accepted < batch.speculation.num_drafted
 
 
 @pytest.mark.parametrize("off", [0.003, 0.3])

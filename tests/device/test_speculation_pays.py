@@ -30,12 +30,12 @@ class Drafts(Lookup):
         self.hope = 0.7 if pass_share else 0.5
         self._world = world
         self._prepared: dict[Row, int] = {}
+        self._found: dict[tuple[Row, int], int | None] = {}
 
-    def may_propose(self, row: Row) -> bool:
-        return self.pass_share > 0 or self._world.dice.random() < 0.5
-
-    def num_missing(self, row: Row) -> int:
-        return max(200 - self._prepared.get(row, 0), 0) if self.pass_share else 0
+    def num_missing(self, row: Row) -> int | None:
+        if self.pass_share:
+            return max(200 - self._prepared.get(row, 0), 0)
+        return self._found.setdefault((row, len(row.known)), 0 if self._world.dice.random() < 0.5 else None)
 
     def prepare(self, row: Row, num_tokens: int) -> None:
         self._prepared[row] = self._prepared.get(row, 0) + num_tokens
@@ -43,7 +43,7 @@ class Drafts(Lookup):
 
     def propose(self, wanted: Mapping[Row, int]) -> dict[Row, list[int]]:
         self._world.now_s += max(wanted.values()) * self.pass_share * PLAIN_S
-        some = [row for row in wanted if self.pass_share or self._world.dice.random() < 0.4]
+        some = [row for row in wanted if self.pass_share or self._world.dice.random() < 0.8]
         return {row: [1] * wanted[row] for row in some}
 
 

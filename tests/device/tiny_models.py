@@ -327,8 +327,8 @@ class Oracle(Lookup):
         self._answers = answers
         self._errs = errs
 
-    def may_propose(self, row: Row) -> bool:
-        return True
+    def num_missing(self, row: Row) -> int:
+        return 0
 
     def propose(self, wanted: Mapping[Row, int]) -> dict[Row, list[int]]:
         drafts = {}

@@ -180,34 +180,6 @@ def test_masks_force_the_end_of_reasoning_when_its_token_budget_is_used_up(token
     assert next_of(tokenizer, ended) == [None]
 
 
-async def test_forced_tokens_spell_the_end_of_reasoning_and_then_the_only_text_that_a_grammar_allows(
-    grammars: Grammars, tokenizer: Tokenizer
-) -> None:
-    grammar = await grammars.compiled(LarkFormat('start: "yes" | "yet"'))
-    whole = thinking(tokenizer, grammar, budget=3)
-    told = {"": "", "ab": "", "abc": "</think>", "abc</": "think>", "a</think>": "ye", "a</think>ye": ""}
-    for answered, forced in told.items():
-        follower = whole.follow(tokenizer.encode(answered, at_start=False))
-        assert [*follower.forced()] == tokenizer.encode(forced, at_start=False), answered
-    assert not thinking(tokenizer, budget=3).follow(tokenizer.encode("a</think>", at_start=False)).forced()
-
-
-async def test_forced_tokens_stop_before_a_special_token_and_reading_them_changes_no_mask(
-    grammars: Grammars, tokenizer: Tokenizer
-) -> None:
-    special = min(tokenizer.control_ids - tokenizer.eos_ids)
-    grammar = await grammars.compiled(LarkFormat(f'start: "ab" <[{special}]> "c"'))
-    assert grammar is not None
-    (a, b, c), end = tokenizer.encode("abc", at_start=False), sorted(tokenizer.eos_ids)
-    follower = grammar.follow(())
-    for forced, following in (([a, b], [a]), ([b], [b]), ([], [special]), ([c], [c]), ([], end)):
-        assert follower.forced() == forced
-        (mask,) = follower.masks(())
-        assert np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist() == following
-        follower.push(following)
-    assert follower.is_complete
-
-
 async def test_a_grammar_applies_only_after_the_reasoning_has_ended(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:

@@ -87,30 +87,6 @@ async def test_text_that_a_grammar_forces_may_be_written_in_single_bytes_or_long
     assert accepts(grammar, tokenizer.encode(tokenizer.as_text(text), at_start=False))
 
 
-async def test_forced_text_is_returned_in_the_tokenizers_usual_tokens_and_reading_it_changes_no_mask(
-    grammars: Grammars, tokenizer: Tokenizer
-) -> None:
-    number = {
-        "type": "object",
-        "properties": {"door_number": {"type": "integer"}},
-        "required": ["door_number"],
-    }
-    grammar = await grammars.compiled(JsonSchemaFormat(JsonSchema(number | {"additionalProperties": False})))
-    assert grammar is not None
-    asked, other = grammar.follow(()), grammar.follow(())
-    text = '{"door_number":'
-    for byte in text:
-        assert asked.forced() == tokenizer.encode(text, at_start=False)
-        assert allowed(asked.masks(())[0]) == allowed(other.masks(())[0])
-        token = tokenizer.encode(byte, at_start=False)
-        asked.push(token)
-        other.push(token)
-        text = text[1:]
-    assert asked.forced() == []
-    asked.push(tokenizer.encode("z", at_start=False))
-    assert asked.forced() == []
-
-
 async def test_masks_for_a_draft_advance_no_grammar_and_allow_only_the_end_after_a_forbidden_token(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:

@@ -67,7 +67,6 @@ class OnShelf:
 
     def __init__(self) -> None:
         self.pulled = list[str]()
-        self.unloaded: str | None = None
 
     def listed(self) -> dict[str, Any]:
         size = {"size_bytes": 2**30, "needed_bytes": 2**31}
@@ -86,7 +85,7 @@ class OnShelf:
                 {"name": "c", "fits": True, **size, **here, "in_use": False},
             ],
             "can_serve": True,
-            "served": [{"name": "a", "is_loaded": self.unloaded is None}],
+            "served": [{"name": "a", "is_loaded": True}],
             "good": [
                 {"name": "org/good", **size, **known},
                 {"name": "org/huge", **size, **known, "fits": False},
@@ -99,13 +98,6 @@ class OnShelf:
             raise TurnkeepError(f"{name} is no id of the hub")
         self.pulled.append(name)
         return f"downloading {name}"
-
-    def serve(self, name: str) -> str:
-        raise TurnkeepError(f"{name} cannot be served: it is not whole")
-
-    def unload(self, name: str) -> str:
-        self.unloaded = name
-        return f"{name} is unloaded; requests wait until one is served"
 
 
 PLACE = Place(
@@ -129,7 +121,7 @@ async def serving(
     consoles = {
         of.prefix: Console(
             *(one, live or Live(one, 60), plainly, lambda: PLACE, SHELF),
-            served=served,
+            clients=dict(zip(served, clients, strict=True)),
             prefix=of.prefix,
             read_only=read_only,
         )

@@ -111,7 +111,6 @@ BAD_POLICIES = [
     ({"policy": "sink_window", "window": 31}, "smaller than this worker's block: it must have 32 or more"),
     ({"policy": "sink_window", "window": 2045}, "exceed the context: together they may have 2048"),
     ({"policy": "sink_window", "sink": 2**31 - 1}, "exceed the context: together they may have 2048"),
-    ({"policy": "sink_window", "window": 64, "kv_bits": 8}, "keeps KV in full precision, not in 8 bits"),
 ]
 
 

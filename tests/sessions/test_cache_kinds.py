@@ -19,7 +19,6 @@ from mlx_lm.models.cache import KVCache
 
 from cache.names.policy import Policy
 from turnkeep_client.errors import RequestFailedError
-from turnkeep_client.messages import CachePolicy
 from worker.app import WorkerError
 from worker.models.model import ModelError
 
@@ -147,22 +146,6 @@ async def test_a_worker_uses_only_snapshots_of_its_own_kv_bits(local_worker, mak
         # 2 layers, 2 heads, keys and values: 32 numbers, or their codes with a scale and a bias.
         assert held == (len(text) + 11) * 8 * {None: 128, 8: 40, 4: 24}[kv_bits]
         await worker.stop()
-
-
-@pytest.mark.parametrize(("kept", "wanted"), [(None, 8), (8, 8), (8, 4), (8, None)])
-async def test_an_open_that_asks_for_other_kv_bits_than_the_workers_is_refused(
-    local_worker, make_folder, kept, wanted
-) -> None:
-    worker = await local_worker(model=str(make_folder("llama")), kv_bits=kept)
-    session = worker.client.session("s")
-    opening = session.open(CachePolicy(kv_bits=wanted))
-    if wanted in {None, kept}:
-        await opening
-        return
-    own = "in 8 bits" if kept else "in full precision"
-    with pytest.raises(RequestFailedError, match=f"keeps KV {own}, not in {wanted} bits: leave cache.kv_b"):
-        await opening
-    assert (await session.append(text="As it is")).position == len("As it is"), "nothing was begun"
 
 
 async def test_a_session_continues_under_other_kv_bits_and_forget_removes_its_kv_of_both_kinds(

@@ -74,10 +74,6 @@ class DraftModel(Drafter):
         self._shadows: dict[Hashable, _Shadow] = {}  # least recently used first
         self._rows: set[Hashable] = set()  # the keys of shadows whose session has a row
 
-    def may_propose(self, row: Row) -> bool:  # noqa: ARG002
-        """Return True: a draft model can always draft."""
-        return True
-
     def num_missing(self, row: Row) -> int | None:
         """Return how many tokens `prepare` must run before a draft; None if too many rows have shadows.
 

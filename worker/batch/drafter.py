@@ -1,4 +1,4 @@
-"""Defines the port to drafters, which predict answers' next tokens: `forced`, `lookup` and `draft_model`.
+"""Defines the port to drafters, which predict answers' next tokens: `lookup` and `draft_model`.
 
 `speculation` calls them. A draft may be wrong: the batch runs it after a row's last token, draws a token at
 each position as it does without a draft, and accepts the draft's tokens up to the first one that differs
@@ -25,10 +25,6 @@ class Drafter:
 
     pass_share: float = 0.0
     hope: float = 0.5
-
-    def may_propose(self, row: Row) -> bool:  # noqa: ARG002
-        """Say whether `propose` may find a draft after the row's next token, which is not known yet."""
-        return False
 
     def num_missing(self, row: Row) -> int | None:  # noqa: ARG002
         """Return how many tokens `prepare` has to run before `propose` may be called for a row.

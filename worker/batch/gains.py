@@ -172,14 +172,13 @@ class Costs(NamedTuple):
     """The costs of drafts for some rows of a step that has `num_rows` rows.
 
     `times` has the cost of verifying, `pass_share` that of drafting one token for each row, `late` that of
-    not launching ahead (`Times.late`). `often` is the share of rows for which the drafter finds a draft.
+    not launching ahead (`Times.late`).
     """
 
     times: Times
     num_rows: int
     pass_share: float = 0.0
     late: float = 1.0
-    often: float = 1.0
 
 
 def gain(costs: Costs, shares: Sequence[float], num_drafted: int) -> float:
@@ -198,7 +197,7 @@ def best(costs: Costs, shares: Sequence[float], most: int) -> tuple[float, int]:
 
 
 def _gain(costs: Costs, shares: Sequence[float], num_drafted: int, each: float) -> float:
-    more = costs.often * sum(expected(share, num_drafted) for share in shares)
-    checked = 1 + each * costs.often * num_drafted * len(shares)
+    more = sum(expected(share, num_drafted) for share in shares)
+    checked = 1 + each * num_drafted * len(shares)
     took = costs.late * checked + costs.pass_share * num_drafted
     return (1 + more / costs.num_rows) / took

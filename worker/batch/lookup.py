@@ -31,17 +31,13 @@ class Lookup(Drafter):
     The latest such occurrence counts.
     """
 
-    def may_propose(self, row: Row) -> bool:
-        """Say whether the row's last two tokens occurred before: the next token may complete a match."""
-        return _place(row.known, NGRAM - 1) is not None
-
     def propose(self, wanted: Mapping[Row, int]) -> dict[Row, list[int]]:
         """Copy the tokens that followed the latest earlier occurrence of each row's last tokens."""
         return {row: draft for row, most in wanted.items() if (draft := looked_up(row.known, most))}
 
-    def num_missing(self, row: Row) -> int:  # noqa: ARG002
-        """Return 0: no tokens have to be run before a draft."""
-        return 0
+    def num_missing(self, row: Row) -> int | None:
+        """Return 0 if the row's last two tokens occurred before: the next one may complete a match."""
+        return 0 if _place(row.known, NGRAM - 1) is not None else None
 
 
 def looked_up(tokens: array[int], most: int) -> list[int]:

@@ -31,9 +31,6 @@ class Matcher(Protocol):
         A mask has a bit per id, a byte's lowest bit first, and allows at least one token; None allows all.
         """
 
-    def forced(self) -> Sequence[int]:
-        """Return tokens that probably spell the text that must come next; empty if there is a choice."""
-
     @property
     def is_complete(self) -> bool:
         """Whether the answer may end here."""
@@ -158,10 +155,6 @@ class RowSampler:
         masks = self._matcher.masks(draft) if self._matcher is not None else [None] * (len(draft) + 1)
         beginnings = zip(_beginnings(draft), masks, strict=True)
         return [self._draw(len(before) + num_ahead, before, mask) for before, mask in beginnings]
-
-    def forced(self) -> Sequence[int]:
-        """Return tokens that probably spell the text that the grammar demands next; empty if none."""
-        return self._matcher.forced() if self._matcher is not None else ()
 
     def push(self, tokens: Iterable[int]) -> None:
         """Add tokens to the answer."""

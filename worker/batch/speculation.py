@@ -48,7 +48,6 @@ class _Source:
         self.passes = Passes(drafter.pass_share)
         self.prepared_s: float | None = None  # per token
         self.accepted = Acceptance(*_OF_ALL)
-        self.proposes = Acceptance(*_OF_ALL)  # share of rows with a draft, if a step waited for drafts
         self.of_rows: dict[Row, Acceptance] = {}
 
     @property
@@ -59,11 +58,6 @@ class _Source:
         """Estimate the share of a row's draft tokens that will be right."""
         before = self.accepted.share(self.drafter.hope)
         return self.of_rows[row].share(before) if row in self.of_rows else before
-
-    @property
-    def often(self) -> float:
-        """The expected share of rows that get a draft, among those for which `may_propose` is true."""
-        return self.proposes.share(self.drafter.hope) if self.is_free else 1.0
 
     def token_s(self, plain_s: float) -> float:
         """Return the seconds per token that `prepare` takes."""
@@ -96,7 +90,6 @@ class Speculation:
         self._clock = clock
         self._times = Times()
         self._usual = _USUAL
-        self._asked: dict[_Source, list[Row]] = {}
         #: Since the start: draft tokens, accepted draft tokens, and estimated seconds saved.
         self.num_drafted = self.num_accepted = 0
         self.saved_s = 0.0
@@ -113,8 +106,8 @@ class Speculation:
         prompts.
         """
         began_s = self._clock()
-        plain_s = self._times.plain_s(num_rows, ahead=ahead)
-        if not (rows and self._sources) or plain_s is None or self._times.is_due(num_rows):
+        plain_s = self._plain_s(num_rows, ahead=ahead)
+        if not rows or plain_s is None:
             return NOTHING
         found: dict[Row, list[int]] = {}
         sources: dict[Row, _Source] = {}
@@ -137,21 +130,24 @@ class Speculation:
 
     def may_draft(self, rows: Sequence[Row], num_rows: int) -> bool:
         """Say whether the next step may have drafts, so that it must not be launched ahead."""
-        self._asked = {}
-        plain_s = self._times.plain_s(num_rows, ahead=True)
-        if not self._sources or plain_s is None or self._times.is_due(num_rows):
+        plain_s = self._plain_s(num_rows, ahead=True)
+        if plain_s is None:
             return False
         late = self._times.late(num_rows, ahead=True)
         for source in self._sources:
-            gained, _ = self._best(source, rows, num_rows, late, source.often)
+            gained, _ = self._best(source, rows, num_rows, late)
             if gained <= LEAST:  # no draft would pay, so do not search for one
                 continue
-            some = [row for row in rows if row.num_left > 1 and source.drafter.may_propose(row)]
+            some = [row for row in rows if row.num_left > 1]
             some = [row for row in some if self._lacks(source, row, num_rows, gained, plain_s) is not None]
-            gained, _ = self._best(source, some, num_rows, late, source.often)
-            if gained > LEAST:
-                self._asked[source] = some
-        return bool(self._asked)
+            if self._best(source, some, num_rows, late)[0] > LEAST:
+                return True
+        return False
+
+    def _plain_s(self, num_rows: int, *, ahead: bool) -> float | None:
+        """Return the seconds of a step without drafts; None if the next step must be one, to measure it."""
+        must_be_plain = not self._sources or self._times.is_due(num_rows)
+        return None if must_be_plain else self._times.plain_s(num_rows, ahead=ahead)
 
     def learn(
         self,
@@ -186,10 +182,6 @@ class Speculation:
 
     def _learn_right(self, drafted: Drafted, right: Mapping[Row, int]) -> None:
         drafts = drafted.drafts
-        for source, rows in self._asked.items():
-            for row in rows:
-                source.proposes.learn(drafted.sources.get(row) is source, 1)
-        self._asked = {}
         for row, accepted in right.items():
             num_drafted = len(drafts[row])
             num_right = min(accepted, num_drafted)
@@ -244,13 +236,11 @@ class Speculation:
             source.passes.learn(len(drafts), (self._clock() - began_s) / num_passes / plain_s)
         return drafts
 
-    def _best(
-        self, source: _Source, rows: Sequence[Row], num_rows: int, late: float, often: float = 1.0
-    ) -> tuple[float, int]:
+    def _best(self, source: _Source, rows: Sequence[Row], num_rows: int, late: float) -> tuple[float, int]:
         """Return the largest expected gain of drafts for `rows`, and their length; see `gains.best`."""
         shares = [source.share(row) for row in rows]
         most = min(self._most, max(MOST_TOKENS // num_rows, 1))
-        costs = Costs(self._times, num_rows, source.passes.share(len(rows)), late, often)
+        costs = Costs(self._times, num_rows, source.passes.share(len(rows)), late)
         return best(costs, shares, most)
 
     def _lacks(self, source: _Source, row: Row, num_rows: int, gained: float, plain_s: float) -> int | None:

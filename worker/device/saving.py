@@ -32,11 +32,12 @@ from .turn import SnapshotCut, Turn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cache.kv.size import KvSize
+    from cache.names.policy import Policy
     from cache.store import Store
     from turnkeep_client.subjects import SessionKey
     from worker.batch.batch import Batch
 
-    from .device import Device
     from .memory import Estimator
     from .residency import Residency
     from .run import Run
@@ -200,11 +201,21 @@ class Saving:
     """The sessions whose KV the index may lack, and the one whose KV is being copied. Event loop only."""
 
     def __init__(
-        self, store: Store, device: Device, residency: Residency, at_work: Callable[[], set[SessionKey]]
+        self,
+        store: Store,
+        residency: Residency,
+        *,
+        kv: Callable[[Policy], KvSize],
+        copy: Callable[[Turn], object],
+        at_work: Callable[[], set[SessionKey]],
     ) -> None:
-        """`at_work` returns the sessions that are not idle."""
+        """`kv` computes sizes under a policy, `copy` has the device copy a turn's spans; neither waits.
+
+        `at_work` returns the sessions that are not idle.
+        """
         self._store = store
-        self._device = device
+        self._kv = kv
+        self._start_copy = copy
         self._residency = residency
         self._at_work = at_work
         #: When to look at each session next; the least recently active session first.
@@ -313,7 +324,7 @@ class Saving:
 
     def _copy(self, key: SessionKey, spans: list[Span], spare_bytes: int) -> bool:
         tokens, policy = self._residency.tokens(key), self._residency.policy(key)
-        kv = self._device.kv(policy)
+        kv = self._kv(policy)
         sizes = accumulate(kv.snapshot(span.num_tokens, at=span.end) for span in spans)
         num_fitting = sum(size_bytes <= spare_bytes for size_bytes in sizes)
         if not num_fitting and not self._store.is_idle:
@@ -321,7 +332,7 @@ class Saving:
         chain = self._store.chain(key.tenant, policy, tokens)
         self._copied = Turn(key, tokens, policy=policy, chain=chain, spans=spans[: max(num_fitting, 1)])
         self._lacking[key] = time.monotonic() + _RETRY_S
-        self._device.copy(self._copied)
+        self._start_copy(self._copied)
         return True
 
     async def _pause(self, timeout_s: float | None) -> None:

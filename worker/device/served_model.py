@@ -25,7 +25,6 @@ from cache.kv.states import leaves
 from cache.names.policy import Policy
 from cache.names.snapshot import ModelLayout
 from worker.batch.batch_kinds import batch_for
-from worker.batch.forced import Forced
 from worker.batch.lookup import Lookup
 from worker.batch.row_sampler import RowSampler, Sampling
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
@@ -138,7 +137,7 @@ class ServedModel:
 
         Raises `ModelError` if the model `draft` cannot draft for this one.
         """
-        drafters: tuple[Drafter, ...] = (Forced(), Lookup())
+        drafters: tuple[Drafter, ...] = (Lookup(),)
         self._draft = draft  # keeps the draft model's folder in use
         self._reserved_bytes = 0
         if draft is not None and max_draft == 0:

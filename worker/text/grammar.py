@@ -78,7 +78,6 @@ class Grammars:
         self._kept: OrderedDict[bytes, Grammar] = OrderedDict()
         self._compiling = Rotation(1)  # one at a time, so that many do not take all CPUs
         self._vocabulary: Any = None
-        self._tokenize: Callable[[bytes], list[int]] = lambda _: []
 
     async def compiled(self, asked: ResponseFormat, tenant: str = "") -> Grammar | None:
         """Return a format's grammar, cached or compiled on a thread; None if the format allows any text.
@@ -117,8 +116,6 @@ class Grammars:
             raise GrammarError(str(error)) from None
         if self._vocabulary is None:
             self._vocabulary = _vocabulary(self._tokenizer)
-            # The same few texts recur. Without a cache each row would add 0.2 ms to a step on a GPU.
-            self._tokenize = lru_cache(1024)(self._vocabulary.tokenize_bytes)
         limits = llguidance.LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
         first = llguidance.LLMatcher(self._vocabulary, source, limits=limits, log_level=0)
         if (why := _fault(first, self._tokenizer.eos_ids)) is not None:
@@ -127,43 +124,29 @@ class Grammars:
         if '"lenient":true' in source.replace(" ", ""):
             check = llguidance.LLMatcher.validate_grammar_with_warnings
             _, warnings = check(source, self._vocabulary, limits=limits)
-        return Grammar(first, self._tokenizer.eos_ids, self._tokenize, warnings)
+        return Grammar(first, self._tokenizer.eos_ids, warnings)
 
 
 class Grammar:
     """A compiled grammar; immutable, so thread-safe. `warnings` name its parts that have no effect."""
 
-    def __init__(
-        self,
-        first: Any,
-        end_tokens: frozenset[int],
-        tokenize: Callable[[bytes], list[int]],
-        warnings: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, first: Any, end_tokens: frozenset[int], warnings: Sequence[str] = ()) -> None:
         """`first` is llguidance's matcher before an answer's first token; `follow` copies it."""
         self._first = first
         self.warnings = tuple(warnings)
         self._end_tokens = end_tokens
-        self._tokenize = tokenize
 
     def follow(self, answered: Sequence[int]) -> Matcher:
         """Return a matcher for an answer that has these tokens so far."""
-        return Matcher(self._first.deep_copy(), self._end_tokens, self._tokenize, answered)
+        return Matcher(self._first.deep_copy(), self._end_tokens, answered)
 
 
 class Matcher:
     """Tracks one answer and returns masks of the tokens allowed next. One thread at a time."""
 
-    def __init__(
-        self,
-        inner: Any,
-        end_tokens: frozenset[int],
-        tokenize: Callable[[bytes], list[int]],
-        answered: Sequence[int],
-    ) -> None:
+    def __init__(self, inner: Any, end_tokens: frozenset[int], answered: Sequence[int]) -> None:
         self._inner = inner
         self._end_tokens = end_tokens
-        self._tokenize = tokenize
         self._is_lost = False
         self.push(answered)
 
@@ -187,23 +170,12 @@ class Matcher:
         found = [self._mask()]
         if draft:
             # A copy: a limit that is reached within the draft must not end the answer.
-            ahead = Matcher(self._inner.deep_copy(), self._end_tokens, self._tokenize, ())
+            ahead = Matcher(self._inner.deep_copy(), self._end_tokens, ())
             ahead._is_lost = self._is_lost
             for token in draft:
                 ahead.push((token,))
                 found.append(ahead._mask())
         return found
-
-    def forced(self) -> list[int]:
-        """Return the text that must come next, as tokens for a draft; empty if there is a choice.
-
-        Masks allow other tokenisations of this text too. The text ends before a special token, which
-        llguidance writes after a byte 0xFF.
-        """
-        # On a copy: before a special token, `compute_ff_bytes` ends its matcher.
-        found = b"" if self._is_lost else self._inner.deep_copy().compute_ff_bytes()
-        text, _, _ = found.partition(b"\xff")
-        return self._tokenize(text) if text else []
 
     def _mask(self) -> Mask:
         if not self._is_lost:

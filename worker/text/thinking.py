@@ -94,12 +94,6 @@ class _Follower:
             found.append(ahead.mask())
         return found
 
-    def forced(self) -> Sequence[int]:
-        """Return the tokens that must come next; empty if there is a choice."""
-        if self.place == "inside":
-            return self._of.closing[self.num_closing :] if self._is_over else ()
-        return self.inner.forced() if self.inner is not None else ()
-
     def add(self, token: int) -> None:
         """Add one token to the answer."""
         match self.place:

@@ -57,14 +57,13 @@ export interface Appended {
 }
 
 /**
- * Which tokens keep their KV, and at what precision. A missing `policy` is the worker's default.
+ * Which tokens keep their KV. A missing `policy` is the worker's default.
  *
  * `full` keeps all tokens. `sink_window` keeps the first `sink` tokens (4 by default) and the last `window`
  * (1024); a token sees only these, the session may continue without end, and its KV has a fixed size. `paged`
  * keeps all tokens on SSD and `resident` of them (4096) on the device: the first and the last ones, the spans
  * `pin` (start, end), and the chunks that matter most to the current turn. An answer sees the tokens on the
- * device; a prompt sees all tokens, read from SSD. With `kv_bits`, a worker whose KV has another precision
- * refuses the session.
+ * device; a prompt sees all tokens, read from SSD.
  */
 export interface CachePolicy {
   policy?: "full" | "paged" | "sink_window" | null;
@@ -72,7 +71,6 @@ export interface CachePolicy {
   window?: number | null;
   resident?: number | null;
   pin?: readonly (readonly [number, number])[] | null;
-  kv_bits?: 4 | 8 | null;
 }
 
 /** A part of the tool call number `index`, from 0: `id` and `name` once, then text of its arguments. */
@@ -502,6 +500,17 @@ export interface LikelyToken {
 }
 
 /**
+ * Load the model of the prefix, or make another `model` of this machine the prefix's (on `_serve`).
+ *
+ * Sessions go on with it. Answered once the model was checked; then its worker starts.
+ */
+export interface LoadRequest {
+  type: "load";
+  /** raw text, tokenised without the chat template */
+  model?: string | null;
+}
+
+/**
  * One chat message in OpenAI's shape; rendered by the model's chat template.
  *
  * A `content` of several parts is joined on construction, so it is then a string, or null if an assistant only
@@ -729,6 +738,12 @@ export interface Seconds {
   total: number;
 }
 
+/** Answer to `load` and `unload`: what happens now, as a sentence. */
+export interface Serving {
+  type: "serving";
+  said: string;
+}
+
 /**
  * The cache policy of a session.
  *
@@ -812,7 +827,7 @@ export interface SnapshotCounters {
 }
 
 /**
- * A worker's counts by tenant, empty unless its setting `metrics_tenants` enables them.
+ * A worker's counts by tenant, empty unless its setting `tenants` enables them.
  *
  * The first tenants that a worker serves have their own counts; all others share the name `_other`. `requests`
  * counts results by outcome, which is `ok` or an error's code; `sessions` counts sessions with waiting or
@@ -867,6 +882,11 @@ export interface ToolFunction {
   description?: string | null;
   parameters?: Record<string, unknown> | null;
   strict?: boolean | null;
+}
+
+/** Unload the model of the prefix (on `_serve`). Its next request loads it again. */
+export interface UnloadRequest {
+  type: "unload";
 }
 
 /**
