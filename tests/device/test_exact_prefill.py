@@ -18,7 +18,7 @@ from tiny_models import WIDE, prompt
 
 from cache.disk.access import PLAIN, Access
 from cache.disk.sealing import Sealed
-from cache.kv import layers
+from cache.kv import layers, paged
 from cache.names.blocks import Span
 from cache.names.errors import LostPastError
 from cache.names.policy import CHUNK, FULL, SLACK, Policy
@@ -71,10 +71,11 @@ def keep(held: dict[str, mx.array], caches: list[Any], start: int, end: int) -> 
 
 def exactly(forward: Forward, caches: list[Any], tokens: list[int], pieces: list[int], part: int) -> mx.array:
     held: dict[str, mx.array] = {}
-    found, at = [], 0
-    pages = caches[0].pages
+    found, at, first = [], 0, paged.first(caches)
+    assert first is not None
+    pages = first.pages
     for num in pieces:
-        pages.sees_all, pages.past = True, Kept(caches[0].num_passed, held, part)
+        pages.sees_all, pages.past = True, Kept(first.num_passed, held, part)
         found.append(forward([OwnPart(caches, at, num)], tokens[at : at + num]))
         mx.eval(found[-1], [cache.state for cache in caches])
         pages.sees_all, pages.past = False, None
@@ -104,7 +105,7 @@ def test_a_paged_prompt_in_pieces_of_any_size_gets_the_logits_of_full_attention(
     found = exactly(Forward(model), caches, tokens, pieces, rng.choice([50, 128, 1024]))
     expected = model(mx.array([tokens]), cache=make_prompt_cache(model))[0]
     assert mx.abs(found - expected).max().item() < tolerance * mx.abs(expected).max().item()
-    assert caches[0].num_passed > 3 * HELD, "most of it has left the device"
+    assert paged.first(caches).num_passed > 3 * HELD, "most of it has left the device"
 
 
 def test_the_tokens_of_a_paged_answer_attend_to_only_a_part_of_the_session(build_model) -> None:
