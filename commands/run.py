@@ -59,7 +59,7 @@ def run(
 
     MODEL is a name of `turnkeep model list`, a folder, a .gguf file or a hub id; by default it is the model
     of the running worker, or else the packaged one. A worker that this command starts ends with it; a worker
-    that is running already stays.
+    that is running already stays, and changes to MODEL until it is next started.
     """
     from .ask import answer, whole_question
 
@@ -68,7 +68,7 @@ def run(
     async def check_model(client: Client) -> None:
         serves = await _model_of(client, settings.data_dir)
         if model is not None and is_there and not _names(model, serves):
-            raise _other_model(model, serves, may_be_question=message is None)
+            await _change(client, model, serves, settings.data_dir, question)
 
     async def say(client: Client) -> bool:
         if text is not None:
@@ -90,12 +90,16 @@ def run(
         sys.exit(_INTERRUPTED)
 
 
-def _other_model(model: str, serves: str, *, may_be_question: bool) -> TurnkeepError:
-    ask = f", or ask it: {program()} ask {shlex.quote(model)}" if may_be_question else ""
-    return TurnkeepError(
-        f"the worker that runs has the model {serves}, not {model}; stop it, or give another"
-        f" --data-dir and --nats-port{ask}"
-    )
+async def _change(client: Client, model: str, serves: str, data_dir: Path, question: str | None) -> None:
+    """Let the running worker serve another model; return once it does."""
+    click.echo(f"changing the worker's model from {serves} to {model}", err=True)
+    try:
+        await client.load(model)
+    except TurnkeepError as error:
+        ask = f"; or ask {serves}: {program()} ask {shlex.quote(question)}" if question is not None else ""
+        raise TurnkeepError(f"{error}{ask}") from None
+    while not _names(model, await _model_of(client, data_dir)):  # noqa: ASYNC110  # metrics tell it
+        await asyncio.sleep(_POLL_S)
 
 
 def _names(model: str, served: str) -> bool:
