@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from turnkeep_client.errors import NoWorkerError, TurnkeepError
+from turnkeep_client.errors import NoWorkerError
 from worker.process.children import PROGRAM
 from worker.process.datadir import owner, starting_pid
 from worker.process.installed import program
@@ -57,7 +57,8 @@ def run(
 
     With MESSAGE it answers that alone. MODEL is a name of `turnkeep model list`, a folder, a .gguf file or a
     hub id; by default it is the model of the running worker, or else the packaged one. A worker that this
-    command starts ends with it; a worker that is running already stays.
+    command starts ends with it; a worker that is running already stays, and changes to MODEL until it is
+    next started.
     """
     from .ask import answer, whole_question
 
@@ -71,10 +72,7 @@ def run(
     async def check_model(client: Client) -> None:
         serves = await _model_of(client, settings.data_dir)
         if model is not None and is_there and not _names(model, serves):
-            raise TurnkeepError(
-                f"the worker that runs has the model {serves}, not {model}; stop it, or give another"
-                " --data-dir and --nats-port"
-            )
+            await _change(client, model, serves, settings.data_dir)
 
     async def say(client: Client) -> bool:
         if text is not None:
@@ -93,6 +91,14 @@ def run(
         answered = talk(settings, tenant, say)
     if not answered:
         sys.exit(_INTERRUPTED)
+
+
+async def _change(client: Client, model: str, serves: str, data_dir: Path) -> None:
+    """Let the running worker serve another model; return once it does."""
+    click.echo(f"changing the worker's model from {serves} to {model}", err=True)
+    await client.load(model)
+    while not _names(model, await _model_of(client, data_dir)):  # noqa: ASYNC110  # metrics tell it
+        await asyncio.sleep(_POLL_S)
 
 
 def _names(model: str, served: str) -> bool:

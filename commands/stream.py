@@ -32,14 +32,9 @@ _T = TypeVar("_T")
 
 
 async def while_reachable(session: Session, awaited: Awaitable[_T]) -> _T:
-    """Wait for a result; cancel the wait and raise `NoServerError` if NATS is out of reach for `_LOST_S`."""
-    loop, waiting = asyncio.get_running_loop(), asyncio.ensure_future(awaited)
->>=======
-async def while_reachable(session: Session, awaited: Awaitable[_T]) -> _T:
     """Await `awaited`; cancel it and raise `NoServerError` if NATS cannot be reached for `_LOST_S`."""
     waiting = asyncio.ensure_future(awaited)
     loop = asyncio.get_running_loop()
->>>>>>> part7
     reached_at = loop.time()
     try:
         while not (await asyncio.wait([waiting], timeout=_POLL_S))[0]:

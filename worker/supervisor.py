@@ -121,6 +121,8 @@ class _Model:
         """Take the name of one of several models; None if there is only one, which stays loaded."""
         self.name = name
         self.settings = settings
+        #: The draft model that was asked for; another model may have no use for it.
+        self.draft_model = settings.draft_model
         self.stays_s = math.inf if name is None else settings.unload_after_s or math.inf
         self.needs: Needs | None = None
         self.process: Process | None = None
@@ -135,6 +137,11 @@ class _Model:
 
     def wake(self) -> None:
         self.wanted.set()
+
+    def let_go(self) -> None:
+        """Unload the model; whoever wants it from now on wakes it again."""
+        self.leave.set()
+        self.wanted = Event()
 
     @property
     def is_loaded(self) -> bool:
@@ -368,7 +375,7 @@ class Supervisor:
             raise SupervisorError("other workers serve the prefix with this model; stop them to change it")
         served = model.name or (model.needs.model if model.needs is not None else "")
         if isinstance(request, UnloadRequest):
-            model.leave.set()
+            model.let_go()
             return f"{served} is unloaded; its next request loads it again"
         if request.model not in {None, served}:
             return await self._change(model, request.model or "")
@@ -381,14 +388,14 @@ class Supervisor:
             raise SupervisorError(
                 "the models of turnkeep.toml are loaded by their requests; add this one there"
             )
-        drafted = replace(model.settings, model=name)
+        drafted = replace(model.settings, model=name, draft_model=model.draft_model)
         alone = replace(drafted, draft_model=None)
         settings, weighed = drafted, await self._fitting(drafted)
         if isinstance(weighed, Refused) and drafted != alone:
             settings, weighed = alone, await self._fitting(alone)
         if isinstance(weighed, Refused):
             raise SupervisorError(f"{name} cannot be served: {weighed.reason}")
-        model.leave.set()
+        model.let_go()
         while model in self._running:  # noqa: ASYNC110  # it tells nobody
             await sleep(_ENDED_S)
         model.settings, model.needs = settings, weighed
@@ -420,7 +427,6 @@ class Supervisor:
             model.leave = Event()
             async with self._room(model):
                 await self._run_until_left(model)
-            model.wanted = Event()
             if await model.activator.has_work():
                 model.wake()
 
@@ -480,7 +486,7 @@ class Supervisor:
         chosen = leaving(lacking_bytes, idle)
         for one in self._running:
             if one.name in chosen:
-                one.leave.set()
+                one.let_go()
 
     async def _run_worker(self, model: _Model) -> int:
         """Run a model's worker until it ends; return its exit code."""
@@ -528,12 +534,13 @@ class Supervisor:
     async def _watch(self, model: _Model, worker: Process) -> None:
         """End the model's worker when the model is idle or must leave."""
         pause_s = min(max(model.stays_s / 100, _LOOK_S), _LONG_LOOK_S)
-        while not (model.leave.is_set() or await self._is_idle(model)):
-            if model.is_loaded and current_time() - model.loaded_s > _HIRE_S:
+        while not model.leave.is_set():
+            if await self._is_idle(model):
+                model.let_go()
+            elif model.is_loaded and current_time() - model.loaded_s > _HIRE_S:
                 await self._hire()
             with move_on_after(pause_s):
                 await model.leave.wait()
-        model.leave.set()
         if model.needs is not None:
             await model.activator.begin()
         with contextlib.suppress(ProcessLookupError):

@@ -38,7 +38,7 @@ from gateway.responses import requests as responses
 from gateway.turn import WARNINGS, Fault, Turn, refused, told
 from turnkeep_client import __version__
 from turnkeep_client.content_blocks import printed
-from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.errors import NoWorkerError, TurnkeepError
 
 from . import bodies, guide
 from .durable import HEADERS, Reading
@@ -302,6 +302,17 @@ class Gateway:
             Route(f"{named}/cancel", self._cancelled(dialect), methods=["POST"]),
         ]
 
+    async def _load(self, key: Key, model: str, *, unloads: bool) -> None:
+        """Load or unload a model; with API keys do neither, as the model is not one tenant's."""
+        if self._keys.are_needed:
+            return
+        client = (await self._of(key.tenant, model)).client
+        if unloads:
+            await client.unload()
+        else:
+            with contextlib.suppress(NoWorkerError):  # the first request with a prompt says so
+                await client.load()
+
     def _answering(self, dialect: Dialect) -> _Handler:
         async def answer(request: Request) -> Response:
             key = self._key(request)
@@ -310,6 +321,7 @@ class Gateway:
                 body = await bodies.read(request, self._max_body_bytes)
                 model, digest = self._listing.chosen(body), recorded.digest(dialect.name, body)
                 if (told_at_once := dialect.at_once(body)) is not None:
+                    await self._load(key, model, unloads=told_at_once["done_reason"] == "unload")
                     return as_json(told_at_once)
                 if cut := await self._lookups.cut(key.tenant, request.headers, digest):
                     turn = dialect.read(body)

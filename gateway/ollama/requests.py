@@ -220,7 +220,7 @@ def _call(given: _Call, call_id: str) -> ToolCall:
 
 
 def at_once(body: bytes) -> dict[str, Any] | None:
-    """Answer a request without a prompt, by which clients load or unload a model; None for other requests."""
+    """Return the answer to a request without a prompt, which loads or unloads a model; None for others."""
     asked = decoded(_EMPTY, body)
     if asked.prompt or asked.messages:
         return None

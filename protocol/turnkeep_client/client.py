@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from . import wire
 from .calls import Call, ResultFeeds, expect
-from .errors import InvalidMessageError
+from .errors import InvalidMessageError, TurnkeepError
 from .listing import Listed, is_enough, listed
 from .log import Entry, entry
 from .messages import (
     Embedded,
     EmbedRequest,
+    Failed,
     GatewayMetrics,
     Generate,
     Generated,
@@ -26,7 +27,6 @@ from .messages import (
     Request,
     Reranked,
     RerankRequest,
-    Serving,
     UnloadRequest,
     decode_control_reply,
     decode_gateway_metrics,
@@ -336,7 +336,7 @@ class Client:
         """Load the prefix's model, or make another `model` of the worker's machine the prefix's.
 
         Return what happens as a sentence. Raises `NoWorkerError` if no `turnkeep serve` runs, and
-        `RequestFailedError` if it refuses.
+        `TurnkeepError` if it refuses.
         """
         return await self._serve(LoadRequest(model), _LOAD_S)
 
@@ -346,7 +346,10 @@ class Client:
 
     async def _serve(self, request: LoadRequest | UnloadRequest, timeout_s: float) -> str:
         reply = await self._wire.ask(self._wire.subjects.serve, encode(request), timeout_s)
-        return expect(Serving, decode_serving(reply)).said
+        answer = decode_serving(reply)
+        if isinstance(answer, Failed):
+            raise TurnkeepError(answer.message)
+        return answer.said
 
     async def metrics(self, worker: str = "*") -> AsyncIterator[Metrics]:
         """Yield the metrics that a worker (`*`: every worker) publishes, until the client is closed.

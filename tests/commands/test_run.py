@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -76,9 +77,15 @@ async def test_run_uses_a_running_worker_and_leaves_it_running(
     place = ("--data-dir", worker.data_dir, "--nats-port", worker.url.rpartition(":")[2], "--max-tokens", 3)
     done = await asyncio.to_thread(turnkeep, "run", tiny_model.name, "Hello", *place)
     assert done.returncode == 0, done.stderr
-    other = await asyncio.to_thread(turnkeep, "run", "Qwen3-4B", "Hello", *place)
-    assert other.returncode == 1
-    assert f"the worker that runs has the model {tiny_model.name}, not Qwen3-4B" in other.stderr
+    one = await asyncio.to_thread(turnkeep, "run", "nosuch", *place)
+    assert one.returncode == 1
+    assert "nosuch cannot be served: there is no model nosuch" in one.stderr
+    shutil.copytree(tiny_model, worker.data_dir / "models" / "other")
+    other = await asyncio.to_thread(turnkeep, "run", "other", "Hello", *place)
+    assert other.returncode == 0, other.stderr
+    assert f"changing the worker's model from {tiny_model.name} to other\n" in other.stderr
+    async with await worker.client() as client:
+        assert (await client.worker_metrics()).model == "other"
     with Piped(["-m", "commands", "run", *map(str, place)], environment()) as waiting:
         await asyncio.sleep(1.5)  # then it waits for the end of the question
         waiting.terminate()

@@ -152,12 +152,12 @@ async def test_ollamas_generate_endpoint_answers_a_prompt_whole_and_streamed(
     assert (refused.status_code, refused.json()) == (400, {"error": "suffix is not supported"})
 
 
-async def test_an_ollama_request_without_a_prompt_reports_load_or_unload(http: httpx2.AsyncClient) -> None:
+async def test_an_ollama_request_without_a_prompt_loads_or_unloads(http: httpx2.AsyncClient) -> None:
     for path, more in (("generate", {}), ("chat", {"messages": []})):
         loaded = (await http.post(f"/api/{path}", json={"model": "m", **more})).json()
         assert (loaded["done"], loaded["done_reason"]) == (True, "load")
-        left = (await http.post(f"/api/{path}", json={"model": "m", "keep_alive": 0, **more})).json()
-        assert left["done_reason"] == "unload"
+        refused = await http.post(f"/api/{path}", json={"model": "m", "keep_alive": 0, **more})
+        assert refused.status_code == 503, "this worker has no supervisor"
 
 
 async def test_models_are_listed_in_the_shapes_of_ollama_and_lm_studio(http: httpx2.AsyncClient) -> None:

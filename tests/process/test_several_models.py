@@ -109,6 +109,10 @@ async def test_a_request_loads_its_model_and_unloads_another_one_if_memory_is_sh
     assert answer.json()["input_tokens"] > len(LONG), "held until the model is loaded"
     assert [*at.workers()] == ["wide:1b"], "there is memory for one"
 
+    for reason, asked in (("unload", {"keep_alive": 0}), ("load", {})):
+        told = (await at.http.post("/api/generate", json={"model": "wide:1b", **asked})).json()
+        assert told["done_reason"] == reason
+        await until(lambda reason=reason: len(at.workers()) == (reason == "load"))  # type: ignore[misc]
     at.workers()["wide:1b"].kill()
     await until(lambda: "a worker has ended" in at.process.log)  # until then it may be asked
     async with await at.process.client(prefix="turnkeep-wide-1b") as client:

@@ -68,17 +68,16 @@ function restarts() {
 function told(found) {
   const heard = Object.values(found.workers).filter((one) => one.up).length, up = heard || Number(found.is_served === true);
   state.className = found.connected && up ? "good" : "bad";
-  if (!found.connected || !(up || found.unloaded)) {
+  if (!found.connected || !up) {
     if (restarts()) return;
   } else if (wasAway) {
     wasAway = false;
     restarted = -RESTART_MS;
   }
   tell(state, !found.connected ? "no connection to NATS" : up ? `${up} worker${up > 1 ? "s" : ""} up`
-    : found.unloaded ? "no model is loaded" : "no worker");
+    : "no worker");
   missing(!found.connected ? "NATS does not answer. What is shown may be old, and goes on by itself when the server is back."
-    : up ? "" : found.unloaded ? "No model is loaded: the page Models serves one. Until then questions wait in the log."
-    : "No worker is up: turnkeep serve starts one. Until then questions wait in the log.");
+    : up ? "" : "No worker is up: turnkeep serve starts one. Until then questions wait in the log.");
   state.title = `as of ${clock(new Date())}`;
 }
 

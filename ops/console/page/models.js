@@ -35,19 +35,18 @@ export function models(main, about) {
   }
   const pull = (name) => act("api/models", name);
   async function serve(name) {
-    const text = "The worker restarts, which takes some seconds. Conversations go on with this model; an answer that is on its way ends where it is.";
+    const text = "The worker is started again, which takes some seconds. Conversations go on with this model; an answer that is on its way ends where it is.";
     if (await asked({ title: `Serve ${name}?`, text, yes: "Serve" })) { toast(`Looking at ${name}`); await act("api/models/serve", name, true); }
   }
-  async function unload(name, isOne) {
-    const then = isOne ? "requests wait in the log until Serve loads one again" : "the next request, or an answer that is on its way, loads it again";
-    const text = `Its memory is freed. Conversations can be read meanwhile; ${then}.`;
-    if (await asked({ title: `Unload ${name}?`, text, yes: "Unload" })) await act("api/models/unload", name, isOne);
+  async function unload(name) {
+    const text = "Its memory is freed. Conversations can be read meanwhile; the next request, or an answer that is on its way, loads it again.";
+    if (await asked({ title: `Unload ${name}?`, text, yes: "Unload" })) await act("api/models/unload", name);
   }
-  function state(one, isOne) {
-    return made("span", { class: one.is_loaded ? "good" : isOne && "bad" }, one.is_loaded ? "in memory" : "not loaded");
+  function state(one) {
+    return made("span", { class: one.is_loaded && "good" }, one.is_loaded ? "in memory" : "not loaded");
   }
   function change(one, isOne) {
-    const [word, does] = one.is_loaded ? ["Unload", () => unload(one.name, isOne)] : ["Serve", () => act("api/models/serve", one.name, true)];
+    const [word, does] = one.is_loaded ? ["Unload", () => unload(one.name)] : ["Load", () => act("api/models/serve", one.name)];
     return !about.read_only && (isOne || one.is_loaded) && made("button", { class: "link", click: does, "aria-label": `${word} ${one.name}` }, word);
   }
   function progress(name, pull_) {
@@ -64,11 +63,11 @@ export function models(main, about) {
     last = JSON.stringify(found);
     const canServe = found.can_serve && !about.read_only;
     const how = found.served.length && !found.can_serve ? "Each model of turnkeep.toml is loaded by its next request; name others there to serve them."
-      : `A worker serves one model. ${canServe ? "Serve restarts it with another one, until it is next started by hand" : "Copy the line that starts it with another one"}; for several at a time name them in turnkeep.toml.`;
+      : `A worker serves one model. ${canServe ? "Serve loads another one in its place, until turnkeep serve is next started" : "Copy the line that starts it with another one"}; for several at a time name them in turnkeep.toml.`;
     tell(note, `This machine has ${bytes(found.memory_bytes)} of memory.${found.on_cpu ? " On its CPU each weight takes 4 bytes." : ""} ${how}`);
     all.hidden = false;
     inUse.hidden = !found.served.length;
-    served.replaceChildren(...found.served.map((one) => row(one.name, "", ["state", state(one, found.can_serve)], ["", change(one, found.can_serve)])));
+    served.replaceChildren(...found.served.map((one) => row(one.name, "", ["state", state(one)], ["", change(one, found.can_serve)])));
     const isServed = (name) => found.served.some((one) => one.name === name);
     here.replaceChildren(...found.here.map((one) => row(one.name, [one.dtype, one.in_use && "in use"].filter(Boolean).join(" · "), ["size", bytes(one.size_bytes)],
       ["memory", fits(one)], ["context", one.context_tokens ? `${count(one.context_tokens)} tokens` : "unbounded"],
