@@ -1,9 +1,8 @@
 """Compares measurements with what the worker promises. A check holds, fails or cannot tell. Pure.
 
 An exact check counts violations and cannot fail by chance, so it decides the command's exit code. A
-statistical check compares a confidence interval with the bound in the check's name. It fails if the whole
-interval is beyond the bound, and cannot tell if the interval contains the bound. If the true value is at the
-bound, it fails once in forty runs.
+statistical check compares an interval with the bound in the check's name. It fails if the whole interval is
+beyond the bound, and cannot tell if the interval contains the bound.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
-from statistics import median
+from statistics import linear_regression
 from typing import Final, TypeVar
 
 from msgspec import Struct
@@ -69,24 +68,21 @@ def count(name: str, of: Collection[T], broken: Callable[[T], object], things: s
 
 def bounded(
     name: str,
-    numbers: Mapping[str, Sequence[float] | Estimate | float | None],
+    numbers: Mapping[str, Sequence[float] | float | None],
     *,
     at_most: float = math.inf,
     at_least: float = -math.inf,
     unit: Unit = "",
-    log: bool = False,
 ) -> Check:
-    """Make a check that the mean of each label's `numbers`, one number per block, is within the bounds.
+    """Make a check that the median of each label's `numbers`, one number per block, is within the bounds.
 
-    The confidence level applies to all labels together: the more labels, the wider each interval. A label may
-    also have an estimate, or a single number that is known exactly. The check gets the worst label's verdict.
+    A label may also have a single number, without an interval. The check gets the worst label's verdict.
     """
-    sure = 1 - (1 - stats.CONFIDENCE) / max(len(numbers), 1)
 
-    def estimate(one: Sequence[float] | Estimate | float | None) -> Estimate | None:
+    def estimate(one: Sequence[float] | float | None) -> Estimate | None:
         if isinstance(one, int | float):
             return Estimate(one, one, one)
-        return stats.mean(one, log=log, confidence=sure) if isinstance(one, Sequence) else one
+        return None if one is None else stats.estimate(one)
 
     def verdict(one: Estimate | None) -> Verdict:
         ends = (-math.inf, math.inf) if one is None else (one.low, one.high)
@@ -96,8 +92,7 @@ def bounded(
     found = {label: estimate(one) for label, one in numbers.items()}
     verdicts = [verdict(one) for one in found.values()] or [Verdict.CANNOT_TELL]
     worst = next(one for one in (Verdict.FAILS, Verdict.CANNOT_TELL, Verdict.HOLDS) if one in verdicts)
-    signed = any(one is not None and -math.inf < min(one.value, one.low) < 0 for one in found.values())
-    said = [f"{label} {interval(one, unit, signed=signed)}".strip() for label, one in found.items()]
+    said = [f"{label} {interval(one, unit)}".strip() for label, one in found.items()]
     return Check(name=name, outcome=worst, detail="; ".join(said) or "nothing was measured", exact=False)
 
 
@@ -124,34 +119,25 @@ def kept_time(lags_s: Sequence[float]) -> Check:
     return bounded(name, {"": stats.quantile(lags_s, 0.99)}, at_most=LAG_BOUND_S, unit="s")
 
 
-def held_tokens_are_cheap(runs: Mapping[str, Sequence[Turn]]) -> Check:
+def held_tokens_are_cheap(turns: Sequence[Turn]) -> Check:
     """Check that cached tokens hardly delay the first chunk, by the client's clock.
 
-    `runs` are named sets of turns; each set gets its own estimate. A turn's fact `held` is the number of
-    tokens that its session had before the turn; None if unknown.
-    """
-    name = f"a token that a session holds costs at most {BELIEVED:.0%} of a prefilled one's time"
-    return bounded(
-        name, {label: _costs(turns) for label, turns in runs.items()}, at_most=BELIEVED, unit="share"
-    )
-
-
-def _costs(turns: Sequence[Turn]) -> list[float]:
-    """Return, for each block, the time of a cached token as a share of a prefilled token's time.
-
-    The time of a prefilled token is that of turns which found almost no cached tokens. The time of a cached
-    token is a slope: how the wait, minus the turn's own prefill, grows with the session's length.
+    A turn's fact `held` is the number of tokens that its session had before the turn; None if unknown. The
+    time of a prefilled token is that of turns which found almost no cached tokens. The time of a cached token
+    is a slope, one for each block: how the wait, without the turn's own prefill, grows with the session.
     """
     answered = [turn for turn in turns if turn.error is None]
     cold = [
         turn for turn in answered if turn.fact("held") == 0 and turn.prefilled_tokens > turn.cached_tokens
     ]
     rate_s = min(((turn.first_s or 0.0) / turn.prefilled_tokens for turn in cold), default=0.0)
-    return stats.slopes(
+    costs = stats.slopes(
         (turn.block, held, (turn.first_s or 0.0) / rate_s - turn.prefilled_tokens)
         for turn in answered
         if rate_s and (held := turn.fact("held"))
     )
+    name = f"a token that a session holds costs at most {BELIEVED:.0%} of a prefilled one's time"
+    return bounded(name, {"": costs}, at_most=BELIEVED, unit="share")
 
 
 def keeps_its_size(readings: Sequence[Sample]) -> Check:
@@ -161,11 +147,7 @@ def keeps_its_size(readings: Sequence[Sample]) -> Check:
     begin, end = min(times, default=0.0), max(times, default=0.0)
     if end - begin < MIN_GROWTH_S:
         return bounded(name, {"a run of minutes shows none:": None}, at_most=GROWTH_PER_HOUR)
-    warm_s = begin + WARM_UP * (end - begin)
-    parts = stats.grouped(
-        (int(STRETCHES * (at_s - warm_s) / (end - warm_s) * (1 - 1e-9)), (at_s / 3600, reading.value))
-        for at_s, reading in zip(times, readings, strict=True)
-        if at_s >= warm_s
-    )
-    points = [(median(at for at, _ in part), median(size for _, size in part)) for part in parts.values()]
-    return bounded(name, {"": stats.trend(points)}, at_most=GROWTH_PER_HOUR, unit="bytes")
+    warm = [one for one in readings if (one.x or 0.0) >= begin + WARM_UP * (end - begin)]
+    hours, sizes = [(one.x or 0.0) / 3600 for one in warm], [one.value for one in warm]
+    growth = linear_regression(hours, sizes).slope if len(warm) > 1 else None
+    return bounded(name, {"": growth}, at_most=GROWTH_PER_HOUR, unit="bytes")

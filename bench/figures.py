@@ -26,29 +26,27 @@ def scale(size: float, unit: Unit) -> tuple[float, str]:
     return next((one for one in scales if abs(size) >= _FROM.get(one[0], one[0])), scales[-1])
 
 
-def number(value: float | None, unit: Unit = "", *, signed: bool = False) -> str:
+def number(value: float | None, unit: Unit = "") -> str:
     """Write a number with three significant digits."""
     if value is None:
         return "-"
     divisor, name = scale(value, unit)
     size = value / divisor
     places = 0 if abs(size - round(size)) < 1e-9 else _places(size, 3)
-    return f"{_digits(size, places, signed=signed)} {name}".strip()
+    return f"{_digits(size, places)} {name}".strip()
 
 
-def interval(estimate: Estimate | None, unit: Unit = "", *, signed: bool = False) -> str:
+def interval(estimate: Estimate | None, unit: Unit = "") -> str:
     """Write an estimate with its interval, with as many digits as the interval's width supports."""
     if estimate is None:
         return "-"
     if math.isinf(estimate.high) or estimate.low == estimate.high:
-        return number(estimate.value, unit, signed=signed)
+        return number(estimate.value, unit)
     divisor, name = scale(max(abs(estimate.value), estimate.high - estimate.low), unit)
     value, low, high = (one / divisor for one in (estimate.value, estimate.low, estimate.high))
-    if unit == "share" and not signed and value <= 100:  # shares are within 0 and 100%
-        low, high = max(low, 0.0), min(high, 100.0)
     places = min(_places((high - low) / 6, 1), _places(value, 4))
     places = max(places, min(0, _places(value, 3)))  # at least three digits of a large number
-    shown = [_digits(one, places, signed=signed) for one in (value, low, high)]
+    shown = [_digits(one, places) for one in (value, low, high)]
     return f"{shown[0]} ({shown[1]} to {shown[2]}) {name}".strip()
 
 
@@ -57,6 +55,5 @@ def _places(value: float, digits: int) -> int:
     return digits - 1 - math.floor(math.log10(abs(value))) if value else 0
 
 
-def _digits(value: float, places: int, *, signed: bool) -> str:
-    rounded = round(value, places) + 0.0  # no minus before a zero
-    return f"{rounded:{'+' if signed and rounded else ''},.{max(places, 0)}f}"
+def _digits(value: float, places: int) -> str:
+    return f"{round(value, places) + 0.0:,.{max(places, 0)}f}"  # no minus before a zero

@@ -158,10 +158,9 @@ class LocalWorker(Process):
         self,
         data_dir: Path,
         *options: str,
-        program: Sequence[str] = ("commands",),
         beside: LocalWorker | None = None,
     ) -> None:
-        """Prepare a worker; `program` is the module to run, with its arguments before `serve`.
+        """Prepare a worker.
 
         The worker uses the NATS server of the worker `beside` if one is given, else its own.
         """
@@ -174,7 +173,7 @@ class LocalWorker(Process):
         self.data_dir = data_dir
         self._options = options
         more = ("--data-dir", str(data_dir), *nats, "--log-level", "warning", "--until-eof", *options)
-        super().__init__("the worker", [sys.executable, "-m", *program, "serve", *more])
+        super().__init__("the worker", [sys.executable, "-m", "commands", "serve", *more])
         self._stdin, self._stdout = subprocess.PIPE, subprocess.DEVNULL
         self._is_beside = beside is not None
 
@@ -269,15 +268,6 @@ def common_blas(*processes: Process) -> str:
         told = ", ".join(f"{name} with {library}" for name, library in names.items())
         raise BenchError(f"the sides multiply with different libraries: {told}")
     return names[processes[0].name]
-
-
-def cpu_s(pid: int) -> float:
-    """Return the CPU seconds that a process and its children have used; 0 if the process is gone."""
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        family = (process, *process.children(recursive=True))
-        return sum(times.user + times.system for times in (one.cpu_times() for one in family))
-    return 0.0
 
 
 def free_port() -> int:

@@ -10,14 +10,11 @@ import contextlib
 import importlib.util
 import sys
 import time
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
-import httpx2
-import msgspec
-from msgspec import Struct
+import openai
 
 from .faults import BenchError
 from .local import Process, free_port
@@ -33,110 +30,78 @@ MAX_SHOWN: Final = 300
 SAID: Final = ("content", "reasoning", "reasoning_content")
 
 
-class _Choice(Struct):
-    delta: dict[str, Any] = {}
-    finish_reason: str | None = None
-
-
-class _Usage(Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: dict[str, Any] | None = None
-
-
-class _Event(Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: Any = None
-
-
-class _BadAnswerError(Exception):
-    """The reply is not a valid answer; the arguments are the error's class and its message."""
-
-
 class Server:
     """A connection to one server; requests name `model`."""
 
     def __init__(self, name: str, url: str, model: str | None = None) -> None:
         self.name, self.url, self.model = name, url, model
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        # Ignore the environment's proxy and `.netrc`, which are for other hosts.
-        self._http = httpx2.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
+        # The environment's proxy and `.netrc` are for other hosts.
+        http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        self._client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
 
     async def __aenter__(self) -> Self:
         """Choose the model: the one that the user has named, else the first that the server lists."""
         if self.model is None:
-            with contextlib.suppress(httpx2.HTTPError, msgspec.DecodeError, LookupError, TypeError):
-                reply = await self._http.get(f"{self.url}/models", timeout=CONNECT_TIMEOUT_S)
-                self.model = str(msgspec.json.decode(reply.content)["data"][0]["id"])
+            with contextlib.suppress(openai.OpenAIError, LookupError, TypeError):
+                self.model = (await self._client.models.list(timeout=CONNECT_TIMEOUT_S)).data[0].id
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        await self._client.close()
 
     async def ask(
-        self, messages: list[dict[str, str]], *, max_tokens: int, timeout_s: float, began_s: float = 0.0
+        self, messages: list[Any], *, max_tokens: int, timeout_s: float, began_s: float = 0.0
     ) -> Turn:
         """Stream a greedy answer to `messages`, and time it. An error is returned in the turn, not raised.
 
         If the server reports no token counts, each delta counts as a token.
         """
-        usage: _Usage | None = None
-        first_s = error = message = None
-        text, deltas, sent_s = "", 0, time.monotonic()
+        prompt = cached = num_tokens = deltas = 0
+        first_s = error = message = finished = None
+        text, sent_s = "", time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
-                async for event in self._events(messages, max_tokens):
-                    usage = event.usage or usage
-                    for delta in (choice.delta for choice in event.choices):
-                        if any(map(delta.get, SAID)):
+                chunks = await self._client.chat.completions.create(
+                    model=self.model or MODEL,
+                    messages=messages,
+                    max_tokens=max_tokens,
+                    temperature=0.0,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                )
+                async for chunk in chunks:
+                    if usage := chunk.usage:
+                        prompt, num_tokens = usage.prompt_tokens, usage.completion_tokens
+                        details = usage.prompt_tokens_details
+                        cached = (details.cached_tokens if details else None) or 0
+                    for choice in chunk.choices or ():
+                        if any(getattr(choice.delta, name, None) for name in SAID):
                             first_s = first_s or time.monotonic() - sent_s
-                            text += str(delta.get("content") or "")
+                            text += choice.delta.content or ""
                             deltas += 1
-        except _BadAnswerError as bad:
-            error, message = bad.args
-        except (TimeoutError, httpx2.TimeoutException):
+                        finished = finished or choice.finish_reason
+        except TimeoutError:
             error, message = "timeout", f"no whole answer within {timeout_s:g} s"
-        except httpx2.HTTPError as bad:
-            error, message = "connection", f"{self.url}: {bad or type(bad).__name__}"
-        total_s = time.monotonic() - sent_s
-        usage = usage or _Usage(0, deltas)
-        cached = (usage.prompt_tokens_details or {}).get("cached_tokens") or 0
+        except openai.APIStatusError as bad:
+            error, message = f"http_{bad.status_code}", bad.response.text
+        except Exception as bad:  # noqa: BLE001  # a broken stream raises the HTTP library's and JSON's too
+            error, message = type(bad).__name__, f"{self.url}: {bad} {bad.__cause__ or ''}"
+        else:
+            if finished is None:
+                error, message = "broken_off", "the stream ended before the answer"
+        num_tokens = num_tokens or deltas
         return Turn(
             at_s=sent_s - began_s,
-            total_s=total_s,
+            total_s=time.monotonic() - sent_s,
             first_s=first_s,
             error=error,
             message=message and " ".join(message.split())[:MAX_SHOWN],
-            position=None if error else usage.prompt_tokens + usage.completion_tokens,
-            prompt_tokens=usage.prompt_tokens,
+            position=None if error else prompt + num_tokens,
+            prompt_tokens=prompt,
             cached_tokens=cached,
-            prefilled_tokens=usage.prompt_tokens - cached,
-            facts={"tokens": usage.completion_tokens, "text": text},
+            prefilled_tokens=prompt - cached,
+            facts={"tokens": num_tokens, "text": text},
         )
-
-    async def _events(self, messages: list[dict[str, str]], max_tokens: int) -> AsyncGenerator[_Event]:
-        body = {"model": self.model or MODEL, "messages": messages, "max_tokens": max_tokens}
-        body |= {"temperature": 0.0, "stream": True, "stream_options": {"include_usage": True}}
-        ended = False
-        async with self._http.stream("POST", f"{self.url}/chat/completions", json=body) as reply:
-            if not reply.is_success:
-                text = (await reply.aread()).decode(errors="replace")
-                raise _BadAnswerError(f"http_{reply.status_code}", text)
-            async for one in httpx2.EventSource(reply):
-                if one.data == "[DONE]":
-                    return
-                try:
-                    event = msgspec.json.decode(one.data, type=_Event)
-                except (msgspec.DecodeError, UnicodeError):
-                    raise _BadAnswerError("garbage", f"no chat completion chunk: {one.data}") from None
-                if event.error is not None:
-                    raise _BadAnswerError("error_event", str(event.error))
-                yield event
-                ended = ended or any(choice.finish_reason for choice in event.choices)
-        if not ended:
-            raise _BadAnswerError("broken_off", "the stream ended before the answer")
 
 
 def parse(spec: str) -> Server:

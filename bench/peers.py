@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import math
 import random
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -28,10 +27,10 @@ from . import stats
 from .checks import Check, bounded
 from .corpus import Texts
 from .faults import BenchError
-from .local import LocalWorker, Process, common_blas, cpu_s
+from .local import LocalWorker, Process, common_blas
 from .openai import MODEL, OWN, MlxServer, Server, parse
-from .plan import Corpus, Option, Seed, TurnTimeout
-from .run import Run
+from .plan import Corpus, Option
+from .run import TURN_TIMEOUT_S, Run
 from .spec import Against, Bench, Findings, Plot
 from .turns import Measure, Sample, Turn
 
@@ -43,8 +42,6 @@ RESTART_TURN_TOKENS: Final = 30
 RESTART_ANSWER_TOKENS: Final = 16
 #: Contexts that differ by more than this share are not the same conversation.
 CONTEXT_BOUND: Final = 0.01
-#: An idle side may use this share of a CPU while another one is measured.
-IDLE_BOUND: Final = 0.10
 
 WHO = f"Compare with: {OWN}, started for it, or a running server, NAME=URL or NAME=URL#MODEL."
 
@@ -62,13 +59,11 @@ class Plan:
     chats: Annotated[int, Option("Chats held turn by turn.", smoke=1)] = 5
     turns: Annotated[int, Option("Turns of each chat.", smoke=2)] = 10
     turn_tokens: Annotated[int, Option("Tokens a user says at a time.", smoke=30)] = 195
-    max_tokens: Annotated[int, Option("Most of one answer.", smoke=6)] = 64
+    max_tokens: Annotated[int, Option("Most tokens of an answer.", smoke=6)] = 64
     concurrency: Annotated[tuple[int, ...], Option("Streams at once.", smoke=(2,))] = (1, 4, 8)
     rounds: Annotated[int, Option("Turns of every stream.", smoke=1)] = 5
     lengths: Annotated[tuple[int, ...], Option("Tokens held at a restart.", smoke=(60,))] = (1000, 2000)
     restarts: Annotated[int, Option("Times for each length.", smoke=1)] = 5
-    turn_timeout: TurnTimeout = 300.0
-    seed: Seed = 0
     corpus: Corpus = "mt-bench"
 
 
@@ -79,14 +74,12 @@ def _of(part: str, read: Callable[[Turn], float | None] | None = None) -> Callab
 
 FIRST = Measure("first token in a chat", "s", of=_of(CHAT))
 PER_TOKEN = Measure("time per token in a chat", "s", of=_of(CHAT, lambda turn: turn.per_token_s))
-WHOLE = Measure("whole turn in a chat", "s", of=_of(CHAT, lambda turn: turn.total_s))
-RATE = Measure("tokens of all streams", "tokens/s", "higher", levels="at once")
+RATE = Measure("tokens of all streams", "tokens/s", levels="at once")
 AFTER = {
     part: Measure(f"first token{after}", "s", of=_of(part), levels="tokens held")
     for part, after in ((WARM, ", warm"), (STOP, " after a restart"), (KILL, " after kill -9"))
 }
-BUSY = Measure("CPU used by idle sides", "share", of=lambda turn: turn.fact("others_busy"), log=False)
-TIMES = (FIRST, PER_TOKEN, WHOLE, RATE, *AFTER.values())
+TIMES = (FIRST, PER_TOKEN, RATE, *AFTER.values())
 EVEN = "Every turn adds about as many tokens: a side that starts from what it holds runs level."
 READY = "From sending the turn, once the process has answered another, short chat."
 PLOTS = (
@@ -99,7 +92,7 @@ PLOTS = (
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check the conditions without which the ratios between the sides would be wrong."""
+    """Check that all sides held the same conversation; else the ratios between them would be wrong."""
     chat = [turn for turn in found.turns if turn.facts.get("part") == CHAT and turn.prompt_tokens]
     pairs = list(Findings(found.bench, found.plan, chat).pairs(TURNKEEP))
     apart = stats.grouped(
@@ -110,8 +103,6 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     same = bounded(name, numbers, at_most=CONTEXT_BOUND, unit="share")
     equal = sum(turn.facts["text"] == our.facts["text"] for turn, our in pairs)
     yield replace(same, detail=f"{same.detail}; {equal:,} of {len(pairs):,} answers equal")
-    name = f"a side is idle while another is measured, under {IDLE_BOUND:.0%} of a CPU"
-    yield bounded(name, found.numbers(BUSY), at_most=IDLE_BOUND, unit="share")
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
@@ -143,7 +134,7 @@ class Peer:
         run, messages = self._run, [*chat, {"role": "user", "content": text}]
         with run.timing():
             turn = await self._server.ask(
-                messages, max_tokens=max_tokens, timeout_s=run.plan.turn_timeout, began_s=run.began_s
+                messages, max_tokens=max_tokens, timeout_s=TURN_TIMEOUT_S, began_s=run.began_s
             )
         if turn.error is None:
             chat[:] = [*messages, {"role": "assistant", "content": str(turn.facts["text"])}]
@@ -228,7 +219,7 @@ def _shuffled(run: Run[Plan]) -> Iterator[str]:
     So a repeated message begins differently, and no server has its beginning in a cache.
     """
     texts = [said for one in run.corpus.conversations for said in one]
-    order = random.Random(run.plan.seed)  # noqa: S311  # an order, no secret
+    order = random.Random(0)  # noqa: S311  # an order, no secret
     for number in itertools.count(1):
         yield from (f"{number}. {text}" for text in order.sample(texts, len(texts)))
 
@@ -280,16 +271,14 @@ class _Parts:
     async def _ask(
         self, part: str, x: int, block: int, side: Peer, asked: Sequence[tuple[Any, str]], most: int
     ) -> bool:
-        """Run and record concurrent turns of one side, with the CPU use of the others; wait until it is idle.
+        """Run and record concurrent turns of one side; wait until it is idle.
 
         Return whether all turns were answered.
         """
-        others = [other.process.pid for other in self._sides if other is not side and other.process]
-        began_s, used_s = time.monotonic(), sum(map(cpu_s, others))
         turns = await asyncio.gather(*(side.ask(chat, text, most) for chat, text in asked))
-        busy = max(0.0, sum(map(cpu_s, others)) - used_s) / (time.monotonic() - began_s) if others else None
-        told = {"part": part, "others_busy": busy}
-        self._run.keep(*(replace(t, case=side.name, x=x, block=block, facts=t.facts | told) for t in turns))
+        for turn in turns:
+            facts = turn.facts | {"part": part}
+            self._run.keep(replace(turn, case=side.name, x=x, block=block, facts=facts))
         await side.wait_until_idle(asked[0][0])
         self._run.progress(len(self._run.turns), None, f"{part}, {x:g}, {side.name}")
         return all(turn.error is None for turn in turns)
@@ -304,7 +293,7 @@ BENCH = Bench(
     name="peers",
     plan=Plan,
     cases=(TURNKEEP, OWN),
-    measures=(*TIMES, BUSY),
+    measures=TIMES,
     against=tuple(Against(one, TURNKEEP) for one in TIMES),
     plots=PLOTS,
     checks=checks,

@@ -12,22 +12,19 @@ gives `--rounds N`: 5 by default, and 1 under `--smoke` unless the command line 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import click
-
-from turnkeep_client.subjects import DEFAULT_PREFIX
 
 from .corpus import CORPORA
 
 COUNT: Final = click.IntRange(min=1)
 POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 
-Setting = str | int | float | bool | tuple[int | float | str, ...] | None
+Setting = str | int | float | bool | tuple[int | str, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ class Option:
     """The option of a plan's field. `smoke` is the value under `--smoke`; None if that is the default.
 
     `type` is a click type. Without it the field's annotation decides: numbers must be above 0, a tuple of
-    numbers is joined by commas, a tuple of strings is a repeatable option, and a bool is a flag.
+    numbers is joined by commas, and a tuple of strings is a repeatable option.
     """
 
     help: str
@@ -44,76 +41,40 @@ class Option:
     metavar: str | None = None
 
 
-#: Fields that several benches share.
-Corpus = Annotated[
-    str,
-    Option("What is said.", smoke="built-in", type=click.Choice(tuple(CORPORA))),
-]
-TextFile = Annotated[
-    Path | None,
-    Option(
-        "A file of text, in the place of a corpus.",
-        type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    ),
-]
-#: Of what a program measures in a process of its own.
-Rounds = Annotated[int, Option("How often everything is measured, after a round to warm up.", smoke=1)]
-Timeout = Annotated[float, Option("A measurement that takes longer has failed.", metavar="SECONDS")]
-Seed = Annotated[int, Option("Of every order that is drawn.", type=click.INT)]
-TurnTimeout = Annotated[float, Option("A turn that takes longer has failed.", metavar="SECONDS")]
+#: A field that several benches share.
+_CORPUS: Final = Option("What users say.", smoke="built-in", type=click.Choice(tuple(CORPORA)))
+Corpus = Annotated[str, _CORPUS]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """The options of every bench: the worker to measure, and the folder for the report.
-
-    Without `nats`, the URL of a running worker's server, the bench starts a worker itself; `program` is the
-    module to start, with its arguments before `serve`.
-    """
+    """The options of every bench: the model of its worker, and the folder for the report."""
 
     out: Annotated[Path | None, Option("Folder for the JSON report and its page.")] = None
     checkpoint: Annotated[
         float, Option("How often the report is written while the bench runs.", metavar="SECONDS")
     ] = 600.0
-    model: Annotated[
-        str | None, Option("Model of the bench's own worker. [default: packaged]", metavar="NAME")
-    ] = None
-    nats: Annotated[
-        str | None, Option("Measure the worker there. [default: one made for it]", metavar="URL")
-    ] = None
-    prefix: Annotated[str, Option("First part of that worker's subjects.")] = DEFAULT_PREFIX
-    tenant: Annotated[str, Option("Tenant of the bench's sessions.")] = "bench"
-    program: tuple[str, ...] = ("commands",)
-    login: dict[str, Any] = field(default_factory=dict, repr=False)  # credentials, as nats-py takes them
-
-
-#: The options that name a worker that runs already.
-REMOTE: Final = ("nats", "prefix", "tenant")
+    model: Annotated[str | None, Option("Model of the worker. [default: packaged]", metavar="NAME")] = None
 
 
 class Numbers(click.ParamType[Any]):
-    """A click type: numbers joined by commas. The option's value is a sorted tuple without duplicates."""
+    """A click type: counts joined by commas. The option's value is a sorted tuple without duplicates."""
 
     name = "N,..."
-
-    def __init__(self, each: click.ParamType[Any]) -> None:
-        self._each = each
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Parse the numbers; values of `--smoke` are tuples already."""
         if isinstance(value, tuple):
             return value
-        return tuple(sorted({self._each.convert(part, param, ctx) for part in value.split(",")}))
+        return tuple(sorted({COUNT.convert(part, param, ctx) for part in value.split(",")}))
 
 
 _TYPES: Final[dict[Any, Any]] = {
-    bool: click.BOOL,
     int: COUNT,
     float: POSITIVE,
     str: click.STRING,
     Path: click.Path(path_type=Path),
-    tuple[int, ...]: Numbers(COUNT),
-    tuple[float, ...]: Numbers(click.FloatRange(0, math.inf, min_open=True, max_open=True)),
+    tuple[int, ...]: Numbers(),
     tuple[str, ...]: click.STRING,
 }
 
@@ -128,10 +89,9 @@ def options(plan: type[Any]) -> list[click.Option]:
             click.Option(
                 [f"--{name.replace('_', '-')}", name],
                 type=option.type or _TYPES[kind],
-                is_flag=kind is bool,
                 multiple=several,
                 default=",".join(map(str, default)) if joined else default,
-                show_default=kind is not bool and default is not None,
+                show_default=default is not None,
                 metavar=option.metavar,
                 help=option.help,
             )

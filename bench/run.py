@@ -30,15 +30,18 @@ from turnkeep_client.session import Session
 
 from .corpus import CORPORA, Corpus
 from .faults import BenchError, ReportError, in_background
-from .local import LocalWorker, Process, reach
+from .local import LocalWorker, Process
 from .plan import Setting, Where
-from .report import VERSION, Report, ReportFile, describe
+from .report import Report, ReportFile, describe
 from .turns import Measure, Sample, Turn
 
 P = TypeVar("P")
 
 #: Seconds between two checks of the loop's lag, of the processes, and of the snapshots in flight.
 PULSE_S: Final = 0.02
+TENANT: Final = "bench"
+#: A turn that takes longer has failed.
+TURN_TIMEOUT_S: Final = 600.0
 SETTLE_TIMEOUT_S: Final = 120.0
 #: The pause after a failed turn, so that a broken worker is not flooded.
 FAULT_PAUSE_S: Final = 0.2
@@ -84,19 +87,18 @@ class Run(Generic[P]):
     async def ask(
         self, session: Session, *, begun: asyncio.Event | None = None, texts: bool = False, **request: Any
     ) -> Turn:
-        """Send one generate, wait up to the plan's `turn_timeout`, and return the timed turn.
+        """Send one generate, wait up to `TURN_TIMEOUT_S`, and return the timed turn.
 
         The turn is not recorded: call `keep`. A fault is returned in the turn, not raised. `request` are the
         arguments of `Session.generate`. The first chunk sets `begun`. With `texts` the turn's facts have the
         answer's text. An answer without chunks counts as beginning when the result arrives.
         """
         _end_where_cancelled()
-        timeout_s: float = self.plan.turn_timeout  # type: ignore[attr-defined]  # of all plans with turns
         sent_s = time.monotonic()
         arrivals: list[tuple[float, Chunk]] = []
         with self.timing():
             try:
-                generation = session.generate(timeout_s=timeout_s, **request)
+                generation = session.generate(timeout_s=TURN_TIMEOUT_S, **request)
                 async for chunk in generation:
                     arrivals.append((time.monotonic() - sent_s, chunk))
                     if begun is not None:
@@ -144,16 +146,8 @@ class Run(Generic[P]):
             except ReportError as error:  # a full disk may have room later
                 self.warn(f"checkpoint left out: {error}")
 
-    @staticmethod
-    def limited(metrics: Metrics, kv_bytes: int) -> tuple[str, str]:
-        """Return the option that gives a worker like that of `metrics` about `kv_bytes` of memory for KV."""
-        beside_kv = metrics.device_memory_bytes - metrics.max_memory_bytes
-        return ("--device-memory", f"{beside_kv + kv_bytes}")
-
     @asynccontextmanager
-    async def worker(
-        self, *options: str, program: Sequence[str] = ()
-    ) -> AsyncGenerator[tuple[LocalWorker, Client]]:
+    async def worker(self, *options: str) -> AsyncGenerator[tuple[LocalWorker, Client]]:
         """Run the bench's own worker on an empty data directory, with additional `serve` options.
 
         Yields the worker, once it answers, and a connection. The bench may kill, stop and start the worker.
@@ -161,8 +155,7 @@ class Run(Generic[P]):
         """
         with tempfile.TemporaryDirectory(prefix="turnkeep-bench-") as folder:
             model = () if self.where.model is None else ("--model", self.where.model)
-            program = program or self.where.program
-            worker = LocalWorker(Path(folder), *model, *options, program=program)
+            worker = LocalWorker(Path(folder), *model, *options)
             with self.owning(worker):
                 async with await self._ready(worker) as client:
                     yield worker, client
@@ -172,7 +165,7 @@ class Run(Generic[P]):
         was_shown = self._bars.live.is_started
         self._bars.stop()
         try:
-            return await worker.ready(self.where.tenant)
+            return await worker.ready(TENANT)
         finally:
             if was_shown:
                 self._bars.start()
@@ -187,34 +180,6 @@ class Run(Generic[P]):
         finally:
             self._processes.remove(process)
             process.stop()
-
-    @asynccontextmanager
-    async def target(self, *options: str) -> AsyncGenerator[Client]:
-        """Connect to the measured worker: the one that the user named, or the bench's own."""
-        where = self.where
-        if where.nats is None:
-            async with self.worker(*options) as (_, client):
-                yield client
-            return
-        async with await reach(where.nats, prefix=where.prefix, tenant=where.tenant, **where.login) as client:
-            yield client
-
-    @asynccontextmanager
-    async def watching(self, client: Client, note: Callable[[float, Metrics], None]) -> AsyncGenerator[None]:
-        """During the `async with` block, call `note` with the arrival time and each metrics message.
-
-        The arrival time is in seconds since the run began.
-        """
-
-        async def listen() -> None:
-            name = None
-            async for metrics in client.metrics():
-                name, self.metrics = name or metrics.worker, self.metrics or metrics
-                if metrics.worker == name:  # not another worker on the same NATS
-                    note(self.elapsed_s, metrics)
-
-        async with in_background(listen()):
-            yield
 
     async def restart(self, worker: LocalWorker, *options: str, kill: bool = False) -> tuple[float, float]:
         """Stop or kill a worker and start it again; return the seconds to its end, and until it is ready."""
@@ -248,14 +213,12 @@ class Run(Generic[P]):
 
     def report(self, ending: str) -> Report:
         """Return the report of the measurements so far."""
-        own = self.where.nats is None
         return Report(
-            schema=f"turnkeep.bench.{self._bench}/{VERSION}",
+            bench=self._bench,
             started_at=self._started_at,
             elapsed_s=self.elapsed_s,
             complete=ending == "done",
             ending=ending,
-            target="a worker of its own" if own else "a worker that was running",
             environment=self._environment,
             load_after=os.getloadavg(),
             worker=self.metrics,
@@ -293,23 +256,20 @@ def _end_where_cancelled() -> None:
 
 def _answered(arrivals: Sequence[tuple[float, Chunk]], result: Generated, times: dict[str, Any]) -> Turn:
     """Build a turn from an answer's chunks, each with its arrival time, and the answer's result."""
-    usage, counts = result.usage, tuple(len(chunk.tokens) for _, chunk in arrivals)
+    usage = result.usage
     tokens = tuple(token for _, chunk in arrivals for token in chunk.tokens)
     text = "".join(chunk.text for _, chunk in arrivals)
     return Turn(
         **times,
         first_s=arrivals[0][0] if arrivals else times["total_s"],
         gaps_s=tuple(later - sooner for (sooner, _), (later, _) in itertools.pairwise(arrivals)),
-        counts=counts if set(counts) != {1} else (),
         position=result.position,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,
         prefilled_tokens=usage.prefilled_tokens,
         tokens=result.tokens,
-        finish_reason=result.finish_reason,
         joined=(text, tokens) == (result.text, result.tokens),
         kv_live_bytes=result.kv_live_bytes,
-        queued_s=result.seconds.queued,
         rewritten_from=result.rewritten_from,
     )
 

@@ -11,25 +11,23 @@ import asyncio
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import linear_regression
 from typing import Annotated, Final
-from uuid import uuid4
 
 import click
 from msgspec.structs import replace
 
-from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import CachePolicy
 from turnkeep_client.session import Session
 
 from . import stats
 from .checks import STRETCHES, Check, bounded, count, held_tokens_are_cheap, keeps_its_size
-from .faults import BenchError
-from .plan import Corpus, Option, TurnTimeout
-from .run import FAULT_PAUSE_S, Run
+from .plan import Corpus, Option
+from .run import FAULT_PAUSE_S, TURN_TIMEOUT_S, Run
 from .spec import Bench, Findings, Plot
 from .turns import Measure, Sample, Turn
 
@@ -40,7 +38,6 @@ FULL: Final = frozenset({"context_exceeded", "memory_exceeded"})
 MIN_TURNS: Final = 5
 #: How much longer a turn at the end may take than one at the beginning, as a share.
 DRIFT: Final = 0.5
-CLOSE_TIMEOUT_S: Final = 2.0
 
 LIMIT: Final = f"Turns of the session. [default: {DEFAULT_TURNS}, or no limit with --duration]"
 
@@ -53,17 +50,12 @@ class Plan:
     hours of a turn every half minute: --duration 14400 --every 30.
     """
 
-    duration: Annotated[float | None, Option("Stop after.", metavar="SECONDS")] = None
-    every: Annotated[float, Option("From turn to turn.", type=click.FloatRange(min=0), metavar="SECONDS")] = (
-        0.0
-    )
+    duration: Annotated[float | None, Option("Stop after so long.", metavar="SECONDS")] = None
+    every: Annotated[float, Option("Turn to turn.", type=click.FloatRange(min=0), metavar="SECONDS")] = 0.0
     turns: Annotated[int | None, Option(LIMIT, smoke=12)] = None
-    max_tokens: Annotated[int, Option("Most of one answer.", smoke=16)] = 64
+    max_tokens: Annotated[int, Option("Most tokens of an answer.", smoke=16)] = 64
     window: Annotated[int | None, Option("Keep the KV of so many tokens, behind those of --sink.")] = None
     sink: Annotated[int, Option("First tokens that stay in sight, with --window.")] = 4
-    resident: Annotated[int | None, Option("Keep so many tokens on the device, all on SSD.")] = None
-    restart_every: Annotated[int | None, Option("Turns between restarts of the worker.")] = None
-    turn_timeout: TurnTimeout = 300.0
     corpus: Corpus = "mt-bench"
 
     @property
@@ -80,50 +72,32 @@ class Plan:
 
 WHOLE = Measure("whole turn", "s", of=lambda turn: turn.total_s)
 FIRST = Measure("first chunk", "s", of=lambda turn: turn.first_s)
-RESTARTED = Measure("first chunk after a restart", "s")
 PACE = Measure("each token after it", "s", of=lambda turn: turn.per_token_s)
-PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens, log=False)
-CONTEXT = Measure("whole context", "tokens", of=lambda turn: turn.prompt_tokens, log=False)
-PROCESS = Measure("process", "bytes", of=lambda turn: turn.fact("process_bytes"))
+PREFILLED = Measure("prefilled", "tokens", of=lambda turn: turn.prefilled_tokens)
+CONTEXT = Measure("whole context", "tokens", of=lambda turn: turn.prompt_tokens)
 BESIDE = Measure("process without KV", "bytes", of=lambda turn: turn.fact("beside_bytes"))
-FORMULA = Measure("KV by its formula", "bytes", log=False)
-KV = Measure("KV of the session", "bytes", of=lambda turn: turn.kv_live_bytes, log=False)
-STORED = Measure("on SSD", "bytes", of=lambda turn: turn.fact("stored_bytes"), log=False)
-WRITTEN = Measure("written for a generated token", "bytes", log=False)
+KV = Measure("KV of the session", "bytes", of=lambda turn: turn.kv_live_bytes)
+STORED = Measure("on SSD", "bytes", of=lambda turn: turn.fact("stored_bytes"))
+WRITTEN = Measure("written for a generated token", "bytes")
 
 PLOTS = (
     Plot("over time", "Time of each turn", (WHOLE, FIRST), "Level, where turns cost the same at any length."),
-    Plot(
-        "points", "First chunk after a restart", (RESTARTED,), "Level, as above.", x="tokens of the session"
-    ),
-    Plot("cdf", "How often a turn took how long", (WHOLE,), "Steep is steady; a long shoulder is a tail."),
     Plot("cdf", "First chunk, and each token after it", (FIRST, PACE), "Each step is a turn.", log=True),
     Plot("over time", "Tokens prefilled", (CONTEXT, PREFILLED), "A turn prefills its own only.", log=True),
-    Plot("over time", "Memory", (PROCESS, KV), "Of the worker's whole process; of the session's KV."),
-    Plot(
-        "over time", "KV of the session", (KV, FORMULA), "One line, where what is held follows the formula."
-    ),
+    Plot("over time", "Memory", (BESIDE, KV), "Of the worker's process without KV; of the session's KV."),
     Plot("over time", "Snapshots", (WRITTEN,), "The KV of prompts is among what is written."),
     Plot("over time", "All snapshots on SSD", (STORED,), "Level, once --max-disk is reached."),
 )
 
 
 def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
-    """Yield samples: KV size by `kv_formula`, time to first chunk after a restart, SSD bytes per token.
+    """Yield the bytes written to SSD for each generated token, by block.
 
-    The bytes written per generated token are counted by block, since a turn's snapshots are written after
-    the turn.
+    A turn's snapshots are written after the turn, so a single turn says little.
     """
-    answered = [turn for turn in turns if turn.error is None]
-    formula = kv_formula(answered)
-    for turn in answered:
-        yield Sample(FORMULA.name, "", turn.x, turn.block, formula(turn.position or 0))
-        if turn.facts.get("restarted") and turn.first_s is not None:
-            yield Sample(RESTARTED.name, "", turn.fact("held"), turn.block, turn.first_s)
     known = [(turn, size) for turn in turns if (size := turn.fact("written_bytes")) is not None]
     steps = ((turn.block, (later - size, turn)) for (_, size), (turn, later) in pairwise(known))
-    # A restarted worker counts its written bytes from 0 again: differences across a restart are left out.
-    for block, some in stats.grouped(step for step in steps if step[1][0] >= 0).items():
+    for block, some in stats.grouped(steps).items():
         if tokens := sum(len(turn.tokens) for _, turn in some):
             yield Sample(WRITTEN.name, "", some[-1][1].x, block, sum(more for more, _ in some) / tokens)
 
@@ -131,9 +105,11 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
 def checks(found: Findings[Plan]) -> Iterator[Check]:
     """Check a session's KV, prefilled tokens, disk use, drift of turn times, and process memory."""
     several = found.answered if len(found.answered) > 1 else []  # a single turn would fit any formula
-    formula = kv_formula(several)
-    name = "KV is not empty and follows its formula at every turn"
-    yield count(name, several, lambda t: t.kv_live_bytes not in set(map(formula, _lengths(t))) - {0})
+    a_token = _bytes_per_token(several)
+    name = "KV is not empty and has the same size for each token at every turn"
+    yield count(
+        name, several, lambda t: not t.kv_live_bytes or t.kv_live_bytes not in {n * a_token for n in _held(t)}
+    )
     name = "only a turn's own tokens are prefilled"
     yield count(name, found.answered, lambda turn: turn.prefilled_tokens > _own_tokens(turn))
     known = [turn for turn in found.answered if turn.fact("capacity_bytes") is not None]
@@ -141,39 +117,34 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     yield count(
         name, known, lambda turn: (turn.fact("stored_bytes") or 0) > (turn.fact("capacity_bytes") or 0)
     )
-    yield held_tokens_are_cheap({"": found.turns})
-    medians = [(block, math.log(value)) for block, value in found.blocks(WHOLE, "").items() if value > 0]
-    span = medians[-1][0] - medians[0][0] if medians else 0
-    drift = stats.transformed(stats.trend(medians), lambda slope: math.expm1(slope * span)) if span else None
+    yield held_tokens_are_cheap(found.turns)
     name = f"turns at the end take at most {DRIFT:.0%} longer than those at the beginning"
-    yield bounded(name, {"": drift}, at_most=DRIFT, unit="share")
+    yield bounded(name, {"": _drift(found.blocks(WHOLE, ""))}, at_most=DRIFT, unit="share")
     yield keeps_its_size(found.of(BESIDE))
 
 
-def kv_formula(turns: Sequence[Turn]) -> Callable[[int], float]:
-    """Return the bytes of KV as a function of a session's tokens, as most turns report; 0 if no turn has KV.
+def _drift(medians: stats.Blocks) -> float | None:
+    """Return by which share a line through the blocks' medians rises from the first block to the last.
 
-    Each of the first tokens (as many as the fact `kept`, or all) takes the same number of bytes. Each further
-    token takes none, or in a paged session (with the fact `paged`) the bytes of its sketch (2-bit keys).
+    None with too few blocks: single turns differ more than that.
     """
-    sizes = [(turn.kv_live_bytes, tokens) for turn in turns for tokens in _lengths(turn)]
-    kept = (turns[0].fact("kept") if turns else None) or math.inf
-    is_paged = any("paged" in turn.facts for turn in turns)
-    held = _voted(size / min(tokens, kept) for size, tokens in sizes if tokens <= kept or not is_paged)
-    beyond = [one for one in sizes if is_paged and one[1] > kept]
-    more = _voted((size - kept * held) / (tokens - kept) for size, tokens in beyond)
-    return lambda tokens: min(tokens, kept) * held + max(tokens - kept, 0) * more
+    if len(medians) < stats.MIN_BLOCKS:
+        return None
+    slope, start = linear_regression([*medians], [*medians.values()])
+    first, last = min(medians), max(medians)
+    return slope * (last - first) / (start + slope * first)
 
 
-def _lengths(turn: Turn) -> list[int]:
-    """Return the possible numbers of tokens with KV after a turn: all, or all but the last."""
-    position = turn.position or 0
-    return [tokens for tokens in (position, position - 1) if tokens > 0]
-
-
-def _voted(sizes: Iterable[float]) -> float:
-    votes = Counter(size for size in sizes if size > 0)
+def _bytes_per_token(turns: Sequence[Turn]) -> float:
+    """Return the bytes of KV of a token, as most turns report them; 0 if no turn has KV."""
+    votes = Counter(turn.kv_live_bytes / tokens for turn in turns for tokens in _held(turn))
     return max(votes, key=votes.__getitem__, default=0)
+
+
+def _held(turn: Turn) -> list[float]:
+    """Return the possible numbers of tokens with KV after a turn: all in sight, or all but the last."""
+    kept, position = turn.fact("kept") or math.inf, turn.position or 0
+    return [min(tokens, kept) for tokens in (position, position - 1) if tokens > 0]
 
 
 def _own_tokens(turn: Turn) -> float:
@@ -189,42 +160,21 @@ def _own_tokens(turn: Turn) -> float:
 
 
 def _cache(plan: Plan) -> CachePolicy | None:
-    """Return the cache policy, None for the default. Raises `BenchError` for conflicting options."""
-    if plan.window is not None and plan.resident is not None:
-        raise BenchError("take --window or --resident")
-    if plan.resident is not None:
-        return CachePolicy("paged", resident=plan.resident)
+    """Return the cache policy, None for the default."""
     return None if plan.window is None else CachePolicy("sink_window", plan.sink, plan.window)
 
 
 async def measure(run: Run[Plan]) -> None:
-    """Run the conversation; with `restart_every`, restart the worker in between."""
-    talk, plan = _Conversation(run), run.plan
-    if plan.restart_every is None:
-        async with run.target() as client:
-            try:
-                await talk.go_on(client)
-            finally:
-                with contextlib.suppress(TurnkeepError):
-                    await client.session(talk.name).close(timeout_s=CLOSE_TIMEOUT_S)
-        return
-    if run.where.nats is not None:
-        raise BenchError("only a worker of the bench's own is restarted: leave out --nats or --restart-every")
-    async with run.worker() as (worker, first):
-        await first.close()  # otherwise this client would reconnect after each restart
-        while not talk.is_over:
-            if run.turns:
-                await run.restart(worker)
-            async with connect(worker.url, tenant=run.where.tenant) as client:
-                await talk.go_on(client, plan.restart_every)
+    """Run the conversation."""
+    async with run.worker() as (_, client):
+        await _Conversation(run).run(client.session("bench", cache=_cache(run.plan)))
 
 
 class _Conversation:
     """Runs the turns of the session, and remembers the session's position before the next turn."""
 
     def __init__(self, run: Run[Plan]) -> None:
-        self._run, self._texts, self._cache = run, run.corpus.texts(), _cache(run.plan)
-        self.name = f"bench-{uuid4().hex[:12]}"
+        self._run, self._texts = run, run.corpus.texts()
         self._began_anew = 0
         self._held: int | None = 0  # None after a fault
 
@@ -240,21 +190,19 @@ class _Conversation:
         ended = plan.duration is not None and self._elapsed_s >= plan.duration
         return ended or (plan.limit is not None and len(self._run.turns) >= plan.limit)
 
-    async def go_on(self, client: Client, most: int | None = None) -> None:
-        """Run the remaining turns, at most `most`. The worker was restarted before any call but the first."""
-        run, plan = self._run, self._run.plan
-        session = client.session(self.name, cache=self._cache)
-        first = len(run.turns)
-        while not self.is_over and (most is None or len(run.turns) < first + most):
+    async def run(self, session: Session) -> None:
+        """Run all turns of the plan."""
+        plan = self._run.plan
+        while not self.is_over:
             due_s = self._elapsed_s + plan.every
-            turn = await self._turn(session, is_restarted=0 < first == len(run.turns))
+            turn = await self._turn(session)
             if turn.error is not None:
                 due_s = max(due_s, self._elapsed_s + FAULT_PAUSE_S)
             if not self.is_over:
                 end_s = due_s if plan.duration is None else min(due_s, plan.duration)
                 await asyncio.sleep(max(0.0, end_s - self._elapsed_s))
 
-    async def _turn(self, session: Session, *, is_restarted: bool) -> Turn:
+    async def _turn(self, session: Session) -> Turn:
         run, plan, held, text = self._run, self._run.plan, self._held, next(self._texts)
         number, elapsed_s = len(run.turns), self._elapsed_s
         done, total = (elapsed_s, plan.duration) if plan.limit is None else (number, plan.limit)
@@ -262,12 +210,10 @@ class _Conversation:
         turn = await _ask(run, session, text, held)
         if turn.error in FULL and held != 0:
             with contextlib.suppress(TurnkeepError):  # the following turn reports it
-                await session.rewind(0, timeout_s=plan.turn_timeout)
+                await session.rewind(0, timeout_s=TURN_TIMEOUT_S)
             self._began_anew += 1
             run.facts["began anew"] = f"{self._began_anew:,} times, last at {held} tokens: {turn.error}"
             turn = await _ask(run, session, text, 0)
-        if is_restarted:
-            turn = replace(turn, facts=turn.facts | {"restarted": "yes"})
         run.keep(replace(turn, x=turn.at_s, block=plan.stretch(number, elapsed_s)))
         self._held = turn.position
         return turn
@@ -280,12 +226,9 @@ async def _ask(run: Run[Plan], session: Session, text: str, held: int | None) ->
     facts: dict[str, float | str | None] = {"held": held}
     if run.plan.window is not None:
         facts["kept"] = run.plan.sink + run.plan.window
-    elif run.plan.resident is not None:
-        facts |= {"kept": run.plan.resident, "paged": "yes"}
     with contextlib.suppress(TurnkeepError):
         metrics = (await session.info()).worker
         run.metrics = run.metrics or metrics
-        facts["process_bytes"] = metrics.process_bytes
         facts["beside_bytes"] = metrics.process_bytes - metrics.resident_kv_bytes
         facts["written_bytes"] = metrics.snapshots.written_bytes
         facts["stored_bytes"] = metrics.snapshots.stored_bytes
@@ -296,23 +239,9 @@ async def _ask(run: Run[Plan], session: Session, text: str, held: int | None) ->
 BENCH = Bench(
     name="session",
     plan=Plan,
-    measures=(
-        WHOLE,
-        FIRST,
-        RESTARTED,
-        PACE,
-        PREFILLED,
-        CONTEXT,
-        WRITTEN,
-        STORED,
-        PROCESS,
-        BESIDE,
-        KV,
-        FORMULA,
-    ),
+    measures=(WHOLE, FIRST, PACE, PREFILLED, CONTEXT, WRITTEN, STORED, BESIDE, KV),
     plots=PLOTS,
     checks=checks,
     measure=measure,
-    remote=True,
     follows=follows,
 )

@@ -26,22 +26,21 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """A comparison to report: every other case with the case `base`, in one measure, block by block."""
+    """A ratio to report: every other case to the case `base`, in one measure, block by block."""
 
     measure: Measure
     base: str
-    kind: Literal["ratio", "difference"] = "ratio"
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
     """One plot; `caption` says how to read it, `x` names the x axis if it has no levels.
 
-    `cdf`, `over time` (x in seconds) and `points` show a line or cloud for each of `measures` and each case.
-    `by x` shows the first measure's typical values with intervals. `bars` stacks all measures of a case.
+    `cdf` and `over time` (x in seconds) show a line for each of `measures` and each case.
+    `by x` shows the first measure's typical values with intervals.
     """
 
-    kind: Literal["cdf", "over time", "by x", "bars", "points"]
+    kind: Literal["cdf", "over time", "by x"]
     title: str
     measures: tuple[Measure, ...]
     caption: str = ""
@@ -55,7 +54,6 @@ class Bench(Generic[P]):
 
     `cases` gives the order of cases in tables and legends; other cases come last. `levels` names `x` if it is
     one of a few levels with table rows of their own (lengths, batch sizes); otherwise `x` is only an axis.
-    `remote`: the bench can measure a running worker. `planned` says whether a failed turn is intended.
     `follows` computes samples that need several turns (for example tokens/s). `closing` makes a last table's
     rows; the first cell is its title. `notes` is a text for the page, with `{plan.NAME}` for settings.
     """
@@ -69,8 +67,6 @@ class Bench(Generic[P]):
     cases: tuple[str, ...] = ("",)
     against: tuple[Against, ...] = ()
     levels: str = ""
-    remote: bool = False
-    planned: Callable[[Turn], bool] = lambda _: False
     notes: str = ""
     follows: Callable[[Sequence[Turn]], Iterable[Sample]] = lambda _: ()
     closing: Callable[[Findings[P]], Sequence[Sequence[str]]] = lambda _: ()
@@ -90,8 +86,7 @@ class Bench(Generic[P]):
 
         The shared checks are left out if the run has samples and no turns.
         """
-        turns = [turn for turn in found.turns if not self.planned(turn)]
-        shared = common(turns, lags_s) if found.turns or not found.given else ()
+        shared = common(found.turns, lags_s) if found.turns or not found.given else ()
         return (*shared, *self.checks(found))
 
 
@@ -158,18 +153,13 @@ class Findings(Generic[P]):
         """Return the median of a measure's values in each block."""
         return stats.by_block((sample.block, sample.value) for sample in self.of(measure, case, level))
 
-    def numbers(self, measure: Measure) -> dict[str, list[float]]:
-        """Return, for each case, the median of each block, over all levels."""
-        return {case: [*self.blocks(measure, case).values()] for case in self.cases(measure)}
-
     def estimate(self, measure: Measure, case: str, level: float | None = None) -> Estimate | None:
         """Return a measure's typical value with its interval; None without values."""
-        return stats.mean(self.blocks(measure, case, level).values(), log=measure.log)
+        return stats.estimate(self.blocks(measure, case, level).values())
 
-    def compared(self, against: Against, case: str, level: float | None = None) -> list[float]:
-        """Return, block by block, the ratio of a case to `against.base`, or its difference from that case."""
-        compare = {"ratio": stats.ratios, "difference": stats.differences}[against.kind]
-        return compare(*(self.blocks(against.measure, one, level) for one in (against.base, case)))
+    def compared(self, measure: Measure, base: str, case: str, level: float | None = None) -> list[float]:
+        """Return, block by block, the ratio of a case to the case `base`."""
+        return stats.ratios(*(self.blocks(measure, one, level) for one in (base, case)))
 
     def pairs(self, base: str) -> Iterator[tuple[Turn, Turn]]:
         """Yield each turn of other cases with its counterpart (same level and block) in the case `base`."""

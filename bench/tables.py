@@ -28,48 +28,36 @@ class Table:
 
 
 def tables(findings: Findings[Any]) -> list[Table]:
-    """Return the tables of a report: one for all measures with a single row, one for each other measure.
+    """Return the tables of a report: one of all measures with a single row, one of each other measure.
 
     The bench's closing table, if it has one, is the last.
     """
     shown = [measure for measure in findings.bench.measures if findings.cases(measure)]
-    short = [measure for measure in shown if findings.places(measure) == [(None, "")]]
-    others = [table(findings, measure.name, [measure]) for measure in shown if measure not in short]
+    single = [measure for measure in shown if findings.places(measure) == [(None, "")]]
     last = findings.bench.closing(findings)
     return [
-        *([table(findings, "all in all", short)] if short else []),
-        *others,
+        *([table(findings, "all in all", single)] if single else []),
+        *(table(findings, measure.name, [measure]) for measure in shown if measure not in single),
         *([Table(last[0][0], ("", *last[0][1:]), last[1:])] if last else []),
     ]
 
 
 def table(findings: Findings[Any], title: str, measures: Sequence[Measure]) -> Table:
-    """Return a table of measures, a row for each level and case: estimate, quantiles, comparisons."""
-    sets = [against for against in findings.bench.against if [against.measure] == [*measures]]
-    places = [(measure, level, case) for measure in measures for level, case in findings.places(measure)]
-    rows = []
-    for measure, level, case in places:
-        values = [sample.value for sample in findings.of(measure, case, level)]
-        found = findings.estimate(measure, case, level)
-        name = label(findings.level_name(measure), level, case)
-        cells = [
-            measure.name if level is None and not case else name,
-            f"{len(values):,}",
-            interval(found, measure.unit),
-        ]
-        cells += [number(stats.quantile(values, share), measure.unit) for share in (0.5, 0.95, 0.99)]
-        for one in sets:
-            if case == one.base:
-                cells.append("")
-            else:
-                ratio = one.kind == "ratio"
-                found = stats.mean(findings.compared(one, case, level), log=ratio)
-                cells.append(interval(found, "" if ratio else measure.unit, signed=not ratio))
-        rows.append(cells)
-    marks = [f"{'of' if one.kind == 'ratio' else 'more than'} {one.base}" for one in sets]
-    head = ["", "values", "typical (95% interval)", "p50", "p95", "p99", *marks]
-    empty = {i for i in (3, 4, 5) if all(row[i] == "-" for row in rows)}
-    kept = [[cell for i, cell in enumerate(row) if i not in empty] for row in (head, *rows)]
+    """Return a table of measures, a row for each level and case: estimate, quantiles, ratios."""
+    bases = [against.base for against in findings.bench.against if [against.measure] == [*measures]]
+    rows = [["", "values", "median (of blocks)", "p95", "p99", *(f"of {base}" for base in bases)]]
+    for measure in measures:
+        for level, case in findings.places(measure):
+            values = [sample.value for sample in findings.of(measure, case, level)]
+            cells = [label(findings.level_name(measure), level, case) or measure.name, f"{len(values):,}"]
+            cells.append(interval(findings.estimate(measure, case, level), measure.unit))
+            cells += [number(stats.quantile(values, share), measure.unit) for share in (0.95, 0.99)]
+            for base in bases:
+                ratio = stats.estimate(findings.compared(measure, base, case, level))
+                cells.append("" if case == base else interval(ratio))
+            rows.append(cells)
+    empty = {i for i in (3, 4) if all(row[i] == "-" for row in rows[1:])}
+    kept = [[cell for i, cell in enumerate(row) if i not in empty] for row in rows]
     return Table(title, kept[0], kept[1:])
 
 
@@ -111,6 +99,6 @@ def print_table(table: Table, console: Console) -> None:
 def label(name: str, level: float | None, case: str) -> str:
     """Return the label of a table row: how many of `name`, and the case, as in "8 sessions, cold"."""
     if level is None:
-        return case or "all"
+        return case
     at = f"{level:,g} {name}"
     return f"{at}, {case}" if case else at

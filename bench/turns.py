@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from msgspec import Struct
 
@@ -16,9 +15,8 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `case` names the compared variant, `x` is the value on the x axis, `block` the unit of pairing and
     statistics. `at_s` counts from the start of the run, `first_s` and `total_s` from sending the request;
-    `gaps_s` are the times between chunks. `counts` are the tokens of each chunk; empty if each has one.
-    Exactly one of `error` and `position` is set. `joined`: the chunks add up to the result. `facts` are
-    specific to a bench.
+    `gaps_s` are the times between chunks. Exactly one of `error` and `position` is set. `joined`: the chunks
+    add up to the result. `facts` are specific to a bench.
     """
 
     case: str = ""
@@ -29,19 +27,15 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     total_s: float
     first_s: float | None = None
     gaps_s: tuple[float, ...] = ()
-    counts: tuple[int, ...] = ()
     error: str | None = None
     message: str | None = None
-    own_tokens: int | None = None
     position: int | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prefilled_tokens: int = 0
     tokens: tuple[int, ...] = ()
-    finish_reason: str | None = None
     joined: bool | None = None
     kv_live_bytes: int = 0
-    queued_s: float = 0.0
     rewritten_from: int | None = None
     facts: dict[str, float | str | None] = {}
 
@@ -83,14 +77,10 @@ class Measure:
     """A measured quantity. `of` returns a turn's values: one, several or None.
 
     Without `of` the values are the run's samples of this name.
-
-    `log`: values are above 0, and the typical value is a geometric mean; not for shares, or values that may
-    be 0. `levels` names what `x` counts, if that differs from the bench's `levels`.
+    `levels` names what `x` counts, if that differs from the bench's `levels`.
     """
 
     name: str
     unit: Unit
-    better: Literal["lower", "higher"] = "lower"
     of: Callable[[Turn], float | Sequence[float] | None] | None = None
-    log: bool = True
     levels: str | None = None

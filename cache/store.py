@@ -58,7 +58,6 @@ __all__ = [
     "StoredPast",
     "Tier",
     "access_by",
-    "file_bytes",
     "may_hold",
     "tier_at",
 ]
@@ -119,11 +118,6 @@ def tier_at(place: str, access: Access, *, max_bytes: int, min_free_bytes: int) 
 
         return ObjectStore(place)
     return SharedDirectory(Path(place), access, max_bytes=max_bytes, min_free_bytes=min_free_bytes)
-
-
-def file_bytes(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> int:
-    """Return how many bytes the unencrypted file of a snapshot with these tensors would have."""
-    return snapshot_format.encode(name, identity, tensors).size_bytes
 
 
 class Store:

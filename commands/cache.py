@@ -1,11 +1,12 @@
 """`turnkeep cache`: list, verify, remove, export and import the snapshots on disk.
 
-Commands that only read (`ls`, `du`, `verify`, `export`) work beside a running worker. Commands that write
+Commands that only read (`ls`, `verify`, `export`) work beside a running worker. Commands that write
 need the cache's lock; if another process has it, the error names that process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -34,7 +35,7 @@ from .printing import table
 from .progress import terminal_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from worker.process.settings import Settings
 
@@ -45,22 +46,31 @@ class CacheCommandError(TurnkeepError):
     """A command on the cache failed; the message is one line."""
 
 
+@contextlib.contextmanager
+def in_one_line(place: Path | None = None) -> Iterator[None]:
+    """Turn errors of the cache and the disk within the block into a `CacheCommandError`.
+
+    `place` is what the block writes: an error of a full disk names no file.
+    """
+    try:
+        yield
+    except DirectoryLockedError as error:
+        raise CacheCommandError(
+            f"the cache {error.directory} is in use by process {error.owner}: stop that worker first"
+            " (ls, verify and export work beside it)"
+        ) from None
+    except (CacheError, sqlite3.Error) as error:
+        raise CacheCommandError(str(error)) from None
+    except OSError as error:
+        raise CacheCommandError(f"{error.filename or place}: {error.strerror}") from None
+
+
 class _Group(click.Group):
     """The command group; reports each error of the cache or the disk as one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
-            with logs_on_stderr(logging.INFO):
-                return super().invoke(ctx)
-        except DirectoryLockedError as error:
-            raise CacheCommandError(
-                f"the cache {error.directory} is in use by process {error.owner}: stop that worker first"
-                " (ls, du, verify and export work beside it)"
-            ) from None
-        except (CacheError, sqlite3.Error) as error:
-            raise CacheCommandError(str(error)) from None
-        except OSError as error:
-            raise CacheCommandError(f"{error.filename}: {error.strerror}") from None
+        with logs_on_stderr(logging.INFO), in_one_line():
+            return super().invoke(ctx)
 
 
 def _parsed(parse: Callable[[object], Any], wants: str) -> Callable[[Any, Any, str | None], Any]:
@@ -132,32 +142,52 @@ def cache() -> None:
 
 @cache.command("ls")
 @as_json
-@_cache_options()
+@_cache_options("max_disk", "min_free_disk")
 def ls(where: _Where, as_json: bool) -> None:
-    """List the stored chains of tokens, the last used first.
+    """List the stored chains of tokens, the last used first, and the disk space that they take and leave.
 
     The list cannot name sessions or tenants: names on disk are salted digests of tenant and tokens.
     """
     place, settings, is_fresh = where.located()
     found = survey.Survey() if is_fresh else survey.inspect(place, cache_access(settings))
-    chains = [
-        {
-            "digest": chain.digest.hex(),
-            "identity": chain.model.identity,
-            "model": chain.model.name,
-            "tokens": chain.num_tokens,
-            "files": chain.num_files,
-            "size_bytes": chain.size_bytes,
-            "own_bytes": chain.own_bytes,
-            "last_used": datetime.fromtimestamp(chain.used_s, UTC).isoformat(timespec="seconds"),
-        }
-        for chain in found.chains
-    ]
+    others_bytes = found.foreign_bytes + found.quarantined_bytes
+    total = sum(usage.size_bytes for usage in found.usage) + others_bytes
+    free = shutil.disk_usage(next(parent for parent in (place, *place.parents) if parent.exists())).free
     if as_json:
-        click.echo(json.dumps({"chains": chains}))
+        figures = {
+            "chains": [_chain(chain) for chain in found.chains],
+            "other_versions_bytes": found.foreign_bytes,
+            "quarantined_bytes": found.quarantined_bytes,
+            "total_bytes": total,
+            "max_disk": settings.max_disk,
+            "min_free_disk": settings.min_free_disk,
+            "disk_free_bytes": free,
+        }
+        click.echo(json.dumps(figures))
         return
     _print_chains(found, place)
+    for usage in found.usage:
+        click.echo(f"{_model(usage.model)}: {usage.num_files} files, {size(usage.size_bytes)}")
+    click.echo(
+        f"total {size(total)} of {size(settings.max_disk)} (max_disk), {size(others_bytes)} of it of other"
+        " versions or in quarantine"
+    )
+    click.echo(f"disk: {size(free)} free, {size(settings.min_free_disk)} to be left free (min_free_disk)")
     _print_unreadable(found)
+
+
+def _chain(chain: survey.StoredChain) -> dict[str, Any]:
+    """Return a chain's fields for JSON."""
+    return {
+        "digest": chain.digest.hex(),
+        "identity": chain.model.identity,
+        "model": chain.model.name,
+        "tokens": chain.num_tokens,
+        "files": chain.num_files,
+        "size_bytes": chain.size_bytes,
+        "own_bytes": chain.own_bytes,
+        "last_used": datetime.fromtimestamp(chain.used_s, UTC).isoformat(timespec="seconds"),
+    }
 
 
 def _print_chains(found: survey.Survey, place: Path) -> None:
@@ -177,56 +207,6 @@ def _print_chains(found: survey.Survey, place: Path) -> None:
         table(["chain", "model", "tokens", "size", "not shared", "last used"], rows, same=("model",))
     else:
         click.echo(_empty_message(place))
-
-
-@cache.command()
-@as_json
-@_cache_options("max_disk", "min_free_disk")
-def du(where: _Where, as_json: bool) -> None:
-    """Show the disk space of each model's snapshots, and the space that the limits leave."""
-    place, settings, is_fresh = where.located()
-    found = survey.Survey() if is_fresh else survey.inspect(place, cache_access(settings))
-    files_bytes = sum(usage.size_bytes for usage in found.usage) + found.foreign_bytes
-    total = files_bytes + found.quarantined_bytes
-    free = shutil.disk_usage(next(parent for parent in (place, *place.parents) if parent.exists())).free
-    figures = {
-        "models": [
-            {
-                "identity": usage.model.identity,
-                "model": usage.model.name,
-                "chains": usage.num_chains,
-                "files": usage.num_files,
-                "size_bytes": usage.size_bytes,
-            }
-            for usage in sorted(found.usage, key=lambda usage: -usage.size_bytes)
-        ],
-        "other_versions_bytes": found.foreign_bytes,
-        "quarantined_bytes": found.quarantined_bytes,
-        "total_bytes": total,
-        "max_disk": settings.max_disk,
-        "min_free_disk": settings.min_free_disk,
-        "disk_free_bytes": free,
-    }
-    if as_json:
-        click.echo(json.dumps(figures))
-        return
-    if found.usage:
-        table(["model", "chains", "files", "size"], _usage_rows(found))
-    else:
-        click.echo(_empty_message(place))
-    click.echo(f"total {size(total)} of {size(settings.max_disk)} (max_disk), including")
-    click.echo(
-        f"  other format versions {size(found.foreign_bytes)}, quarantine {size(found.quarantined_bytes)}"
-    )
-    click.echo(f"disk: {size(free)} free, {size(settings.min_free_disk)} to be left free (min_free_disk)")
-
-
-def _usage_rows(found: survey.Survey) -> list[list[str]]:
-    """Return a table row for each model, in descending order of bytes."""
-    return [
-        [_model(usage.model), str(usage.num_chains), str(usage.num_files), size(usage.size_bytes)]
-        for usage in sorted(found.usage, key=lambda usage: -usage.size_bytes)
-    ]
 
 
 @cache.command()
@@ -338,15 +318,16 @@ def export(
 @as_json
 @_cache_options("max_disk", "min_free_disk")
 def import_(where: _Where, source: Path, as_json: bool) -> None:
-    """Import the snapshots of a tar file into the cache, after checking each. Needs the lock.
+    """Import the snapshots of a tar file, or of a session's export, after checking each. Needs the lock.
 
-    They serve the same model and the same tenant names as in the cache they came from.
+    They serve the same model, settings and tenant names as in the cache they came from. In a new data
+    directory this makes the cache.
 
     An archive is trusted content: import only from people whom you would let change the model. The checks
     prove that a file is complete and matches its name. They cannot prove that a model computed it: a session
     that continues from forged KV answers as if it had another history.
     """
-    place, settings = where.existing()
+    place, settings, is_fresh = where.located()
     carried = archive.import_files(
         place,
         source,
@@ -354,6 +335,7 @@ def import_(where: _Where, source: Path, as_json: bool) -> None:
         max_bytes=settings.max_disk,
         min_free_bytes=settings.min_free_disk,
         others=OWN,
+        fresh=is_fresh,
     )
     if as_json:
         skipped = [{"file": name, "reason": reason} for name, reason in carried.skipped]

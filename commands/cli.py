@@ -50,16 +50,15 @@ _GROUPS: Final = {
     "Run it": {
         "serve": ("serve", "Run a worker, with its own NATS server unless --nats names one."),
         "service": ("service", "A worker that starts with this machine: install, status, logs."),
-        "model": ("model", "Models: list, describe, download, convert and remove them."),
+        "model": ("model", "Models: list, describe, download and remove them."),
         "gateway": ("gateway", "Serve OpenAI's and Anthropic's APIs over HTTP, until Ctrl-C."),
         "doctor": ("doctor", "Find out what is missing or does not work, and how to fix it."),
         "cache": ("cache", "Snapshots on disk: list, verify, remove, export and import."),
         "drain": ("drain", "Let a worker give its sessions to the other workers."),
-        "size": ("size", "Estimate memory, disk and SSD writes for a number of sessions."),
     },
     "Look": {
         "info": ("control", "Show the state of a worker, or of a session and its worker."),
-        "top": ("top", "Watch all workers of a prefix live on the terminal; q ends it."),
+        "top": ("top", "Watch all workers of a prefix live on the terminal, until Ctrl-C."),
         "console": ("console", "Serve a web page with a chat, all sessions and all workers."),
         "exporter": ("exporter", "Serve the metrics of all workers to Prometheus, until Ctrl-C."),
     },

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 @click.option("--read-only", is_flag=True, help="Show everything, and let nothing be done.")
 @click.option("--open", "opens", is_flag=True, help="Open the page in the browser, too.")
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
-@click.option("--unloaded", metavar="NAME", hidden=True, help="The model that the worker has unloaded.")
-@click.option("--draft-model", metavar="NAME", hidden=True, help="The worker's draft model.")
 @tenant_option
 @with_settings(*CLIENT_SETTINGS)
 def console(
@@ -44,8 +42,6 @@ def console(
     read_only: bool,
     opens: bool,
     until_eof: bool,
-    unloaded: str | None,
-    draft_model: str | None,
     tenant: str,
 ) -> None:
     """Serve a web page with a chat, all sessions and all workers.
@@ -60,10 +56,9 @@ def console(
     from .shelf import Shelf
 
     settings, models = given.load(), given.load_models()
-    worker = given.options(CLIENT_SETTINGS) if until_eof else None
     options: dict[str, Any] = {"keep_s": keep_s, "read_only": read_only, "opens": opens}
     options |= {"until_eof": until_eof, "place": partial(_place, settings)}
-    options["shelf"] = Shelf(settings, worker, models, unloaded, draft_model)
+    options["shelf"] = Shelf(settings, models)
     options["token"] = token_of(settings, f"console of {tenant}, {'read' if read_only else 'act'}")
     own = next((name for name, one in models.items() if one.prefix == settings.prefix), "")
 

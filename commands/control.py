@@ -172,8 +172,7 @@ def _print_metrics(metrics: Metrics) -> None:
             mean_s = histogram.sum / histogram.count
             rows.append((what, f"{mean_s:.1f} s" if mean_s >= 1 else f"{1000 * mean_s:.1f} ms"))
     rows += [
-        ("KV on the device", f"{size(metrics.resident_kv_bytes)} of {size(metrics.max_memory_bytes)}"),
-        *((f"  layers {numbers}", kind) for kind, numbers in metrics.kv_layers.items()),
+        ("KV on the device", f"{size(metrics.resident_kv_bytes)} of {size(metrics.kv_limit_bytes)}"),
         ("snapshots on SSD", f"{snapshots.stored}, {size(snapshots.stored_bytes)}"),
     ]
     if snapshots.capacity_bytes:

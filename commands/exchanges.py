@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import (
-    Appended,
-    Closed,
-    Failed,
-    Generate,
-    Generated,
-    Opened,
-    Rewound,
-    decode_request,
-    decode_result,
-)
+from ops.log.record import pair_up
+from turnkeep_client.messages import Appended, Closed, Failed, Generate, Generated, Opened, Rewound
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from turnkeep_client.client import Client
     from turnkeep_client.log import Entry
-    from turnkeep_client.messages import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,35 +52,30 @@ async def last_exchanges_and_position(
     return found, position or 0
 
 
-def _exchanges(entries: Iterable[Entry], position: int | None = None) -> tuple[list[Exchange], int | None]:
+def _exchanges(entries: Sequence[Entry], position: int | None = None) -> tuple[list[Exchange], int | None]:
     """Return the exchanges in a part of a session's log, in order, and the session's position after it.
 
     A rewind or a close removes exchanges. `position` is the session's position before this part, or None if
     unknown.
     """
     found: list[Exchange] = []
-    asked: dict[int, Request] = {}
-    for entry in entries:
-        with contextlib.suppress(InvalidMessageError):  # of another version, or no worker's entry
-            if entry.kind == "in":
-                asked[entry.seq] = decode_request(entry.body)
-                continue
-            result = decode_result(entry.body)
-            request = asked.pop(result.seq or 0, None)
-            match result:
-                case _ if isinstance(result, Failed) or result.repeat_of is not None:
-                    continue  # the request changed nothing
-                case Appended(rewritten_from=int(kept)) | Generated(rewritten_from=int(kept)):
-                    found = [_moved(one, kept) for one in found]
-            match result:
-                case Generated() if isinstance(request, Generate) and result.tokens:
-                    start = position if result.rewritten_from is None else None
-                    found.append(Exchange(_question(request), result.text, start, result.position))
-                case Opened() | Closed():
-                    found.clear()
-                case Rewound():
-                    found = [one for one in found if one.end <= result.position]
-            position = 0 if isinstance(result, Closed) else result.position
+    # A request that waits may be cancelled before an earlier one is answered: its result comes first.
+    for one in sorted(pair_up(entries), key=lambda pair: pair.answered.seq):
+        request, result = one.request, one.result
+        if isinstance(result, Failed) or result.repeat_of is not None:
+            continue  # the request changed nothing
+        match result:
+            case Appended(rewritten_from=int(kept)) | Generated(rewritten_from=int(kept)):
+                found = [_moved(one, kept) for one in found]
+        match result:
+            case Generated() if isinstance(request, Generate) and result.tokens:
+                start = position if result.rewritten_from is None else None
+                found.append(Exchange(_question(request), result.text, start, result.position))
+            case Opened() | Closed():
+                found.clear()
+            case Rewound():
+                found = [one for one in found if one.end <= result.position]
+        position = 0 if isinstance(result, Closed) else result.position
     return found, position
 
 

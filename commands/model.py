@@ -1,4 +1,4 @@
-"""`turnkeep model`: lists, describes, downloads, converts and removes models on this machine."""
+"""`turnkeep model`: lists, describes, downloads and removes models on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def model() -> None:
-    """Models: list, describe, download, convert and remove them."""
+    """Models: list, describe, download and remove them."""
 
 
 @model.command("list")
@@ -111,38 +111,6 @@ def pull(given: Given, name: str) -> None:
     with terminal_progress(lambda what: click.echo(what, err=True)) as progress:
         path = hub.fetch(name, progress, dtype)
     click.echo(path)
-
-
-@model.command()
-@click.argument("source")
-@click.option(
-    "--bits",
-    type=click.Choice(["2", "3", "4", "5", "6", "8"]),
-    default="4",
-    help="Bits of a weight.",
-    show_default=True,
-)
-@click.option("--name", help="The new model's name; without it the source's, with the bits.")
-@with_settings("data_dir")
-def convert(given: Given, source: str, bits: str, name: str | None) -> None:
-    """Make a model with weights of few bits from SOURCE, and print its folder.
-
-    SOURCE is the name of a model on this machine, a folder, a GGUF file, or an id of the hub. The new model
-    is listed, and served by its name.
-    """
-    from worker.models.catalog import named
-    from worker.models.model import resolve
-    from worker.models.quantising import quantise
-
-    if name is not None and ("/" in name or name.startswith(".")):
-        raise click.BadParameter("a name has no slash, and no dot at its beginning", param_hint="--name")
-    data_dir = given.load().data_dir
-    with terminal_progress(lambda what: click.echo(what, err=True)) as progress:
-        origin = resolve(source, data_dir, dtype="keep", progress=progress)
-        stem = named(source, data_dir).name.rpartition("/")[2].replace(":", "-")
-        folder = data_dir / "models" / (name or f"{stem}-{bits}bit")
-        quantise(origin, folder, int(bits), progress)
-    click.echo(folder)
 
 
 @model.command()

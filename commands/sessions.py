@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 #: How many sessions' first words are read, one by one: listing 100,000 sessions must take only seconds.
 _WITH_WORDS = 1000
+_ENDED = ("closed", "forgotten")
 
 
 @click.command()
@@ -37,7 +38,7 @@ _WITH_WORDS = 1000
     "states",
     multiple=True,
     type=click.Choice(["idle", "running", "waiting", "failed", "closed", "forgotten", "dead"]),
-    help="Only in this state; may be repeated. dead: the dead letters. [default: all but forgotten]",
+    help="Only in this state; may be repeated. dead: the dead letters. [default: those not ended]",
 )
 @tag_option("Only opened with this tag; may be repeated. Of the gateway's sessions only forks have its tag.")
 @click.option("--since", metavar="TIME", callback=moment, help="Only sessions active since: 2h, 2026-11-20.")
@@ -81,7 +82,7 @@ async def sessions(
         return await other[0](client, names, tenants, as_json=as_json)
 
     def wanted(row: SessionRow) -> bool:
-        is_in_state = row.state in states if states else row.state != "forgotten"
+        is_in_state = row.state in states if states else row.state not in _ENDED
         return is_in_state and (since is None or row.last >= since) and (until is None or row.last < until)
 
     found = await running(client, await list_sessions(client, tenants, names))
@@ -96,8 +97,8 @@ async def sessions(
         click.echo(encode({"sessions": rows}))
         return False
     _print_sessions(rows, by)
-    hidden = 0 if states else sum(row.state == "forgotten" for row in found)
-    note = f"; {hidden} more were removed: --state forgotten lists them" if hidden else ""
+    hidden = 0 if states else sum(row.state in _ENDED for row in found)
+    note = f"; {hidden} ended: --state closed and --state forgotten list them" if hidden else ""
     click.echo(f"{len(rows)} of {len(found) - hidden} sessions{note}")
     return False
 

@@ -11,7 +11,6 @@ from turnkeep_client.errors import NoServerError, NoWorkerError, RequestFailedEr
 from worker.process.installed import program
 
 from .screen import Screen, complain, unechoed
-from .talking import why_no_worker
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -33,9 +32,8 @@ _T = TypeVar("_T")
 
 
 async def while_reachable(session: Session, awaited: Awaitable[_T]) -> _T:
-    """Await `awaited`; cancel it and raise `NoServerError` if NATS cannot be reached for `_LOST_S`."""
-    waiting = asyncio.ensure_future(awaited)
-    loop = asyncio.get_running_loop()
+    """Wait for a result; cancel the wait and raise `NoServerError` if NATS is out of reach for `_LOST_S`."""
+    loop, waiting = asyncio.get_running_loop(), asyncio.ensure_future(awaited)
     reached_at = loop.time()
     try:
         while not (await asyncio.wait([waiting], timeout=_POLL_S))[0]:
@@ -196,7 +194,7 @@ class _Stream:
                 continue
             if state is None and self._loop.time() - heard_at < _SILENCE_S:
                 continue
-            missing = why_no_worker() or "waiting for the worker"
+            missing = "waiting for the worker"
             missing = missing if self._session.connected else "no connection to NATS"
             self._screen.note(f"{missing}; Ctrl-C leaves" if state is None else state)
             is_due = self._loop.time() - told_s >= _EVERY_S if state else state is None and not warned

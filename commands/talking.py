@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-from contextvars import ContextVar
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,10 +33,8 @@ from turnkeep_client.subjects import DEFAULT_TENANT
 from worker.process.datadir import (
     TOKEN_NAME,
     holder_pid,
-    is_unloaded,
+    is_same,
     noted_nats,
-    owner,
-    real_path,
     starting_pid,
 )
 from worker.process.installed import program
@@ -62,8 +59,6 @@ CLIENT_SETTINGS: Final = ("data_dir", "nats", "nats_port", "prefix", *CREDENTIAL
 GATEWAY_SETTINGS: Final = ("gateway_ttl_s",)
 #: Settings that no other command is advised to use: each NATS user has its own. The CA is everybody's.
 _OF_A_USER: Final = frozenset(CREDENTIAL_SETTINGS) - {"nats_ca"}
-#: How many workers are named to a user who has found none.
-_MOST_NAMED: Final = 3
 #: How long a worker may take to reply; it may have to load its model first.
 _CONTROL_S: Final = 60.0
 #: The pause between two attempts to connect to the server of a starting worker.
@@ -123,24 +118,18 @@ def _refused(here: Settings) -> NotPermittedError | None:
 
     Returns None if that server is not one of a worker on this machine.
     """
-    from worker.wire.broker import served_by
-
     if here.nats is not None:
-        port = _port_here(here.nats)
-        root = served_by(port) if port is not None else None
-        if root is None:
+        if _port_here(here.nats) != noted_nats(here.data_dir):
             return None
-        more = "" if root == real_path(here.data_dir) else f", and give --data-dir {shlex.quote(str(root))}"
         return NotPermittedError(
             f"the NATS server at {shown(here.nats)} wants its token; it is that of this machine's own"
-            f" worker: leave out --nats or NATS_URL{more}"
+            " worker: leave out --nats or NATS_URL"
         )
-    path, root = here.data_dir / TOKEN_NAME, served_by(here.own_port)
+    path = here.data_dir / TOKEN_NAME
     why = f"refuses the token in {path}" if path.exists() else f"wants a token, and there is no {path}"
-    helps = "name its worker's data directory by --data-dir"
-    if root is not None and root != real_path(here.data_dir):
-        helps = f"its worker has --data-dir {shlex.quote(str(root))}"
-    return NotPermittedError(f"the NATS server at {url_of(here)} {why}; {helps}")
+    return NotPermittedError(
+        f"the NATS server at {url_of(here)} {why}; name its worker's data directory by --data-dir"
+    )
 
 
 def _port_here(url: str) -> int | None:
@@ -166,7 +155,7 @@ def _just_begun(data_dir: Path) -> int | None:
         with contextlib.suppress(psutil.Error):
             given = next((after for one, after in pairwise(words) if one == "--data-dir"), None)
             given = given or process.environ().get("TURNKEEP_DATA_DIR") or default_data_dir()
-            if real_path(Path(given)) == real_path(data_dir):
+            if is_same(Path(given), data_dir):
                 return process.pid
     return None
 
@@ -185,18 +174,6 @@ def url_of(settings: Settings) -> str:
     return over_tls(here, here.nats or f"nats://127.0.0.1:{here.own_port}")
 
 
-#: The settings with which the running command has connected.
-_settings: ContextVar[Settings] = ContextVar("settings")
-
-
-def why_no_worker() -> str:
-    """Return why no worker answers, if the data directory shows it; otherwise an empty text."""
-    settings = _settings.get()
-    if is_unloaded(settings.data_dir) and not _is_elsewhere(settings):
-        return "the worker's model was unloaded: Serve in its console loads one"
-    return ""
-
-
 def _is_elsewhere(settings: Settings) -> bool:
     """Return whether the data directory's running worker uses another NATS server than the settings name."""
     used = noted_nats(settings.data_dir) if holder_pid(settings.data_dir) else None
@@ -210,17 +187,7 @@ def instead(settings: Settings) -> str:
     if _is_elsewhere(settings):
         at = url_of(replace(settings, nats_port=None))
         return f"the one of {settings.data_dir} is at {at}: leave out --nats-port"
-    from worker.wire.broker import own_servers
-
-    starts = f"start a worker with: {command_line(settings, 'serve')}"
-    running = [
-        f"{whose} runs with --data-dir {shlex.quote(str(root))}"
-        for root, _ in own_servers()
-        if (whose := owner(root))
-    ]
-    if num_more := len(running[_MOST_NAMED:]):
-        running = [*running[:_MOST_NAMED], f"{num_more} more run"]
-    return f"{' and '.join(running)}: name it, or {starts}" if running else starts
+    return f"start a worker with: {command_line(settings, 'serve')}"
 
 
 def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:
@@ -244,14 +211,13 @@ def run_until_signal(settings: Settings, work: Callable[[], Coroutine[Any, Any, 
                 asyncio.get_running_loop().add_signal_handler(ends, task.cancel)
         return await work()
 
-    _settings.set(settings)
     try:
         return asyncio.run(run())
     except NoServerError as error:
         raise NoWorkerError(f"{error}; {instead(settings)}") from None
     except NoWorkerError as error:
-        starts = why_no_worker() or f"start a worker with: {command_line(settings, 'serve')}"
-        raise NoWorkerError(f"{error}; {starts}") from None
+        starts = command_line(settings, "serve")
+        raise NoWorkerError(f"{error}; start a worker with: {starts}") from None
     except asyncio.CancelledError:
         _end_terminated()
     except OSError as error:
@@ -287,17 +253,11 @@ def interrupted_by_signals() -> Iterator[None]:
         raise
 
 
-def ignore_signals() -> None:
-    """From now on ignore the signals that end a process: what it has started is being stopped."""
-    for ends in _ending(signal.SIGINT):
-        signal.signal(ends, signal.SIG_IGN)
-
-
-def _ending(*more: signal.Signals) -> list[signal.Signals]:
-    """Return SIGTERM, SIGHUP and `more`, without those that are ignored; outside the main thread nothing."""
+def _ending() -> list[signal.Signals]:
+    """Return SIGTERM and SIGHUP, without those that are ignored; outside the main thread nothing."""
     if threading.current_thread() is not threading.main_thread():  # only there signals can be handled
         return []
-    found = (signal.SIGTERM, signal.SIGHUP, *more)
+    found = (signal.SIGTERM, signal.SIGHUP)
     return [one for one in found if signal.getsignal(one) != signal.SIG_IGN]  # nohup ignores SIGHUP
 
 

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .flags import tenant_option, with_settings
+from turnkeep_client.subjects import DEFAULT_TENANT
+
+from .flags import with_settings
 from .talking import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
@@ -14,11 +16,10 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@tenant_option
 @with_settings(*CLIENT_SETTINGS)
-def top(given: Given, tenant: str) -> None:
-    """Watch all workers of a prefix live on the terminal; q ends it."""
+def top(given: Given) -> None:
+    """Watch all workers of a prefix live on the terminal, until Ctrl-C."""
     from ops.top import run
 
     settings = given.load()
-    talk(settings, tenant, lambda client: run(client, f"turnkeep top  --prefix {settings.prefix}"))
+    talk(settings, DEFAULT_TENANT, lambda client: run(client, f"turnkeep top  --prefix {settings.prefix}"))

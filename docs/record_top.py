@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from record_demo import save
 
 from ops.fleet import Fleet
-from ops.screen import State, draw
+from ops.screen import draw
 from ops.top import WINDOW_S
 from tests.ops.browser import browsing
 from turnkeep_client import connect
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.session import Session
 
-SIZE = (80, 24)
+COLUMNS = 80
 #: A small one, so that a minute of talk comes near it.
 LIMITS = ("--max-disk", "64MiB")
 WATCHED_S = 200.0
@@ -76,8 +76,8 @@ async def _watch(port: int, data_dir: Path) -> None:
 
         listener = asyncio.create_task(listen())
         await asyncio.sleep(WATCHED_S)
-        picture = draw(State(), fleet.sightings(), [], "", size=SIZE, title="turnkeep top  --prefix turnkeep")
-        save(picture, Path(__file__).with_name("top.svg"), SIZE[0])
+        picture = draw(fleet.sightings(), [], columns=COLUMNS, title="turnkeep top  --prefix turnkeep")
+        save(picture, Path(__file__).with_name("top.svg"), COLUMNS)
         await asyncio.to_thread(_photograph, f"{url}#/workers", "workers.png")
         await asyncio.to_thread(_photograph, f"{url}#/session/garden", "console.png")
         console.terminate()

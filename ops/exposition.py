@@ -83,7 +83,7 @@ GAUGES: Final[tuple[tuple[str, ...], ...]] = (
     ("log_bytes", "log_bytes", "Size of the log's stream."),
     ("log_max_bytes", "log_max_bytes", "Size at which the log refuses requests."),
     ("resident_kv_bytes", "resident_kv_bytes", "KV on the device."),
-    ("max_memory_bytes", "max_memory_bytes", "Limit of KV on the device."),
+    ("kv_limit_bytes", "kv_limit_bytes", "Limit of KV on the device."),
     ("context_tokens", "context_tokens", "Most tokens of a session with all of its KV."),
     ("device_memory_bytes", "device_memory_bytes", "Limit of all memory on the device."),
     ("mlx_active_bytes", "mlx_active_bytes", "Memory that MLX has in use."),
@@ -151,23 +151,18 @@ def _consumer(backlog: Backlog) -> Iterator[Metric]:
 
 
 def _known(sightings: Sequence[Sighting]) -> Iterator[Metric]:
-    """Yield the metrics of all workers, silent ones too: up, last seen, version and KV layers."""
+    """Yield the metrics of all workers, silent ones too: up, last seen, and version."""
     up = GaugeMetricFamily("turnkeep_up", "Whether the worker publishes metrics.", labels=_WORKER)
     last_seen = GaugeMetricFamily(
         "turnkeep_last_seen_seconds", "Time since the worker's last metrics.", labels=_WORKER
     )
     info = GaugeMetricFamily("turnkeep_worker_info", "The worker's version.", labels=(*_WORKER, "version"))
-    layers = GaugeMetricFamily(
-        "turnkeep_kv_layers_info", "The layers of each kind of KV.", labels=(*_WORKER, "kind", "layers")
-    )
     for one in sightings:
         worker = _labels(one.metrics)
         up.add_metric(worker, one.up)
         last_seen.add_metric(worker, one.age_s)
         info.add_metric((*worker, one.metrics.version), 1)
-        for kind, numbers in one.metrics.kv_layers.items():
-            layers.add_metric((*worker, kind, numbers), 1)
-    yield from (up, last_seen, info, layers)
+    yield from (up, last_seen, info)
 
 
 def _single(name: str, text: str, value: float) -> Metric:

@@ -34,7 +34,7 @@ class Figures:
         self.accepted_share = share(accepted, drafted)
         #: The speedup of answers by drafts: 2 is twice as fast.
         self.draft_gain = share(decoding_s + saved_s, decoding_s) if drafted else None
-        self.kv_share = share(now.resident_kv_bytes, now.max_memory_bytes)
+        self.kv_share = share(now.resident_kv_bytes, now.kv_limit_bytes)
         self.disk_share = share(now.snapshots.stored_bytes, now.snapshots.capacity_bytes)
         self.queue_time = since(now.queue_time, before.queue_time if before else None)
         self.duration = since(now.request_duration, before.request_duration if before else None)

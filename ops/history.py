@@ -34,7 +34,7 @@ SERIES: Final[dict[str, Callable[[Sighting, Figures], float | None]]] = {
     "accepted_share": lambda _, of: of.accepted_share,
     "draft_gain": lambda _, of: of.draft_gain,
     "kv_bytes": lambda one, _: one.metrics.resident_kv_bytes,
-    "kv_limit_bytes": lambda one, _: one.metrics.max_memory_bytes,
+    "kv_limit_bytes": lambda one, _: one.metrics.kv_limit_bytes,
     "disk_bytes": lambda one, _: one.metrics.snapshots.stored_bytes,
     "disk_limit_bytes": lambda one, _: one.metrics.snapshots.capacity_bytes,
     "running": lambda one, _: one.metrics.running,

@@ -6,15 +6,20 @@ arguments, environment, working directory and standard streams, and signals end 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import contextvars
 import fcntl
 import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import termios
 import threading
+import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection, reduction
 from multiprocessing.context import ForkServerProcess
@@ -147,6 +152,54 @@ def _received(passed: Any) -> int:
     return descriptor
 
 
+def _open_streams() -> None:
+    """Open the standard streams as the interpreter does when it starts."""
+    text = {"encoding": "utf-8", "closefd": False}
+    sys.stdin = sys.__stdin__ = os.fdopen(0, **text)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", **text)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", **text)
+
+
+_fork_exec = subprocess._fork_exec  # type: ignore[attr-defined]
+
+
+def _fork_worker(words: list[str], *options: Any) -> int:
+    """Start a child process of `turnkeep serve` for Popen: a worker by forking this process, as it is."""
+    if "commands.worker" not in words:
+        return int(_fork_exec(words, *options))
+    if pid := os.fork():
+        return pid
+    try:
+        os.setsid()
+        streams = (options[5], options[8], options[10])
+        for number, descriptor in enumerate(streams):
+            if descriptor >= 0:
+                os.dup2(descriptor, number)
+        os.closerange(3, 4096)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        asyncio._set_running_loop(None)
+        _open_streams()
+        sys.argv = words[words.index("commands.worker") :]
+        from commands.worker import main
+
+        code = contextvars.Context().run(_exit_code, main)
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    os._exit(code)
+
+
+def _exit_code(main: Callable[[], None]) -> int:
+    try:
+        main()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
 def _run(
     command: list[str],
     environment: dict[str, str],
@@ -164,11 +217,8 @@ def _run(
         os.close(descriptor)
     if own_terminal:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    # Open these files as the interpreter does when it starts.
-    text = {"encoding": "utf-8", "closefd": False}
-    sys.stdin = sys.__stdin__ = os.fdopen(0, **text)
-    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", **text)
-    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", **text)
+    _open_streams()
+    subprocess._fork_exec = _fork_worker  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

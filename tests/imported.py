@@ -11,6 +11,7 @@ for name in (
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
     "worker.app",
+    "commands.worker",
     "commands.cli",
     "worker.device.runner",
     "worker.models.tokenizer",

@@ -18,7 +18,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -26,7 +26,13 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, Final
 
+from tests.forked import CAN_FORK
+
 ROOT: Final = Path(__file__).parents[1]
+# Processes are forked from one that has imported the program; one that has loaded Metal must not fork.
+_FORKS: Final = multiprocessing.get_context("forkserver" if CAN_FORK else "spawn")
+if CAN_FORK:
+    _FORKS.set_forkserver_preload(["tests.imported", "pytest"])
 #: Where a function begins: its file, its qualified name, its first line.
 Place = tuple[str, str, int]
 
@@ -136,27 +142,33 @@ def find(mutant: Mutant, gone: tuple[str, ...]) -> tuple[bool, str, float]:
         return done.returncode == 1, wrong[1] if wrong else said, time.monotonic() - begun_s
     left = [test for test in mutant.tests if not test.startswith(gone or ("-",))]
     left = left or [str(Path(mutant.tests[0].partition("::")[0]).parent)]
-    options = [
-        "-qx",
-        "-p",
-        "no:cacheprovider",
-        "--timeout=120",
-        "-Wignore::pytest.PytestAssertRewriteWarning",
-        *(f"--deselect={test}" for test in gone),
-    ]
-    with tempfile.TemporaryFile("w+") as output:
-        for stream in (1, 2):
-            os.dup2(output.fileno(), stream)
-        os.chdir(ROOT)
-        import pytest
-
-        with mutated(mutant):
-            code = pytest.main([*options, *left])
-        sys.stdout.flush()
-        output.seek(0)
+    with tempfile.NamedTemporaryFile("w+") as output:
+        arguments = [*left, *(f"--deselect={test}" for test in gone)]
+        process = _FORKS.Process(target=_test, args=(mutant, arguments, output.name))
+        process.start()
+        process.join()
         said = output.read()
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
-    return code == 1, failed[-1] if failed else said[-3000:], time.monotonic() - begun_s
+    is_found = (
+        process.exitcode == 1 or (process.exitcode or 0) < 0
+    )  # a signal ends a process that has crashed
+    return is_found, failed[-1] if failed else said[-3000:], time.monotonic() - begun_s
+
+
+def _test(mutant: Mutant, arguments: list[str], output: str) -> None:
+    """Run tests without a guard, in this process, and exit with pytest's code."""
+    with Path(output).open("w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    os.chdir(ROOT)
+    import pytest
+
+    options = ["-qx", "-p", "no:cacheprovider", "--timeout=120"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # the first process has imported pytest
+    with mutated(mutant):
+        code = pytest.main([*options, *arguments])
+    sys.stdout.flush()
+    os._exit(code)  # threads of a test may wait for ever
 
 
 def main() -> int:
@@ -174,12 +186,8 @@ def main() -> int:
         if any(word in f"{one.name} {one.edits} {one.tests}" for word in asked.words or [""])
         and (not gone or any(test.startswith(gone) for test in one.tests))
     ]
-    # Forked from a process that has the program's modules; on macOS a process that has loaded Metal must not.
-    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-    if sys.platform == "linux":
-        context.set_forkserver_preload(["tests.imported", "pytest"])
     counts = Counter[bool]()
-    with ProcessPoolExecutor(2, context, max_tasks_per_child=1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         runs = {pool.submit(find, one, gone): one for one in mutants}
         for run in as_completed(runs):
             is_found, said, took_s = run.result()

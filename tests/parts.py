@@ -192,7 +192,7 @@ class LocalWorker:
 
 
 class WorkerProcess:
-    """A process of `turnkeep serve`, which a test can kill and start again."""
+    """A process of `turnkeep serve` with its worker, which a test can kill and start again."""
 
     def __init__(self, data_dir: Path, model: Path | None, port: int, *options: str) -> None:
         self.data_dir = data_dir
@@ -265,6 +265,18 @@ class WorkerProcess:
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
+
+    @property
+    def worker_pid(self) -> int:
+        """The process of its worker that was ready last."""
+        lines = [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
+        return next(int(one["pid"]) for one in reversed(lines) if one["event"] == "ready")
+
+    @property
+    def server_pid(self) -> int:
+        """The process of its NATS server."""
+        (ports,) = self.data_dir.glob("nats-server_*.ports")
+        return int(ports.stem.partition("_")[2])
 
     @property
     def running(self) -> bool:

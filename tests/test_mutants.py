@@ -16,8 +16,8 @@ ROWS = table()
 def test_the_program_has_the_text_that_a_mutant_replaces_once_and_the_tests_that_find_it(name: str) -> None:
     assert ROWS[name].codes()
     for test in ROWS[name].tests:
-        file, _, function = test.partition("::")
-        assert re.search(rf"def {function.partition('[')[0]}\b", (ROOT / file).read_text()), test
+        file, function = re.split("::|\\[", test)[:2]
+        assert re.search(rf"^(async def |def |){function}\b", (ROOT / file).read_text(), re.MULTILINE), test
 
 
 def test_a_function_has_other_code_while_it_is_mutated() -> None:

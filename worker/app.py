@@ -1,8 +1,8 @@
 """The composition root: builds all parts of the worker, runs them, and stops them in the right order.
 
-Start: data directory, model, NATS, streams, snapshots, requests. If the NATS server already runs, the worker
-connects to it before it loads the model. Stop, in reverse order: no new requests; running turns end, and
-their KV is saved; the snapshot writer ends; NATS is last. Unanswered requests stay in the log.
+Start: data directory, NATS, model, streams, snapshots, requests. Stop, in reverse order: no new requests;
+running turns end, and their KV is saved; the snapshot writer ends; NATS is last. Unanswered requests stay in
+the log.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sqlite3
 import sys
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import structlog
 from anyio import Event, current_time, move_on_after, sleep, sleep_forever, to_thread
@@ -46,7 +46,7 @@ from worker.sessions.limits import Limits
 from worker.sessions.services import Services
 from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
-from worker.wire import broker, streams
+from worker.wire import streams
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version, small_payload
 from worker.wire.credentials import over_tls, worker_options
 from worker.wire.discovery import Discovery
@@ -62,12 +62,12 @@ from worker.wire.retention import Retention
 from .metrics_message import collect
 from .model_start import ModelStart, WorkerError
 from .observe.counters import Telemetry
-from .observe.health import HealthServer
 from .observe.tracing import start_traces
 from .process.concurrency import in_thread, shielded, step_in_thread, task_group
 from .process.constants import CONSTANTS
-from .process.datadir import DataDir, DataDirInUseError
+from .process.datadir import DataDir
 from .process.keys import cache_access, remote_tier
+from .reports import Needs, State
 from .sessions.attachments import Attachments
 from .wire.endpoints import Endpoints
 from .wire.undelivered import Undelivered
@@ -120,36 +120,30 @@ _NOTES_S = 5.0
 _STORE_S = 5.0
 
 
-def _data_dir(settings: Settings) -> DataDir:
-    try:
-        return DataDir.open(settings.data_dir, settings.worker, settings.nats_place)
-    except DataDirInUseError:
-        for name in (settings.model, settings.draft_model):  # otherwise the user stops a worker in vain
-            model.check_name(name, settings.data_dir)
-        raise
-
-
 class App:
     """One worker. `run` starts it, serves until `stop` is called, and stops all parts."""
 
     def __init__(
         self,
         settings: Settings,
+        directory: DataDir | None = None,
         *,
         constants: Constants = CONSTANTS,
         progress: Progress | None = None,
         loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take two callbacks: `progress(done, total, what)`, called on any thread, reports the long steps.
+        """Take an open data directory, if another process keeps it locked, and two callbacks.
 
-        `loaded()` is called once the weights are in memory.
+        `progress(done, total, what)`, called on any thread, reports the long steps; `loaded()` is called once
+        the weights are in memory.
         """
         self._settings = settings
         self._constants = constants
+        self._directory = directory
         self._progress = progress
         self._weights_loaded = loaded
         self._subjects = Subjects(settings.prefix)
-        self._telemetry = Telemetry(settings.metrics_tenants)
+        self._telemetry = Telemetry(settings.tenants.metrics)
         self._stop = Event()
         self._starting: TaskGroup
         self._model: ModelStart
@@ -195,25 +189,19 @@ class App:
                 progress=self._progress,
                 weights_loaded=self._weights_loaded,
             )
-            if settings.health is not None:  # first to start and last to stop, to report the other parts
-                health = HealthServer(settings.health, {"/livez": self._hangs, "/readyz": self._unready})
-                await health.open()
-                await stack.enter_async_context(self._background("health", health.serve))
             await self._start_traces(stack)
             access = cache_access(settings)
             tier = await step_in_thread(self._starting, remote_tier, settings, access)
-            directory = stack.enter_context(_data_dir(settings))
-            # Report a user's mistakes first: start no server and create no stream for a model that cannot be
-            # loaded, and download no model for a server that does not answer.
-            join, is_running = self._join(directory, stack)
-            load = partial(self._model.load, directory, stack, self._device_died)
-            if not is_running:
-                await load()
-            nc = await join()
+            directory = self._directory or DataDir.open(
+                settings.data_dir, settings.worker, settings.nats_place
+            )
+            stack.push(directory)
+            # Download no model for a server that does not answer, and make no stream for a model that cannot
+            # be loaded.
+            nc = await self._connect(directory, stack)
             js = nc.jetstream()
             taken_back = self._starting.start_soon(self._take_back, js)
-            if not self._model.is_loaded:
-                await load()
+            await self._model.load(directory, stack, self._device_died)
             await taken_back
             names = await streams.ensure(js, self._subjects, settings, self._constants)
             self._maker = await self._model.name()
@@ -223,31 +211,6 @@ class App:
                 self._has_unopened = await in_thread(may_hold, directory.snapshots)
             await self._serve(nc, js, names)
 
-    def _join(
-        self, directory: DataDir, stack: contextlib.AsyncExitStack
-    ) -> tuple[Callable[[], Awaitable[Client]], bool]:
-        """Return a function that connects to NATS, and whether the NATS server runs already.
-
-        If the worker has a server of its own, the function first starts or adopts it.
-        """
-        settings, options = self._settings, worker_options(self._settings)
-        if settings.nats is not None:
-            url = over_tls(settings, settings.nats)
-            return partial(self._connect, url, directory, stack, **options), True
-        server = broker.EmbeddedServer(directory, settings)
-
-        async def start() -> Client:
-            stack.push_async_callback(shielded, stop)
-            await server.start()
-            await stack.enter_async_context(self._background("nats-server", server.supervise))
-            return await self._connect(server.url, directory, stack, token=server.token)
-
-        async def stop() -> None:
-            if self._model.is_loaded:  # after a failed start, the next one can use the server
-                await server.stop()
-
-        return start, server.check()
-
     async def _start_traces(self, stack: contextlib.AsyncExitStack) -> None:
         named = {"service.version": VERSION, "service.instance.id": self._settings.worker}
         start = partial(start_traces, self._settings.otlp_endpoint, os.environ, **named)
@@ -255,17 +218,15 @@ class App:
         if self._traces is not None:
             stack.push_async_callback(shielded, partial(in_thread, self._traces.stop))
 
-    async def _connect(
-        self, url: str, directory: DataDir, stack: contextlib.AsyncExitStack, **options: Any
-    ) -> Client:
+    async def _connect(self, directory: DataDir, stack: contextlib.AsyncExitStack) -> Client:
         """Connect to NATS, and record this worker among the workers of its prefix (`Members`)."""
         nc = self._nc = await connect(
-            url,
+            over_tls(self._settings, self._settings.nats or ""),
             name=f"turnkeep {self._settings.worker}",
             min_payload_bytes=self._settings.max_message_bytes,
             on_reconnected=self._reconnected,
             on_closed=self._closed,
-            **options,
+            **worker_options(self._settings),
         )
         stack.push_async_callback(shielded, nc.close)
         if fault := loses_entries(version := server_version(nc)):
@@ -378,8 +339,8 @@ class App:
         log.info(
             "ready",
             worker=self._settings.worker,
+            pid=os.getpid(),
             nats=shown(url.geturl()) if url else None,
-            kv_layers=self._model.device.kv_layers,
             protocol=PROTOCOL,
             features=" ".join(FEATURES),
         )
@@ -478,7 +439,7 @@ class App:
             route=self._owners.route,
             ack_wait_s=self._constants.ack_wait_s,
             max_sessions=self._constants.max_waiting,
-            max_sessions_per_tenant=settings.max_waiting_per_tenant,
+            max_sessions_per_tenant=settings.tenants.sessions,
             max_message_bytes=settings.max_message_bytes,
         )
 
@@ -514,7 +475,7 @@ class App:
             self._telemetry,
             kv=self._model.device.estimator.kv,
             piece_tokens=self._constants.block_tokens,
-            max_tenant_bytes=self._settings.max_memory_per_tenant,
+            max_tenant_bytes=self._settings.tenants.memory,
             has_unopened=self._has_unopened,
         )
 
@@ -566,7 +527,6 @@ class App:
             context_tokens=self._model.context_tokens,
             block_tokens=self._constants.block_tokens,
             vocab_size=loaded.vocab_size,
-            kv_bits=settings.kv_bits,
             refusal=loaded.no_answers if is_encoder(loaded.config) else None,
             no_answers=loaded.no_answers,
         )
@@ -634,11 +594,28 @@ class App:
         """Stop the worker because NATS closed the connection for good. Also called during a normal stop."""
         self._fail("the NATS server has closed the connection; its log says why")
 
-    def _hangs(self) -> list[str]:
-        """Return the faults that only a restart fixes: a device step that takes too long.
+    def state(self) -> State:
+        """Return whether the worker needs a restart, and whether it answers now."""
+        return State(
+            tuple(self._hangs()), tuple(self._unready()), self._nc is None or not self._members.others
+        )
 
-        If the event loop itself hangs, the health endpoint does not answer at all.
-        """
+    def described(self) -> Needs:
+        """Return what the worker serves. Call once it is `ready`."""
+        loaded = self._model.loaded
+        return Needs(
+            folder=str(loaded.folder.absolute()),
+            model=loaded.name,
+            context_tokens=self._model.context_tokens,
+            sampling=loaded.sampling,
+            reasoning=loaded.tokenizer.markup.has_reasoning,
+            makes=self._model.makes,
+            weight_bytes=loaded.weight_bytes,
+            model_changed_s=loaded.changed_s,
+        )
+
+    def _hangs(self) -> list[str]:
+        """Return the faults that only a restart fixes: a device step that takes too long."""
         busy_s = self._model.device.busy_s if self._model.is_loaded else 0.0
         return [f"the device has been at one step for {busy_s:.0f} s"] if busy_s > _STUCK_S else []
 

@@ -131,7 +131,7 @@ class ModelStart:
             died,
             block_tokens=constants.block_tokens,
             max_batch=settings.max_batch,
-            max_tenant_rows=settings.max_rows_per_tenant,
+            max_tenant_rows=settings.tenants.rows,
             stall_s=constants.max_stall_s,
             limit_bytes=settings.device_memory,
             max_draft=constants.max_draft,
@@ -153,8 +153,8 @@ class ModelStart:
             caches=self.device.caches,
             **({"draft_model": settings.draft_model} if settings.draft_model else {}),
         )
-        if settings.kv_bits is not None and len(self.device.kv_layers) > 1:
-            log.warning("kv_bits holds in some layers only", kv_layers=self.device.kv_layers)
+        if settings.kv_bits is not None and " " in self.device.caches:
+            log.warning("kv_bits holds in some layers only", caches=self.device.caches)
 
     async def name(self) -> Model:
         """Return the model's name and digests, for results."""
@@ -195,11 +195,7 @@ class ModelStart:
                 f"the weights take {size(estimator.weight_bytes)}, which leaves no room for KV in"
                 f" {size(estimator.limit_bytes)}: raise device_memory, or take a smaller model"
             )
-        if settings.max_memory is not None and settings.max_memory > room:
-            log.warning(
-                "max_memory is more than the device has room for", wanted=settings.max_memory, room=room
-            )
-        return min(settings.max_memory or room, room)
+        return min(self._constants.kv_bytes or room, room)
 
     def _check_policy(self) -> None:
         """Raise `WorkerError` if the worker cannot serve sessions under its default cache policy."""

@@ -1,8 +1,9 @@
-"""Serves several models, each in a worker process of its own, within one budget of memory.
+"""Serves models, each in a worker process of its own: what `turnkeep serve` runs.
 
-The first request for a model starts its worker. A worker ends when it has been idle for a while, or when
-another model needs its memory. Its sessions stay in the log and on SSD. Runs the NATS server for all workers,
-and never imports MLX.
+Owns the data directory, the NATS server and the worker processes, and never imports MLX. A single model is
+loaded at the start. Of several, which share a budget of memory, the first request for a model starts its
+worker; the worker ends when it has been idle for a while, or when another model needs its memory. A model
+that was unloaded is loaded by its next request. A worker that crashes is started again at once.
 """
 
 from __future__ import annotations
@@ -10,87 +11,84 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import math
-import os
-import signal
 import subprocess
+import sys
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import anyio
-import msgspec
 import structlog
-from anyio import EndOfStream, Event, current_time, move_on_after, sleep
+from anyio import BrokenResourceError, Event, IncompleteRead, current_time, move_on_after, sleep
+from anyio.streams.buffered import BufferedByteReceiveStream
 
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.messages import Made  # noqa: TC001  # msgspec reads the annotations
+from turnkeep_client.messages import UnloadRequest
 from turnkeep_client.subjects import Subjects
 from worker.wire.broker import EmbeddedServer
 from worker.wire.connection import connect
 from worker.wire.credentials import over_tls, worker_options
 
 from .metrics_message import unloaded
+from .models.blas import computes_on_linux_cpu
 from .observe.health import HealthServer
-from .process.children import PROGRAM, child
+from .process.children import ending, start
 from .process.concurrency import background, shielded, task_group
 from .process.constants import CONSTANTS
 from .process.datadir import DataDir
 from .process.formatting import size
-from .process.settings import word
+from .process.settings import SettingsError, word
+from .reports import Line, Needs, Order, Refused, State, decode_report, encode
 from .wire.activator import Activator
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
     from anyio.abc import Process
 
-    from turnkeep_client.messages import Metrics
+    from turnkeep_client.messages import Metrics, ServeRequest
 
     from .process.settings import Settings
+    from .reports import Report
 
 log = structlog.get_logger()
 
 VERSION: Final = importlib.metadata.version("turnkeep")
+#: The command of a worker's process; the size of its spare memory follows.
+_WORKER: Final = (sys.executable, "-P", "-m", "commands.worker")
+#: Freed memory that a worker keeps for reuse, and prepares at its start; on a Linux CPU only.
+_SPARE_BYTES: Final = 2**28
 #: How many models are measured at the same time.
 _AT_ONCE: Final = 2
 #: The pause between two checks of whether a model is still in use, and the longest one.
 _LOOK_S: Final = 0.5
 _LONG_LOOK_S: Final = 5.0
+#: The pause between two checks of whether a worker has ended.
+_ENDED_S: Final = 0.05
 #: How long a model keeps memory that another one waits for: `_GRACE_S` after its last request, and `_TURN_S`
 #: while it is in use. After `_TURN_S` its unfinished answers wait until it is loaded again.
 _GRACE_S: Final = 1.0
 _TURN_S: Final = 60.0
+#: After this time a loaded model gets a process that waits to take over: its imports must not delay answers.
+_HIRE_S: Final = 2.0
 #: How long a worker may take to end.
 _STOP_S: Final = 30.0
-#: The first and the longest pause before a crashed worker is restarted; after a run of `_STABLE_S` the pause
-#: is the first one again.
+#: The pauses before a crashed worker is restarted: none, then from the first to the longest one; after a run
+#: of `_STABLE_S` there is none again.
 _PAUSES_S: Final = (0.5, 30.0)
 _STABLE_S: Final = 30.0
+#: A worker that has reported nothing for this time hangs.
+_SILENT_S: Final = 30.0
+_MAX_REPORT_BYTES: Final = 2**24
 
 
 class SupervisorError(TurnkeepError):
     """The models cannot be served; the message is one line."""
 
 
-class Needs(msgspec.Struct, frozen=True):
-    """A model's memory needs and defaults, which `turnkeep serve --weigh` prints before the first load.
-
-    `least_bytes` of device memory suffice to load it; `usual_bytes` also hold the KV of a long session.
-    `memory_bytes` is the memory that this machine has for models.
-    """
-
-    folder: str
-    model: str
-    context_tokens: int
-    sampling: dict[str, int | float]
-    reasoning: bool
-    makes: tuple[Made, ...]
-    weight_bytes: int
-    model_changed_s: float
-    least_bytes: int
-    usual_bytes: int
-    memory_bytes: int
-    draft_folder: str | None = None
+#: Of a model that was not measured, and has not served yet.
+_UNKNOWN: Final = Needs("", "", 0, {}, False, (), 0, 0.0)
 
 
 class InMemory(NamedTuple):
@@ -116,18 +114,21 @@ class _Model:
     """One model: its worker process, if one runs, and the activator that notices requests for it."""
 
     activator: Activator
-    needs: Needs
+    directory: DataDir
     size_bytes = 0
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(self, name: str | None, settings: Settings) -> None:
+        """Take the name of one of several models; None if there is only one, which stays loaded."""
         self.name = name
         self.settings = settings
-        self.worker = f"{settings.worker}-{word(name)}"[:64]
+        self.stays_s = math.inf if name is None else settings.unload_after_s or math.inf
+        self.needs: Needs | None = None
         self.process: Process | None = None
         self.began_s = 0.0
         self.loaded_s = math.inf
-        #: Whether the worker must read its settings again once it is ready.
-        self.must_reload = False
+        self.reported_s = math.inf
+        self.state = State((), ("starting",), is_alone=True)
+        self.refused: Refused | None = None
         #: `wanted`: the model has requests. `leave`: it must be unloaded.
         self.wanted = Event()
         self.leave = Event()
@@ -145,72 +146,82 @@ class _Model:
         """The seconds since the model was loaded, or since the activator's last request, if that is later."""
         return current_time() - max(self.activator.used_s, self.loaded_s)
 
+    def hangs(self) -> list[str]:
+        """Return the faults of the worker that only a restart fixes."""
+        if current_time() - self.reported_s > _SILENT_S:
+            return ["the worker does not report"]
+        return [*self.state.hangs]
+
     def metrics(self) -> Metrics:
         """Return the metrics message of the model while it has no worker."""
+        needs = self.needs or _UNKNOWN
         return unloaded(
-            worker=self.worker,
+            worker=self.settings.worker,
             version=VERSION,
-            model=self.needs.model,
-            sampling=self.needs.sampling,
-            reasoning=self.needs.reasoning,
-            makes=self.needs.makes,
-            weight_bytes=self.needs.weight_bytes,
-            model_changed_s=self.needs.model_changed_s,
-            context_tokens=self.needs.context_tokens,
+            model=needs.model,
+            sampling=needs.sampling,
+            reasoning=needs.reasoning,
+            makes=needs.makes,
+            weight_bytes=needs.weight_bytes,
+            model_changed_s=needs.model_changed_s,
+            context_tokens=needs.context_tokens,
             interval_s=CONSTANTS.metrics_interval_s,
             max_message_bytes=self.settings.max_message_bytes,
         )
 
 
 class Supervisor:
-    """Serves several models. `run` serves until `stop` is called."""
+    """Serves one model or several. `run` serves until `stop` is called."""
 
-    def __init__(self, models: Mapping[str, Settings], options: Sequence[str]) -> None:
-        """Take each model's settings, and the command-line `options` of its worker.
+    def __init__(
+        self,
+        settings: Settings,
+        models: Mapping[str, Settings],
+        *,
+        kept: Callable[[str], object] | None = None,
+        step: Callable[[str], object] | None = None,
+    ) -> None:
+        """Take the settings, and those of each of several models; without any, `settings` has the only one.
 
-        With these options, `turnkeep serve` in the worker's process loads the same settings.
+        `kept` gets each line of the workers' logs, and `step` the steps of their starts, which are otherwise
+        logged.
         """
-        self._models = [_Model(name, settings) for name, settings in models.items()]
-        #: The first model's settings, of which those that all models share are read here; the NATS server
-        #: must take the largest messages of any model.
+        self._models = [_Model(*one) for one in models.items()] or [_Model(None, settings)]
+        #: The settings that all models share; the NATS server must take the largest messages of any model.
         self._settings = replace(
-            self._models[0].settings,
-            max_message_bytes=max(one.max_message_bytes for one in models.values()),
+            settings, max_message_bytes=max(one.settings.max_message_bytes for one in self._models)
         )
-        self._options = options
-        self._environment = dict(os.environ)
+        self._kept = kept
+        self._step = step
+        self._are_several = bool(models)
+        self._standby: Process | None = None
+        self._hiring = anyio.Lock()
         self._memory_bytes = 0
         self._running: list[_Model] = []
         self._turn = anyio.Lock()
         self._freed = Event()
         self._stop = Event()
-        self._fatal = ""
+        self._fatal: TurnkeepError | None = None
         self.ready = Event()
 
     def stop(self) -> None:
         """Make `run` end. Event loop only."""
         self._stop.set()
 
-    def reload(self) -> None:
-        """Make the running workers reload their settings; one that is being started, once it is ready."""
+    async def reload(self, settings: Settings, models: Mapping[str, Settings]) -> None:
+        """Give the running workers their settings, which were read again."""
         for model in self._models:
-            model.must_reload = not model.is_loaded  # SIGHUP ends a process that does not handle it yet
-            if model.process is not None and model.is_loaded:
-                with contextlib.suppress(ProcessLookupError):
-                    model.process.send_signal(signal.SIGHUP)
-
-    def unload(self, name: str) -> None:
-        """Unload a model. Its next request, or one still unanswered, loads it again. Event loop only."""
-        for model in self._models:
-            if model.name == name:
-                model.leave.set()
+            told = settings if model.name is None else models.get(model.name)
+            if model.process is not None and told is not None:
+                told = replace(model.settings, max_disk=told.max_disk, min_free_disk=told.min_free_disk)
+                await self._order(model.process, told)
 
     async def run(self) -> None:
         """Serve until `stop` is called. Raises `TurnkeepError` for errors that a user can fix."""
         settings = self._settings
         async with AsyncExitStack() as stack:
-            if settings.health is not None:  # first, as measuring or downloading models may take long
-                health = HealthServer(settings.health, {"/livez": list, "/readyz": self._unready})
+            if settings.health is not None:  # first, as loading or downloading models may take long
+                health = HealthServer(settings.health, {"/livez": self._hangs, "/readyz": self._unready})
                 await health.open()
                 await stack.enter_async_context(background(health.serve))
             directory = stack.enter_context(
@@ -220,18 +231,23 @@ class Supervisor:
             server = None if settings.nats else EmbeddedServer(directory, settings)
             if server is not None:
                 server.check()
-            await self._weigh()
-            if server is None:
-                url = over_tls(settings, settings.nats or "")
-            else:
+            stack.push_async_callback(shielded, self._dismiss)
+            await self._hire()
+            if self._are_several:
+                await self._weigh()
+            url = over_tls(settings, settings.nats or "")
+            if server is not None:
                 stack.push_async_callback(shielded, server.stop)
                 await server.start()
                 await stack.enter_async_context(background(server.supervise))
                 url, options = server.url, {"token": server.token}
-                self._environment["TURNKEEP_NATS"] = url.replace("://", f"://{server.token}@")
+                for model in self._models:
+                    model.settings = replace(model.settings, nats=url.replace("://", f"://{server.token}@"))
+            for model in self._models:
+                self._place(model, directory, stack)
             nc = await connect(
                 url,
-                name=f"turnkeep {settings.worker}",
+                name=f"turnkeep serve {settings.worker}",
                 min_payload_bytes=settings.max_message_bytes,
                 on_reconnected=self._look_again,
                 on_closed=self._closed,
@@ -239,67 +255,197 @@ class Supervisor:
             )
             stack.push_async_callback(shielded, nc.close)
             for model in self._models:
-                model.activator = Activator(nc, Subjects(model.settings.prefix), model.metrics, model.wake)
+                model.activator = Activator(
+                    *(nc, Subjects(model.settings.prefix), model.metrics, model.wake),
+                    partial(self._asked, model),
+                )
                 await model.activator.open(model.settings)
             await self._serve()
-        if self._fatal:
-            raise SupervisorError(self._fatal)
+        if self._fatal is not None:
+            raise self._fatal
+
+    def _place(self, model: _Model, directory: DataDir, stack: AsyncExitStack) -> None:
+        """Set a model's data directory, and the settings that its worker gets."""
+        settings = model.settings
+        if model.name is None:
+            model.directory = directory
+        else:
+            needs = model.needs or _UNKNOWN
+            path = self._settings.data_dir / "workers" / settings.prefix
+            name = f"{settings.worker}-{word(model.name)}"[:64]
+            model.directory = stack.enter_context(DataDir.open(path, name))
+            settings = replace(
+                settings,
+                worker=name,
+                data_dir=path,
+                model=needs.folder,
+                device_memory=model.size_bytes,
+                # By its name a worker would look for it in its own data directory.
+                draft_model=needs.draft_folder,
+            )
+        model.settings = settings
+
+    async def _hire(self) -> Process:
+        """Make sure that a process waits for an order; return it."""
+        async with self._hiring:
+            if self._standby is None or self._standby.returncode is not None:
+                spare_bytes = _SPARE_BYTES if computes_on_linux_cpu() else 0
+                self._standby = await start([*_WORKER, str(spare_bytes)], stdout=subprocess.PIPE)
+            return self._standby
+
+    async def _begin(self, order: Order) -> Process:
+        """Give an order to the process that waits for one; return it."""
+        while (process := await self._hire()) is not self._standby:  # another model has taken it
+            pass
+        self._standby = None
+        await self._order(process, order)
+        return process
+
+    async def _dismiss(self) -> None:
+        """End the process that waits for an order."""
+        if self._standby is not None:
+            self._standby.kill()
+            await self._standby.aclose()
+
+    async def _order(self, process: Process, order: Order | Settings) -> None:
+        with contextlib.suppress(BrokenResourceError):  # it has just ended
+            await process.stdin.send(encode(order))  # type: ignore[union-attr]  # a pipe
 
     async def _serve(self) -> None:
         async with task_group() as tasks:
             for model in self._models:
                 tasks.start_soon(self._keep, model)
                 tasks.start_soon(self._publish_metrics, model)
-            log.info("ready", memory=size(self._memory_bytes))
-            self.ready.set()
-            await self._look_again()
+            if self._are_several:
+                for model in self._models:
+                    await model.activator.begin()
+                log.info("ready", memory=size(self._memory_bytes))
+                self.ready.set()
+                await self._look_again()
+            else:
+                self._models[0].wake()
             await self._stop.wait()
-            log.info("stopping")
+            if self._are_several:
+                log.info("stopping")
             tasks.cancel_scope.cancel()
 
     async def _weigh(self) -> None:
-        """Measure each model in a child process, and set the memory that its worker may use.
-
-        Raises `SupervisorError`.
-        """
+        """Measure each model, and set the memory that its worker may use. Raises `SupervisorError`."""
         log.info("measuring the models", models=[model.name for model in self._models])
         limit = anyio.CapacityLimiter(_AT_ONCE)
 
         async def weigh(model: _Model) -> None:
-            arguments = ["serve", *self._options, "--of", model.name, "--weigh"]
-            async with limit:  # its errors and progress go to this process's standard error
-                done = await anyio.run_process(
-                    [*PROGRAM, *arguments], stderr=None, check=False, start_new_session=True
-                )
-            if done.returncode:
-                raise SupervisorError(f"the model {model.name} cannot be served, for the reason above")
-            model.needs = msgspec.json.decode(done.stdout, type=Needs)
+            async with limit:
+                weighed = await self._weighed(model.settings)
+            if isinstance(weighed, Refused):
+                raise SupervisorError(f"the model {model.name} cannot be served: {weighed.reason}")
+            model.needs = weighed
 
         async with task_group() as tasks:
             for model in self._models:
                 tasks.start_soon(weigh, model)
-        memory = self._settings.memory or min(model.needs.memory_bytes for model in self._models)
-        for model in self._models:
-            model.size_bytes = _share(model.name, model.settings.device_memory, model.needs, memory)
+        weighed = [(model, model.needs) for model in self._models if model.needs is not None]
+        memory = self._settings.memory or min(needs.memory_bytes for _, needs in weighed)
+        for model, needs in weighed:
+            model.size_bytes = _share(model.name or "", model.settings.device_memory, needs, memory)
         self._memory_bytes = memory
 
+    async def _weighed(self, settings: Settings) -> Needs | Refused:
+        """Measure a model in a process of its own."""
+        process = await self._begin(Order(settings, weighs=True))
+        found: Needs | Refused = Refused("its process has ended; the error is above", is_setting=False)
+        async with ending(process, 0):
+            async for report in _reports(process):
+                if isinstance(report, Line):
+                    self._say(report)
+                elif isinstance(report, Needs | Refused):
+                    found = report
+        return found
+
+    async def _asked(self, model: _Model, request: ServeRequest) -> str:
+        """Load or unload a model; return what happens. Raises `SupervisorError`."""
+        if not model.state.is_alone:
+            raise SupervisorError("other workers serve the prefix with this model; stop them to change it")
+        served = model.name or (model.needs.model if model.needs is not None else "")
+        if isinstance(request, UnloadRequest):
+            model.leave.set()
+            return f"{served} is unloaded; its next request loads it again"
+        if request.model not in {None, served}:
+            return await self._change(model, request.model or "")
+        model.wake()
+        return f"{served} is loaded"
+
+    async def _change(self, model: _Model, name: str) -> str:
+        """Serve another model on the prefix of the single one; return what happens."""
+        if model.name is not None:
+            raise SupervisorError(
+                "the models of turnkeep.toml are loaded by their requests; add this one there"
+            )
+        drafted = replace(model.settings, model=name)
+        alone = replace(drafted, draft_model=None)
+        settings, weighed = drafted, await self._fitting(drafted)
+        if isinstance(weighed, Refused) and drafted != alone:
+            settings, weighed = alone, await self._fitting(alone)
+        if isinstance(weighed, Refused):
+            raise SupervisorError(f"{name} cannot be served: {weighed.reason}")
+        model.leave.set()
+        while model in self._running:  # noqa: ASYNC110  # it tells nobody
+            await sleep(_ENDED_S)
+        model.settings, model.needs = settings, weighed
+        model.wake()
+        without = ", without the draft model" if settings.draft_model != drafted.draft_model else ""
+        return f"the worker restarts with {name}{without}; conversations go on with it"
+
+    async def _fitting(self, settings: Settings) -> Needs | Refused:
+        """Measure a model; refuse it if this machine has too little memory for it."""
+        weighed = await self._weighed(settings)
+        if isinstance(weighed, Needs) and weighed.least_bytes > weighed.memory_bytes:
+            least, there = size(weighed.least_bytes), size(weighed.memory_bytes)
+            return Refused(f"it needs {least} of memory, and this machine has {there} for models", False)
+        return weighed
+
+    def _say(self, line: Line) -> None:
+        if not line.is_step:
+            if self._kept is not None:
+                self._kept(line.text)
+        elif self._step is not None:
+            self._step(line.text)
+        else:
+            log.info(line.text)
+
     async def _keep(self, model: _Model) -> None:
-        """Run the model's worker whenever the model has requests, forever; restart it after a crash."""
-        pause_s = _PAUSES_S[0]
+        """Run the model's worker whenever the model has requests, forever."""
         while True:
             await model.wanted.wait()
+            model.leave = Event()
             async with self._room(model):
-                code = await self._run_worker(model)
+                await self._run_until_left(model)
             model.wanted = Event()
             if await model.activator.has_work():
                 model.wake()
-            if code is None:
-                continue
+
+    async def _run_until_left(self, model: _Model) -> None:
+        """Run the model's worker, again and again if it crashes, until the model must leave."""
+        pause_s = 0.0
+        while True:
+            code = await self._run_worker(model)
+            if model.leave.is_set():
+                log.info("unloaded", **_named(model))
+                return
+            refused = model.refused
+            if refused is not None and model.needs is None:  # nor would it serve if it were started again
+                kind = SettingsError if refused.is_setting else SupervisorError
+                self._fatal = kind(refused.reason)
+                self.stop()
+                return
             if current_time() - model.began_s > _STABLE_S:
-                pause_s = _PAUSES_S[0]
-            log.error("a model's worker has ended", model=model.name, code=code, pause_s=pause_s)
-            await sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSES_S[1])
+                pause_s = 0.0
+            more = {"reason": refused.reason} if refused is not None else {}
+            log.error("a worker has ended", **_named(model), code=code, pause_s=pause_s, **more)
+            with move_on_after(pause_s):
+                await model.leave.wait()
+                return
+            pause_s = min(max(2 * pause_s, _PAUSES_S[0]), _PAUSES_S[1])
 
     @asynccontextmanager
     async def _room(self, model: _Model) -> AsyncIterator[None]:
@@ -330,67 +476,81 @@ class Supervisor:
             if one.leave.is_set():
                 lacking_bytes -= one.size_bytes
             elif had_turn or (one.unused_s > _GRACE_S and not await one.activator.has_work()):
-                idle.append(InMemory(one.activator.used_s, one.size_bytes, one.name))
+                idle.append(InMemory(one.activator.used_s, one.size_bytes, one.name or ""))
         chosen = leaving(lacking_bytes, idle)
         for one in self._running:
             if one.name in chosen:
                 one.leave.set()
 
-    async def _run_worker(self, model: _Model) -> int | None:
-        """Run a model's worker until it ends; return its exit code, None if the supervisor ended it."""
-        model.began_s, model.loaded_s, model.leave = current_time(), math.inf, Event()
-        model.must_reload = False
-        own = (
-            *("--of", model.name, "--model", model.needs.folder, "--worker", model.worker),
-            *("--data-dir", str(self._settings.data_dir / "workers" / model.settings.prefix)),
-            *("--device-memory", str(model.size_bytes), "--health", "off"),
+    async def _run_worker(self, model: _Model) -> int:
+        """Run a model's worker until it ends; return its exit code."""
+        model.began_s, model.loaded_s, model.refused = current_time(), math.inf, None
+        model.state = State((), ("loading the model",), model.state.is_alone)
+        if self._are_several:
+            log.info("loading", **_named(model), memory=size(model.size_bytes))
+        order = Order(
+            model.settings,
+            model.name,
+            tells_log=self._kept is not None,
+            tells_steps=self._step is not None,
         )
-        draft = model.needs.draft_folder  # by its name a worker would look for it in its own data directory
-        drafting = ("--draft-model", draft) if draft is not None else ()
-        arguments = ["serve", *self._options, *own, *drafting]
-        log.info("loading", model=model.name, memory=size(model.size_bytes))
-        running = child(arguments, self._environment, patience_s=_STOP_S, stdout=subprocess.PIPE)
-        async with running as model.process, task_group() as tasks:
+        async with ending(await self._begin(order), _STOP_S) as model.process, task_group() as tasks:
             tasks.start_soon(self._watch, model, model.process)
+            async for report in _reports(model.process):
+                await self._hear(model, report)
             code = await model.process.wait()
             tasks.cancel_scope.cancel()
-        model.process = None
-        await model.activator.begin()
-        log.info("unloaded", model=model.name)
-        return None if model.leave.is_set() else code
+        model.process, model.reported_s = None, math.inf
+        model.state = State((), ("the worker has ended",), model.state.is_alone)
+        if model.needs is not None and (model.leave.is_set() or model.state.is_alone):
+            await model.activator.begin()
+        return code
+
+    async def _hear(self, model: _Model, report: Report) -> None:
+        """Take a worker's report; once it serves, let it answer its requests."""
+        match report:
+            case Line():
+                self._say(report)
+            case State():
+                model.state, model.reported_s = report, current_time()
+            case Refused():
+                model.refused = report
+            case Needs():
+                if not self._are_several:
+                    model.needs = report
+                await model.activator.end()
+                model.loaded_s = current_time()
+                if self._are_several:
+                    seconds = round(model.loaded_s - model.began_s, 1)
+                    log.info("loaded", **_named(model), seconds=seconds)
+                self.ready.set()
 
     async def _watch(self, model: _Model, worker: Process) -> None:
-        """Let a worker answer its requests once it is ready; end it when its model is idle or must leave."""
-        try:
-            await worker.stdout.receive()  # type: ignore[union-attr]  # a pipe
-        except EndOfStream:
-            return
-        await model.activator.end()
-        model.loaded_s = current_time()
-        log.info("loaded", model=model.name, seconds=round(model.loaded_s - model.began_s, 1))
-        if model.must_reload:
-            worker.send_signal(signal.SIGHUP)
-        pause_s = min(max((model.settings.unload_after_s or 0.0) / 100, _LOOK_S), _LONG_LOOK_S)
+        """End the model's worker when the model is idle or must leave."""
+        pause_s = min(max(model.stays_s / 100, _LOOK_S), _LONG_LOOK_S)
         while not (model.leave.is_set() or await self._is_idle(model)):
+            if model.is_loaded and current_time() - model.loaded_s > _HIRE_S:
+                await self._hire()
             with move_on_after(pause_s):
                 await model.leave.wait()
         model.leave.set()
-        await model.activator.begin()
-        await worker.stdin.aclose()  # type: ignore[union-attr]  # which ends the worker
-        await sleep(_STOP_S)
-        worker.kill()
+        if model.needs is not None:
+            await model.activator.begin()
+        with contextlib.suppress(ProcessLookupError):
+            worker.terminate()
+            await sleep(_STOP_S)
+            worker.kill()
 
     async def _is_idle(self, model: _Model) -> bool:
-        after_s = model.settings.unload_after_s
-        if after_s is None:
+        if not model.is_loaded or model.stays_s == math.inf:
             return False
         if await model.activator.has_work():  # asked each time, as an answer may take nearly `after_s`
             model.activator.used_s = current_time()
-        return model.unused_s >= after_s
+        return model.unused_s >= model.stays_s
 
     async def _publish_metrics(self, model: _Model) -> None:
         while True:
-            if not model.is_loaded:  # no worker publishes its own yet
+            if model.needs is not None and not model.is_loaded:  # no worker publishes its own yet
                 await model.activator.publish_metrics()
             await sleep(CONSTANTS.metrics_interval_s)
 
@@ -402,11 +562,32 @@ class Supervisor:
 
     async def _closed(self) -> None:
         if not self._stop.is_set():
-            self._fatal = "the NATS server has closed the connection; its log says why"
+            self._fatal = SupervisorError("the NATS server has closed the connection; its log says why")
             self._stop.set()
 
+    def _hangs(self) -> list[str]:
+        return [reason for model in self._models for reason in model.hangs()]
+
     def _unready(self) -> list[str]:
-        return [] if self.ready.is_set() else ["starting"]
+        """Return the reasons why requests are not answered now; one that loads its model is answered."""
+        if self._stop.is_set():
+            return ["stopping"]
+        if not self.ready.is_set() or (not self._are_several and self._models[0] in self._running):
+            return [*self._models[0].state.unready]
+        return []
+
+
+def _named(model: _Model) -> dict[str, str]:
+    """Return the field of log lines that names one of several models."""
+    return {} if model.name is None else {"model": model.name}
+
+
+async def _reports(process: Process) -> AsyncIterator[Report]:
+    """Yield the reports of a worker's process until it has ended."""
+    lines = BufferedByteReceiveStream(process.stdout)  # type: ignore[arg-type]  # a pipe
+    with contextlib.suppress(anyio.EndOfStream, IncompleteRead, BrokenResourceError):
+        while True:
+            yield decode_report(await lines.receive_until(b"\n", _MAX_REPORT_BYTES))
 
 
 def _share(name: str, wanted_bytes: int | None, needs: Needs, memory_bytes: int) -> int:

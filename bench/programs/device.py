@@ -1,9 +1,9 @@
-"""A program that measures a device: `python -m bench.programs.device --data-dir FOLDER --nats-port PORT`.
+"""A program that measures a device: `python -m bench.programs.device --data-dir FOLDER`.
 
 `turnkeep bench device` runs it. It loads a model as a worker does and prints a line that describes model and
 device. Each line of its input is a JSON array: the name of a method of `Measuring`, and its arguments. For
 each line it prints the measured values by the names of the bench's measures. Runs the worker's own batch,
-snapshots and NATS server, without sessions and the scheduler.
+without sessions and the scheduler.
 """
 
 from __future__ import annotations
@@ -17,23 +17,17 @@ from array import array
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from worker.models import blas
 from worker.process import setting_sources
 
 blas.preload()  # before anything imports MLX
 
-import anyio  # noqa: E402
 import mlx.core as mx  # noqa: E402
 
 from cache.kv import layers  # noqa: E402
-from cache.names.blocks import Span  # noqa: E402
-from cache.names.identity import Identity  # noqa: E402
-from cache.store import Store  # noqa: E402
 from turnkeep_client.errors import TurnkeepError  # noqa: E402
-from turnkeep_client.subjects import Subjects, session_key  # noqa: E402
 from worker.batch.batch_kinds import batch_for  # noqa: E402
 from worker.batch.row_sampler import RowSampler, Sampling  # noqa: E402
 from worker.batch.rows import PrefillPiece, Row  # noqa: E402
@@ -43,29 +37,19 @@ from worker.device.served_model import estimator  # noqa: E402
 from worker.models import model as models  # noqa: E402
 from worker.process.constants import CONSTANTS  # noqa: E402
 from worker.process.datadir import DataDir  # noqa: E402
-from worker.wire import connection, streams  # noqa: E402
-from worker.wire.broker import EmbeddedServer  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from cache.names.snapshot import Tensor
     from worker.models.model import LoadedModel
     from worker.process.settings import Settings
 
 #: Measured values, by the names of the bench's measures.
-Figures: TypeAlias = "dict[str, float | list[float]]"
-Save: TypeAlias = "Callable[[Span, tuple[Tensor, ...]], object]"
-
-#: Steps timed as one group, with or without one copied block: steps are launched ahead, so that a copy may
-#: delay a later step.
-_GROUP: Final = 4
-#: A message body as large as a short result.
-_BODY: Final = bytes(1024)
+Figures: TypeAlias = "dict[str, float]"
 
 
 class Measuring:
-    """Measures a loaded model and the parts of a worker. Nothing else may run on the device meanwhile."""
+    """Measures a loaded model and a worker's batch. Nothing else may run on the device meanwhile."""
 
     def __init__(
         self,
@@ -79,8 +63,8 @@ class Measuring:
 
         `chosen` are the worker's settings.
         """
-        self._directory, self._settings, self._block = directory, chosen, block_tokens
-        model, block = loaded.model, block_tokens
+        model = loaded.model
+        self._block = block = block_tokens
         trials = Trials(directory.path / "trials", loaded.name)
         self._batches = {
             together: batch_for(model, pooled_rows=least, merged_rows=least, runs_ahead=True, trials=trials)
@@ -96,12 +80,6 @@ class Measuring:
         machine.limit_active(limit_bytes)
         self._estimator = estimator(loaded, caches, limit_bytes, batch.sketched)
         self._trimmable = layers.trimmable(caches)
-        self._is_stored = layers.unsupported(caches) is None
-        if self._is_stored:
-            self._layout = layers.layout(caches, self._new, batch.sketched)
-            self._identity = Identity.of_no_model(
-                kv_dtype=chosen.dtype, block_tokens=block, caches=layers.describe(caches)
-            )
         #: The line that this program prints when it is ready.
         self.description = {
             "folder": str(loaded.folder),
@@ -110,7 +88,6 @@ class Measuring:
             "least": self._least_rows(),
             "block": self._block,
             "context": loaded.context_tokens,
-            "sync": chosen.sync_interval,
             "constants": {
                 name: value for name, value in asdict(machine.profile()).items() if isinstance(value, int)
             },
@@ -140,122 +117,33 @@ class Measuring:
         memory = {"scratch memory": max(ratios), "layers kept": max(kept)}
         return {"prefill": len(tokens) / step_s, **memory}
 
-    def decode(self, together: bool, ahead: bool, steps: int, prompts: Sequence[Sequence[int]]) -> Figures:
+    def decode(self, together: bool, steps: int, prompts: Sequence[Sequence[int]]) -> Figures:
         """Decode `steps` tokens after each prompt, all prompts at once; return tokens/s.
 
-        The time includes copying rows into a pool and out of it. `ahead`: launch each step before the tokens
-        of the step before it are read.
+        Each step is launched before the tokens of the step before it are read. The time includes copying rows
+        into a pool and out of it.
         """
         batch, rows = self._batches[together], self._begin(together, steps, prompts)
         began_s = time.perf_counter()
         for _ in range(steps):
-            batch.step([], run_ahead=ahead)
+            batch.step([], run_ahead=True)
         for row in rows:
             batch.remove(row)
         return {"decoding": len(rows) * steps / (time.perf_counter() - began_s)}
 
-    def cut(self, groups: int, prompts: Sequence[Sequence[int]]) -> Figures:
-        """Time copying the last full block of an idle session's KV, and of a row's KV while rows decode."""
-        if not self._is_stored:
-            return {}
-        batch, rows = self._batches[True], self._begin(True, 1 + 2 * groups * _GROUP, prompts)
-        batch.step([], run_ahead=True)  # pools or merges the rows
-        taken: tuple[list[float], list[float]] = [], []
-        for i in range(2 * groups):
-            began_s = time.perf_counter()
-            for j in range(_GROUP):
-                batch.step([], run_ahead=True)
-                if i % 2 and not j:
-                    self._cut_block(batch.caches(rows[0]), rows[0].num_cached)
-            taken[i % 2].append(time.perf_counter() - began_s)
-        for row in rows:
-            batch.remove(row)
-        mx.synchronize()
-        cuts_s, size_bytes = [], 0
-        for _ in range(groups):
-            began_s = time.perf_counter()
-            size_bytes = self._cut_block(self._prefilled(prompts[0]), len(prompts[0]))
-            cuts_s.append(time.perf_counter() - began_s)
-        cut_s, delay_s = median(cuts_s), median(taken[1]) - median(taken[0])
-        return {"cut of a block": cut_s, "cut rate": size_bytes / cut_s / 1e6, "delay by a cut": delay_s}
-
-    def restore(self, tokens: Sequence[int]) -> Figures:
-        """Store the blocks of a session's KV, time the restore from the disk, and compare the arrays."""
-        return anyio.run(self._restore, tokens) if self._is_stored else {}
-
-    def publish(self, number: int) -> Figures:
-        """Time publishing results one after the other, to a NATS server with a worker's settings."""
-        return anyio.run(self._publish, number)
-
-    async def _restore(self, tokens: Sequence[int]) -> Figures:
-        num, folder = len(tokens), self._directory.snapshots
-        store = await Store.open(
-            folder,
-            identity=self._identity,
-            layout=self._layout,
-            max_bytes=1 << 50,
-            queue_bytes=1 << 50,
-            min_free_bytes=0,
-        )
-        try:
-            caches = self._prefilled(tokens, partial(store.save, "bench", tokens))
-            await store.barrier(600)
-            _drop_cached(folder)
-            began_s = time.perf_counter()
-            restored = await store.load(store.match("bench", tokens), room_tokens=num + self._block)
-            if restored is None or restored.num_tokens != num:
-                raise TurnkeepError(f"{num} tokens were stored, and not read again; is the disk full?")
-            found = layers.rebuild(restored.tensors, self._new(), num)
-            mx.eval([cache.state for cache in found])
-            took_s = time.perf_counter() - began_s
-        finally:
-            await store.close()
-        sides = (caches, found)  # a sliding window holds only its last tokens
-        held = next(i for i in range(num) if all(layers.holds(side, i, num) for side in sides))
-        both = (layers.cut(side, held, num, at_end=True) or () for side in sides)
-        wrong = sum(one.data != other.data for one, other in zip(*both, strict=True))
-        rate = restored.size_bytes / took_s / 1e6
-        return {"restore": took_s, "restore rate": rate, "arrays changed": wrong}
-
-    async def _publish(self, number: int) -> Figures:
-        subjects, times_s = Subjects("bench"), list[float]()
-        server = EmbeddedServer(self._directory, self._settings)
-        await server.start()
-        try:
-            client = await connection.connect(server.url, name="turnkeep bench", token=server.token)
-            js = client.jetstream()
-            await streams.ensure(js, subjects, self._settings)
-            for _ in range(number):
-                began_s = time.perf_counter()
-                await js.publish(subjects.of(session_key("bench", "one"), "commit"), _BODY)
-                times_s.append(time.perf_counter() - began_s)
-            await client.close()
-        finally:
-            await server.stop()
-        return {"publish": times_s}
-
-    def _cut_block(self, caches: list[Any], num_tokens: int) -> int:
-        """Copy the last full block of KV as a worker does; return the bytes of the copy."""
-        end = num_tokens - num_tokens % self._block
-        tensors = layers.cut(caches, end - self._block, end)
-        return sum(tensor.data.nbytes for tensor in tensors or ())
-
-    def _prefilled(self, tokens: Sequence[int], save: Save | None = None) -> list[Any]:
+    def _prefilled(self, tokens: Sequence[int]) -> list[Any]:
         """Return the KV caches of these tokens, prefilled on the first call. Callers must not change them."""
         key = tuple(tokens)
         if key not in self._held:
-            self._held[key] = self._run(key, save)
+            self._held[key] = self._run(key)
         return self._held[key]
 
-    def _run(self, tokens: Sequence[int], save: Save | None = None) -> list[Any]:
-        """Prefill tokens into new caches, block by block; pass a copy of each block's KV to `save`."""
+    def _run(self, tokens: Sequence[int]) -> list[Any]:
+        """Prefill tokens into new caches, block by block."""
         caches = self._new()
         for start in range(0, len(tokens), self._block):
             piece = list(tokens[start : start + self._block])
             self._batches[False].step([PrefillPiece(caches, start, piece)])
-            if save is not None:
-                end = start + len(piece)
-                save(Span(start, end), layers.cut(caches, start, end, at_end=True) or ())
         return caches
 
     def _least_rows(self) -> str:
@@ -284,19 +172,10 @@ class Measuring:
         return [piece.row for piece in pieces if piece.row is not None]
 
 
-def _drop_cached(folder: Path) -> None:
-    """On Linux, drop a folder's files from the page cache, so that the next read is from the disk."""
-    for path in folder.rglob("*"):
-        if sys.platform == "linux" and path.is_file():
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Load the model, then answer each line of standard input until the input ends."""
     parser = argparse.ArgumentParser(prog="python -m bench.programs.device")
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--nats-port", required=True)
     parser.add_argument("--model")
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # log lines must not come between the replies

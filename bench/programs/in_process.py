@@ -1,37 +1,30 @@
-"""A program that runs mlx-lm alone, for comparison: no network, no log, no snapshots.
+"""A program that runs mlx-lm alone, for comparison: `python -m bench.programs.in_process MODEL`.
 
-`python -m bench.programs.in_process MODEL` runs new sessions for each line of its standard input, and prints
-a line with their turns. The input is `[prompts, max_tokens]` in JSON: a list for each turn, with a prompt for
-each session. Sessions keep their caches from turn to turn. The first line of output, `[]`, means ready.
+`turnkeep bench device` runs it beside `bench.programs.device`. Each line of its input is a JSON array: the
+name of a method of `Engine`, and its arguments. For each line it prints the measured values by the names of
+the bench's measures. The first line of output, `{}`, means ready.
 """
 
 from __future__ import annotations
 
-import itertools
+import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-import msgspec
 from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model
-
-from bench.turns import Turn
-
-Prompts = list[list[int]]
 
 
 class Engine:
-    """Runs mlx-lm with one model, and keeps each session's prompt cache from turn to turn."""
+    """Runs mlx-lm with one model."""
 
     def __init__(self, folder: str) -> None:
         """Load the model as a worker with its default settings does."""
-        self._caches: dict[int, list[Any]] = {}
         self._model, tokenizer = mlx_lm.load(folder, lazy=True)[:2]
         if mx.default_device() == mx.Device(mx.cpu):
             self._model = dequantize_model(self._model)
@@ -42,53 +35,52 @@ class Engine:
             self._model, stop_tokens=[[token] for token in sorted(self._ends)]
         )
 
-    def converse(self, prompts: list[Prompts], max_tokens: int) -> list[list[Turn]]:
-        """Run new sessions, and answer greedily; `prompts` has a list for each turn, with one per session."""
+    def prefill(self, prompt: Sequence[int]) -> dict[str, float]:
+        """Return the tokens per second of a prompt, up to the first token of its answer."""
         began_s = time.perf_counter()
-        answers = [self._answer(asked, max_tokens, began_s) for asked in prompts]
-        self._caches.clear()
-        mx.clear_cache()
-        return answers
+        next(self._alone(prompt, 1))
+        return {"prefill": len(prompt) / (time.perf_counter() - began_s)}
 
-    def _answer(self, prompts: Prompts, max_tokens: int, began_s: float) -> list[Turn]:
-        sent_s = time.perf_counter()
-        drawn = self._alone(prompts[0], max_tokens) if len(prompts) == 1 else self._batch(prompts, max_tokens)
-        tokens: list[list[int]] = [[] for _ in prompts]
+    def decode(self, steps: int, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Answer all prompts at once, greedily; return the tokens per second while all answers run.
+
+        Nothing is returned if they never run at the same time.
+        """
+        alone = len(prompts) == 1
+        rows = (0 for _ in self._alone(prompts[0], steps + 1)) if alone else self._batch(prompts, steps + 1)
         times_s: list[list[float]] = [[] for _ in prompts]
-        for session, token in drawn:
-            times_s[session].append(time.perf_counter() - sent_s)
-            tokens[session].append(token)
-        return [
-            Turn(
-                at_s=sent_s - began_s,
-                first_s=when_s[0],
-                total_s=when_s[-1],
-                gaps_s=tuple(later - sooner for sooner, later in itertools.pairwise(when_s)),
-                tokens=tuple(said),
-            )
-            for said, when_s in zip(tokens, times_s, strict=True)
-        ]
+        for row in rows:
+            times_s[row].append(time.perf_counter())
+        mx.clear_cache()
+        rate = rate_of(times_s)
+        return {} if rate is None else {"decoding": rate}
 
-    def _alone(self, prompt: list[int], max_tokens: int) -> Iterator[tuple[int, int]]:
-        """Yield the tokens of a single session's answer, made by mlx-lm's fastest function for that case."""
-        cache = self._caches.setdefault(0, make_prompt_cache(self._model))
-        steps = generate_step(mx.array(prompt), self._model, max_tokens=max_tokens, prompt_cache=cache)
-        for token, _ in steps:
-            yield 0, int(token)
+    def _alone(self, prompt: Sequence[int], max_tokens: int) -> Iterator[int]:
+        """Yield the tokens of a single answer, made by mlx-lm's fastest function for that case."""
+        for token, _ in generate_step(mx.array(list(prompt)), self._model, max_tokens=max_tokens):
+            yield int(token)
             if token in self._ends:
                 break
 
-    def _batch(self, prompts: Prompts, max_tokens: int) -> Iterator[tuple[int, int]]:
-        caches = [self._caches.get(session) for session in range(len(prompts))]
-        uids = self._batches.insert(prompts, [max_tokens] * len(prompts), caches=caches)
-        running = {uid: session for session, uid in enumerate(uids)}
+    def _batch(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Iterator[int]:
+        """Yield the number of a prompt for each token of its answer."""
+        uids = self._batches.insert(list(map(list, prompts)), [max_tokens] * len(prompts))
+        running = {uid: row for row, uid in enumerate(uids)}
         while running:
             for response in self._batches.next_generated():
-                session = running[response.uid]
-                yield session, int(response.token)
+                yield running[response.uid]
                 if response.finish_reason is not None:
-                    self._caches[session] = response.prompt_cache
                     del running[response.uid]
+
+
+def rate_of(times_s: Sequence[Sequence[float]]) -> float | None:
+    """Return the tokens per second of all rows while all run, from the times of each row's tokens.
+
+    None if they never run at the same time.
+    """
+    began_s, ended_s = max(some[0] for some in times_s), min(some[-1] for some in times_s)
+    num_tokens = sum(began_s < at <= ended_s for some in times_s for at in some)
+    return num_tokens / (ended_s - began_s) if ended_s > began_s else None
 
 
 def main() -> None:
@@ -96,11 +88,10 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries may print, but not between the replies
     engine = Engine(sys.argv[1])
-    print("[]", file=replies, flush=True)
+    print("{}", file=replies, flush=True)
     for line in sys.stdin:
-        prompts, max_tokens = msgspec.json.decode(line, type=tuple[list[Prompts], int])
-        answers = engine.converse(prompts, max_tokens)
-        print(msgspec.json.encode(answers).decode(), file=replies, flush=True)
+        name, *asked = json.loads(line)
+        print(json.dumps(getattr(engine, name)(*asked)), file=replies, flush=True)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ from cache.disk import private
 from cache.disk.access import PLAIN
 from cache.disk.folder import scan
 from cache.disk.format import is_lack, prove
-from cache.disk.header import header_in, read_header, read_name
+from cache.disk.header import read_header, read_name
 from cache.disk.rows import Row
 from cache.names.errors import CacheError, DoubtfulSnapshotError
 
 from .pruning import opened
-from .survey import check, inspect
+from .survey import check
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -96,33 +96,6 @@ def export(
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
     return transferred
-
-
-def fields_in(source: Path) -> dict[str, Any]:
-    """Return the model identity's fields from an archive's first file. Raises `CacheError`, `OSError`."""
-    with source.open("rb") as file:
-        try:
-            for member in _members(file):
-                if _is_snapshot(member):
-                    return header_in(file, member.size).fields()
-        except (tarfile.TarError, DoubtfulSnapshotError) as error:
-            raise CacheError(f"the KV in {source} cannot be read: {error}") from None
-    raise CacheError(f"there is no KV in {source}")
-
-
-def fields_here(directory: Path, access: Access = PLAIN) -> list[tuple[str, dict[str, Any]]]:
-    """List the models that have snapshots in a cache: the name and the identity's fields of each.
-
-    A model is listed several times if its snapshots were made under several policies or settings. Raises
-    `CacheError`, `OSError`.
-    """
-    ends = {chain.model.identity: chain for chain in inspect(directory, access).chains}
-    found = []
-    for chain in ends.values():
-        with suppress(DoubtfulSnapshotError, FileNotFoundError):
-            path = directory / "snapshots" / access.file_name(chain.digest)
-            found.append((chain.model.name, read_header(path, access).fields()))
-    return found
 
 
 def import_files(

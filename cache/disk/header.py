@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from cache.names.blocks import DIGEST_BYTES
 from cache.names.errors import DoubtfulSnapshotError
-from cache.names.identity import FORMAT_VERSION, fields_of
+from cache.names.identity import FORMAT_VERSION
 from cache.names.snapshot import CARRIED, ITEM_BYTES, MOST_TOKEN_BYTES, STATE, Layout, Name, States, sections
 
 from .access import PLAIN
@@ -62,7 +62,7 @@ _BEGINNING: Final = re.compile(
 )
 #: The rest of the metadata, in this version.
 _REST: Final = re.compile(
-    rf'"model":"([ !#-\[\]-~]*(?:\\[ -~][ !#-\[\]-~]*)*)",'
+    rf'"model":"[ !#-\[\]-~]*(?:\\[ -~][ !#-\[\]-~]*)*",'
     rf'"parent":"({_HEX}{{64}})","digest":"({_HEX}{{64}})","start":"{_POSITION}","end":"{_POSITION}",'
     rf'"tokens":"((?:{_HEX}{{8}})+)","resumable":"([01])"}}'.encode()
 )
@@ -98,7 +98,7 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A parsed header. `identity` is the model identity's hex digest, `model` the identity's fields as JSON.
+    """A parsed header. `identity` is the model identity's hex digest.
 
     If the file has another format version, only the identity is known, and `name` is `NO_NAME`.
     """
@@ -108,21 +108,11 @@ class Header:
     layout: Layout = ()
     states: States = ()
     sections: tuple[Section, ...] = ()
-    model: bytes = b""
 
     @property
     def is_foreign(self) -> bool:
         """Whether the file has another format version."""
         return not self.name.tokens
-
-    def fields(self) -> dict[str, Any]:
-        """Parse the fields in `model`. Raises `DoubtfulSnapshotError` if their digest is not `identity`."""
-        if self.is_foreign:
-            raise DoubtfulSnapshotError("another format version")
-        try:
-            return fields_of(json.loads(b'"%s"' % self.model).encode(), self.identity)
-        except ValueError:
-            raise DoubtfulSnapshotError("a model that contradicts its identity") from None
 
 
 def write(name: Name, identity: Identity, tensors: Sequence[Tensor]) -> bytes:
@@ -196,14 +186,6 @@ def opened(path: Path, access: Access = PLAIN) -> Iterator[tuple[Reader, bytes, 
         yield reader, head, reader.size_bytes - len(head)
 
 
-def header_in(file: IO[bytes], size_bytes: int) -> Header:
-    """Read a snapshot's header at the file's current position. Raises the same errors as `read_header`."""
-    length = int.from_bytes(file.read(8), "little")
-    _check_length(length, size_bytes - 8)
-    head = struct.pack("<Q", length) + file.read(length)
-    return parse(head, payload_bytes=size_bytes - len(head))
-
-
 def parse(head: bytes, *, payload_bytes: int) -> Header:
     """Parse a header, which begins with its length. Raises `DoubtfulSnapshotError`."""
     beginning = _BEGINNING.match(head, 8)
@@ -215,8 +197,7 @@ def parse(head: bytes, *, payload_bytes: int) -> Header:
     rest = _REST.match(head, beginning.end())
     if rest is None or claims is None:
         raise DoubtfulSnapshotError("unreadable header: fields of other types, or out of range")
-    model, *fields = rest.groups()
-    parent, digest, start, end, tokens, resumable = (found.decode() for found in fields)
+    parent, digest, start, end, tokens, resumable = (found.decode() for found in rest.groups())
     name = Name(bytes.fromhex(parent), int(start), bytes.fromhex(tokens), resumable == "1")
     if name.span.end != int(end) or name.digest.hex() != digest:
         raise DoubtfulSnapshotError("a name that contradicts its tokens")
@@ -228,7 +209,7 @@ def parse(head: bytes, *, payload_bytes: int) -> Header:
     )
     sizes = tuple(section.size_bytes for section in found)
     layout, states = _tensors(head[rest.end() :], payload_bytes, sizes, name.num_tokens, name.resumable)
-    return Header(identity.decode(), name, layout, states, found, model)
+    return Header(identity.decode(), name, layout, states, found)
 
 
 def _open(path: str, flags: int) -> int:

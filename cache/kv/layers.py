@@ -155,21 +155,6 @@ def layout(
     return ModelLayout(together, tuple(whole), prove, reaches, sketches)
 
 
-def kinds(caches: Sequence[Any]) -> dict[str, str]:
-    """Map each description of a cache to its layers: `{"8 bits": "5, 11", "full precision": "0-4, 6-10"}`."""
-    found: dict[str, list[int]] = {}
-    for i, cache in enumerate(caches):
-        members = cache.caches if type(cache) is CacheList else (cache,)
-        found.setdefault(", ".join(map(states.in_words, members)), []).append(i)
-    return {kind: _ranges(numbers) for kind, numbers in found.items()}
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Format ascending numbers as ranges, such as `0-4, 6`."""
-    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
 def cut(
     caches: Sequence[Any],
     start: int,

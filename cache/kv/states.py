@@ -110,19 +110,6 @@ def most_tokens(cache: Any) -> int | None:
     return int(cache.chunk_size) if isinstance(cache, ChunkedKVCache) else None
 
 
-def in_words(cache: Any) -> str:
-    """Describe in words which tokens a cache keeps, and with what precision."""
-    if not hasattr(cache, "keys"):
-        return "a state of fixed size"
-    bits = getattr(cache, "bits", 0)
-    kept = f"{bits} bits" if bits else "full precision"
-    if isinstance(cache, RingCache):
-        sinks = f"the first {cache.sink} and " if cache.sink else ""
-        return f"{kept}, {sinks}the last {cache.window} tokens"
-    most = most_tokens(cache)
-    return kept if most is None else f"{kept}, the last {most} tokens"
-
-
 def live_bytes(cache: Any) -> int:
     """Return the bytes that a cache's KV uses, without memory allocated in advance."""
     if not hasattr(cache, "keys"):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-    from typing import Self
+
 
 #: Increase when the meaning of a snapshot's tensors or header changes: older files then never match.
 FORMAT_VERSION: Final = 3
@@ -53,21 +53,6 @@ class Identity:
     policy: str = "full"
     format_version: int = FORMAT_VERSION
 
-    @classmethod
-    def of_no_model(cls, *, kv_dtype: str, block_tokens: int, caches: str, policy: str = "full") -> Self:
-        """Return a made-up identity with fields as long as real ones, to compute the size of snapshots."""
-        zeros = "0" * 64
-        return cls(
-            weights=zeros,
-            config=zeros,
-            tokenizer=zeros,
-            kv_dtype=kv_dtype,
-            block_tokens=block_tokens,
-            code=zeros,
-            caches=caches,
-            policy=policy,
-        )
-
     def digest(self) -> bytes:
         """Return the identity's digest, 32 bytes."""
         return _digest(self.to_json().encode())
@@ -79,26 +64,6 @@ class Identity:
 
 def _digest(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=32, person=b"turnkeep.model").digest()
-
-
-def fields_of(text: bytes, digest: str) -> dict[str, Any]:
-    """Parse the output of `Identity.to_json`, of this or another version of the program.
-
-    Raises `ValueError` if the text is invalid, or its digest is not `digest` (hex).
-    """
-    try:
-        fields = json.loads(text)
-    except RecursionError:
-        fields = None
-    if not isinstance(fields, dict) or _digest(text).hex() != digest:
-        raise ValueError("not the fields of this identity")
-    return fields
-
-
-def differing(fields: dict[str, Any], others: dict[str, Any]) -> list[str]:
-    """List the fields in which two identities differ, except the policy, which each session chooses."""
-    names = sorted((fields.keys() | others.keys()) - {"policy"})
-    return [name for name in names if fields.get(name) != others.get(name)]
 
 
 def folder_identity(

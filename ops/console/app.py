@@ -30,7 +30,7 @@ from turnkeep_client.errors import (
     ResultTimeoutError,
     TurnkeepError,
 )
-from turnkeep_client.messages import Generate, Opened, decode_request
+from turnkeep_client.messages import UNLOADED, Generate, Opened, decode_request
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
 
@@ -87,21 +87,13 @@ class Place(NamedTuple):
 
 
 class Shelf(Protocol):
-    """The models on this machine. `unloaded` is the model that the console has made its worker unload."""
-
-    unloaded: str | None
+    """The models on this machine."""
 
     def listed(self) -> dict[str, Any]:
         """Return models on this machine, recommended models, and the running downloads. Blocks."""
 
     def pull(self, name: str) -> str:
         """Start the download of a model; return a message. Raises `TurnkeepError`."""
-
-    def serve(self, name: str) -> str:
-        """Restart the worker with another model; return a message. Blocks. Raises `TurnkeepError`."""
-
-    def unload(self, name: str) -> str:
-        """Remove a model from memory; return a message. Raises `TurnkeepError`."""
 
 
 class Served(NamedTuple):
@@ -150,27 +142,28 @@ class Console:
         place: Callable[[], Place],
         shelf: Shelf,
         *,
-        served: Sequence[Served],
+        clients: Mapping[Served, Client],
         prefix: str,
         read_only: bool,
     ) -> None:
         """`sampling` adds default options to those of a question; `place` returns where programs connect.
 
-        `served` has all prefixes that have a console; the first console is at `/` (see `behind_one_door`).
+        `clients` has all prefixes that have a console; the first console is at `/` (see `behind_one_door`).
         """
         #: Whether the server is shutting down; then streams end.
         self.is_stopping: Callable[[], bool] = lambda: False
         #: The log of the worker that runs this console; empty without one.
         self.log = Log()
         self._client = client
+        self._clients = clients
         self._live = live
         self._sampling = sampling
         self._place = place
         self._shelf = shelf
-        places = ["/", *(f"/of/{one.prefix}/" for one in served[1:])]
+        places = ["/", *(f"/of/{one.prefix}/" for one in [*clients][1:])]
         models = [
             {"name": one.model, "at": at, "is_this": one.prefix == prefix}
-            for one, at in zip(served, places, strict=True)
+            for one, at in zip(clients, places, strict=True)
         ]
         self._about = {"prefix": prefix, "tenant": client.tenant, "read_only": read_only, "models": models}
         self._costs = Costs(client)
@@ -226,15 +219,18 @@ class Console:
         is_served = await self._is_served() if figures["connected"] else False
         if is_served is False:  # NATS knows it at once; `up` turns false only after missed messages
             figures["workers"] = {name: one | {"up": False} for name, one in figures["workers"].items()}
-        return _json(self._about | figures | {"is_served": is_served, "unloaded": self._shelf.unloaded})
+        return _json(self._about | figures | {"is_served": is_served})
 
     async def _where(self, _: Request) -> Response:
         return _json((await asyncio.to_thread(self._place))._asdict())
 
     async def _models(self, _: Request) -> Response:
         listed = await asyncio.to_thread(self._shelf.listed)
-        if listed["can_serve"] and not listed["served"] and (served := await self._served()):
-            listed["served"] = [{"name": served.model, "is_loaded": True}]
+        if listed["can_serve"]:
+            served = await self._served()
+            listed["can_serve"] = served is not None
+            if served is not None:
+                listed["served"] = [{"name": served.model, "is_loaded": served.device != UNLOADED}]
         return _json(listed)
 
     async def _pull(self, request: Request) -> Response:
@@ -243,22 +239,14 @@ class Console:
 
     async def _serve(self, request: Request) -> Response:
         wanted = await _body(request, _Wanted)
-        served, unloaded = await self._served(), self._shelf.unloaded
-        if served and unloaded and wanted.name != unloaded:
-            raise TurnkeepError(f"another worker serves the prefix with {served.model}; stop it to change it")
-        if served and served.others and not unloaded:
-            number = 1 + len(served.others)
-            raise TurnkeepError(
-                f"{number} workers serve the prefix with this model; stop all but one to change it"
-            )
-        return _json({"said": await asyncio.to_thread(self._shelf.serve, wanted.name)})
+        return _json({"said": await self._client.load(wanted.name)})
 
     async def _unload(self, request: Request) -> Response:
         wanted = await _body(request, _Wanted)
-        listed = await asyncio.to_thread(self._shelf.listed)
-        if listed["can_serve"] and (served := await self._served()) and served.model != wanted.name:
-            raise TurnkeepError(f"{wanted.name} is not loaded: the worker serves {served.model}")
-        return _json({"said": await asyncio.to_thread(self._shelf.unload, wanted.name)})
+        named = [client for one, client in self._clients.items() if one.model == wanted.name]
+        if not named and (served := await self._served()) and served.model != wanted.name:
+            raise TurnkeepError(f"{wanted.name} is not served here; {served.model} is")
+        return _json({"said": await (named or [self._client])[0].unload()})
 
     async def _served(self) -> Metrics | None:
         """Return a worker's metrics; None if no worker serves the prefix, or if it is too busy to answer."""

@@ -62,7 +62,7 @@ async def run(
     lives = [Live(client, keep_s) for client in clients.values()]
     consoles = {
         prefix: Console(
-            client, live, sampling, place, shelf, served=[*clients], prefix=prefix, read_only=read_only
+            client, live, sampling, place, shelf, clients=clients, prefix=prefix, read_only=read_only
         )
         for live, ((prefix, _), client) in zip(lives, clients.items(), strict=True)
     }

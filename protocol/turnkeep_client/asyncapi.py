@@ -35,6 +35,7 @@ from .messages import (
     Generate,
     Generated,
     InfoRequest,
+    LoadRequest,
     Metrics,
     MetricsRequest,
     Open,
@@ -43,7 +44,9 @@ from .messages import (
     RerankRequest,
     Rewind,
     Rewound,
+    Serving,
     SessionInfo,
+    UnloadRequest,
 )
 from .subjects import ID_RULE, SessionKey, Subjects
 
@@ -66,6 +69,8 @@ CONTROL_REPLIES: Final = (
     Reranked,
     Failed,
 )
+
+SERVES: Final = (LoadRequest, UnloadRequest)
 
 _END: Final = "EndOfTokens"
 _KEY: Final = SessionKey("{tenant}", "{session}")
@@ -113,6 +118,7 @@ def document() -> dict[str, Any]:
             "sendTokens": _operation("send", "tokens", (Chunk, _END)),
             "receiveControl": _operation("receive", "ctl", CONTROLS, reply=("ctlReply", CONTROL_REPLIES)),
             "receiveAsk": _operation("receive", "ask", (Generate,), reply=("askReply", (Generated, Failed))),
+            "receiveServe": _operation("receive", "serve", SERVES, reply=("serveReply", (Serving, Failed))),
             "sendDeadLetter": _operation("send", "dead", (DeadLetter,)),
             "sendMetrics": _operation("send", "metrics", (Metrics,)),
             "sendGatewayMetrics": _operation("send", "gateway", (GatewayMetrics,)),
@@ -139,6 +145,8 @@ def _channels(subjects: Subjects) -> dict[str, Any]:
             (Generate,),
         ),
         "askReply": _channel(None, "The reply inbox of the ask.", (Generated, Failed)),
+        "serve": _channel(subjects.serve, "Requests to load or unload the prefix's model.", SERVES),
+        "serveReply": _channel(None, "The reply inbox of such a request.", (Serving, Failed)),
         "dead": _channel(
             subjects.of(_KEY, "dead"), "Requests that workers gave up; the same log.", (DeadLetter,)
         ),
@@ -206,7 +214,10 @@ def _selection(channel: str, kinds: tuple[_Kind, ...]) -> dict[str, Any]:
 
 def _messages() -> dict[str, Any]:
     kinds = dict.fromkeys(
-        (*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES, DeadLetter, Metrics, GatewayMetrics)
+        (
+            *(*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES),
+            *(*SERVES, Serving, DeadLetter, Metrics, GatewayMetrics),
+        )
     )
     messages: dict[str, Any] = {}
     for kind in kinds:
@@ -229,7 +240,10 @@ def _messages() -> dict[str, Any]:
 
 
 def _schemas() -> dict[str, Any]:
-    kinds = (*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES, DeadLetter, Metrics, GatewayMetrics)
+    kinds = (
+        *(*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES),
+        *(*SERVES, Serving, DeadLetter, Metrics, GatewayMetrics),
+    )
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for schema in schemas.values():
         if "description" in schema:

@@ -20,7 +20,7 @@ from .errors import (
     ResultRemovedError,
     ResultTimeoutError,
 )
-from .messages import ControlReply, Failed, Request, Result, UnknownResult, decode_result, encode
+from .messages import ControlReply, Failed, Request, Result, Serving, UnknownResult, decode_result, encode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
@@ -387,7 +387,7 @@ class Call:
 _T = TypeVar("_T")
 
 
-def expect(kind: type[_T], answer: Result | ControlReply) -> _T:
+def expect(kind: type[_T], answer: Result | ControlReply | Serving) -> _T:
     """Return `answer` if it is an instance of `kind`.
 
     Raises `RequestFailedError` for a `Failed` answer, `InvalidMessageError` for an answer of unknown type.

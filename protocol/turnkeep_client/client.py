@@ -20,16 +20,20 @@ from .messages import (
     GatewayMetrics,
     Generate,
     Generated,
+    LoadRequest,
     Metrics,
     MetricsRequest,
     Request,
     Reranked,
     RerankRequest,
+    Serving,
+    UnloadRequest,
     decode_control_reply,
     decode_gateway_metrics,
     decode_metrics,
     decode_request,
     decode_result,
+    decode_serving,
     encode,
 )
 from .session import Cache, Messages, Sampling, Session, build
@@ -59,6 +63,9 @@ TIMEOUT_S: Final = 600.0
 
 #: Longest timeout of a request for the worker's metrics, which it answers at once.
 METRICS_S: Final = 5.0
+
+#: Longest time until the answer to `load`, as the model may have to be downloaded first.
+_LOAD_S: Final = 6 * 3600.0
 
 #: Limits of one embed or rerank request: its inputs, and their total length in characters or token ids.
 _EMBED_INPUTS: Final = 16
@@ -324,6 +331,22 @@ class Client:
         timeout_s = min(self._control_timeout_s, METRICS_S)
         reply = await self._wire.ask(subject, encode(MetricsRequest()), timeout_s)
         return expect(Metrics, decode_control_reply(reply))
+
+    async def load(self, model: str | None = None) -> str:
+        """Load the prefix's model, or make another `model` of the worker's machine the prefix's.
+
+        Return what happens as a sentence. Raises `NoWorkerError` if no `turnkeep serve` runs, and
+        `RequestFailedError` if it refuses.
+        """
+        return await self._serve(LoadRequest(model), _LOAD_S)
+
+    async def unload(self) -> str:
+        """Unload the prefix's model; its next request loads it again. Returns and raises as `load`."""
+        return await self._serve(UnloadRequest(), self._control_timeout_s)
+
+    async def _serve(self, request: LoadRequest | UnloadRequest, timeout_s: float) -> str:
+        reply = await self._wire.ask(self._wire.subjects.serve, encode(request), timeout_s)
+        return expect(Serving, decode_serving(reply)).said
 
     async def metrics(self, worker: str = "*") -> AsyncIterator[Metrics]:
         """Yield the metrics that a worker (`*`: every worker) publishes, until the client is closed.

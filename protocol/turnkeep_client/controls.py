@@ -1,4 +1,4 @@
-"""Control requests, sent on `ctl`: a worker answers them at once, and the log does not store them.
+"""Control requests, sent on `ctl` and `_serve`: they are answered at once, and the log does not store them.
 
 Import them from `messages`.
 """
@@ -92,4 +92,20 @@ class RerankRequest(
     document_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
 
+class LoadRequest(
+    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="load", omit_defaults=True
+):
+    """Load the model of the prefix, or make another `model` of this machine the prefix's (on `_serve`).
+
+    Sessions go on with it. Answered once the model was checked; then its worker starts.
+    """
+
+    model: Text | None = None
+
+
+class UnloadRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="unload"):
+    """Unload the model of the prefix (on `_serve`). Its next request loads it again."""
+
+
+ServeRequest = LoadRequest | UnloadRequest
 ControlRequest = InfoRequest | MetricsRequest | CancelRequest | CountRequest | EmbedRequest | RerankRequest

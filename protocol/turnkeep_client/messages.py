@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
 from .controls import *  # noqa: F403  # users import all messages from here
-from .controls import ControlRequest, CountRequest
+from .controls import ControlRequest, CountRequest, ServeRequest
 from .errors import InvalidMessageError
 from .explain import explain, field_of
 from .metrics import *  # noqa: F403  # users import all messages from here
@@ -33,6 +33,7 @@ from .results import (
     KnownResult,
     Reranked,
     Result,
+    Serving,
     SessionInfo,
     UnknownResult,
 )
@@ -78,6 +79,8 @@ _RESULT: Final[msgspec.json.Decoder[KnownResult]] = msgspec.json.Decoder(KnownRe
 _UNKNOWN_RESULT: Final = msgspec.json.Decoder(UnknownResult)
 _CHUNK: Final = msgspec.json.Decoder(Chunk)
 _CONTROL: Final[msgspec.json.Decoder[ControlRequest]] = msgspec.json.Decoder(ControlRequest)
+_SERVE: Final[msgspec.json.Decoder[ServeRequest]] = msgspec.json.Decoder(ServeRequest)
+_SERVING: Final[msgspec.json.Decoder[Serving | Failed]] = msgspec.json.Decoder(Serving | Failed)
 _CONTROL_REPLY: Final[msgspec.json.Decoder[ControlReply]] = msgspec.json.Decoder(ControlReply)
 _METRICS: Final = msgspec.json.Decoder(Metrics)
 _GATEWAY_METRICS: Final = msgspec.json.Decoder(GatewayMetrics)
@@ -171,6 +174,16 @@ def decode_chunk(body: bytes) -> Chunk:
 def decode_control_reply(body: bytes) -> ControlReply:
     """Decode the answer to a control request; raises `InvalidMessageError`."""
     return _decode(_CONTROL_REPLY, body, "a control reply")
+
+
+def decode_serve(body: bytes) -> ServeRequest:
+    """Decode a body from `_serve`; raises `InvalidMessageError`."""
+    return _decode(_SERVE, body, "a request to load or unload")
+
+
+def decode_serving(body: bytes) -> Serving | Failed:
+    """Decode the answer to a request on `_serve`; raises `InvalidMessageError`."""
+    return _decode(_SERVING, body, "the answer")
 
 
 def decode_metrics(body: bytes) -> Metrics:

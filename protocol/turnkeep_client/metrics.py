@@ -56,7 +56,7 @@ TokenKind = Literal["prefilled", "cached", "restored", "generated"]
 
 
 class TenantFigures(Struct, frozen=True, kw_only=True):
-    """A worker's counts by tenant, empty unless its setting `metrics_tenants` enables them.
+    """A worker's counts by tenant, empty unless its setting `tenants` enables them.
 
     The first tenants that a worker serves have their own counts; all others share the name `_other`.
     `requests` counts results by outcome, which is `ok` or an error's code; `sessions` counts sessions with
@@ -84,7 +84,7 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     `waiting` counts the sessions that wait in the worker; `waiting_for_memory` of them wait only for device
     memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum
     of sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
-    `kv_layers` names the layers of each kind of KV. `sampling` has the options of a generate that the model's
+    `sampling` has the options of a generate that the model's
     authors recommend; the worker applies none by itself. `reasoning` says that the model marks reasoning in
     its answers. A model is asked only for what it `makes`; `weight_bytes` is its size in memory, and
     `model_changed_s` says when its folder's config.json was written, in seconds since 1970. `others` names
@@ -137,13 +137,12 @@ class Metrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     request_duration: Histogram | UnsetType = UNSET
     resident_kv_bytes: int
     context_tokens: int = 0
-    kv_layers: dict[str, str] = {}
     sampling: dict[str, int | float] = {}
     reasoning: bool = False
     makes: tuple[Made, ...] = ("answers",)
     weight_bytes: int = 0
     model_changed_s: float = 0.0
-    max_memory_bytes: int
+    kv_limit_bytes: int
     device_memory_bytes: int = 0
     mlx_active_bytes: int
     mlx_peak_bytes: int

@@ -157,14 +157,13 @@ _Span = Annotated[int, Meta(extra_json_schema={"minimum": 1, "maximum": _MOST_TO
 
 
 class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Which tokens keep their KV, and at what precision. A missing `policy` is the worker's default.
+    """Which tokens keep their KV. A missing `policy` is the worker's default.
 
     `full` keeps all tokens. `sink_window` keeps the first `sink` tokens (4 by default) and the last `window`
     (1024); a token sees only these, the session may continue without end, and its KV has a fixed size.
     `paged` keeps all tokens on SSD and `resident` of them (4096) on the device: the first and the last ones,
     the spans `pin` (start, end), and the chunks that matter most to the current turn. An answer sees the
-    tokens on the device; a prompt sees all tokens, read from SSD. With `kv_bits`, a worker whose KV has
-    another precision refuses the session.
+    tokens on the device; a prompt sees all tokens, read from SSD.
     """
 
     policy: Literal["full", "sink_window", "paged"] | None = None
@@ -172,7 +171,6 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     window: _Span | None = None
     resident: _Span | None = None
     pin: tuple[tuple[int, int], ...] | None = None
-    kv_bits: Literal[4, 8] | None = None
 
     def __post_init__(self) -> None:
         for policy, names in POLICIES.items():

@@ -2,8 +2,8 @@
 
 Every subject is `<prefix>.<tenant>.<session>.<kind>[.<request id>]`. Metrics go to
 `<prefix>._metrics.<worker>` and `<prefix>._gateways.<gateway>`, notes of erased tokens to
-`<prefix>._erased.<tenant>`; no tenant can have a name that starts with `_`, since tenants start with a letter
-or digit.
+`<prefix>._erased.<tenant>`, requests to load a model to `<prefix>._serve`; no tenant can have a name that
+starts with `_`, since tenants start with a letter or digit.
 
 Workers publish results on `commit`; the log stores each under `out` and then publishes it there, so no
 subscriber receives a result that the log refused. Token chunks go the same way, from `chunk` to `tok`.
@@ -121,6 +121,11 @@ class Subjects:
     def erased(self, tenant: str) -> str:
         """Return the subject of notes of a tenant's erased tokens (`*`: every tenant)."""
         return f"{self.prefix}._erased.{tenant}"
+
+    @property
+    def serve(self) -> str:
+        """The subject of requests to load or unload the prefix's model."""
+        return f"{self.prefix}._serve"
 
     @property
     def log_stream(self) -> str:

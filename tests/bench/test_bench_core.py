@@ -13,8 +13,8 @@ from pathlib import Path
 
 import click
 import lies
+import msgspec
 import pytest
-from matplotlib.figure import Figure
 from msgspec.structs import replace
 
 from bench import corpus, load, plan, plots, recall, report, session
@@ -44,13 +44,13 @@ def make_report(turns: list[Turn] | None = None, **changes: object) -> Report:
     ("kind", "arguments", "made"),
     [
         (load.Plan, "", {}),
-        (load.Plan, "--concurrency 16,2,2 --rate 1.5", {"concurrency": (2, 16), "rate": (1.5,)}),
+        (load.Plan, "--concurrency 16,2,2", {"concurrency": (2, 16)}),
         (load.Plan, "--smoke", plan.short_form(load.Plan)),
-        (load.Plan, "--smoke --rounds 5", plan.short_form(load.Plan) | {"rounds": 5}),
-        (session.Plan, "--resident 900 --duration 1.5", {"resident": 900, "duration": 1.5}),
-        (load.Plan, "--rounds 0", None),
+        (load.Plan, "--smoke --turns 5", plan.short_form(load.Plan) | {"turns": 5}),
+        (session.Plan, "--window 900 --duration 1.5", {"window": 900, "duration": 1.5}),
+        (load.Plan, "--turns 0", None),
         (load.Plan, "--concurrency 1,many", None),
-        (load.Plan, "--rate -1", None),
+        (session.Plan, "--duration -1", None),
     ],
 )
 def test_command_line_options_set_the_plan_and_override_the_values_of_the_smoke_option(
@@ -75,7 +75,7 @@ def test_a_saved_report_can_be_read_and_survives_a_failed_save_on_a_full_disk(
     report_file.save(small)
     with pytest.raises(ReportError, match=r"cannot be written to .*: No space left on device"):
         report_file.save(large)
-    found = report.read(report_file.path)
+    found = msgspec.json.decode(report_file.path.read_bytes(), type=Report)
     assert (found, BENCH.findings(found).plan) == (small, lies.RESTART)
     assert list(disk.iterdir()) == [report_file.path]
 
@@ -120,16 +120,10 @@ async def test_an_interrupt_that_a_library_swallows_ends_a_bench_at_its_next_ste
     assert found["ending"] == "interrupted"
 
 
-def test_reading_an_old_or_broken_report_and_saving_below_a_file_raise_a_report_error(
-    tmp_path: Path,
-) -> None:
-    old, broken = (b'{"schema": "turnkeep.bench.restart/%d"}' % version for version in (1, 3))
-    for content, says in ((b"", "None"), (b"\xff", "None"), (old, "/1; it must"), (broken, "broken report")):
-        (tmp_path / "a.json").write_bytes(content)
-        with pytest.raises(ReportError, match=says):
-            report.read(tmp_path / "a.json")
+def test_saving_a_report_below_a_file_raises_a_report_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     with pytest.raises(ReportError, match=r"cannot be written to .*: Not a directory"):
-        ReportFile(tmp_path / "a.json" / "reports", "restart", 600).save(make_report([]))
+        ReportFile(tmp_path / "file" / "reports", "restart", 600).save(make_report([]))
 
 
 def test_a_report_page_loads_nothing_from_outside_and_shows_warnings_and_checks_first() -> None:
@@ -138,7 +132,7 @@ def test_a_report_page_loads_nothing_from_outside_and_shows_warnings_and_checks_
     found = make_report(complete=False, ending=evil, checks=(check,))
     found = replace(found, environment=found.environment | {"load_average": [1.7, 1.0, 1.0]})
     html = render(BENCH, found, warn=print)
-    assert html.count("<svg") == 4
+    assert html.count("<svg") == 3
     for outside in ("<img", "<script", " src=", "<link", "url(http"):
         assert outside not in html
     for part in ("not complete", "a load of 1.7 on 2 CPUs", "fails", "1,024 tokens, kill -9"):
@@ -151,18 +145,6 @@ def test_a_report_page_loads_nothing_from_outside_and_shows_warnings_and_checks_
     assert "<svg" not in render(BENCH, make_report([]), warn=print)
     nowhere = [replace(turn, x=None) for turn in make_report().turns]
     assert plots.draw(Plot("by x", "", (FIRST,)), BENCH.findings(make_report(nowhere))) is None
-
-
-@pytest.mark.parametrize("values", [(3.8, 3.93), (-0.2, -0.05), (-1.0, 1.0)])
-def test_the_vertical_axis_of_a_plot_includes_zero_and_has_space_above_the_highest_point(
-    values: tuple[float, ...],
-) -> None:
-    axes = Figure().add_subplot()
-    axes.plot([1, 2], values, "o")
-    plots._vertical(axes, Plot("points", "", ()))
-    bottom, top = axes.get_ylim()
-    assert bottom <= 0 <= top
-    assert top - max(*values, 0) >= 0.02 * (top - bottom)
 
 
 @pytest.mark.parametrize(
@@ -178,10 +160,9 @@ def test_the_vertical_axis_of_a_plot_includes_zero_and_has_space_above_the_highe
         (interval(Estimate(1.0932, 1.0456, 1.1433)), "1.09 (1.05 to 1.14)"),
         (interval(Estimate(1083.2, 869.4, 1350.2), "tokens/s"), "1,080 (870 to 1,350) tokens/s"),
         (interval(Estimate(0.2203, 0.1985, 0.2427), "s"), "220 (198 to 243) ms"),
-        (interval(Estimate(0.012, -0.041, 0.0653), "s", signed=True), "+12 (-41 to +65) ms"),
-        (interval(Estimate(0.012, -0.0001, 0.0241), "s", signed=True), "+12 (0 to +24) ms"),
+        (interval(Estimate(0.012, -0.041, 0.0653), "s"), "12 (-41 to 65) ms"),
+        (interval(Estimate(0.012, -0.0001, 0.0241), "s"), "12 (0 to 24) ms"),
         (interval(Estimate(5.432, -math.inf, math.inf), "s"), "5.43 s"),
-        (interval(Estimate(0.89, 0.6, 1.17), "share"), "89 (60 to 100) %"),
         (interval(Estimate(1.21, 0.53, 2.75), "share"), "121 (53 to 275) %"),
     ],
 )
@@ -190,42 +171,23 @@ def test_numbers_and_intervals_are_printed_with_only_their_significant_digits(sh
 
 
 def test_a_check_whose_bound_lies_inside_the_interval_is_undecided() -> None:
-    intervals = [(0.1, 0.4), (0.4, 0.6), (0.6, 0.9), (-math.inf, math.inf)]
-    found = [bounded("", {"": Estimate(0.5, *ends)}, at_most=0.5).outcome for ends in intervals]
+    runs = ([0.1, 0.2, 0.3, 0.3, 0.4], [0.4, 0.5, 0.5, 0.5, 0.6], [0.6, 0.7, 0.8, 0.8, 0.9], [0.9, 0.9])
+    found = [bounded("", {"": numbers}, at_most=0.5).outcome for numbers in runs]
     assert found == [Verdict.HOLDS, Verdict.CANNOT_TELL, Verdict.FAILS, Verdict.CANNOT_TELL]
 
 
-async def test_a_bench_refuses_to_restart_a_worker_that_it_did_not_start(tmp_path: Path) -> None:
-    asked = session.Plan(turns=5, restart_every=2, corpus="built-in")
-    with pytest.raises(BenchError, match="leave out --nats or --restart-every"):
-        await conduct(session.BENCH, asked, Where(nats="nats://127.0.0.1:1", out=tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("kept", "paged", "sketch", "wrong", "fails"),
-    [
-        (120, {}, 0, 0, False),
-        (120, {}, 0, 128, True),
-        (None, {}, 0, 0, False),
-        (120, {"paged": "yes"}, 8, 0, False),
-        (120, {"paged": "yes"}, 8, 128, True),
-        (120, {}, 8, 0, True),  # a window has no sketches
-    ],
-)
+@pytest.mark.parametrize(("kept", "wrong", "fails"), [(120, 0, False), (120, 128, True), (None, 0, False)])
 def test_the_session_bench_detects_kv_whose_size_does_not_match_the_cache_policy(
-    kept: int | None, paged: dict[str, str], sketch: int, wrong: int, fails: bool
+    kept: int | None, wrong: int, fails: bool
 ) -> None:
-    """Expected are 128 bytes per token on the device, without the newest, and a sketch per evicted token."""
-    lengths, on_device = (50, 100, 150, 200, 250), kept or 1000
-    sizes = [min(at - 1, on_device) * 128 + max(at - 1 - on_device, 0) * sketch for at in lengths]
+    """Expected are 128 bytes per token on the device, without the newest."""
+    lengths = (50, 100, 150, 200, 250)
+    sizes = [min(at - 1, kept or 1000) * 128 for at in lengths]
     sizes[3] += wrong
-    facts = {"held": 0, "kept": kept, **paged}
     pairs = zip(lengths, sizes, strict=True)
+    facts = {"held": 0, "kept": kept}
     turns = [Turn(total_s=1, position=at, kv_live_bytes=size, facts=facts) for at, size in pairs]
     assert next(iter(session.checks(Findings(session.BENCH, session.Plan(), turns)))).failed is fails
-    drawn = [one.value for one in session.follows(turns) if one.measure == session.FORMULA.name]
-    whole = [min(at, on_device) * 128 + max(at - on_device, 0) * sketch for at in lengths]
-    assert fails or drawn == whole
 
 
 READ = [("Write.", "Rewrite."), ("Draft.", "Take a moment.")]
@@ -242,7 +204,7 @@ def test_mt_bench_is_read_turn_by_turn_and_a_changed_file_is_refused(
     monkeypatch.syspath_prepend(tmp_path)
     if content.startswith('{"'):
         found = corpus.mt_bench()
-        assert (found.source.version, list(found.conversations)) == ("1.2", READ)
+        assert (found.source.count("evaluator 1.2; Apache"), list(found.conversations)) == (1, READ)
         assert list(islice(found.texts(), 5)) == [*READ[0], *READ[1], READ[0][0]]
     else:
         with pytest.raises(BenchError, match="is not what it was"):
@@ -265,12 +227,6 @@ def test_facts_planted_in_a_text_are_at_their_depths_and_the_rest_is_unchanged(t
     assert said[500 + len(begin) :][: len(middle)] == middle
     text = said[:100] + said[100 + len(begin) : 500 + len(begin)] + said[500 + len(begin) + len(middle) :]
     assert text == corpus.Texts(tiny_model, repeat("abc")).next_tokens(1000)
-
-
-def test_a_text_file_is_read_by_paragraphs_and_starts_over_at_its_end(tmp_path: Path) -> None:
-    file = tmp_path / "text"
-    file.write_text("one\ntwo\n\n\n\nthree\n")
-    assert list(islice(corpus.paragraphs(file), 3)) == ["one two", "three", "one two"]
 
 
 async def test_a_bench_hides_its_progress_bars_while_a_worker_starts(

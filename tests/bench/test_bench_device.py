@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-from bench import device, stats
-from bench.device import BENCH, Plan, kept_layers, prompt_blocks, rate_of, rows_together, suggested
+from bench import device
+from bench.device import BENCH, Plan, kept_layers, prompt_blocks, rows_together
+from bench.programs.in_process import rate_of
 from bench.spec import Findings
-from bench.turns import Measure, Sample, Turn
+from bench.turns import Measure, Sample
 
 BLOCK = 128
 
@@ -18,15 +17,6 @@ def test_the_suggested_prompt_blocks_are_the_fewest_within_5_percent_of_the_best
     assert prompt_blocks({128: 0.949, 256: 0.951, 512: 1}, BLOCK) == 2
     assert prompt_blocks({2048: 1, 1024: 0.96}, BLOCK) == 8
     assert prompt_blocks({}, BLOCK) is None
-
-
-def test_all_values_of_a_constant_that_the_confidence_intervals_allow_are_suggested():
-    sure, open_ = stats.Estimate(1.2, 1.1, 1.3), stats.Estimate(1.1, 0.9, 1.3)
-    assert suggested(rows_together, {2: sure, 4: sure}) == "2"
-    assert suggested(rows_together, {2: open_, 4: sure}) == "2 or 4"
-    assert suggested(rows_together, {2: sure, 4: open_}) == "2 or -"
-    assert suggested(rows_together, {2: stats.Estimate(0.9, -math.inf, math.inf), 4: sure}) == "4"
-    assert suggested(rows_together, {}) == "-"
 
 
 @pytest.mark.parametrize(
@@ -57,11 +47,10 @@ def test_kept_layers_is_the_highest_value_measured_in_pieces_of_a_block_or_more_
 
 
 def test_the_batch_rate_counts_tokens_after_all_answers_have_begun_until_the_first_ends():
-    early = Turn(total_s=9, first_s=1, gaps_s=(1, 1, 1, 1))
-    late = Turn(total_s=9, first_s=2.5, gaps_s=(1, 1, 1, 1))
+    early, late = [1, 2, 3, 4, 5], [2.5, 3.5, 4.5, 5.5, 6.5]
     assert rate_of([early, late]) == (3 + 2) / 2.5  # at 3, 4 and 5; at 3.5 and 4.5
     assert rate_of([early]) == 1
-    assert rate_of([early, Turn(total_s=9, first_s=6, gaps_s=(1,))]) is None
+    assert rate_of([early, [6, 7]]) is None
 
 
 def test_the_closing_table_shows_each_constants_value_in_use_and_the_suggested_value():
@@ -75,9 +64,8 @@ def test_the_closing_table_shows_each_constants_value_in_use_and_the_suggested_v
         add(device.KEPT, device.WORKER, x, kept)
     add(device.PREFILL, device.MLX, 2048, 1000)  # mlx-lm's rate is not the worker's
     for x, both, apart in ((1, 5, 9), (2, 20, 19), (4, 40, 30)):
-        add(device.DECODING, "together, ahead", x, both)
-        add(device.DECODING, "apart, ahead", x, apart)
-        add(device.DECODING, "apart", x, 100)
+        add(device.DECODING, device.TOGETHER, x, both)
+        add(device.DECODING, device.APART, x, apart)
     in_use = {"prompt_blocks": 8, "pooled_rows": 3, "merged_rows": 1, "kept_layers": 10}
     facts = {"device": "metal", "block": BLOCK, "least": "pooled_rows", "freed_bytes": 1024, **in_use}
     head, *rows = BENCH.closing(Findings(BENCH, Plan(rows=(1, 2, 4)), (), samples, facts))

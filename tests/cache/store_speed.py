@@ -206,7 +206,9 @@ def main() -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     sys.setswitchinterval(0.001)  # a worker's
     if given.spare:
-        Spare(256 << 20).release()
+        spare = Spare(256 << 20)
+        spare.fill()
+        spare.release()
     with tempfile.TemporaryDirectory(dir=given.dir) as folder:
         for num_tokens in LENGTHS:
             path = Path(folder) / f"{num_tokens}"

@@ -1,4 +1,4 @@
-"""The commands `turnkeep cache` on real directories: ls, du, verify, prune, export and import."""
+"""The commands `turnkeep cache` on real directories: ls, verify, prune, export and import."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -53,18 +54,17 @@ def snapshots(directory):
     return sorted((directory / "snapshots").iterdir())
 
 
-async def test_cache_ls_and_du_report_chains_and_sizes_that_match_the_files(filled, turnkeep) -> None:
+async def test_cache_ls_reports_chains_and_sizes_that_match_the_files(filled, turnkeep) -> None:
     found = json.loads(turnkeep("ls", "--json").stdout)
     chains = {(chain["model"], chain["tokens"], chain["files"]) for chain in found["chains"]}
     assert chains == {("tiny", 10, 3), ("", 4, 1)}
     assert [chain["tokens"] for chain in found["chains"]] == [10, 10, 4], "the last used first"
     one, two, _ = found["chains"]
     assert one["own_bytes"] < one["size_bytes"] == two["size_bytes"]
-    sizes = json.loads(turnkeep("du", "--json").stdout)
-    assert sizes["total_bytes"] == sum(path.stat().st_size for path in snapshots(filled))
-    assert sorted(model["files"] for model in sizes["models"]) == [1, 4]
-    assert "tiny" in turnkeep("ls").stdout
-    assert "max_disk" in turnkeep("du").stdout
+    assert found["total_bytes"] == sum(path.stat().st_size for path in snapshots(filled))
+    shown = turnkeep("ls").stdout
+    assert re.search(r"^tiny \w+: 4 files, ", shown, re.MULTILINE)
+    assert "max_disk" in shown
 
 
 async def test_while_a_worker_runs_cache_commands_that_only_read_work_and_others_are_refused(
@@ -72,7 +72,7 @@ async def test_while_a_worker_runs_cache_commands_that_only_read_work_and_others
 ) -> None:
     store = await open_store()
     before = snapshots(filled)
-    for command in (("ls",), ("du",), ("verify",)):
+    for command in (("ls",), ("verify",)):
         await asyncio.to_thread(turnkeep, *command)
     await asyncio.to_thread(turnkeep, "export", "--all", tmp_path / "all.tar")
     assert snapshots(filled) == before
@@ -151,7 +151,7 @@ async def test_files_of_another_format_version_are_skipped_and_kept_until_evicti
         await store.close()
         assert later.exists()
     assert "1 of other versions" in turnkeep("verify").stdout
-    assert json.loads(turnkeep("du", "--json").stdout)["other_versions_bytes"] == later.stat().st_size
+    assert json.loads(turnkeep("ls", "--json").stdout)["other_versions_bytes"] == later.stat().st_size
     store = await open_store(max_bytes=100)
     await store.barrier(5)
     assert not later.exists()
@@ -159,8 +159,8 @@ async def test_files_of_another_format_version_are_skipped_and_kept_until_evicti
 
 
 async def test_cache_prune_removes_snapshots_by_age_and_by_model(open_store, filled, turnkeep) -> None:
-    models = json.loads(turnkeep("du", "--json").stdout)["models"]
-    other = next(model for model in models if not model["model"])
+    chains = json.loads(turnkeep("ls", "--json").stdout)["chains"]
+    other = next(chain for chain in chains if not chain["model"])
     with sqlite3.connect(filled / "index.sqlite") as db:
         day_ago = int((time.time() - 90_000) * 1e6)
         db.execute("UPDATE snapshot SET used = ? WHERE used = (SELECT min(used) FROM snapshot)", (day_ago,))
@@ -168,8 +168,8 @@ async def test_cache_prune_removes_snapshots_by_age_and_by_model(open_store, fil
     assert "removed 0 files" in turnkeep("prune", "--older-than", "2d").stdout
     assert "removed 0 files" in turnkeep("prune", "--older-than", "1h", "--identity", "f" * 12).stdout
     assert "removed 1 files" in turnkeep("prune", "--older-than", "1d").stdout
-    assert other["identity"] not in turnkeep("du", "--json").stdout
-    tiny = next(model for model in models if model["model"])["identity"]
+    assert other["identity"] not in turnkeep("ls", "--json").stdout
+    tiny = next(chain for chain in chains if chain["model"])["identity"]
     assert "removed 4 files" in turnkeep("prune", "--identity", tiny[:8]).stdout
 
 
@@ -178,7 +178,7 @@ async def test_cache_prune_all_leaves_an_empty_cache_that_accepts_new_snapshots(
 ) -> None:
     (filled / "quarantine" / "bad").write_text("x")
     assert "removed 5 files" in turnkeep("prune", "--all").stdout
-    assert json.loads(turnkeep("ls", "--json").stdout) == {"chains": []}
+    assert json.loads(turnkeep("ls", "--json").stdout)["chains"] == []
     assert list((filled / "quarantine").iterdir()) == []
     store = await open_store()
     assert save_all(store, "a", TOKENS) == [True] * 3
@@ -282,7 +282,7 @@ async def test_an_export_of_damaged_or_unknown_snapshots_fails_and_leaves_no_arc
     assert not list(tmp_path.glob("all.tar*"))
 
 
-@pytest.mark.parametrize("command", ["ls", "du", "verify", "prune", "export", "import"])
+@pytest.mark.parametrize("command", ["ls", "verify", "prune", "export", "import"])
 def test_cache_commands_refuse_a_missing_directory_and_one_that_is_no_cache(
     turnkeep, tmp_path, command
 ) -> None:

@@ -24,6 +24,7 @@ from structlog.testing import capture_logs
 from cache.disk import format as snapshot_format
 from cache.disk.catalog import Catalog
 from cache.disk.folder import QUARANTINE_FILES, Folder
+from cache.disk.readers import Readers
 from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.snapshot import Tensor
@@ -595,3 +596,15 @@ async def test_a_folder_in_the_place_of_a_snapshot_file_is_moved_to_quarantine(
     assert len(list((tmp_path / "cache" / "quarantine").iterdir())) == QUARANTINE_FILES
     assert await store.clear()
     assert [*(tmp_path / "cache").glob("*/*")] == []
+
+
+async def test_while_a_read_hangs_all_reads_fail_at_once() -> None:
+    """Reads behind it would occupy the other threads too."""
+    answers, readers = threading.Event(), Readers(2, lambda: None)
+    try:
+        for work, limit_s in ((answers.wait, 0.05), (int, 60.0)):
+            with pytest.raises(TimeoutError, match="does not answer"):
+                await asyncio.wait_for(readers.run(work, limit_s), 10)
+    finally:
+        answers.set()
+        assert await readers.close(10)

@@ -86,13 +86,9 @@ def test_a_policy_on_an_unsupported_layer_raises_an_error_that_names_the_layer(m
         layers.make(model(KVCache, make), POLICY)
 
 
-def test_the_kinds_layout_and_sizes_of_ring_layers_are_reported() -> None:
+def test_the_layout_and_sizes_of_ring_layers_are_reported() -> None:
     caches = run(layers.make(model(KVCache, KVCache, lambda: RotatingKVCache(50)), POLICY, rings=True), 0, 1)
     assert layers.unsupported(caches) is None
-    assert layers.kinds(caches) == {
-        "full precision, the first 4 and the last 100 tokens": "0-1",
-        "full precision, the last 50 tokens": "2",
-    }
     rings = (Window(50 + SLACK, TOKEN_BYTES, True), Window(104 + SLACK, 2 * TOKEN_BYTES, True))
     assert layers.sizes(caches) == KvSize(0, rings)
     size = layers.sizes(caches)
@@ -103,7 +99,6 @@ def test_the_kinds_layout_and_sizes_of_ring_layers_are_reported() -> None:
         (f"{i}.{part}", "F32", (2, 8)) for i in range(3) for part in ("keys", "values")
     )
     assert not described.states
-    assert layers.kinds([RingCache(0, 8, 32, 4)]) == {"4 bits, the last 8 tokens": "0"}
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 103, 104, 105, 359, 360, 361, 1000])

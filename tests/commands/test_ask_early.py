@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -25,26 +26,27 @@ def test_ask_waits_for_a_worker_that_is_still_starting(
     data, port = tmp_path / "data", free_port()
     where = ["--data-dir", str(data), "--nats-port", str(port)]
     program = [sys.executable, "-m", "commands"]
-    served = Popen([*program, "serve", *where, "--model", str(tiny_model)], env=environment(), stderr=DEVNULL)
-    with served as worker:
-        try:
-            lock = data / "worker.lock"
-            while has_lock and not (lock.exists() and lock.stat().st_size):
-                time.sleep(0.01)
-            worker.send_signal(signal.SIGSTOP)
-            asked = [*program, "ask", *where, "--max-tokens", "2", "Hello?"]
-            with Popen(
-                asked, env=environment(), stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, text=True
-            ) as ask:
-                assert ask.stderr is not None
-                said = ask.stderr.readline()
-                worker.send_signal(signal.SIGCONT)
-                rest = ask.stderr.read()
-            assert said == f"waiting for the worker that is starting (pid {worker.pid}) ...\n"
-            assert ask.returncode == 0, rest
-        finally:
-            worker.send_signal(signal.SIGCONT)
-            worker.terminate()
+    serve = [*program, "serve", *where, "--model", str(tiny_model)]
+    with contextlib.ExitStack() as stack:
+        if has_lock:
+            starting = stack.enter_context(Popen(["sleep", "60"]))
+            data.mkdir()
+            (data / "worker.lock").write_text(f'{{"pid": {starting.pid}}}')
+        else:
+            starting = stack.enter_context(Popen(serve, env=environment(), stderr=DEVNULL))
+            starting.send_signal(signal.SIGSTOP)
+        stack.callback(starting.terminate)
+        asked = [*program, "ask", *where, "--max-tokens", "2", "Hello?"]
+        ask = Popen(asked, env=environment(), stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, text=True)
+        stack.enter_context(ask)
+        assert ask.stderr is not None
+        assert ask.stderr.readline() == f"waiting for the worker that is starting (pid {starting.pid}) ...\n"
+        if has_lock:
+            served = stack.enter_context(Popen(serve, env=environment(), stderr=DEVNULL))
+            stack.callback(served.terminate)
+        starting.send_signal(signal.SIGCONT)
+        rest = ask.stderr.read()
+        assert ask.wait() == 0, rest
 
 
 def test_a_command_does_not_wait_for_a_worker_that_has_ended_or_started_long_ago(tmp_path: Path) -> None:
@@ -58,7 +60,7 @@ def test_a_command_does_not_wait_for_a_worker_that_has_ended_or_started_long_ago
     assert "start a worker with" in turnkeep("info", *where).stderr, "it has been there for long"
 
 
-def test_serve_reports_a_mistyped_model_even_if_the_data_directory_is_in_use(
+def test_a_second_serve_on_a_data_directory_says_which_process_uses_it(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     worker = worker_process()
@@ -66,7 +68,4 @@ def test_serve_reports_a_mistyped_model_even_if_the_data_directory_is_in_use(
     where = ("--data-dir", worker.data_dir, "--nats-port", free_port())
     while not worker.data_dir.joinpath("worker.lock").exists():
         time.sleep(0.01)
-    assert turnkeep("serve", *where, "--model", "nosuch").stderr.startswith(
-        "turnkeep: there is no model nosuch; give a model folder"
-    )
-    assert "is in use by worker" in turnkeep("serve", *where, "--model", worker.data_dir).stderr
+    assert f"(pid {worker.pid}); stop it" in turnkeep("serve", *where).stderr

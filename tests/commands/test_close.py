@@ -20,7 +20,8 @@ Start = Callable[..., Awaitable[LocalWorker]]
 
 
 async def states(worker: LocalWorker, *options: object) -> dict[str, str]:
-    """Return the state of each session that `turnkeep sessions` lists."""
+    """Return the state of each session that is idle or closed, or that `turnkeep sessions` lists."""
+    options = options or ("--state", "idle", "--state", "closed")
     done = await command("sessions", "--json", *options, *where(worker))
     assert done.returncode == 0, done.stderr
     return {row["session"]: row["state"] for row in json.loads(done.stdout)["sessions"]}
@@ -46,7 +47,7 @@ async def test_close_closes_the_named_sessions_or_removes_them(local_worker: Sta
     assert await states(worker, "--state", "forgotten") == {"b": "forgotten", "c": "forgotten"}
     assert (await contents(worker)).count(b"a secret") == 1, "that of a"
     listed = await command("sessions", *where(worker))
-    assert listed.stdout.endswith("1 of 1 sessions; 2 more were removed: --state forgotten lists them\n")
+    assert listed.stdout == "0 of 0 sessions; 3 ended: --state closed and --state forgotten list them\n"
     done = await command("close", "--forget", "b", *where(worker))
     assert (done.returncode, done.stdout) == (1, "")
     assert (

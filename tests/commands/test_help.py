@@ -68,7 +68,7 @@ def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tupl
 def test_the_option_model_names_the_model_to_load_in_every_command() -> None:
     own = [command for command in commands() if command[0] != "bench"]
     having = {command for command in own if "\n  --model " in help_of(*command)}
-    assert having == {("serve",), ("doctor",), ("size",), ("demo",), ("model", "path")}
+    assert having == {("serve",), ("doctor",), ("demo",), ("model", "path")}
 
 
 def test_the_help_has_at_most_28_commands_in_groups_each_on_one_line_and_run_first() -> None:
@@ -82,6 +82,22 @@ def test_the_help_has_at_most_28_commands_in_groups_each_on_one_line_and_run_fir
     leaving = {"size"}
     assert len({*listed} - leaving) <= 28
     assert shown.count("\n") <= 52, "a command takes one line"
+
+
+@pytest.mark.parametrize(
+    ("wish", "command"),
+    [
+        ("Talk with a model", "run"),
+        ("one question, in a script", "ask"),
+        ("List the sessions", "sessions"),
+        ("one session's conversation", "show"),
+        ("starts with this machine", "service"),
+        ("Models: .*download", "model"),
+        ("does not work", "doctor"),
+    ],
+)
+def test_the_help_names_the_command_of_each_daily_wish(wish: str, command: str) -> None:
+    assert re.findall(rf"^  (\w+) +.*{wish}", help_of(), re.MULTILINE) == [command]
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "ask", "serve", "sessions", "show"])

@@ -11,7 +11,6 @@ from typing import Any
 from command_runs import Terminal, command, turnkeep
 
 from tests.parts import WorkerProcess
-from worker.models.quantising import quantise
 
 
 async def test_a_model_served_by_name_cannot_be_removed_until_its_worker_stops(
@@ -100,55 +99,3 @@ async def test_a_unique_part_of_a_model_name_is_enough_to_select_the_model(
         assert done.stderr.startswith("turnkeep: there is no model zzz; give a model folder")
     assert (await run("model", "path", "--model", "oth")).stdout == f"{tmp_path / 'models' / 'Other'}\n"
     assert (await run("model", "rm", "oth")).stdout.startswith("removed Other, which frees ")
-
-
-async def test_a_model_quantised_by_convert_is_smaller_and_answers(
-    worker_process: Callable[..., WorkerProcess], tmp_path: Path, tiny_model: Path
-) -> None:
-    data_dir = tmp_path / "data"
-    done = turnkeep("model", "convert", tiny_model, "--bits", "8", "--data-dir", data_dir)
-    folder = data_dir / "models" / "tiny-8bit"
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{folder}\n", "quantising weights\n")
-    (entry,) = (
-        one
-        for one in json.loads(turnkeep("model", "list", "--json", "--data-dir", data_dir).stdout)
-        if one["origin"] == "local"
-    )
-    whole = (tiny_model / "model.safetensors").stat().st_size
-    assert (entry["name"], entry["dtype"], entry["path"]) == ("tiny-8bit", "8-bit", str(folder))
-    assert entry["size_bytes"] < whole / 2
-    assert (folder / "tokenizer.json").read_bytes() == (tiny_model / "tokenizer.json").read_bytes()
-    assert [path.name for path in folder.parent.iterdir()] == ["tiny-8bit"]
-    worker = worker_process("--model", "tiny-8bit", model=None)
-    worker.start()
-    async with await worker.client() as client:
-        assert (await client.session("s").generate(text="hello", max_tokens=4)).tokens
-
-    again = turnkeep("model", "convert", tiny_model, "--bits", "8", "--data-dir", data_dir)
-    assert again.stderr == (
-        f"turnkeep: {folder} is there already; remove it, or give another name with --name\n"
-    )
-    twice = turnkeep("model", "convert", "tiny-8bit", "--data-dir", data_dir)
-    assert twice.stderr == f"turnkeep: {folder} is quantised already (8-bit); convert the original model\n"
-
-
-def test_a_conversion_reports_the_bytes_of_weights_done_so_far(tmp_path: Path, tiny_model: Path) -> None:
-    told: list[tuple[int, int, str]] = []
-    quantise(tiny_model, tmp_path / "new", 4, lambda *report: told.append(report))
-    counts = [done for done, *_ in told]
-    assert counts == sorted({*counts})
-    assert len(counts) > 20, "it is not done at once"
-    assert (counts[0], {one[1:] for one in told}) == (0, {(counts[-1], "quantising weights")})
-    size = (tmp_path / "new" / "model.safetensors").stat().st_size
-    assert 0.9 * size < counts[-1] <= size
-
-
-def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path, tiny_model: Path) -> None:
-    source = shutil.copytree(tiny_model, tmp_path / "odd")
-    (source / "config.json").write_text((source / "config.json").read_text().replace("llama", "no_such"))
-    done = turnkeep("model", "convert", source, "--name", "new", "--data-dir", tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.splitlines() == [
-        f"turnkeep: {source} cannot be converted: Model type no_such not supported."
-    ]
-    assert [*(tmp_path / "models").iterdir()] == []

@@ -148,10 +148,9 @@ async def test_answers_with_a_draft_model_across_worker_kills_equal_those_withou
         ("other tokens", r"has other tokens than large; take one with the same tokenizer"),
         ("no head", r"has no output head: it is made for embeddings"),
         ("absent", r"there is no model"),
-        ("unused", r"there is a draft_model, and max_draft is 0: leave one of them out"),
     ],
 )
-async def test_an_unsuitable_or_unused_draft_model_is_refused_with_the_reason(
+async def test_an_unsuitable_draft_model_is_refused_with_the_reason(
     local_worker: Callable[..., Awaitable[Any]],
     pair: tuple[Path, Path],
     embedding_model: Path,
@@ -169,24 +168,21 @@ async def test_an_unsuitable_or_unused_draft_model_is_refused_with_the_reason(
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     elif draft == "no head":
         folder = embedding_model
-    elif draft == "unused":
-        folder = small
-    most = 0 if draft == "unused" else None
     with pytest.raises(ModelError, match=told):
-        await local_worker(model=str(large), draft_model=str(folder), max_draft=most)
+        await local_worker(model=str(large), draft_model=str(folder))
 
 
 async def test_a_workers_memory_and_its_estimate_include_the_draft_models_weights_and_kv(
     local_worker: Callable[..., Awaitable[Any]], pair: Any, tmp_path: Path
 ) -> None:
-    """Draft KV counts for the most sessions that may have drafts. `turnkeep size` uses the estimate, too."""
+    """Draft KV counts for the most sessions that may have drafts. The supervisor uses the estimate, too."""
     large, small = pair
     room = []
     for draft in (None, str(small)):
         folder = tmp_path / f"drafts-{draft is not None}"
         worker = await local_worker(model=str(large), draft_model=draft, device_memory=2**28, data_dir=folder)
         await worker.client.session("s").append(text="x")
-        room.append((await worker.client.session("s").info()).worker.max_memory_bytes)
+        room.append((await worker.client.session("s").info()).worker.kv_limit_bytes)
         await worker.stop()
     loaded, draft_model = (model.load(one, dtype="float32", lazy=True) for one in pair)
     sizes: dict[str, Any] = {"block": 32, "max_context": 512, "limit_bytes": 2**28}

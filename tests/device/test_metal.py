@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from tiny_models import alone, batched, begin, prompt
+from tiny_models import alone, batched, begin, generate, prompt
 
 from worker.batch import metal
+from worker.batch.batch import Batch
 from worker.device import machine
 
 
@@ -46,3 +48,31 @@ def test_rows_of_a_pool_have_one_contiguous_mask_for_all_heads_and_layers(
         rows, heads, num, keys = mask.shape
         assert (rows, heads, num) == (3, model.args.num_attention_heads, 1)
         assert memoryview(mask).strides == (heads * keys, keys, keys, 1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_a_worker_that_warms_up_runs_a_block_and_two_answers_and_keeps_nothing_of_them(
+    make_rig, make_model, monkeypatch, kind: str
+) -> None:
+    """Metal compiles a kernel when it first runs. The time of that is no measure of a step."""
+    steps: list[int] = []
+    step = Batch.step
+
+    def counted(self: Batch, pieces: Any, **more: Any) -> None:
+        step(self, pieces, **more)
+        steps.append(len(self.rows))
+
+    monkeypatch.setattr(Batch, "step", counted)
+    first = make_rig(make_model(kind)).device._runner
+    assert steps == [1]
+    monkeypatch.setitem(machine._PROFILES, "cpu", replace(machine._PROFILES["cpu"], warms_up=True))
+    rig = make_rig(make_model(kind))
+    assert steps == [1, 1, 2, 2]
+    runner = rig.device._runner
+    for one in (first, runner):
+        assert not one._batch.rows
+        assert vars(one._pace) == vars(first._pace)
+        assert one._batch.speculation._times.plain_s(2, ahead=False) is None
+    turn = generate(prompt(20), 5)
+    rig.run(turn)
+    assert rig.tokens(turn) == alone(make_model(kind), prompt(20), 5)[0]

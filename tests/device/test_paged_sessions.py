@@ -240,7 +240,7 @@ def test_a_model_runs_without_key_sketches_if_choosing_their_layers_fails(model,
     assert (batch.sketched, batch.has_rings) == ((), True)
 
 
-async def test_turnkeep_size_estimates_the_same_kv_per_token_as_a_worker_for_a_model_with_windows(
+async def test_the_supervisor_estimates_the_same_kv_per_token_as_a_worker_for_a_model_with_windows(
     build_model, tmp_path
 ) -> None:
     """Two of eight layers keep all tokens, and neither is among the first."""

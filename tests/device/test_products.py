@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -13,8 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from worker.batch import products as products_of
 from worker.batch.batch_kinds import batch_for
 from worker.batch.parts import OwnPart
-from worker.batch.products import Products, pays, products_for
-from worker.batch.trials import Trials
+from worker.batch.products import Products, products_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,21 +30,6 @@ class Threads:
 
     def use(self, num: int) -> None:
         self.used.append(num)
-
-
-class Found(Trials):
-    """Trials that have run, with one result."""
-
-    def __init__(self, result: int) -> None:
-        super().__init__()
-        self._result = result
-        self.names: list[str] = []
-
-    def way(self, name: str, run: Callable[[], int | None], num_ways: int) -> int | None:
-        if name.startswith("products"):
-            self.names.append(name)
-            return self._result
-        return super().way(name, run, num_ways)
 
 
 @pytest.fixture(autouse=True)
@@ -69,20 +52,20 @@ def test_a_divided_product_equals_the_whole_one(num: int, num_rows: int) -> None
 
 @pytest.mark.parametrize("family", ["llama", "exaone4"])
 def test_a_model_has_the_same_logits_with_divided_products(
-    family: str, build_model: Callable[..., Any]
+    monkeypatch: pytest.MonkeyPatch, family: str, build_model: Callable[..., Any]
 ) -> None:
     """One of the two has its embedding as output head."""
     model = build_model(family)
-    plain = batch_for(model, trials=Found(0))._run
+    with monkeypatch.context() as patch:
+        patch.setattr(Threads, "num", 1)
+        plain = batch_for(model)._run
     expected = [logits(plain, num) for num in (1, 3, 8, 20)]
     assert plain.products is None
-    trials = Found(1)
-    forward = batch_for(model, trials=trials)._run
-    assert trials.names == ["products on 3"]
+    forward = batch_for(model)._run
     for num, one in zip((1, 3, 8, 20), expected, strict=True):
         assert mx.allclose(logits(forward, num), one, atol=1e-4)
     assert forward.products._threads.used == [3, 1, 1, 3], "OpenBLAS divides the others"
-    assert batch_for(model, trials=Found(0))._run.products is forward.products, "its layers have them already"
+    assert batch_for(model)._run.products is forward.products, "its layers have them already"
 
 
 def logits(forward: Any, num: int) -> mx.array:
@@ -92,21 +75,11 @@ def logits(forward: Any, num: int) -> mx.array:
     return found
 
 
-@pytest.mark.parametrize(("divided_s", "expected"), [(0.8, True), (1.2, False)])
-def test_products_are_divided_where_that_takes_less_time(divided_s: float, expected: bool) -> None:
-    times = itertools.chain(
-        [0.0], *([1.0, 0.0] for _ in range(7)), [1.0], *([0.0, divided_s] for _ in range(8))
-    )
-    divided = Products(Threads())
-    assert pays(divided, [mx.ones((8, 8))], lambda: next(times)) is expected
-    assert divided._threads.used[-1] == 3, "as before the trial"
-
-
 def test_products_are_not_divided_on_one_core(
     monkeypatch: pytest.MonkeyPatch, build_model: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(Threads, "num", 1)
-    assert products_for(build_model("llama"), Found(1)) is None
+    assert products_for(build_model("llama")) is None
 
 
 def test_products_are_not_divided_in_models_with_quantised_weights_or_experts(
@@ -116,7 +89,7 @@ def test_products_are_not_divided_in_models_with_quantised_weights_or_experts(
     quantised = build_model("llama")
     nn.quantize(quantised, group_size=32)
     for model in (quantised, Experts()):
-        assert products_for(model, Found(1)) is None
+        assert products_for(model) is None
 
 
 class Experts(nn.Module):

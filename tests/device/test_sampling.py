@@ -9,9 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from tiny_models import draw
 
 from worker.batch.row_sampler import Draw, Sampling
-from worker.batch.sampling import draw, draw_all
+from worker.batch.sampling import draw_all
 
 VOCABULARY = 24
 

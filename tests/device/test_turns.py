@@ -408,6 +408,22 @@ def test_a_session_whose_kv_was_dropped_is_prefilled_again(make_rig, model) -> N
     assert rig.tokens(turn) == alone(model, prompt(20), 4)[0]
 
 
+def test_a_turn_uses_none_of_the_other_tokens_kv_that_its_session_has_by_now(make_rig, model) -> None:
+    """The turn was submitted before an abandoned one of the same session had ended with other tokens."""
+    rig = make_rig(model)
+    rig.run(append(prompt(20, salt=5)))
+    turn = generate(prompt(20), 4, num_kept=19)
+    rig.run(turn)
+    assert rig.tokens(turn) == alone(model, prompt(20), 4)[0]
+
+
+def test_a_prompt_with_a_token_outside_of_the_vocabulary_fails_alone(make_rig, model) -> None:
+    rig = make_rig(model)
+    bad, good = append([*prompt(9), 10**6, 1]), generate(prompt(20), 4, name="other")
+    rig.run(bad, good)
+    assert (type(rig.end(bad)), type(rig.end(good))) == (Faulted, Finished)
+
+
 def test_more_answers_than_the_batch_has_rows_all_complete_with_the_right_tokens(make_rig, model) -> None:
     """Sixteen sessions with two rows: each gets the tokens that it gets alone."""
     rig = make_rig(model, max_batch=2)

@@ -13,20 +13,26 @@ from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
 from worker.batch.batch_kinds import batch_for
 from worker.batch.lookup import Lookup
-from worker.batch.row_sampler import RowSampler, Sampling
+from worker.batch.row_sampler import Draw, RowSampler, Sampling
 from worker.batch.rows import PrefillPiece, Row
-from worker.batch.sampling import draw
+from worker.batch.sampling import draw_all
 from worker.batch.trials import Trials
 from worker.device.turn import Turn
 from worker.models.model import LoadedModel, cache_sizes
 from worker.text.answer import Answer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 BLOCK = 8
 VOCABULARY = 96
 GREEDY = Sampling()
+
+
+def draw(logits: mx.array, sampling: Sampling, index: int, seen: Iterable[int]) -> mx.array:
+    """Draw one token from `logits`, (vocabulary,); return an unevaluated scalar."""
+    return draw_all(logits[None], [Draw(sampling, index, [*dict.fromkeys(seen)])]).tokens[0]
+
 
 _PLAIN = {
     "vocab_size": VOCABULARY,

@@ -186,3 +186,9 @@ def test_the_index_selects_idle_sessions_and_the_oldest_beyond_the_limit_for_rem
 def test_tool_call_arguments_nested_5000_levels_deep_have_a_digest() -> None:
     deep = '{"a":' * 5000 + "1" + "}" * 5000
     assert chain(user("a"), called(deep)) != chain(user("a"), called("{}"))
+
+
+def test_requests_with_other_options_or_other_numbers_have_other_digests() -> None:
+    options: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"logit_bias": {3: 1.0}}]
+    digests = {boundaries.options_digest(one, number) for one in options for number in (0, 1)}
+    assert len(digests) == 6

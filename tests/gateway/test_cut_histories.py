@@ -69,8 +69,8 @@ class Gateways:
     def kill_server(self) -> None:
         """Kill the worker's NATS server, which the worker or the next worker process starts again."""
         with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):  # it is being started
-            noted = json.loads((self._folder / "data" / "nats-server.json").read_text())
-            os.kill(noted["pid"], signal.SIGKILL)
+            (ports,) = (self._folder / "data").glob("nats-server_*.ports")
+            os.kill(int(ports.stem.partition("_")[2]), signal.SIGKILL)
 
     def stop(self) -> None:
         for number in self._processes:

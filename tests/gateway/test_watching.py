@@ -90,7 +90,7 @@ async def test_metrics_count_requests_conversations_and_tokens(
         before = first.json()["usage"]["prompt_tokens"]
         assert found["tokens_total", "prefilled"] == before + num_prompt - cached
         assert found["tokens_total", "generated"] == 8
-        for more in ({"host": "a.example"}, {"x-forwarded-for": "10.1.1.1"}):
+        for more in ({"host": "a.example"}, {"x-forwarded-for": "10.1.1.1"}, {"forwarded": "for=10.1.1.1"}):
             refused = await http.get("/metrics", headers=more)
             assert refused.status_code == 403
 

@@ -9,11 +9,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from parts import free_port
 
 from bench.device import MEASURES
 from bench.programs.device import Measuring
-from cache.kv import layers
 from worker.batch.rows import Row
 from worker.models import model
 from worker.process import setting_sources
@@ -25,7 +23,7 @@ PROMPTS = [TOKENS[:40], TOKENS[20:60], TOKENS[30:70]]
 
 @pytest.fixture
 def measuring(tiny_model: Path, tmp_path: Path) -> Iterator[Measuring]:
-    flags = {"data_dir": str(tmp_path), "nats_port": str(free_port())}
+    flags = {"data_dir": str(tmp_path)}
     directory = DataDir.open(tmp_path)
     loaded = model.load(tiny_model, dtype="float32")
     yield Measuring(loaded, directory, setting_sources.load(flags, {}), block_tokens=16)
@@ -33,17 +31,8 @@ def measuring(tiny_model: Path, tmp_path: Path) -> Iterator[Measuring]:
 
 
 def test_the_device_program_measures_every_figure_that_the_bench_lists(measuring: Measuring):
-    asked = (
-        measuring.prefill(32, TOKENS),
-        measuring.decode(True, True, 3, PROMPTS),
-        measuring.cut(2, PROMPTS),
-    )
-    found: dict[str, Any] = {}
-    for figures in (*asked, measuring.restore(TOKENS), measuring.publish(3)):
-        found |= figures
+    found = measuring.prefill(32, TOKENS) | measuring.decode(True, 3, PROMPTS)
     assert found.keys() == MEASURES.keys()
-    assert len(found.pop("publish")) == 3
-    assert (found.pop("arrays changed"), found.pop("delay by a cut") < 1) == (0, True)
     assert all(value > 0 for value in found.values())
     # MLX's threads free a layer's arrays a moment sooner or later, so a tiny model's figures vary.
     again = [measuring.prefill(32, TOKENS) for _ in range(8)]
@@ -52,29 +41,14 @@ def test_the_device_program_measures_every_figure_that_the_bench_lists(measuring
     assert measuring.description["constants"].keys() >= {"prompt_blocks", "pooled_rows", "kept_layers"}
 
 
-def test_the_device_program_counts_the_arrays_that_a_restore_changes(
-    measuring: Measuring, monkeypatch: pytest.MonkeyPatch
-):
-    rebuild = layers.rebuild
-
-    def change(*given: Any) -> Any:
-        caches = rebuild(*given)
-        caches[1].keys = caches[1].keys + 1
-        return caches
-
-    monkeypatch.setattr(layers, "rebuild", change)
-    assert measuring.restore(TOKENS)["arrays changed"] == 1
-
-
-@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("together", [True, False])
-def test_decoding_batched_or_not_and_pipelined_or_not_gives_the_models_own_tokens(
-    measuring: Measuring, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, together: bool, ahead: bool
+def test_decoding_batched_or_not_gives_the_models_own_tokens(
+    measuring: Measuring, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, together: bool
 ):
     rows: list[Row] = []
     begin = measuring._begin
     monkeypatch.setattr(measuring, "_begin", lambda *given: rows.extend(begin(*given)) or rows[:])
-    measuring.decode(together, ahead, 5, PROMPTS)
+    measuring.decode(together, 5, PROMPTS)
     own: Any = model.load(tiny_model, dtype="float32").model
     for row, prompt in zip(rows, PROMPTS, strict=True):
         caches, last, expected = make_prompt_cache(own), prompt, []

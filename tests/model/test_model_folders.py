@@ -12,7 +12,6 @@ import mlx.core as mx
 import pytest
 from tiny_gguf import TinyLlama
 
-from tests.parts import make_tiny_model
 from worker.models import catalog, model
 from worker.models.model import ModelError
 
@@ -186,11 +185,3 @@ def test_a_folder_without_weights_that_can_be_read_is_refused_with_the_reason(
     change(folder)
     with pytest.raises(ModelError, match=why):
         model.load(model.resolve(str(folder), tmp_path, dtype="float32"), dtype="float32")
-
-
-def test_a_model_in_a_folder_with_brackets_can_be_quantised(tmp_path: Path) -> None:
-    from worker.models.quantising import quantise
-
-    source = moved(make_tiny_model(tmp_path / "model"), "a[1]b")
-    quantise(source, tmp_path / "small", 4, lambda *_: None)
-    assert model.load(tmp_path / "small", dtype="keep").config["quantization"]["bits"] == 4

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 import ops.console
 from commands.console import token_of
 from ops.console import app as console_app
+from ops.console import serving as console_serving
 from ops.console import streams
 from ops.console.app import Console, Place, Served
 from ops.console.door import PAGE
@@ -67,7 +68,6 @@ class OnShelf:
 
     def __init__(self) -> None:
         self.pulled = list[str]()
-        self.unloaded: str | None = None
 
     def listed(self) -> dict[str, Any]:
         size = {"size_bytes": 2**30, "needed_bytes": 2**31}
@@ -86,7 +86,7 @@ class OnShelf:
                 {"name": "c", "fits": True, **size, **here, "in_use": False},
             ],
             "can_serve": True,
-            "served": [{"name": "a", "is_loaded": self.unloaded is None}],
+            "served": [{"name": "a", "is_loaded": True}],
             "good": [
                 {"name": "org/good", **size, **known},
                 {"name": "org/huge", **size, **known, "fits": False},
@@ -99,13 +99,6 @@ class OnShelf:
             raise TurnkeepError(f"{name} is no id of the hub")
         self.pulled.append(name)
         return f"downloading {name}"
-
-    def serve(self, name: str) -> str:
-        raise TurnkeepError(f"{name} cannot be served: it is not whole")
-
-    def unload(self, name: str) -> str:
-        self.unloaded = name
-        return f"{name} is unloaded; requests wait until one is served"
 
 
 PLACE = Place(
@@ -129,7 +122,7 @@ async def serving(
     consoles = {
         of.prefix: Console(
             *(one, live or Live(one, 60), plainly, lambda: PLACE, SHELF),
-            served=served,
+            clients=dict(zip(served, clients, strict=True)),
             prefix=of.prefix,
             read_only=read_only,
         )
@@ -1065,6 +1058,20 @@ async def test_the_option_open_opens_the_console_in_a_foreground_browser_without
     assert not page.exists()
     process.stderr.close()
     end.touch()
+
+
+async def test_on_macos_the_console_is_opened_by_the_command_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = tmp_path / "opened"
+    (tmp_path / "open").write_text(f'#!/bin/sh\n/bin/cat "$1" > "{opened}"\n')
+    (tmp_path / "open").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with console_serving._opened("http://127.0.0.1/?token=t"):
+        async with asyncio.timeout(10):
+            while not opened.exists() or "token=t" not in opened.read_text():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def test_the_command_console_ends_silently_on_sigterm_while_it_streams_an_answer(

@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 import tarfile
@@ -18,13 +17,11 @@ import pytest
 
 from ops.log import copies
 from ops.log.importing import Import
-from tests.commands.command_runs import command, environment, processes_with, where
-from tests.forked import Piped
-from tests.parts import BLOCK, LocalWorker, free_port, make_tiny_model
+from tests.commands.command_runs import command, environment, where
+from tests.parts import LocalWorker, make_tiny_model
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.subjects import SessionKey
 from turnkeep_client.wire import NatsWire
-from worker.wire.broker import greet
 
 Start = Callable[..., Awaitable[LocalWorker]]
 
@@ -207,7 +204,7 @@ async def chatter(worker: LocalWorker) -> None:
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-async def test_an_import_with_kv_restores_the_kv_instead_of_prefilling(
+async def test_an_imported_session_restores_kv_that_cache_import_has_read_from_the_same_file(
     local_worker: Start, tmp_path: Path, has_keys: bool
 ) -> None:
     """Also between caches that are encrypted with different keys."""
@@ -219,61 +216,16 @@ async def test_an_import_with_kv_restores_the_kv_instead_of_prefilling(
     given = ("--cache-key-file", str(first_key)) if has_keys else ()
     worker, file = await exported(local_worker, tmp_path, "--kv", *given, cache_key_file=first_key)
     await worker.stop()
+    key = ("--cache-key-file", second_key) if has_keys else ()
+    data = ("--data-dir", tmp_path / "other", *key)  # which is new
+    done = await command("cache", "import", file, *data)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("; skipped 0\n")
     second = await other(local_worker, tmp_path, cache_key_file=second_key)
-    data = ("--data-dir", second.settings.data_dir, *(("--cache-key-file", second_key) if has_keys else ()))
-    refused = await command("import", file, "--kv", *data, *where(second))
+    refused = await command("cache", "import", file, *data)
     assert refused.returncode == 1
-    assert refused.stderr.startswith("turnkeep: the cache ")
     assert "is in use by process" in refused.stderr
-    assert await second.client.log() == []
-    await second.stop()
-    done = await command("import", file, "--kv", *data, *where(second))
-    assert done.returncode == 0, done.stderr
-    third = await other(local_worker, tmp_path, cache_key_file=second_key)
-    answer = await third.client.session("garden").generate(text="y", max_tokens=1)
-    assert answer.usage.cached_tokens >= answer.usage.prompt_tokens - 3, "restored, not prefilled"
-
-
-async def test_importing_kv_that_the_cache_cannot_use_is_refused_and_stores_nothing(
-    local_worker: Start, tmp_path: Path
-) -> None:
-    worker, file = await exported(local_worker, tmp_path, "--kv")
-    _, without = await exported_again(worker, tmp_path)
-    small = str(make_tiny_model(tmp_path / "small", num_hidden_layers=1))
-    second = await other(local_worker, tmp_path, model=small)
-    await second.client.session("s").generate(text="z" * 99, max_tokens=1)
-    await written(second, "s")
-    await second.stop()
-    data = ("--data-dir", second.settings.data_dir, *where(second))
-    for options, says in (
-        ((file, "--kv"), "its KV is of the model tiny, and this cache has KV of other models only (small)"),
-        ((file, "--kv", "--tenant", "b"), "KV serves the tenant it was made for, default"),
-        ((without, "--kv"), "garden2.turnkeep holds no KV; leave out --kv"),
-    ):
-        done = await command("import", *options, *data)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert says in done.stderr
-        assert done.stderr.count("\n") == 1
-    assert await worker.client.stored.subjects("b") == {}
-    third = await other(local_worker, tmp_path, model=small)
-    assert await third.client.log("garden") == []
-
-
-async def test_importing_kv_made_with_other_settings_is_refused_and_names_the_settings(
-    local_worker: Start, tmp_path: Path
-) -> None:
-    worker, file = await exported(local_worker, tmp_path, "--kv")
-    await worker.stop()
-    second = await other(local_worker, tmp_path, block_tokens=2 * BLOCK)
-    await second.client.session("s").generate(text="z" * 99, max_tokens=1)
-    await second.stop()
-    data = ("--data-dir", second.settings.data_dir, *where(second))
-    done = await command("import", file, "--kv", *data)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == (
-        f"turnkeep: its KV was made with other settings than this cache's (block_tokens {BLOCK} instead of"
-        f" {2 * BLOCK}); leave out --kv\n"
-    )
+    await continues_with_its_kv(second, file)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["policy"])
@@ -286,75 +238,17 @@ async def test_kv_of_any_cache_policy_can_be_imported_into_a_cache_that_has_only
     second = await other(local_worker, tmp_path, model=wide)
     await second.client.session("s").generate(text="z" * 99, max_tokens=1)
     await second.stop()
-    data = ("--data-dir", second.settings.data_dir)
-    done = await command("import", file, "--kv", *data, *where(second))
+    done = await command("cache", "import", file, "--data-dir", second.settings.data_dir)
     assert done.returncode == 0, done.stderr
-    third = await other(local_worker, tmp_path, model=wide)
-    answer = await third.client.session("garden").generate(text="y", max_tokens=1)
-    assert answer.usage.cached_tokens >= answer.usage.prompt_tokens - 3, "restored, not prefilled"
+    await continues_with_its_kv(await other(local_worker, tmp_path, model=wide), file)
 
 
-@pytest.mark.parametrize("has_own", [True, False])
-async def test_a_session_and_its_kv_can_be_imported_into_a_new_data_directory(
-    local_worker: Start, tmp_path: Path, has_own: bool
-) -> None:
-    """With a NATS server that runs only for the import, or with another one that has no log yet."""
-    worker, file = await exported(local_worker, tmp_path, "--kv")
-    await worker.stop()
-    port, prefix = free_port(), f"fresh{tmp_path.name}"
-    nats = {"nats": None, "nats_port": port} if has_own else {}
-    places = ("--nats-port", port) if has_own else ("--nats", worker.settings.nats)
-    fresh = tmp_path / "some" / "where"
-    done = await command("import", file, "--kv", "--data-dir", fresh, "--prefix", prefix, *places)
+async def continues_with_its_kv(worker: LocalWorker, file: Path) -> None:
+    """Import the session in a file into a worker's log, whose cache has its KV, and ask it."""
+    done = await command("import", file, *where(worker))
     assert done.returncode == 0, done.stderr
-    assert await greet(port) is None
-    second = await local_worker(data_dir=fresh, prefix=prefix, **nats)
-    answer = await second.client.session("garden").generate(text="y", max_tokens=1)
+    answer = await worker.client.session("garden").generate(text="y", max_tokens=1)
     assert answer.usage.cached_tokens >= answer.usage.prompt_tokens - 3, "restored, not prefilled"
-    if has_own:
-        refused = await command("import", file, "--kv", "--data-dir", fresh, "--prefix", prefix, *places)
-        assert (refused.returncode, refused.stdout) == (1, "")
-        assert f"the data directory {fresh} is in use by worker test" in refused.stderr
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGINT, 130)]
-)
-async def test_a_signal_during_an_import_with_kv_leaves_no_nats_server(
-    local_worker: Start, tmp_path: Path, number: signal.Signals, code: int
-) -> None:
-    worker, file = await exported(local_worker, tmp_path, "--kv")
-    await worker.stop()
-    fresh = str(tmp_path / "fresh")
-    options = ("import", str(file), "--kv", "--data-dir", fresh, "--nats-port", str(free_port()))
-    with Piped(["-m", "commands", *options], environment()) as importing:
-        while not (server := [one for one in processes_with(fresh) if "nats-server" in one[0]]):
-            assert importing.poll() is None
-            await asyncio.sleep(0.01)
-        importing.send_signal(number)
-        importing.send_signal(number)  # a terminal that closes may send SIGHUP more than once
-        assert await asyncio.to_thread(importing.wait, 30) == code
-    assert [one for one in processes_with(fresh) if one == server[0]] == []
-
-
-async def test_cache_import_reads_the_kv_of_an_exported_session_without_warnings(
-    local_worker: Start, tmp_path: Path
-) -> None:
-    worker, file = await exported(local_worker, tmp_path, "--kv")
-    await worker.stop()
-    second = await other(local_worker, tmp_path)
-    await second.stop()
-    data = ("--data-dir", second.settings.data_dir)
-    done = await command("cache", "import", file, *data)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("; skipped 0\n")
-
-
-async def exported_again(worker: LocalWorker, folder: Path) -> tuple[LocalWorker, Path]:
-    target = folder / "garden2.turnkeep"
-    await command("export", "garden", target, *where(worker))
-    return worker, target
 
 
 async def test_importing_a_damaged_file_fails_with_one_line_and_stores_nothing(

@@ -42,7 +42,6 @@ LABELS = {
     "model",
     "device",
     "version",
-    "kv_layers",
     "sampling",
     "reasoning",
     "makes",

@@ -11,7 +11,6 @@ from msgspec import structs
 
 from ops.fleet import MAX_MESSAGES, MAX_WORKERS, Fleet
 from ops.history import MOST_POINTS, History
-from ops.screen import State
 from tests.ops.test_exporter import key, page, samples
 from tests.ops.test_top import Clock, screen
 from tests.protocol.scripted_worker import metrics
@@ -46,9 +45,7 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("changes", FORGERIES.values(), ids=FORGERIES)
-@pytest.mark.parametrize(
-    "show", [page, lambda fleet: screen(State(), fleet), charted], ids=["exporter", "top", "console"]
-)
+@pytest.mark.parametrize("show", [page, screen, charted], ids=["exporter", "top", "console"])
 def test_a_forged_metrics_message_changes_nothing_that_is_shown(
     changes: dict[str, Any], show: Callable[[Fleet], object]
 ) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import nats
 import pytest
 
-from ops.panels import ALERTS, FOLDER
 from tests.commands.command_runs import Terminal, environment
+from tests.ops.test_panels import FOLDER, RULES
 from tests.parts import free_port
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.messages import encode
@@ -67,7 +67,7 @@ def test_the_top_command_of_the_operating_page_runs_as_written(nats_url: str) ->
 
 
 def test_the_operating_page_states_the_right_number_of_alerts() -> None:
-    assert f"`ops/prometheus/alerts.yml` has {len(ALERTS)} alerts" in PAGE
+    assert f"`ops/prometheus/alerts.yml` has {len(RULES)} alerts" in PAGE
 
 
 def test_promtool_accepts_the_prometheus_configuration_of_the_operating_page(tmp_path: Path) -> None:

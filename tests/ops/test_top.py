@@ -1,9 +1,8 @@
-"""`turnkeep top`: computed figures, keys, the screen of 80 x 24, and the command on a real terminal."""
+"""`turnkeep top`: computed figures, the screen, and the command on a real terminal."""
 
 from __future__ import annotations
 
 import asyncio
-import termios
 from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
@@ -13,8 +12,7 @@ from rich.console import Console
 from ops.figures import Figures, percentile, since
 from ops.fleet import MAX_WORKERS, Fleet, Gateways
 from ops.formatting import amount, count, seconds, span
-from ops.screen import Mode, State, draw, names
-from ops.top import keys
+from ops.screen import draw
 from tests.commands.command_runs import Terminal, turnkeep, where
 from tests.parts import LocalWorker
 from tests.protocol.scripted_worker import metrics
@@ -38,19 +36,12 @@ def figures(*changes: dict[str, object]) -> Figures:
     return Figures(fleet.sightings()[0])
 
 
-def screen(
-    state: State,
-    fleet: Fleet,
-    session: str = "",
-    columns: int = 80,
-    lines: int = 24,
-    gateways: Sequence[GatewayMetrics] = (),
-) -> list[str]:
-    console = Console(width=columns, height=lines, force_terminal=True, color_system=None)
-    picture = draw(state, fleet.sightings(), gateways, session, size=(columns, lines), title="top")
+def screen(fleet: Fleet, columns: int = 80, gateways: Sequence[GatewayMetrics] = ()) -> list[str]:
+    console = Console(width=columns, force_terminal=True, color_system=None)
+    picture = draw(fleet.sightings(), gateways, columns=columns, title="top")
     with console.capture() as drawn:
         console.print(picture)
-    return drawn.get().splitlines()
+    return [line.rstrip() for line in drawn.get().splitlines()]
 
 
 def fleet_of(number: int) -> Fleet:
@@ -104,14 +95,14 @@ def test_the_screen_sums_up_the_gateways_that_publish_in_one_line() -> None:
     gateways = Gateways(clock)
     gateways.hear(of_gateway("a", answers={"begun": 2}, tokens={"reused": 3, "prefilled": 1}))
     gateways.hear(of_gateway("forged", requests={"200": 2**70}))
-    text = "\n".join(screen(State(), fleet_of(1), gateways=gateways.now()))
-    assert "gateway   3 requests, 1 run; answers begun 2, 1 outlived a worker; 75% of" in text
+    text = "\n".join(screen(fleet_of(1), gateways=gateways.now()))
+    assert "gateway    3 requests, 1 run; answers begun 2, 1 outlived a worker; 75% of" in text
     gateways.hear(of_gateway("b", answers={"begun": 1, "continued": 5}, requests={"200": 3, "429": 1}))
-    text = "\n".join(screen(State(), fleet_of(1), gateways=gateways.now()))
-    assert "gateways  7 requests, 2 run; answers continued 5, begun 3, 2 outlived" in text
+    text = "\n".join(screen(fleet_of(1), gateways=gateways.now()))
+    assert "gateways   7 requests, 2 run; answers continued 5, begun 3, 2 outlived" in text
     clock.now_s += 16
     assert not gateways.now(), "a gateway that is silent is gone"
-    assert "gateway" not in "\n".join(screen(State(), fleet_of(1)))
+    assert "gateway" not in "\n".join(screen(fleet_of(1)))
 
 
 def test_a_full_table_of_gateways_still_takes_new_messages_of_known_ones() -> None:
@@ -162,59 +153,36 @@ def test_numbers_durations_and_sizes_are_shown_in_short_form(shown: str, expecte
     assert shown == expected
 
 
-@pytest.mark.parametrize("number", [0, 1, 5, 9, 10, 40])
-@pytest.mark.parametrize("session", ["", "s1"])
-def test_the_screen_is_80_by_24_with_any_number_of_workers(number: int, session: str) -> None:
-    drawn = screen(State(session=session), fleet_of(number), "no worker serves it" if session else "")
-    assert len(drawn) == 24
-    assert max(map(len, drawn)) <= 80
-    assert drawn[-1].startswith("q quit")
-
-
-@pytest.mark.parametrize(("columns", "lines"), [(120, 50), (60, 16), (40, 7)])
-def test_the_screen_fits_larger_and_smaller_terminals(columns: int, lines: int) -> None:
-    drawn = screen(State(), fleet_of(40), columns=columns, lines=lines)
-    assert len(drawn) == lines
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("number", [0, 1, 40])
+def test_the_screen_has_a_line_for_each_worker_and_fits_the_terminals_width(
+    number: int, columns: int
+) -> None:
+    drawn = screen(fleet_of(number), columns)
     assert max(map(len, drawn)) <= columns
+    assert [line.split()[0] for line in drawn[2 : 2 + number]] == [f"w{index:02}" for index in range(number)]
 
 
-def test_at_50_columns_the_screen_omits_columns_and_shortens_no_text() -> None:
+def test_a_narrow_terminal_omits_columns_that_are_seldom_needed_and_shortens_no_figure() -> None:
     fleet = Fleet(300)
-    fleet.hear(structs.replace(metrics("studio-1"), resident_kv_bytes=900 * 2**20, max_memory_bytes=2**30))
-    fleet.hear(metrics("studio-2"))
-    drawn = screen(State(), fleet, columns=50, lines=30)
-    assert len(drawn) == 30
-    assert max(map(len, drawn)) <= 50
-    assert "…" not in "".join(drawn), "nothing is cut"
-    assert drawn[1].split() == ["worker", "up", "sess", "run", "wait", "tok/s", "first", "found", "KV"]
-    assert [line.split()[0] for line in drawn[2:4]] == ["studio-1", "studio-2"]
-    text = " ".join(" ".join(drawn).split())
-    for part in ("KV 900M of 1.0G; MLX 512B, process 4K", "free 0B", "a token 325ms (p95 932ms)", "Esc back"):
+    fleet.hear(structs.replace(metrics("studio-1"), resident_kv_bytes=900 * 2**20, kv_limit_bytes=2**30))
+    heads = ["worker", "model", "up", "sess", "run", "wait", "tok/s", "first", "found", "KV", "disk", "drop"]
+    assert screen(fleet, 120)[1].split() == heads
+    assert screen(fleet)[1].split() == [head for head in heads if head not in {"sess", "disk", "drop"}]
+    text = " ".join(" ".join(screen(fleet)).split())
+    assert "…" not in text, "nothing is cut"
+    for part in ("KV 900M of 1.0G; MLX 512B, process 4K", "free 0B", "a token 325ms (p95 932ms)"):
         assert part in text
-    sorted_by = State(sort=11)
-    assert "drop" in screen(sorted_by, fleet, columns=50)[1], "what rows are sorted by is there"
 
 
 def test_long_names_are_shortened_and_control_characters_do_not_reach_the_terminal() -> None:
     fleet = Fleet(300)
     fleet.hear(structs.replace(metrics("w" * 64), model="m" * 300, requests={"\x1b[2J": {"ok": 1}}))
-    drawn = screen(State(), fleet)
+    drawn = screen(fleet)
     assert max(map(len, drawn)) <= 80
     assert "\x1b[2J" not in "\n".join(drawn)
     assert drawn[2].startswith("wwww")
     assert "…" in drawn[2]
-
-
-def test_the_selected_worker_stays_visible_and_its_details_are_shown() -> None:
-    fleet, state = fleet_of(40), State()
-    shown = names(state.rows(fleet.sightings()))
-    for _ in range(31):
-        state.press("down", shown)
-    drawn = screen(state, fleet)
-    assert any(line.startswith("w30 ") for line in drawn[2:12])
-    assert any(line.startswith("worker    w30: tiny on cpu") for line in drawn)
-    state.press("up", shown)
-    assert state.selected == "w29"
 
 
 def test_a_silent_worker_is_marked_silent_and_shows_no_figures() -> None:
@@ -222,10 +190,10 @@ def test_a_silent_worker_is_marked_silent_and_shows_no_figures() -> None:
     fleet = Fleet(300, clock)
     fleet.hear(metrics("w1"))
     clock.now_s += 80
-    drawn = screen(State(), fleet)
+    drawn = screen(fleet)
     assert drawn[0] == "top  1 worker, 1 silent"
     assert drawn[2].split() == ["w1", "tiny", "silent"]
-    assert "silent    for 1m" in "\n".join(drawn)
+    assert "silent  for 1m" in "\n".join(drawn)
 
 
 def test_the_first_line_of_top_sums_running_and_waiting_requests_of_live_workers() -> None:
@@ -234,58 +202,20 @@ def test_the_first_line_of_top_sums_running_and_waiting_requests_of_live_workers
     for number, name in enumerate(("silent", "w1", "w2")):
         fleet.hear(structs.replace(metrics(name), running=number, waiting=10, returned=100))
         clock.now_s += 80 * (not number)
-    assert screen(State(), fleet)[0] == "top  3 workers, 1 silent, 3 run, 20 wait, 200 returned"
+    assert screen(fleet)[0] == "top  3 workers, 1 silent, 3 run, 20 wait, 200 returned"
 
 
 def test_dropped_snapshots_are_counted_by_reason() -> None:
     fleet = Fleet(300)
     counters = SnapshotCounters(dropped={"disk_limit": 2, "queue_full": 5}, in_flight=3)
     fleet.hear(structs.replace(metrics("w1"), snapshots=counters))
-    drawn = "\n".join(screen(State(), fleet))
-    assert "drops     queue_full 5, disk_limit 2; 0 failed" in drawn
+    drawn = "\n".join(screen(fleet))
+    assert "drops      queue_full 5, disk_limit 2; 0 failed" in drawn
     assert "3 in flight" in drawn
 
 
-def test_keys_sort_reverse_and_filter_the_list_of_workers() -> None:
-    fleet, state = fleet_of(12), State()
-
-    def shown() -> list[str]:
-        return names(state.rows(fleet.sightings()))
-
-    assert shown()[0] == "w00"
-    for key in "sss":  # model, up, sessions
-        state.press(key, shown())
-    assert shown()[0] == "w06"
-    state.press("r", shown())
-    assert shown()[0] == "w00"
-    for key in keys("/w1x\x7f\n"):
-        state.press(key, shown())
-    assert (state.mode, state.filter) == (Mode.WATCH, "w1")
-    assert sorted(shown()) == ["w10", "w11"]
-    assert screen(state, fleet)[0] == "top  12 workers, 0 run, 66 wait, 0 returned, 2 shown"
-    state.press("escape", shown())
-    assert len(shown()) == 12
-
-
-def test_keys_typed_as_part_of_a_session_name_trigger_no_command() -> None:
-    state = State()
-    for key in keys("iquiet\r"):
-        state.press(key, [])
-    assert (state.session, state.left) == ("quiet", False)
-    state.press("escape", [])
-    assert state.session == ""
-    state.press("q", [])
-    assert state.left
-
-
-def test_escape_sequences_of_the_terminal_are_read_as_keys() -> None:
-    assert keys("\x1b[A\x1bOBq\x1b[5~\x01") == ["up", "down", "q"]
-    assert keys("\x1b") == ["escape"]
-
-
-@pytest.mark.parametrize(("end", "expected"), [("q", 0), ("\x03", 130)], ids=["q", "ctrl-c"])
-async def test_top_shows_a_worker_and_a_session_and_restores_the_terminal_when_it_ends(
-    local_worker: Callable[..., Awaitable[LocalWorker]], end: str, expected: int
+async def test_top_shows_a_worker_until_ctrl_c_and_restores_the_terminal(
+    local_worker: Callable[..., Awaitable[LocalWorker]],
 ) -> None:
     worker = await local_worker()
     await worker.client.session("s1").append(text="abcdef")
@@ -294,25 +224,10 @@ async def test_top_shows_a_worker_and_a_session_and_restores_the_terminal_when_i
         with Terminal("top", *where(worker)) as terminal:
             terminal.wait_for(r"worker +test: tiny on cpu")
             terminal.wait_for(r"append ok 1")
-            assert not terminal.echoes
-            assert termios.tcgetattr(terminal.terminal)[6][termios.VSUSP] == b"\0", "Ctrl-Z stops nothing"
-            terminal.type("i")
-            terminal.wait_for("session: _")
-            terminal.type("s1\r")
-            terminal.wait_for(r"session +default/s1 at test")
-            terminal.wait_for(r"position +6 tokens after 1 requests")
-            terminal.type(end)
-            code = terminal.end()
-            assert terminal.echoes
-            return code
+            terminal.type("\x03")
+            return terminal.end()
 
-    assert await asyncio.to_thread(watch) == expected
-
-
-def test_a_key_typed_before_the_screen_is_drawn_is_not_lost(nats_url: str) -> None:
-    with Terminal("top", "--nats", nats_url, fresh=True) as terminal:
-        terminal.type("q")
-        assert terminal.end() == 0
+    assert await asyncio.to_thread(watch) == 130
 
 
 def test_top_without_a_terminal_fails_with_one_line(nats_url: str) -> None:

@@ -155,8 +155,14 @@ async def test_verify_reports_a_result_that_was_changed_or_duplicated(local_work
             if body != one.body:
                 assert one.seq in changed(one, body), (one, body)
         assert changed(one, one.body, **{HISTORY_HEADER: "00" * 16}) == [one.seq]
-    twice = [*results, Stored(results[-1].seq + 1, results[0].body, {**results[0].headers})]
-    assert results[-1].seq + 1 in {fault.seq for fault in faults(requests, twice, {})}
+    last = results[-1].seq
+    twice = Stored(last + 1, results[0].body, {**results[0].headers, EXPECT_HEADER: str(last)})
+    assert [(fault.seq, "second" in fault.what) for fault in faults(requests, [*results, twice], {})] == [
+        (last + 1, True)
+    ]
+    early = Stored(last, results[-1].body, {**results[-1].headers, EXPECT_HEADER: str(results[0].seq)})
+    (fault,) = faults(requests, [*results[:-1], early], {})
+    assert fault.what.startswith(f"was stored behind {results[0].seq}")
     broken = [Stored(one.seq, b"x" + one.body, one.headers) for one in requests]
     assert {fault.what for fault in faults(broken, results, {})} == {"cannot be read"}
 

@@ -162,7 +162,7 @@ async def test_the_example_agent_continues_after_a_kill_and_no_answer_is_generat
 
 
 def kill_server(process: WorkerProcess) -> None:
-    os.kill(json.loads((process.data_dir / "nats-server.json").read_text())["pid"], signal.SIGKILL)
+    os.kill(process.server_pid, signal.SIGKILL)
 
 
 def kill_both(process: WorkerProcess) -> None:

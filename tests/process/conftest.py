@@ -42,10 +42,10 @@ class Supervised(EmbeddedServer):
 
     async def start(self):
         await super().start()
-        self._task = asyncio.create_task(self.supervise())
+        self._task = self._task or asyncio.create_task(self.supervise())
 
     async def stop(self):
-        while self._task is not None and not self._task.done():
+        while self._task not in {None, asyncio.current_task()} and not self._task.done():
             self._task.cancel()  # nats-py may lose one; a worker's group cancels again too
             await asyncio.wait([self._task], timeout=1)
         await super().stop()

@@ -1,4 +1,4 @@
-"""A worker's NATS server outlives the worker, is restarted if it dies, and is told apart from others."""
+"""The NATS server of a data directory ends with its owner, and is restarted if it dies by itself."""
 
 import asyncio
 import contextlib
@@ -40,25 +40,20 @@ asyncio.run(main())
 
 
 @pytest.fixture
-def killed_owner(settings):
-    """Yield a function: it starts a server in a process, ends that process, and returns the server's pid."""
+def started_owner(settings):
+    """Yield a function that starts a server in a process; return that process and the server's pid."""
     command = [sys.executable, "-c", OWNER, settings.data_dir, str(settings.nats_port)]
-    servers = []
+    with contextlib.ExitStack() as stack:
 
-    def start_and_end(how):
-        pipe = subprocess.PIPE
-        with subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=pipe, text=True, process_group=0
-        ) as owner:
-            servers.append(psutil.Process(int(owner.stderr.readline())))
-            # To the whole group, as a terminal does on Ctrl-C.
-            os.killpg(owner.pid, how)
-        return servers[-1].pid
+        def start():
+            pipe = subprocess.PIPE
+            owner = stack.enter_context(
+                subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=pipe, text=True, process_group=0)
+            )
+            stack.callback(owner.kill)
+            return owner, int(owner.stderr.readline())
 
-    yield start_and_end
-    for server in servers:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            server.kill()
+        yield start
 
 
 async def eventually(condition, timeout_s=20.0):
@@ -103,7 +98,6 @@ async def stored(url):
 
 async def test_a_started_nats_server_is_ready_and_listens_on_loopback_only(server, settings):
     await server.start()
-    assert not server.adopted
     await store(url_of(server), b"1")
     addresses = {c.laddr.ip for c in psutil.Process(server.pid).net_connections() if c.status == "LISTEN"}
     assert addresses == {"127.0.0.1"}
@@ -134,7 +128,7 @@ async def test_stopping_the_nats_server_ends_its_process_and_the_next_start_has_
     await store(url_of(first), b"1", b"2")
     await first.stop()
     assert not psutil.pid_exists(pid)
-    assert not (directory.path / "nats-server.json").exists()
+    assert first.pid is None
     await first.stop()
     second = embed(directory, settings)
     await second.start()
@@ -143,59 +137,28 @@ async def test_stopping_the_nats_server_ends_its_process_and_the_next_start_has_
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-async def test_a_nats_server_survives_its_worker_and_the_next_worker_adopts_it(
-    embed, killed_owner, settings, how
+async def test_a_nats_server_ends_with_its_owner_and_the_next_one_has_its_messages(
+    embed, started_owner, settings, how
 ):
-    pid = killed_owner(how)
-    await store(url_left_by(settings), b"published while no worker runs")
-    with DataDir.open(settings.data_dir) as directory:
-        server = embed(directory, settings)
-        await server.start()
-        assert (server.adopted, server.pid) == (True, pid)
-        assert await stored(url_of(server)) == 1
-        await server.stop()
-        assert not server._alive()
-
-
-@pytest.mark.process
-async def test_a_worker_adopts_a_left_over_nats_server_even_if_no_file_records_it(
-    embed, killed_owner, settings
-):
-    pid = killed_owner(signal.SIGKILL)
-    (settings.data_dir / "nats-server.json").unlink()
-    with DataDir.open(settings.data_dir) as directory:
-        server = embed(directory, settings)
-        await server.start()
-        assert (server.adopted, server.pid) == (True, pid)
-        assert json.loads((settings.data_dir / "nats-server.json").read_text())["pid"] == pid
-
-
-@pytest.mark.process
-async def test_a_left_over_nats_server_on_another_port_is_replaced_and_keeps_its_messages(
-    embed, killed_owner, settings, unused_port
-):
-    pid = killed_owner(signal.SIGKILL)
+    owner, pid = started_owner()
     await store(url_left_by(settings), b"1")
-    moved = dataclasses.replace(settings, nats_port=unused_port)
-    with DataDir.open(settings.data_dir) as directory:
-        server = embed(directory, moved)
+    # To the whole group, as a terminal does on Ctrl-C.
+    os.killpg(owner.pid, how)
+    owner.wait()
+    with DataDir.open(settings.data_dir) as directory:  # which waits for the server's end
+        assert not psutil.pid_exists(pid)
+        server = embed(directory, settings)
         await server.start()
-        assert not server.adopted
-        assert server.pid != pid
-        assert await stored(url_left_by(moved)) == 1
+        assert await stored(url_of(server)) == 1
 
 
 @pytest.mark.process
-async def test_an_adopted_nats_server_that_dies_is_restarted_with_its_messages(embed, killed_owner, settings):
-    pid = killed_owner(signal.SIGKILL)
-    with DataDir.open(settings.data_dir) as directory:
-        server = embed(directory, settings)
-        await server.start()
-        await store(url_of(server), b"1")
-        kill(pid)
-        await eventually(lambda: server.pid not in (None, pid))
-        await server._wait_until_ready()
-        assert await stored(url_of(server)) == 1
+async def test_a_killed_shell_of_a_nats_server_takes_the_server_with_it(embed, directory, settings):
+    server = embed(directory, settings)
+    await server.start()
+    killed = server.pid
+    server._process.kill()
+    await eventually(lambda: server.pid not in (None, killed))
 
 
 async def test_a_nats_server_that_dies_is_restarted_with_its_messages_and_clients_reconnect(server):
@@ -231,26 +194,6 @@ async def test_a_worker_is_notified_when_the_nats_server_closes_its_connection_f
     await client.publish("x", b"x" * 2 * settings.max_message_bytes)
     await asyncio.wait_for(closed.wait(), 10)
     assert client.is_closed
-
-
-async def test_a_stale_record_of_the_nats_server_that_names_an_unrelated_process_is_ignored(
-    server, directory
-):
-    with subprocess.Popen(["sleep", "60"]) as stranger:  # noqa: ASYNC220
-        note = {"pid": stranger.pid, "port": server.port}
-        (directory.path / "nats-server.json").write_text(json.dumps(note))
-        await server.start()
-        assert not server.adopted
-        await server.stop()
-        assert stranger.poll() is None
-        stranger.kill()
-
-
-@pytest.mark.parametrize("note", ["", "{", "[]", '{"pid": "x"}', '{"pid": 999999999}'])
-async def test_a_broken_record_of_the_nats_server_is_ignored(server, directory, note):
-    (directory.path / "nats-server.json").write_text(note)
-    await server.start()
-    assert not server.adopted
 
 
 async def test_the_error_for_a_port_held_by_another_server_names_the_port_and_options_that_help(
@@ -293,7 +236,7 @@ async def test_the_nats_server_works_in_a_data_directory_with_odd_characters(emb
         server = embed(directory, settings)
         await server.start()
         assert any(directory.nats.iterdir())
-        assert server._find().pid == server.pid
+        assert psutil.Process(server.pid).name() == "nats-server"
 
 
 async def test_the_start_fails_and_quotes_the_error_of_a_nats_server_that_ends_at_once(server, directory):

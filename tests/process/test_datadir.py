@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from worker.process import datadir
-from worker.process.datadir import DataDir, DataDirError
+from worker.process.datadir import DataDir, DataDirError, is_same
 from worker.wire.broker import server_name
 
 HOLDER = """
@@ -58,6 +58,15 @@ def test_another_spelling_of_a_data_directory_is_the_same_server(tmp_path):
     (tmp_path / "link").symlink_to("real")
     assert server_name(tmp_path / "link" / "data") == server_name(tmp_path / "real" / "data")
     assert server_name(tmp_path / "link") != server_name(tmp_path)
+
+
+def test_another_case_of_a_data_directory_is_the_same_where_the_disk_says_so(tmp_path, monkeypatch):
+    stat = os.stat
+    (tmp_path / "data").mkdir()
+    assert not is_same(tmp_path / "DATA", tmp_path / "data")
+    monkeypatch.setattr(os, "stat", lambda path, **more: stat(str(path).replace("DATA", "data"), **more))
+    assert is_same(tmp_path / "DATA", tmp_path / "data")
+    assert not is_same(tmp_path / "DATA", tmp_path)
 
 
 def test_a_second_worker_is_refused_with_the_first_ones_pid_until_the_first_is_killed(tmp_path):

@@ -1,31 +1,39 @@
-"""Health over HTTP: the answers of a worker that loads, serves, lacks NATS, hangs or stops."""
+"""Health: what a worker that loads, serves, lacks NATS, hangs or stops reports, and the answers over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
+import anyio
 import psutil
 import pytest
 
 from tests.parts import free_port
 from turnkeep_client.errors import TurnkeepError
 from worker import app as app_module
+from worker import supervisor
+from worker.app import App
 from worker.device.runner import Runner
 from worker.models import model
 from worker.observe import health as health_module
+from worker.observe.health import HealthServer
 from worker.process.setting_kinds import Endpoint
 from worker.process.setting_sources import load
-from worker.process.settings import SettingsError
+from worker.process.settings import Settings, SettingsError
+from worker.supervisor import Supervisor
 from worker.wire.broker import find_server
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
     from tests.parts import LocalWorker, WorkerProcess
@@ -70,8 +78,26 @@ def endpoint() -> Endpoint:
     return Endpoint("127.0.0.1", free_port())
 
 
-async def test_a_worker_that_is_loading_its_model_is_live_but_not_ready(
-    local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+async def health(endpoint: Endpoint) -> AsyncIterator[HealthServer]:
+    """Answer probes: a worker that serves and does not hang."""
+    server = HealthServer(endpoint, {"/livez": list, "/readyz": list})
+    await server.open()
+    serving = asyncio.create_task(server.serve())
+    yield server
+    serving.cancel()
+
+
+async def unready(worker: App, *reasons: str) -> None:
+    """Wait until a worker that does not hang reports these reasons for not answering."""
+    async with asyncio.timeout(WAIT_S):
+        while worker.state().unready != reasons:  # noqa: ASYNC110  # a state of the worker
+            await asyncio.sleep(0.05)
+    assert worker.state().hangs == ()
+
+
+async def test_a_worker_that_is_loading_its_model_is_not_ready(
+    tmp_path: Path, tiny_model: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_load = threading.Event()
     as_ever = model.load
@@ -81,23 +107,22 @@ async def test_a_worker_that_is_loading_its_model_is_live_but_not_ready(
         return as_ever(*args, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(model, "load", slow)
-    starting = asyncio.create_task(local_worker(health=endpoint))
+    prefix = f"t{time.monotonic_ns()}"
+    app = App(Settings(data_dir=tmp_path / "data", nats=nats_url, prefix=prefix, model=str(tiny_model)))
+    running = asyncio.create_task(app.run())
+    await asyncio.sleep(0)
     try:
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                with contextlib.suppress(ConnectionError):
-                    await until(endpoint, "/readyz", (503, "loading the model"))
-                    break
-                await asyncio.sleep(0.05)
-        assert await get(endpoint, "/livez") == (200, "ok")
+        await unready(app, "loading the model")
     finally:
         may_load.set()
-        await starting
-    assert await get(endpoint, "/readyz") == (200, "ok")
+    await unready(app)
+    app.stop()
+    await unready(app, "stopping")
+    await running
 
 
-async def test_a_worker_without_nats_is_live_but_not_ready_until_nats_is_back(
-    local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, tmp_path: Path
+async def test_a_worker_without_nats_is_not_ready_until_nats_is_back(
+    local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
 ) -> None:
     port = free_port()
     command = [str(find_server()), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(tmp_path / "nats")]
@@ -108,38 +133,36 @@ async def test_a_worker_without_nats_is_live_but_not_ready_until_nats_is_back(
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                     break
                 await asyncio.sleep(0.05)
-        worker = await local_worker(nats=f"nats://127.0.0.1:{port}", health=endpoint)
+        worker = await local_worker(nats=f"nats://127.0.0.1:{port}")
         server.kill()
         server.wait()
-        await until(endpoint, "/readyz", (503, "no connection to NATS"))
-        assert await get(endpoint, "/livez") == (200, "ok")
+        await unready(worker.app, "no connection to NATS")
         server = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
-        await until(endpoint, "/readyz", (200, "ok"))
+        await unready(worker.app)
         await worker.stop()
     finally:
         server.kill()
         server.wait()
 
 
-async def test_a_worker_that_cannot_renew_its_membership_record_is_live_but_not_ready(
-    local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint
+async def test_a_worker_that_cannot_renew_its_membership_record_is_not_ready(
+    local_worker: Callable[..., Awaitable[LocalWorker]],
 ) -> None:
     """For example, the membership stream has no leader; then another worker could take the name."""
-    worker = await local_worker(health=endpoint)
+    worker = await local_worker()
     bucket = f"KV_{worker.app._subjects.workers_bucket}"
     js = worker.app._nc.jetstream()  # type: ignore[union-attr]
     config = (await js.stream_info(bucket)).config
     await js.update_stream(config.evolve(subjects=["nobody.$KV.x"]))  # where renewals do not arrive
-    await until(endpoint, "/readyz", (503, "this worker is not recorded on the prefix"))
-    assert await get(endpoint, "/livez") == (200, "ok")
+    await unready(worker.app, "this worker is not recorded on the prefix")
     await js.update_stream(config)
-    await until(endpoint, "/readyz", (200, "ok"))
+    await unready(worker.app)
 
 
-async def test_a_worker_whose_device_thread_hangs_is_neither_live_nor_ready(
-    local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+async def test_a_worker_whose_device_thread_hangs_says_so(
+    local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = await local_worker(health=endpoint)
+    worker = await local_worker()
     goes_on = threading.Event()
     as_ever = Runner.step
 
@@ -150,51 +173,50 @@ async def test_a_worker_whose_device_thread_hangs_is_neither_live_nor_ready(
     monkeypatch.setattr(Runner, "step", hang)
     monkeypatch.setattr(app_module, "_STUCK_S", 0.2)
     await asyncio.sleep(0.5)
-    assert await get(endpoint, "/livez") == (200, "ok"), "a thread with nothing to do does not hang"
+    assert worker.app.state().hangs == (), "a thread with nothing to do does not hang"
     appending = asyncio.create_task(worker.client.session("s").append(text="hello"))
     try:
-        for path in ("/livez", "/readyz"):
-            async with asyncio.timeout(WAIT_S):
-                while (heard := await get(endpoint, path))[0] == 200:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-            assert heard == (503, "the device has been at one step for 0 s")
+        async with asyncio.timeout(WAIT_S):
+            while not (state := worker.app.state()).hangs:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert state.hangs == state.unready == ("the device has been at one step for 0 s",)
     finally:
         goes_on.set()
     await appending
-    await until(endpoint, "/livez", (200, "ok"))
-    await until(endpoint, "/readyz", (200, "ok"))
+    await unready(worker.app)
 
 
-async def test_a_stopping_worker_answers_a_readiness_probe_with_503_stopping(
-    local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint
+async def test_serve_is_ready_while_its_worker_answers_and_live_while_the_worker_reports(
+    worker_process: Callable[..., WorkerProcess], endpoint: Endpoint
 ) -> None:
-    worker = await local_worker(health=endpoint)
-    reader, writer = await asyncio.open_connection(*endpoint)
-    writer.write(b"GET /readyz HTTP/1.1\r\n")
-    await get(endpoint, "/livez")  # the connection before has been accepted
-    worker.app.stop()
-    writer.write(b"\r\n")
-    answer = await reader.read()
-    assert answer.startswith(b"HTTP/1.1 503 ")
-    assert answer.endswith(b"\r\n\r\nstopping\n")
-    writer.close()
-    await worker.task
+    process = worker_process("--health", str(endpoint))
+    process.start()
+    async with asyncio.timeout(WAIT_S):
+        while '"ready"' not in process.log:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await until(endpoint, "/readyz", (200, "ok"))
+    os.kill(process.worker_pid, signal.SIGKILL)
+    await until(endpoint, "/readyz", (503, "loading the model"))
+    assert await get(endpoint, "/livez") == (200, "ok")
+    await until(endpoint, "/readyz", (200, "ok"))
+    assert process.stop() == 0
     with pytest.raises(ConnectionError):
         await get(endpoint, "/livez")
+    told = Supervisor(Settings(), {})
+    assert told._hangs() == []
+    told._models[0].reported_s = anyio.current_time() - supervisor._SILENT_S - 1
+    assert told._hangs() == ["the worker does not report"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="psutil sets limits of another process on Linux only")
 async def test_a_worker_that_runs_out_of_file_descriptors_answers_probes_once_it_has_some_again(
     worker_process: Callable[..., WorkerProcess], endpoint: Endpoint
 ) -> None:
-    process = worker_process("--health", str(endpoint))
+    process = worker_process("--health", str(endpoint), "--metrics-interval-s", "0.2")
+    process.start()
     async with asyncio.timeout(WAIT_S):
-        for number in (1, 2):  # the second start adopts the NATS server, and looks at it with psutil
-            if process.running:
-                process.kill()
-            process.start()
-            while process.log.count('"ready"') < number:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        while '"ready"' not in process.log:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
         limits = psutil.Process(process.pid)
         usual = limits.rlimit(psutil.RLIMIT_NOFILE)
         limits.rlimit(psutil.RLIMIT_NOFILE, (3, usual[1]))
@@ -223,10 +245,9 @@ MALFORMED = {
 
 
 async def test_malformed_health_requests_are_refused_and_incomplete_ones_are_disconnected(
-    local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+    health: HealthServer, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health_module, "_PATIENCE_S", 0.5)
-    await local_worker(health=endpoint)
     for request, status in MALFORMED.items():
         assert (await exchange(endpoint, request)).startswith(b"HTTP/1.1 %d " % status), request[:40]
     assert await exchange(endpoint, b"GET /read") == b"", "the rest of it never comes"
@@ -240,10 +261,9 @@ async def test_malformed_health_requests_are_refused_and_incomplete_ones_are_dis
 
 
 async def test_idle_connections_do_not_keep_a_health_probe_from_its_answer(
-    local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+    health: HealthServer, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health_module, "_PATIENCE_S", WAIT_S)
-    await local_worker(health=endpoint)
     idle = [await asyncio.open_connection(*endpoint) for _ in range(70)]
     assert await get(endpoint, "/livez") == (200, "ok")
     for reader, _ in idle[:7]:
@@ -254,11 +274,11 @@ async def test_idle_connections_do_not_keep_a_health_probe_from_its_answer(
         writer.close()
 
 
-async def test_a_worker_whose_health_port_is_in_use_fails_before_it_makes_a_data_directory(
-    local_worker: Callable[..., Awaitable[LocalWorker]], endpoint: Endpoint, tmp_path: Path
+async def test_serve_whose_health_port_is_in_use_fails_before_it_makes_a_data_directory(
+    endpoint: Endpoint, tmp_path: Path
 ) -> None:
     with socket.create_server(endpoint), pytest.raises(TurnkeepError) as refused:
-        await local_worker(health=endpoint, data_dir=tmp_path / "new" / "data")
+        await Supervisor(Settings(health=endpoint, data_dir=tmp_path / "new" / "data"), {}).run()
     assert str(refused.value) == (
         f"health: cannot listen on {endpoint} (Address already in use); choose another --health"
     )

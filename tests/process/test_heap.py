@@ -32,6 +32,7 @@ def faults():
     return found
 
 spare = Spare(int(sys.argv[1]))
+spare.fill()
 weights = libc.malloc(8 * MIB)  # what comes before the release takes nothing of it
 ctypes.memset(weights, 1, 8 * MIB)
 spare.release()

@@ -10,6 +10,7 @@ import time
 import nats.errors
 import pytest
 
+from tests.parts import fall_asleep
 from turnkeep_client.subjects import Subjects
 from worker.wire import members as members_of
 from worker.wire.connection import BrokerError, connect
@@ -189,6 +190,17 @@ async def test_a_worker_that_makes_the_membership_stream_counts_as_alone_only_af
     await one.join()
     assert not one.is_alone
     await until(lambda: one.is_alone)
+
+
+async def test_a_worker_that_slept_for_longer_than_its_record_lives_counts_as_alone_only_once_it_is_renewed(
+    members, monkeypatch
+):
+    only = await members("one", "a")
+    await only.join()
+    assert only.is_alone
+    fall_asleep(monkeypatch, 60.0)
+    assert not only.is_alone, "another worker may have joined meanwhile"
+    await until(lambda: only.is_alone)
 
 
 async def test_workers_no_longer_count_as_alone_once_another_worker_has_joined(members):

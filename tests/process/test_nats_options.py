@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import os
@@ -18,7 +17,6 @@ from structlog.testing import capture_logs
 
 from commands import serve
 from commands.cli import main
-from tests.commands.command_runs import turnkeep
 from turnkeep_client.client import connect as client
 from turnkeep_client.errors import NotPermittedError
 from worker.process.setting_sources import load
@@ -337,33 +335,3 @@ async def test_a_worker_that_logs_in_by_nkey_over_tls_answers_a_request(
     worker = await local_worker(nats=url, nats_creds=file, nats_ca=keys / "ca.pem")
     result = await worker.client.session("s").generate(text="abc", max_tokens=2)
     assert len(result.tokens) == 2
-
-
-@pytest.mark.process
-async def test_the_command_bench_logs_in_by_nkey_over_tls_and_writes_no_seed(
-    foreign_server: Any, local_worker: Any, tmp_path: Path, keys: Path
-) -> None:
-    seed, other = (write(tmp_path / name, seed_of(nkeys.PREFIX_BYTE_USER)) for name in ("seed", "other"))
-    url = await foreign_server(
-        jetstream={"store_dir": str(tmp_path / "js"), "max_file_store": 2**60},
-        authorization={"users": [{"nkey": public(seed.read_bytes())}]},
-        tls={"cert_file": str(keys / "server.pem"), "key_file": str(keys / "server.key")},
-    )
-    worker = await local_worker(nats=url, nats_creds=seed, nats_ca=keys / "ca.pem")
-
-    async def bench(file: Path) -> subprocess.CompletedProcess[str]:
-        login = ("--nats-creds", file, "--nats-ca", keys / "ca.pem")
-        which = ("--nats", url, "--prefix", worker.settings.prefix, "--out", tmp_path / "out")
-        return await asyncio.to_thread(turnkeep, "bench", *login, "session", "--smoke", *which)
-
-    done = await bench(seed)
-    assert done.returncode == 0, done.stderr
-    texts = [path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert texts
-    assert seed.read_text() not in done.stdout + done.stderr + "".join(texts)
-    done = await bench(other)
-    assert done.returncode == 1
-    assert "refuses the credentials" in done.stderr
-    done = await bench(tmp_path / "absent")
-    assert done.returncode == 2
-    assert f"nats_creds: {tmp_path}/absent cannot be read" in done.stderr

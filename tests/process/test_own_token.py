@@ -9,23 +9,23 @@ import os
 import shutil
 import stat
 import subprocess
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING
 
 import nats
 import pytest
 
 from tests.commands.command_runs import command
-from tests.parts import free_port
 from worker.process.settings import Settings, SettingsError
-from worker.wire.broker import EmbeddedServer, find_server
-from worker.wire.connection import BrokerError, connect
+from worker.wire.broker import EmbeddedServer
+from worker.wire.connection import BrokerError
 from worker.wire.credentials import client_options
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
     from pathlib import Path
 
-    from tests.parts import LocalWorker, WorkerProcess
+    from tests.parts import WorkerProcess
     from worker.process.datadir import DataDir
 
 pytestmark = pytest.mark.process
@@ -36,18 +36,25 @@ def mode(path: Path) -> int:
 
 
 @pytest.fixture
-async def worker(local_worker: Callable[..., Awaitable[LocalWorker]]) -> LocalWorker:
-    return await local_worker(nats=None, nats_port=free_port())
+def worker(worker_process: Callable[..., WorkerProcess]) -> WorkerProcess:
+    worker = worker_process()
+    worker.start()
+    while '"ready"' not in worker.log:
+        time.sleep(0.05)
+    return worker
 
 
-def place(worker: LocalWorker) -> list[str]:
-    port = str(worker.settings.nats_port)
-    return ["--data-dir", str(worker.settings.data_dir), "--nats-port", port]
+def place(worker: WorkerProcess) -> list[str]:
+    return ["--data-dir", str(worker.data_dir), "--nats-port", port_of(worker)]
 
 
-async def test_commands_read_the_nats_token_from_the_data_directory(worker: LocalWorker) -> None:
-    where = [*place(worker), "--prefix", worker.settings.prefix]
-    await worker.client.session("s").append(text="x")
+def port_of(worker: WorkerProcess) -> str:
+    return worker.url.rpartition(":")[2]
+
+
+async def test_commands_read_the_nats_token_from_the_data_directory(worker: WorkerProcess) -> None:
+    where = place(worker)
+    assert (await command("ask", "x", "--session", "s", "--max-tokens", "1", *where)).returncode == 0
     for words in (["info", "s"], ["sessions"], ["top"]):
         done = await command(*words, *where)
         if words != ["top"]:
@@ -56,7 +63,7 @@ async def test_commands_read_the_nats_token_from_the_data_directory(worker: Loca
 
 
 async def test_info_url_prints_an_address_that_other_programs_can_connect_to(
-    worker: LocalWorker,
+    worker: WorkerProcess,
 ) -> None:
     done = await command("info", "--url", *place(worker)[:2])
     assert done.returncode == 0
@@ -76,9 +83,9 @@ async def first_word(port: int, **login: str) -> bytes:
     return said.strip()
 
 
-async def test_the_nats_server_refuses_connections_without_the_exact_token(worker: LocalWorker) -> None:
-    port = worker.settings.nats_port
-    token = (worker.settings.data_dir / "nats-token").read_text().strip()
+async def test_the_nats_server_refuses_connections_without_the_exact_token(worker: WorkerProcess) -> None:
+    port = int(port_of(worker))
+    token = (worker.data_dir / "nats-token").read_text().strip()
     assert await first_word(port, auth_token=token) == b"PONG"
     wrong: list[dict[str, str]] = [
         {},
@@ -92,16 +99,16 @@ async def test_the_nats_server_refuses_connections_without_the_exact_token(worke
 
 
 async def test_a_command_without_the_right_token_fails_and_names_the_data_directory_that_has_it(
-    worker: LocalWorker, tmp_path: Path
+    worker: WorkerProcess, tmp_path: Path
 ) -> None:
-    port = str(worker.settings.nats_port)
+    port = port_of(worker)
     other = tmp_path / "other"
     where = ["--data-dir", str(other), "--nats-port", port]
     done = await command("sessions", *where)
     assert done.returncode == 1
     assert done.stderr == (
         f"turnkeep: the NATS server at nats://127.0.0.1:{port} wants a token, and there is no"
-        f" {other}/nats-token; its worker has --data-dir {worker.settings.data_dir}\n"
+        f" {other}/nats-token; name its worker's data directory by --data-dir\n"
     )
     done = await command("info", "--url", *where[:2])
     assert (done.returncode, done.stdout) == (2, "")
@@ -114,16 +121,16 @@ async def test_a_command_without_the_right_token_fails_and_names_the_data_direct
     assert done.returncode == 1
     assert done.stderr == (
         f"turnkeep: the NATS server at nats://127.0.0.1:{port} refuses the token in"
-        f" {other}/nats-token; its worker has --data-dir {worker.settings.data_dir}\n"
+        f" {other}/nats-token; name its worker's data directory by --data-dir\n"
     )
 
 
 async def test_a_command_takes_the_token_from_a_folder_with_a_copy_of_it(
-    worker: LocalWorker, tmp_path: Path
+    worker: WorkerProcess, tmp_path: Path
 ) -> None:
-    shutil.copy(worker.settings.data_dir / "nats-token", tmp_path)
-    where = ["--data-dir", str(tmp_path), "--nats-port", str(worker.settings.nats_port)]
-    done = await command("sessions", "--prefix", worker.settings.prefix, *where)
+    shutil.copy(worker.data_dir / "nats-token", tmp_path)
+    where = ["--data-dir", str(tmp_path), "--nats-port", port_of(worker)]
+    done = await command("sessions", *where)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -144,17 +151,15 @@ def test_another_user_of_the_machine_gets_an_error_that_the_nats_token_cannot_be
     )
 
 
-async def test_the_nats_token_is_readable_by_its_owner_only_and_survives_a_restart(
-    local_worker: Callable[..., Awaitable[LocalWorker]],
+def test_the_nats_token_is_readable_by_its_owner_only_and_survives_a_restart(
+    directory: DataDir, settings: Settings
 ) -> None:
-    port, seen = free_port(), set()
+    token, seen = settings.data_dir / "nats-token", set()
     for _ in range(2):
-        worker = await local_worker(nats=None, nats_port=port)
-        root = worker.settings.data_dir
-        assert (mode(root / "nats-token"), mode(root / "nats-server.conf")) == (0o600, 0o600)
-        seen.add((root / "nats-token").read_text())
-        await worker.stop()
-        (root / "nats-token").chmod(0o644)  # as a copy of the directory may have it
+        EmbeddedServer(directory, settings)
+        assert mode(token) == 0o600
+        seen.add(token.read_text())
+        token.chmod(0o644)  # as a copy of the directory may have it
     assert len(seen) == 1
     assert len(seen.pop().strip()) >= 43, "32 random bytes"
 
@@ -178,44 +183,6 @@ async def test_the_nats_token_appears_in_no_log_no_command_output_and_no_process
     assert token not in "".join(logs) + commands
     kept = {path.name for path in process.data_dir.iterdir() if path.is_file() and token in path.read_text()}
     assert kept == {"nats-token", "nats-server.conf"}
-
-
-def earlier(settings: Settings, directory: DataDir) -> Any:
-    """Start a server as an earlier version did, without a token, and leave it running."""
-    server = EmbeddedServer(directory, settings)
-    config = json.loads(server._config)
-    del config["authorization"]
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    (settings.data_dir / "nats-server.conf").write_text(text)
-    (settings.data_dir / "nats-token").unlink()
-    command = [str(find_server()), "-c", str(settings.data_dir / "nats-server.conf")]
-    return subprocess.Popen(command, cwd=settings.data_dir, stderr=subprocess.DEVNULL)
-
-
-async def test_a_worker_replaces_a_running_nats_server_of_an_earlier_version_without_a_token(
-    settings: Settings, directory: DataDir, embed: Any
-) -> None:
-    """The old server outlived its worker. Its messages stay, and the new server requires a token."""
-    old = earlier(settings, directory)
-    try:
-        open_to_all = f"nats://127.0.0.1:{settings.nats_port}"
-        client = await connect(open_to_all, name="test", timeout_s=20)
-        await client.jetstream().add_stream(name="kept", subjects=["kept"])
-        await client.jetstream().publish("kept", b"1")
-        await client.close()
-        server = embed(directory, settings)
-        await server.start()
-        assert not server.adopted
-        assert old.wait(20) is not None
-        client = await connect(server.url, name="test", token=server.token)
-        assert (await client.jetstream().stream_info("kept")).state.messages == 1
-        await client.close()
-        with pytest.raises(BrokerError, match="refuses the credentials"):
-            await connect(open_to_all, name="test")
-        assert mode(settings.data_dir / "nats-server.conf") == 0o600
-    finally:
-        old.kill()
-        old.wait()
 
 
 @pytest.mark.parametrize("broken", ["short", "with a space in it, and longer", "käse-käse-käse-käse"])

@@ -13,6 +13,7 @@ import pytest
 
 from turnkeep_client.client import connect
 from turnkeep_client.log import BUILD_HEADER, words
+from worker.process.setting_kinds import Tenants
 from worker.sessions.attempts import Attempts
 from worker.wire import intake, retention
 from worker.wire.owners import Owners
@@ -36,7 +37,7 @@ def cluster(local_worker: Start, tmp_path: Path, endless_model: Path) -> Start:
 
     async def start(name: str, **settings: Any) -> Any:
         settings = {"ack_wait_s": 60.0, "model": str(endless_model), "max_waiting": 2 * PLACES} | settings
-        settings |= {"max_waiting_per_tenant": PLACES, "max_batch": 2}
+        settings |= {"tenants": Tenants(sessions=PLACES), "max_batch": 2}
         return await local_worker(data_dir=tmp_path / name, worker=name, **settings)
 
     return start

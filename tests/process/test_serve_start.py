@@ -1,4 +1,4 @@
-"""A worker finds faults of model and settings before it starts a NATS server or makes a stream."""
+"""A worker finds faults of model and settings before it makes a stream."""
 
 from __future__ import annotations
 
@@ -55,18 +55,6 @@ async def fail_to_start(**settings: object) -> str:
     with pytest.raises(TurnkeepError) as told:
         await App(Settings(**settings)).run()  # type: ignore[arg-type]
     return str(told.value)
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-async def test_a_wrong_model_or_setting_fails_the_start_before_a_nats_server_is_started(
-    wrong: str, tmp_path: Path, tiny_model: Path
-) -> None:
-    changes, says = WRONG[wrong]
-    data_dir = tmp_path / "data"
-    usual = {"data_dir": data_dir, "nats_port": free_port(), "model": str(tiny_model)}
-    assert says in await fail_to_start(**(usual | changes))
-    assert not (data_dir / "nats-server.json").exists()
-    assert not list((data_dir / "nats").iterdir())
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -7,6 +7,7 @@ import pytest
 from cache.names.policy import FULL, Policy
 from turnkeep_client.subjects import check_id
 from worker.process import settings as module
+from worker.process.setting_kinds import Tenants
 from worker.process.setting_sources import load, load_models
 from worker.process.settings import Settings, SettingsError, describe
 
@@ -107,6 +108,15 @@ def test_a_cache_policy_has_the_given_sizes_or_default_ones(tmp_path):
     assert load({"cache_policy": "full"}, {}, None, tmp_path).cache_policy == FULL
 
 
+def test_the_limits_of_tenants_are_a_table_of_the_file_or_one_text(tmp_path):
+    write(tmp_path, "[tenants]\nrows = 2\nmemory = '1GiB'\n[models.a]\nmodel = 'x'\n")
+    expected = Tenants(rows=2, memory=2**30)
+    assert load({}, {}, None, tmp_path).tenants == expected
+    assert load_models({}, {}, None, tmp_path)["a"].tenants == expected
+    told = {"TURNKEEP_TENANTS": "sessions=3, metrics=50,rows=off"}
+    assert load({}, told, None, tmp_path).tenants == Tenants(sessions=3, metrics=50), "the whole table"
+
+
 def test_nats_urls_without_a_scheme_get_one(tmp_path):
     assert load({"nats": "queue:4333, tls://b"}, {}, None, tmp_path).nats == "nats://queue:4333,tls://b"
 
@@ -166,6 +176,9 @@ def test_an_unknown_setting_is_refused_with_its_source_and_the_most_similar_name
         ("cache_policy", "sink_window:4,-9", "two numbers of tokens from 1"),
         ("cache_policy", "full:4,64", "'full' or sink_window:SINK,WINDOW"),
         ("cache_policy", 4, "'full' or sink_window:SINK,WINDOW"),
+        ("tenants", "sessions=0", "some of rows, memory, sessions and metrics, such as rows=4,memory=2GiB"),
+        ("tenants", "rows", "some of rows, memory, sessions and metrics"),
+        ("tenants", {"row": 4}, "some of rows, memory, sessions and metrics"),
         ("prefix", "a..b", "joined by dots"),
         ("worker", "my host", "1 to 64 of the characters"),
         ("nats", "http://queue", "nats://host:4222"),
@@ -268,6 +281,10 @@ def test_the_model_tables_are_ignored_if_a_model_or_prefix_is_given(tmp_path):
         ),
         ("[models.a]\nmodel = 'x'\nkv_bits = 3", r"kv_bits in \[models.a\] of .*: 3 is not valid"),
         ("[models.a]\nmodel = 'x'\nnats_port = 3", r"nats_port in \[models.a\] of .* is for all models"),
+        (
+            "[models.a]\nmodel = 'x'\n[models.a.tenants]\nrows = 2",
+            "tenants in .* is for all models",
+        ),
         ("[models.qwen2.5]\nmodel = 'x'", r'is in quotes: \[models."qwen2.5"\]'),
         (
             "[models.'a:b']\nmodel = 'x'\n[models.a-b]\nmodel = 'y'",

@@ -206,13 +206,10 @@ async def test_turns_succeed_while_the_collector_is_down_and_spans_arrive_once_i
     assert lost[0]["why"]
     told = [line for line in logs if "spans" in line["event"] and line["log_level"] == "warning"]
     assert [line["event"].split(" ")[0] for line in told] == ["spans", "the"]
-    assert told[1]["lost_turns"] >= 2
 
 
-def test_turns_do_not_wait_for_a_hanging_collector_and_those_without_spans_are_counted(
-    receiver: Receiver,
-) -> None:
-    """More turns are added than fit into the queue; the others are counted as lost."""
+def test_turns_do_not_wait_for_a_hanging_collector_and_lost_spans_are_told(receiver: Receiver) -> None:
+    """More spans are made than fit into the queue."""
     taken, done = threading.Event(), threading.Event()
     take = receiver.take
 
@@ -226,14 +223,13 @@ def test_turns_do_not_wait_for_a_hanging_collector_and_those_without_spans_are_c
     with capture_logs() as logs:
         traces.add(TurnTimes("chat m", {}, {}, waited, 0.1, time.monotonic()))
         assert taken.wait(20)
-        for _ in range(3000):
+        for _ in range(5000):  # of two spans
             traces.add(TurnTimes("chat m", {}, {}, waited, 0.1, time.monotonic()))
         assert not done.is_set()
         done.set()
-        receiver.wait_for(2049)
+        receiver.wait_for(1 + 8192 // 2)
         traces.stop()
-    (told,) = [line for line in logs if "takes spans again" in line["event"]]
-    assert told["lost_turns"] == 3001 - 2049
+    assert ["takes spans again; some are lost" in line["event"] for line in logs] == [True]
 
 
 def test_stopping_the_traces_does_not_wait_for_a_hanging_collector_and_logs_that_spans_are_lost(

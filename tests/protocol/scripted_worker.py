@@ -250,7 +250,7 @@ def metrics(worker: str) -> Metrics:
         batch_size=histogram,
         event_loop_lag=histogram,
         resident_kv_bytes=1024,
-        max_memory_bytes=2048,
+        kv_limit_bytes=2048,
         mlx_active_bytes=512,
         mlx_peak_bytes=1024,
         process_bytes=4096,

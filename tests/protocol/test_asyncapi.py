@@ -57,7 +57,7 @@ SINK_WINDOW = SessionCache(policy="sink_window", sink=4, window=1024)
 CALLING = Message(role="assistant", tool_calls=(CALL,))
 REQUESTS = [
     Open(id="r1"),
-    Open(id="r1", cache=CachePolicy(policy="sink_window", sink=4, window=1024, kv_bits=8)),
+    Open(id="r1", cache=CachePolicy(policy="sink_window", sink=4, window=1024)),
     Append(
         id="r2", messages=(Message(role="user", content="Hi"), Message(role="assistant", tool_calls=(CALL,)))
     ),

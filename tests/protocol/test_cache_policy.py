@@ -30,12 +30,11 @@ def opening(cache: bytes) -> CachePolicy:
     ("cache", "meant"),
     [
         (b"{}", CachePolicy()),
-        (b'{"kv_bits":8}', CachePolicy(kv_bits=8)),
         (b'{"policy":"full"}', CachePolicy(policy="full")),
         (b'{"policy":"sink_window"}', CachePolicy(policy="sink_window")),
         (
-            b'{"policy":"sink_window","sink":1,"window":32,"kv_bits":4}',
-            CachePolicy(policy="sink_window", sink=1, window=32, kv_bits=4),
+            b'{"policy":"sink_window","sink":1,"window":32}',
+            CachePolicy(policy="sink_window", sink=1, window=32),
         ),
         (b'{"policy":"paged"}', CachePolicy(policy="paged")),
         (
@@ -71,7 +70,7 @@ def test_an_open_request_can_choose_a_cache_policy_and_its_sizes(cache: bytes, m
         (b'{"policy":"full","pin":[[0,9]]}', "cache takes pin with the policy paged only"),
         (
             b'{"policy":"paged","prefill":"exact"}',
-            ("cache has no field 'prefill'; it takes policy, sink, window, resident, pin, kv_bits"),
+            ("cache has no field 'prefill'; it takes policy, sink, window, resident, pin"),
         ),
         (b'{"policy":"paged","window":64}', "cache takes window with the policy sink_window only"),
         (b'{"policy":"paged","resident":0}', "cache needs 1 to 2147483647 resident tokens, not 0"),
@@ -91,7 +90,7 @@ def test_an_open_request_can_choose_a_cache_policy_and_its_sizes(cache: bytes, m
             b'{"policy":"sink_window","sinks":4}',
             (
                 "cache has no field 'sinks' (did you mean 'sink'?); it takes policy, sink, window, resident,"
-                " pin, kv_bits"
+                " pin"
             ),
         ),
     ],

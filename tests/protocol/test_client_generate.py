@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import nats
 import pytest
@@ -27,6 +28,7 @@ from scripted_worker import (
 import turnkeep_client.calls
 import turnkeep_client.generation
 import turnkeep_client.wire
+from turnkeep_client.calls import Call
 from turnkeep_client.client import Client
 from turnkeep_client.errors import (
     ClientClosedError,
@@ -38,6 +40,7 @@ from turnkeep_client.errors import (
 )
 from turnkeep_client.generation import Generation
 from turnkeep_client.messages import (
+    Append,
     Cancelled,
     CancelRequest,
     Chunk,
@@ -48,6 +51,7 @@ from turnkeep_client.messages import (
     decode_request,
     encode,
 )
+from turnkeep_client.subjects import SessionKey
 
 TEXT = "".join(TEXTS)
 
@@ -1011,3 +1015,12 @@ async def test_a_client_repeats_a_request_under_the_same_id_if_its_acknowledgeme
     assert len(ids) == 2
     assert ids[0] == ids[1]
     assert generation.result.repeat_of == 1
+
+
+async def test_a_call_ignores_the_result_of_another_request_at_its_sequence() -> None:
+    """A server that has lost the call's request may give its sequence to another one."""
+    wire, feeds = SimpleNamespace(epoch=0), SimpleNamespace(timeout_s=1.0)
+    call = Call(wire, feeds, SessionKey("t", "s"), Append(id="mine", text="a"))  # type: ignore[arg-type]
+    for request_id, is_mine in (("other", False), ("mine", True)):
+        call.resolve(b'{"type":"failed","seq":5,"id":"%s"}' % request_id.encode())
+        assert call.is_resolved() == is_mine

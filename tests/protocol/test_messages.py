@@ -262,7 +262,6 @@ RULE = "1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a d
             b'{"type":"open","id":"a","cache":{"policy":"half"}}',
             "cache.policy must be full, paged or sink_window, not 'half'",
         ),
-        (b'{"type":"open","id":"a","cache":{"kv_bits":5}}', "cache.kv_bits must be"),
         (b'{"type":"rewind","id":"a","position":1e99}', "position must be `int`"),
         (
             b'{"type":"generate","id":"a","tool_choice":"any"}',

@@ -111,7 +111,6 @@ BAD_POLICIES = [
     ({"policy": "sink_window", "window": 31}, "smaller than this worker's block: it must have 32 or more"),
     ({"policy": "sink_window", "window": 2045}, "exceed the context: together they may have 2048"),
     ({"policy": "sink_window", "sink": 2**31 - 1}, "exceed the context: together they may have 2048"),
-    ({"policy": "sink_window", "window": 64, "kv_bits": 8}, "keeps KV in full precision, not in 8 bits"),
 ]
 
 
@@ -310,7 +309,7 @@ async def test_an_answer_that_reaches_the_context_limit_ends_with_the_finish_rea
 
 @pytest.mark.real
 async def test_a_prompt_that_can_never_fit_into_memory_is_refused_and_adds_nothing(wire: Start) -> None:
-    w = await wire(max_memory=40 * 512)
+    w = await wire(kv_bytes=40 * 512)
     await check_refused(w, "s", append("a", "x" * 41), "the limit is 20480", "memory_exceeded")
     await check_refused(w, "s", generate("b", text="x" * 40), "room for 1 more", "memory_exceeded")
     assert (await w.send("s", append("c", "x" * 30)))["position"] == 30
@@ -321,7 +320,7 @@ async def test_a_prompt_that_can_never_fit_into_memory_is_refused_and_adds_nothi
 @pytest.mark.real
 async def test_an_answer_that_fills_the_kv_memory_ends_with_the_finish_reason_length(wire: Start) -> None:
     """It has as many tokens as fit, whatever its max_tokens. After a rewind the session can continue."""
-    w = await wire(max_memory=40 * 512)
+    w = await wire(kv_bytes=40 * 512)
     result = await w.send("s", generate("a", text="x" * 30, max_tokens=2**31 - 1))
     assert (result["finish_reason"], len(result["tokens"]), result["position"]) == ("length", 10, 40)
     await check_refused(w, "s", generate("b"), "40 tokens and room for 1 more", "memory_exceeded")
@@ -331,7 +330,7 @@ async def test_an_answer_that_fills_the_kv_memory_ends_with_the_finish_reason_le
 
 @pytest.mark.real
 async def test_a_short_answer_with_a_huge_max_tokens_evicts_no_idle_session(wire: Start) -> None:
-    w = await wire(max_memory=800 * 512)
+    w = await wire(kv_bytes=800 * 512)
     await w.send("idle", append("a", "y" * 200))
     short = await w.send("s", generate("b", text="x" * 30, max_tokens=3))
     body = generate("c", text="x" * 30, max_tokens=2**31 - 1, stop=[short["text"]])

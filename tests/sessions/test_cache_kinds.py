@@ -19,7 +19,6 @@ from mlx_lm.models.cache import KVCache
 
 from cache.names.policy import Policy
 from turnkeep_client.errors import RequestFailedError
-from turnkeep_client.messages import CachePolicy
 from worker.app import WorkerError
 from worker.models.model import ModelError
 
@@ -149,22 +148,6 @@ async def test_a_worker_uses_only_snapshots_of_its_own_kv_bits(local_worker, mak
         await worker.stop()
 
 
-@pytest.mark.parametrize(("kept", "wanted"), [(None, 8), (8, 8), (8, 4), (8, None)])
-async def test_an_open_that_asks_for_other_kv_bits_than_the_workers_is_refused(
-    local_worker, make_folder, kept, wanted
-) -> None:
-    worker = await local_worker(model=str(make_folder("llama")), kv_bits=kept)
-    session = worker.client.session("s")
-    opening = session.open(CachePolicy(kv_bits=wanted))
-    if wanted in {None, kept}:
-        await opening
-        return
-    own = "in 8 bits" if kept else "in full precision"
-    with pytest.raises(RequestFailedError, match=f"keeps KV {own}, not in {wanted} bits: leave cache.kv_b"):
-        await opening
-    assert (await session.append(text="As it is")).position == len("As it is"), "nothing was begun"
-
-
 async def test_a_session_continues_under_other_kv_bits_and_forget_removes_its_kv_of_both_kinds(
     local_worker, make_folder
 ) -> None:
@@ -199,7 +182,7 @@ async def test_a_sliding_window_layer_needs_memory_only_for_its_window_and_256_t
     The other has a window of 24 tokens, and keeps the KV of the 256 tokens before the window too.
     """
     model = str(make_folder("gemma3_text"))
-    worker = await local_worker(model=model, max_memory=120 * 2**10, block_tokens=16)
+    worker = await local_worker(model=model, kv_bytes=120 * 2**10, block_tokens=16)
     session = worker.client.session("s")
     appended = await session.append(text="x" * 600)
     assert appended.kv_live_bytes == (599 + 24) * 128
@@ -238,29 +221,26 @@ async def test_a_model_with_an_unknown_cache_class_is_served_without_snapshots(
     assert not list((tmp_path / "data").rglob("*.safetensors"))
 
 
+OF_WINDOW = "RingCache(sink_window(0,24))"
+
+
 @pytest.mark.parametrize(
-    ("kind", "kv_bits", "layers"),
+    ("kind", "kv_bits", "caches"),
     [
-        ("gemma3_text", 8, {"full precision, the last 24 tokens": "0-2, 4", "8 bits": "3"}),
-        ("gemma3_text", None, {"full precision, the last 24 tokens": "0-2, 4", "full precision": "3"}),
-        ("llama", 4, {"4 bits": "0-4"}),
-        ("falcon_h1", None, {"a state of fixed size, full precision": "0-4"}),
+        ("gemma3_text", 8, f"3*{OF_WINDOW} QuantizedKVCache(32,8) {OF_WINDOW}"),
+        ("gemma3_text", None, f"3*{OF_WINDOW} KVCache {OF_WINDOW}"),
+        ("llama", 4, "5*QuantizedKVCache(32,4)"),
+        ("falcon_h1", None, "5*[ArraysCache(2) KVCache]"),
     ],
 )
-async def test_the_log_line_ready_and_the_metrics_name_the_kind_of_kv_of_each_layer(
-    local_worker, make_folder, kind, kv_bits, layers
+async def test_a_worker_logs_the_kind_of_kv_of_each_layer_and_warns_if_kv_bits_holds_in_some_only(
+    local_worker, make_folder, kind, kv_bits, caches
 ) -> None:
     sizes = {"head_dim": 32, "sliding_window_pattern": 4} if kind != "falcon_h1" else {}
     with structlog.testing.capture_logs() as logged:
-        worker = await local_worker(
-            model=str(make_folder(kind, num_hidden_layers=5, **sizes)), kv_bits=kv_bits
-        )
-    (ready,) = [line for line in logged if line["event"] == "ready"]
-    assert ready["kv_layers"] == layers
-    await worker.client.session("s").append(text="some text")
-    assert (await worker.client.session("s").info()).worker.kv_layers == layers
-    partly = [line for line in logged if line["event"].startswith("kv_bits holds in")]
-    assert len(partly) == (kind == "gemma3_text" and kv_bits is not None)
+        await local_worker(model=str(make_folder(kind, num_hidden_layers=5, **sizes)), kv_bits=kv_bits)
+    said = [line["caches"] for line in logged if "caches" in line]
+    assert said == [caches] * (2 if kind == "gemma3_text" and kv_bits is not None else 1)
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ async def test_a_text_as_long_as_the_context_is_embedded_and_one_beyond_the_memo
     worker = await local_worker(model=str(embedding_model))
     assert (await worker.client.embed([[40] * TINY_CONTEXT])).tokens == (TINY_CONTEXT,)
     await worker.stop()
-    small = await local_worker(model=str(embedding_model), max_memory=2**20)
+    small = await local_worker(model=str(embedding_model), kv_bytes=2**20)
     with pytest.raises(RequestFailedError, match=r"it must have 1 to [0-9]{3,4}$"):
         await small.client.embed([[40] * TINY_CONTEXT])
 

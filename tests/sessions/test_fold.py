@@ -270,7 +270,7 @@ class World:
         parts["engine"] = self.engine
         sizes = {"context_tokens": 10_000, "block_tokens": 32, "vocab_size": 2**20}
         limits: Any = {
-            "limits": Limits(self.engine, policy, kv_bits=None, **sizes),  # type: ignore[arg-type]
+            "limits": Limits(self.engine, policy, **sizes),  # type: ignore[arg-type]
             "max_result_bytes": 2**20,
             "own_sampling": {},
             "token_ttl_s": 900.0,

@@ -21,7 +21,7 @@ async def test_concurrent_answers_that_exceed_the_memory_equal_those_generated_o
     wire: Start, snapshots: str
 ) -> None:
     """There are four answers of 700 tokens and an idle session, and memory for 1,100 tokens."""
-    w = await wire(max_memory=1100 * TOKEN_BYTES, snapshots=snapshots)
+    w = await wire(kv_bytes=1100 * TOKEN_BYTES, snapshots=snapshots)
     chunks: dict[str, list[dict]] = {}
     furthest: list[int] = []  # tokens of the longest answer as each one began
 

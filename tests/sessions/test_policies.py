@@ -100,7 +100,7 @@ async def test_clients_can_choose_only_a_bounded_number_of_different_policies(wo
 
 
 def test_one_tenants_many_policies_leave_some_for_another_tenant() -> None:
-    limits = Limits(None, FULL, context_tokens=4096, block_tokens=32, vocab_size=9, kv_bits=None)  # type: ignore[arg-type]
+    limits = Limits(None, FULL, context_tokens=4096, block_tokens=32, vocab_size=9)  # type: ignore[arg-type]
     for window in range(MOST_POLICIES):
         limits.note(Policy(4, 40 + window), "loud")
     for number in range(MOST_POLICIES // 2):

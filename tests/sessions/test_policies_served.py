@@ -59,13 +59,12 @@ async def test_the_workers_default_policy_applies_to_sessions_that_choose_none(
     assert (await client.session("begun").append(tokens=[5])).cache == SAID
     assert (await client.session("opened").open()).cache == SAID
     assert (await client.session("asked").open({"policy": "full"})).cache is None
-    assert (await client.session("precise").open({"kv_bits": None})).cache == SAID
     info = await client.session("begun").info()
     assert (info.policy, info.cache, info.capacity_tokens) == ("sink_window", SAID, 34)
-    assert info.worker.sessions_by_policy == {"sink_window": 3, "full": 1}
+    assert info.worker.sessions_by_policy == {"sink_window": 2, "full": 1}
     assert (await client.session("asked").info()).policy == "full"
     await client.session("begun").close()
-    assert (await client.session("asked").info()).worker.sessions_by_policy == {"sink_window": 2, "full": 1}
+    assert (await client.session("asked").info()).worker.sessions_by_policy == {"sink_window": 1, "full": 1}
 
 
 async def test_prompts_and_answers_under_sink_window_may_exceed_the_models_context(

@@ -58,9 +58,9 @@ def whole(heard: Heard) -> list[Chunk]:
     return [one for one in news if one]
 
 
-async def limited(w: Wire, max_msg_size: int) -> StreamConfig:
-    """Make the token stream refuse messages above this size; return its configuration before."""
-    before = (await w.js.stream_info(f"{w.prefix}_tok")).config
+async def limited(w: Wire, max_msg_size: int, stream: str = "tok") -> StreamConfig:
+    """Make a stream refuse messages above this size; return its configuration before."""
+    before = (await w.js.stream_info(f"{w.prefix}_{stream}")).config
     await w.js.update_stream(before.evolve(max_msg_size=max_msg_size))
     return before
 
@@ -87,6 +87,17 @@ async def test_chunks_that_the_token_stream_refuses_are_not_published_to_clients
     assert len(result["tokens"]) == 8
     await asyncio.wait_for(heard.over.wait(), 10)
     assert heard.chunks == []
+
+
+@pytest.mark.simulated
+async def test_an_answer_whose_result_the_log_refuses_as_too_large_fails(wire: Start) -> None:
+    w = await wire()
+    await limited(w, 900, "log")
+    result = await w.send("s", generate("g", text="abc", max_tokens=400))
+    assert (result["code"], result["message"].partition(" (")[0]) == (
+        "invalid_request",
+        "the result is larger than the log takes",
+    )
 
 
 @pytest.mark.simulated

@@ -516,7 +516,7 @@ async def test_the_counts_in_metrics_add_up_and_match_the_answers(wire: Start) -
     assert last.time_per_output_token.count == last.generated_tokens - len(answers)
     assert 0 < last.decoding_s <= last.time_per_output_token.sum, "each step counts once, whatever its rows"
     assert (last.running, last.waiting, last.sessions, last.resident_sessions) == (0, 0, 4, 4)
-    assert last.resident_kv_bytes == sum(answer.kv_live_bytes for answer in answers) <= last.max_memory_bytes
+    assert last.resident_kv_bytes == sum(answer.kv_live_bytes for answer in answers) <= last.kv_limit_bytes
     assert last.snapshots.stored > 0
     assert last.snapshots.stored_bytes > last.snapshots.stored * TINY_KV_BYTES
     assert 0 < last.mlx_active_bytes <= last.mlx_peak_bytes

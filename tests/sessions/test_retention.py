@@ -923,3 +923,22 @@ async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_an
     monkeypatch.setattr(erasures, "time", lambda: later_s)
     await app._erasures._clean()
     assert [note.seq for note in (await app._retention._journal.erasures(0))[0]] == [notes[-1].seq]
+
+
+async def test_a_note_of_what_to_erase_waits_for_the_end_of_its_sessions_turn(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = await quiet_wire()
+    await w.send("s", append("a"))
+    app, key, tried = w.worker.app, SessionKey("default", "s"), list[str]()
+
+    async def erase_marked(tenant: str, _: Any) -> bool:
+        tried.append(tenant)
+        return True
+
+    monkeypatch.setattr(app._disk, "erase_marked", erase_marked)
+    await app._erasures.note(key, app.device_of_hashes.resident[key], 0, ())
+    await app._erasures._look(lambda _: {key})
+    assert not tried
+    await app._erasures._look(lambda _: set())
+    assert tried == ["default"]

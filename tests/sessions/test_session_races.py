@@ -753,3 +753,18 @@ async def test_an_id_whose_hash_is_that_of_an_answered_id_is_answered(
     monkeypatch.setattr(answered_ids, "_hash", lambda _: 7)
     await world.ask(Append(id="a", text="one"))
     assert isinstance(await world.ask(Append(id="b", text="two")), Appended)
+
+
+async def test_a_close_that_cancels_ends_the_running_and_the_waiting_request_before_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = held_up(world, monkeypatch)
+    monkeypatch.setattr(world.engine, "cancel", lambda _: go_on.set(), raising=False)
+    first = world.publish(Generate(id="a", text="one", max_tokens=9))
+    second = world.publish(Append(id="b", text="two"))
+    answering = asyncio.create_task(world.session.run())
+    await begun.wait()
+    world.publish(Close(id="c", cancel=True))
+    await asyncio.wait_for(answering, 10)
+    assert world.result(first).finish_reason == "cancelled"
+    assert world.result(second).code == "cancelled"

@@ -317,7 +317,7 @@ class Worker(App):
             is_loaded=True,
             loaded=loaded,
             dtype="float32",
-            device=SimpleNamespace(kv_layers={}, name="hashes", busy_s=0.0),
+            device=SimpleNamespace(name="hashes", busy_s=0.0),
             context_tokens=self._settings.max_context or CONTEXT,
             kv_bytes=_MOST_BYTES,
             makes=("answers",),

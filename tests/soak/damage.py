@@ -32,9 +32,9 @@ from harness import (
     tiny_model,
 )
 
-#: More sessions than fit into the smallest `max_memory`, so that most turns restore a session from disk.
+#: More sessions than fit into memory for 1 MiB of KV, so that most turns restore a session from disk.
 SESSIONS = 12
-OPTIONS = ("--max-memory", "1MiB", "--idle-timeout-s", "0.2", "--min-free-disk", "0")
+OPTIONS = ("--device-memory", "12MiB", "--min-free-disk", "0")
 COMPARED = ("type", "position", "text", "tokens", "finish_reason", "code")
 
 

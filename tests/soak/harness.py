@@ -130,9 +130,7 @@ class Target:
     def server(self) -> psutil.Process | None:
         """Find the worker's NATS server by the pid in the worker's directory; None if it is not running."""
         with contextlib.suppress(OSError, ValueError, LookupError, psutil.Error):
-            process = psutil.Process(
-                json.loads((self.process.data_dir / "nats-server.json").read_text())["pid"]
-            )
+            process = psutil.Process(self.process.server_pid)
             if str(self.process.data_dir) in " ".join(process.cmdline()):
                 return process
         return None

@@ -96,7 +96,7 @@ def batch_for(
         log.info("this model's prompts run one after the other; its answers decode together")
     elif not shares:
         log.warning("this model's sessions run one after the other: they cannot share a pass or be merged")
-    forward.products = products_for(model, trials)
+    forward.products = products_for(model)
     return Batch(
         forward if shares else OwnPass(model, rotations),
         keeping,
@@ -131,7 +131,7 @@ def draft_model_for(
         raise ValueError(f"its layers of {', '.join(sorted(others))} cannot undo a draft")
     if not shares:
         raise ValueError("its rows cannot share a pass")
-    forward.products = products_for(model, trials)
+    forward.products = products_for(model)
     return DraftModel(forward, make, pass_share, vocabularies)
 
 

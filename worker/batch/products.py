@@ -9,7 +9,6 @@ more time than one token.
 from __future__ import annotations
 
 import ctypes
-import time
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,9 +18,7 @@ from mlx.nn.layers.linear import Linear
 from mlx.utils import tree_flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from .trials import Trials
+    from collections.abc import Callable
 
 #: The numbers of tokens whose products are divided. All but 2 are filled up to a multiple of `_TILE`.
 _FEW: Final = range(2, 16)
@@ -32,13 +29,6 @@ _LEAST_ELEMENTS: Final = 1 << 18
 _MOST_CORES: Final = 8
 #: Other layers than linear ones need OpenBLAS's threads; they may have this share of the weights at most.
 _OTHERS: Final = 0.1
-#: A trial multiplies these numbers of tokens, several times each.
-_TRIED: Final = (4, 8)
-_ROUNDS: Final = 4
-#: The bytes of the weights in a trial: more than processors have in their caches.
-_TRIED_BYTES: Final = 96 * 2**20
-#: The share of OpenBLAS's time that the divided products must stay below.
-_PAYING: Final = 0.9
 
 
 class Products:
@@ -119,10 +109,10 @@ def install(model: Any, products: Products) -> None:
             module.__class__ = kinds[type(module)]
 
 
-def products_for(model: Any, trials: Trials) -> Products | None:
-    """Make a model divide its products if that is faster, by a trial; return them, or None.
+def products_for(model: Any) -> Products | None:
+    """Make a model divide its products, and return them.
 
-    Only for a model in float32 on a Linux CPU with OpenBLAS and several cores.
+    None without any effect unless the model is in float32, on a Linux CPU with OpenBLAS and several cores.
     """
     for module in model.modules():
         if isinstance(earlier := getattr(type(module), "products", None), Products):
@@ -133,46 +123,17 @@ def products_for(model: Any, trials: Trials) -> Products | None:
         threads = openblas()
     except AttributeError:
         return None
-    weights = [one["weight"] for one in model.modules() if type(one) is Linear]
-    weights = [one for one in weights if one.size >= _LEAST_ELEMENTS and one.nbytes <= _TRIED_BYTES]
-    while sum(weight.nbytes for weight in weights) > _TRIED_BYTES:
-        weights.pop()
-    if threads.num == 1 or not weights:
+    if threads.num == 1:
         return None
     products = Products(threads)
-    if not trials.way(f"products on {threads.num}", lambda: int(pays(products, weights)), 2):
-        return None
     install(model, products)
     return products
 
 
 def _is_linear(model: Any) -> bool:
-    """Whether nearly all weights belong to linear layers and embeddings, and are in float32."""
+    """Whether nearly all weights belong to linear layers and embeddings in float32, some large enough."""
     arrays: Any = tree_flatten(model.parameters())
     ours = [one["weight"] for one in model.modules() if type(one) in _FASTER]
     size = sum(one.size for one in ours if one.dtype == mx.float32)
     is_most: bool = size >= (1 - _OTHERS) * sum(array.size for _, array in arrays)
-    return is_most
-
-
-def pays(
-    products: Products, weights: Sequence[mx.array], clock: Callable[[], float] = time.perf_counter
-) -> bool:
-    """Whether these products with some weights take less time than OpenBLAS's own."""
-
-    def seconds(num: int, *, divided: bool) -> float:
-        tokens = [mx.ones((num, weight.shape[1])) for weight in weights]
-        mx.eval(tokens)
-        products.begin(num if divided else 1)
-        began_s = clock()
-        pairs = zip(tokens, weights, strict=True)
-        mx.eval([products(some, weight) if divided else some @ weight.T for some, weight in pairs])
-        return clock() - began_s
-
-    # The shortest times count: other programs, and threads of OpenBLAS that wait in a loop, only add to them.
-    plain_s, divided_s = (
-        sum(min(seconds(num, divided=divided) for _ in range(_ROUNDS)) for num in _TRIED)
-        for divided in (False, True)
-    )
-    products.begin(1)
-    return divided_s < _PAYING * plain_s
+    return is_most and any(one.size >= _LEAST_ELEMENTS for one in ours)

@@ -17,7 +17,7 @@ import numpy as np
 from .row_sampler import Draw, Drawn, Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from typing import TypeAlias
 
     from numpy.typing import ArrayLike
@@ -71,11 +71,6 @@ def waits_for_logits(sampling: Sampling) -> bool:
     On a CPU sorting 49,152 logits takes 4 ms a row; finding the largest 1,024 takes a seventh of that.
     """
     return mx.default_device() == mx.cpu and _needs_every_rank(sampling)
-
-
-def draw(logits: mx.array, sampling: Sampling, index: int, seen: Iterable[int]) -> mx.array:
-    """Draw one token from `logits`, (vocabulary,), as `draw_all` does; return an unevaluated scalar."""
-    return draw_all(logits[None], [Draw(sampling, index, [*dict.fromkeys(seen)])]).tokens[0]
 
 
 class Logprobs:

@@ -76,13 +76,12 @@ class Device:
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._busy_since: float | None = None  # None while the thread loads, or waits for a command
         #: Set once `start` has returned: the memory estimator, the cache class that has no snapshots (None:
-        #: all have), the layout of snapshots, all layers' cache classes (as text, then by layer), whether KV
-        #: can be truncated at any token, and the device's name.
+        #: all have), the layout of snapshots, all layers' cache classes as text, whether KV can be truncated
+        #: at any token, and the device's name.
         self.estimator: Estimator
         self.unsupported_cache: str | None = None
         self.layout: ModelLayout
         self.caches = ""
-        self.kv_layers: dict[str, str] = {}
         self.trimmable = True
         self.name = ""
 
@@ -204,7 +203,6 @@ class Device:
         self.unsupported_cache = runner.served.unsupported_cache
         self.layout = runner.served.layout
         self.caches = runner.served.caches
-        self.kv_layers = runner.served.kv_layers
         self.trimmable = runner.served.trimmable
         self.name = machine.name()
         return runner

@@ -43,7 +43,8 @@ class Profile:
     a pool of KV; if there are at least `merged_rows` rows that cannot share a pass, their KV is merged, and
     their next step can start before the last one is read. Plain caches grow by `growth_tokens` tokens. A step
     of prompts takes at most `longest_s` seconds, and a draft has at most `max_draft` tokens. Weights, KV,
-    temporary and freed buffers get `memory_share` of a GPU's memory.
+    temporary and freed buffers get `memory_share` of a GPU's memory. A worker `warms_up` before it is ready
+    if the first step of a kind compiles its kernels.
     """
 
     freed_bytes: int
@@ -56,6 +57,7 @@ class Profile:
     longest_s: float = math.inf
     max_draft: int = 8
     memory_share: float = 0.8
+    warms_up: bool = False
 
 
 #: Metal keeps the inputs of a command buffer until it has run, and up to ten of them are in flight.
@@ -81,7 +83,7 @@ _PROFILES: Final = {
     # The recommended working set is two thirds or three quarters of a Mac's memory, so the system has enough
     # beside it. From 0.95 of it on, MLX frees buffers at each allocation.
     # Its attention for few queries takes eight: a draft and the token before it.
-    "metal": replace(_GPU, longest_s=2.0, memory_share=0.92, max_draft=7),
+    "metal": replace(_GPU, longest_s=2.0, memory_share=0.92, max_draft=7, warms_up=True),
     # Not 256: if a cache's length is a multiple of 256, MLX decodes with cuDNN's attention. It takes the host
     # 20 us a layer more than MLX's own kernel, and the host limits the speed of a step.
     "cuda": replace(_GPU, kept_layers=4, prompt_blocks=16, pooled_rows=3, growth_tokens=264),

@@ -123,6 +123,8 @@ class Runner:
         self._peak = 0
         self._num_decoded = 0
         self._num_lost = 0  # failed evaluations since the last step that succeeded
+        if device.warms_up:
+            self.served.warm_up(block_tokens)
 
     def _has_room(self, size_bytes: int) -> bool:
         return self.room.has_or_asks(size_bytes)

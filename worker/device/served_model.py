@@ -22,7 +22,7 @@ from cache.kv import layers
 from cache.kv.ring import RingCache
 from cache.kv.sketches import ASKED
 from cache.kv.states import leaves
-from cache.names.policy import Policy
+from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ModelLayout
 from worker.batch.batch_kinds import batch_for
 from worker.batch.lookup import Lookup
@@ -140,8 +140,6 @@ class ServedModel:
         drafters: tuple[Drafter, ...] = (Lookup(),)
         self._draft = draft  # keeps the draft model's folder in use
         self._reserved_bytes = 0
-        if draft is not None and max_draft == 0:
-            raise ModelError("there is a draft_model, and max_draft is 0: leave one of them out")
         if draft is not None:
             drafters = (*drafters, drafting.draft_model(loaded, draft, _trials(draft, trials)))
             self._reserved_bytes = drafting.reserved_bytes(draft)
@@ -198,7 +196,6 @@ class ServedModel:
         if self.unsupported_cache is None:
             self.layout = layers.layout(caches, make, self.batch.sketched)
         self.caches = layers.describe(caches)
-        self.kv_layers = layers.kinds(caches)
         self.trimmable = layers.trimmable(caches)
         if not limit_bytes:
             limit_bytes, why = machine.default_limit()
@@ -213,6 +210,17 @@ class ServedModel:
         self.batch.step([PrefillPiece(caches, 0, [0], row)])
         self.batch.remove(row)
         return row.is_sound
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Run two prompts of `num_tokens` tokens and a token of each answer, and measure nothing."""
+        pieces = []
+        for _ in range(2):
+            caches = self.make_caches(FULL)
+            row = Row(caches, array("I", [0]), RowSampler(Sampling()), num_cached=num_tokens, num_left=2)
+            pieces.append(PrefillPiece(caches, 0, [0] * num_tokens, row))
+        self.batch.step(pieces)
+        self.batch.step([PrefillPiece(self.make_caches(FULL), 0, [0])])  # alone, answers would be timed
+        self.batch.clear()
 
     def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
         """Return why sessions cannot use a cache policy; None if they can. Any thread may call this.

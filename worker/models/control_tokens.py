@@ -66,34 +66,14 @@ class ControlTokens:
     def mark(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message whose content is marked: no part of it can become a control token."""
         forbidden = self._special if message.get("role") == "assistant" else self._all
-
-        def marked(value: Any) -> Any:
-            match value:
-                case str():
-                    return self._mark(value, forbidden)
-                case dict():
-                    return {
-                        self._mark(name, forbidden): marked_field(name, each) for name, each in value.items()
-                    }
-                case list() | tuple():
-                    return [marked(each) for each in value]
-            return value
-
-        def marked_field(name: str, value: Any) -> Any:
-            return value if name in _NO_CONTENT else marked(value)
-
-        return {name: marked_field(name, value) for name, value in message.items()}
+        return {
+            name: value if name in _NO_CONTENT else self._mark_value(value, forbidden, _NO_CONTENT)
+            for name, value in message.items()
+        }
 
     def mark_all(self, value: Any) -> Any:
         """Return a JSON value in which all texts are marked, including the names of fields."""
-        match value:
-            case str():
-                return self.mark_text(value)
-            case dict():
-                return {self.mark_text(name): self.mark_all(each) for name, each in value.items()}
-            case list() | tuple():
-                return [self.mark_all(each) for each in value]
-        return value
+        return self._mark_value(value, self._all, frozenset())
 
     def mark_text(self, text: str) -> str:
         """Return a marked text: no part of it can become a control token."""
@@ -135,6 +115,20 @@ class ControlTokens:
         for start, end in pairwise([0, *cuts, len(text)]):
             ids += encode_later(text[start:end]) if start else self.encode(text[:end], encode_later)
         return ids
+
+    def _mark_value(self, value: Any, forbidden: frozenset[int], but: frozenset[str]) -> Any:
+        """Mark all texts of a JSON value, except the values of the fields `but`."""
+        match value:
+            case str():
+                return self._mark(value, forbidden)
+            case dict():
+                return {
+                    self._mark(name, forbidden): one if name in but else self._mark_value(one, forbidden, but)
+                    for name, one in value.items()
+                }
+            case list() | tuple():
+                return [self._mark_value(one, forbidden, but) for one in value]
+        return value
 
     def _mark(self, text: str, forbidden: frozenset[int]) -> str:
         spelled, ends = list(self._spelled(text, forbidden)), list(self._ends_of(text))

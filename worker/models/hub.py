@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import re
 import shutil
@@ -73,11 +72,10 @@ class _File:
 
     def digest_of(self, path: Path) -> str:
         """Compute the digest of a downloaded file."""
+        from huggingface_hub.utils.sha import git_hash, sha_fileobj
+
         with path.open("rb") as file:
-            if self.is_large:
-                return hashlib.file_digest(file, "sha256").hexdigest()
-            content = b"blob %d\0" % self.size_bytes + file.read()
-            return hashlib.sha1(content, usedforsecurity=False).hexdigest()
+            return sha_fileobj(file).hex() if self.is_large else git_hash(file.read())
 
 
 def is_id(spec: str) -> bool:

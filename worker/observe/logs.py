@@ -14,8 +14,7 @@ from turnkeep_client.subjects import DEFAULT_TENANT
 from worker.process import launchd
 
 if TYPE_CHECKING:
-    from collections import deque
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from structlog.typing import EventDict, Processor
 
@@ -25,20 +24,19 @@ _CLOCKS: Final = ("%H:%M:%S.%f", "%H:%M:%S")
 _DETAILS: Final = frozenset(
     {
         *("cache_policy", "caches", "kv_bits", "kv_bounded_bytes", "kv_bytes_per_token"),
-        *("features", "folder", "kv_layers", "level", "protocol"),
+        *("features", "folder", "level", "pid", "protocol"),
     }
 )
 
 
-def configure(log_format: str, log_level: str, kept: deque[str] | None = None) -> None:
+def configure(log_format: str, log_level: str, keep: Callable[[str], object] = lambda _: None) -> None:
     """Set up logging for the process. `log_format` auto is `console` on a terminal, otherwise `json`.
 
-    The level auto is info, on a terminal without details. Each line is also added to `kept`, on any thread.
+    The level auto is info, on a terminal without details. `keep` gets each line too, on any thread.
     """
 
-    def keep(_logger: object, _method: str, line: Any) -> Any:
-        if kept is not None:
-            kept.append(line)
+    def told(_logger: object, _method: str, line: Any) -> Any:
+        keep(line)
         return line
 
     is_auto = log_level == "auto"
@@ -62,7 +60,7 @@ def configure(log_format: str, log_level: str, kept: deque[str] | None = None) -
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )
     structlog.configure(
-        processors=[*shared, *([_brief] if is_brief else []), *rendered, _redacted, keep],
+        processors=[*shared, *([_brief] if is_brief else []), *rendered, _redacted, told],
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()["INFO" if is_auto else log_level.upper()]
         ),

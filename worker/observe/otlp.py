@@ -1,15 +1,13 @@
-"""Makes OpenTelemetry spans of finished turns, and sends them by OTLP over HTTP on a separate thread.
+"""Makes OpenTelemetry spans of finished turns, which the SDK's batch processor sends by OTLP over HTTP.
 
-The event loop only puts a turn's times into a queue. If the collector is slow or dead, spans are lost, but no
-turn waits. Imported only if a collector is configured.
+The event loop only makes spans and puts them into the processor's queue. If the collector is slow or dead,
+spans are lost, but no turn waits. Imported only if a collector is configured.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from queue import Empty, Full, Queue
 from threading import Thread
 from typing import TYPE_CHECKING, Final
 
@@ -17,13 +15,13 @@ import structlog
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from opentelemetry.sdk.trace import ReadableSpan
 
@@ -31,17 +29,17 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Limit of turns in the queue, of about 2 KB each; turns beyond it get no spans.
-_MOST_WAITING: Final = 2048
-#: Limit of turns sent together, and how long the first of them waits for others.
-_BATCH: Final = 64
-_BATCH_S: Final = 1.0
+#: Limit of spans in the queue, each of about 1 KB, beyond which the oldest are dropped; a turn has five.
+_MOST_WAITING: Final = 8192
+#: Limit of spans sent together, and how long the first of them waits for others.
+_BATCH: Final = 256
+_BATCH_MS: Final = 1000
 #: How long a worker that stops waits for its last spans to be sent.
 _STOP_S: Final = 2.0
 
 
 class Traces:
-    """Accepts finished turns on the event loop, for a thread that sends their spans.
+    """Makes the spans of finished turns, on the event loop; a thread of the SDK sends them.
 
     OpenTelemetry's environment variables decide which turns are sampled.
     """
@@ -53,69 +51,24 @@ class Traces:
         """
         if endpoint is not None:
             endpoint = endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
-        self._exporter = OTLPSpanExporter(endpoint)
         resource = Resource.create({"service.name": "turnkeep", **attributes})
         resource = resource.merge(OTELResourceDetector().detect())  # the operator's values win
-        provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._made = _Made()
-        provider.add_span_processor(self._made)
-        self._tracer = provider.get_tracer("turnkeep")
-        self._complaint = _Complaint()
-        self._num_lost = 0  # turns since the collector last took spans
-        self._num_overflowed = 0
-        self._queue: Queue[TurnTimes | None] = Queue(_MOST_WAITING)
-        self._thread = Thread(target=self._run, name="traces", daemon=True)
-        self._thread.start()
-
-    def add(self, turn: TurnTimes) -> None:
-        """Queue a turn for its spans. Never waits: if the queue is full, the turn gets no spans."""
-        try:
-            self._queue.put_nowait(turn)
-        except Full:
-            self._num_overflowed += 1
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(_Exporter(endpoint), _MOST_WAITING, _BATCH_MS, _BATCH)
+        )
+        self._tracer = self._provider.get_tracer("turnkeep")
 
     def stop(self) -> None:
         """Send the remaining spans, for a few seconds at most."""
-        with contextlib.suppress(Full):
-            self._queue.put(None, timeout=_STOP_S)
-            self._thread.join(_STOP_S)
-        if self._thread.is_alive():
+        ending = Thread(target=self._provider.shutdown, name="traces", daemon=True)
+        ending.start()
+        ending.join(_STOP_S)
+        if ending.is_alive():
             log.warning("the collector is not waited for; the spans of the last turns are lost")
 
-    def _run(self) -> None:
-        is_over = False
-        while not is_over:
-            turns = [self._queue.get()]
-            end_s = time.monotonic() + _BATCH_S
-            while turns[-1] is not None and len(turns) < _BATCH:
-                try:
-                    turns.append(self._queue.get(timeout=max(end_s - time.monotonic(), 0)))
-                except Empty:
-                    break
-            is_over = turns[-1] is None
-            try:
-                self._send([turn for turn in turns if turn is not None])
-            except Exception:
-                log.exception("spans could not be sent")  # the thread must go on
-
-    def _send(self, turns: list[TurnTimes]) -> None:
-        for turn in turns:
-            self._make(turn)
-        spans = self._made.take()
-        if not spans:
-            return
-        if self._exporter.export(spans) is not SpanExportResult.SUCCESS:
-            if not self._num_lost:
-                log.warning("spans are lost until the collector takes them", why=self._complaint.last)
-            self._num_lost += len(turns)
-            return
-        self._num_overflowed, num_lost = 0, self._num_lost + self._num_overflowed
-        self._num_lost = 0
-        if num_lost:
-            log.warning("the collector takes spans again", lost_turns=num_lost)
-
-    def _make(self, turn: TurnTimes) -> None:
-        """Make the spans of one turn, with times of the wall clock."""
+    def add(self, turn: TurnTimes) -> None:
+        """Make the spans of one turn, with times of the wall clock, and queue them. Never waits."""
         offset_s = time.time() - time.monotonic()
 
         def at(moment_s: float) -> int:
@@ -140,18 +93,24 @@ class Traces:
         whole.end(at(turn.end_s))
 
 
-class _Made(SpanProcessor):
-    """A span processor that collects the sampled spans until `take` is called."""
+class _Exporter(OTLPSpanExporter):
+    """Sends spans, and logs when the collector begins to lose them and when it takes them again."""
 
-    def __init__(self) -> None:
-        self._spans: list[ReadableSpan] = []
+    def __init__(self, endpoint: str | None) -> None:
+        super().__init__(endpoint)
+        self._complaint = _Complaint()
+        self._is_losing = False
 
-    def on_end(self, span: ReadableSpan) -> None:
-        self._spans.append(span)
-
-    def take(self) -> list[ReadableSpan]:
-        spans, self._spans = self._spans, []
-        return spans
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        result = super().export(spans)
+        is_lost, why = result is not SpanExportResult.SUCCESS, self._complaint.last
+        if is_lost and not self._is_losing:
+            log.warning("spans are lost until the collector takes them", why=why)
+        elif not is_lost and (self._is_losing or "Queue full" in why):
+            log.warning("the collector takes spans again; some are lost", why=why)
+            self._complaint.last = ""
+        self._is_losing = is_lost
+        return result
 
 
 class _Complaint(logging.Handler):

@@ -1,4 +1,4 @@
-"""Runs `turnkeep` commands in child processes, which end with their parent."""
+"""Runs this program's modules in child processes, which end with their parent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import anyio
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Sequence
 
     from anyio.abc import Process
 
@@ -19,27 +19,21 @@ if TYPE_CHECKING:
 PROGRAM: Final = (sys.executable, "-P", "-m", "commands")
 
 
-@asynccontextmanager
-async def child(
-    arguments: Sequence[str],
-    environment: Mapping[str, str] | None = None,
-    *,
-    patience_s: float,
-    stdout: int | None = None,
-) -> AsyncIterator[Process]:
-    """Run this program as a child process. After the block terminate it, and kill it after `patience_s`.
+async def start(words: Sequence[str], *, stdout: int | None = None) -> Process:
+    """Start a child process of this program.
 
     The child has its own process session, since Ctrl-C is for this process only. Its standard input is a
     pipe, which closes if this process dies in any way; the child must end then.
     """
-    async with await anyio.open_process(
-        [*PROGRAM, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=stdout,
-        stderr=None,
-        env=environment,
-        start_new_session=True,
-    ) as process:
+    return await anyio.open_process(
+        words, stdin=subprocess.PIPE, stdout=stdout, stderr=None, start_new_session=True
+    )
+
+
+@asynccontextmanager
+async def ending(process: Process, patience_s: float) -> AsyncIterator[Process]:
+    """After the block terminate a child process, and kill it after `patience_s`."""
+    async with process:
         try:
             yield process
         finally:

@@ -18,6 +18,8 @@ class Constants:
     max_stall_s: float = 0.25
     #: Tokens that a step may draft for an answer; None is the device's number.
     max_draft: int | None = None
+    #: Memory for KV; None is what weights and the temporaries of a step leave of `device_memory`.
+    kv_bytes: int | None = None
     #: Tokens behind a session's end whose KV stays on disk although no layer sees it any more; None is all.
     keep_behind: int | None = 4096
     #: Memory for snapshots that wait to be written; snapshots beyond it are dropped.

@@ -1,4 +1,4 @@
-"""A worker's data directory: its layout, and the lock that reserves it for one worker.
+"""A data directory: its layout, and the lock that reserves it for one `turnkeep serve`.
 
 Knows nothing of the contents of its folders.
 """
@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 LOCK_NAME: Final = "worker.lock"
-#: The file with the token of the worker's own NATS server.
+#: The file with the token of the directory's own NATS server.
 TOKEN_NAME: Final = "nats-token"  # noqa: S105  # a name
 
 #: A worker counts as starting for this time; without a server after it, it may be downloading a model.
 _STARTING_S: Final = 120.0
 _MAX_NOTE_BYTES: Final = 2**16
+#: How long what a killed process has started may take to end, and the pause between two looks.
+_ENDING_S: Final = 10.0
+_LOOK_S: Final = 0.01
 
 _ADVICE: Final = {
     errno.EACCES: "it is not writable for this user; change its owner, or choose another with --data-dir",
@@ -63,6 +66,14 @@ def real_path(path: Path) -> Path:
     return path
 
 
+def is_same(one: Path, other: Path) -> bool:
+    """Say whether two paths name one file or directory, also by links or, on macOS, in another case."""
+    try:
+        return one.samefile(other)
+    except OSError:  # one of them does not exist
+        return real_path(one) == real_path(other)
+
+
 class DataDirError(TurnkeepError):
     """The data directory cannot be used. The message is one line with the reason and the remedy."""
 
@@ -72,7 +83,10 @@ class DataDirInUseError(DataDirError):
 
 
 class DataDir:
-    """An open data directory. It stays locked until `close`, or until the process ends in any way."""
+    """An open data directory.
+
+    It stays locked until `close`, or until this process, and those that have got `lock_fds`, have ended.
+    """
 
     def __init__(self, path: Path, lock_fd: int, name: str) -> None:
         self.path = path
@@ -81,13 +95,12 @@ class DataDir:
         self._lock_fd = lock_fd
 
     @classmethod
-    def open(
-        cls, path: Path, worker: str = "", nats: str | int | None = None, *, has_model: bool = True
-    ) -> DataDir:
+    def open(cls, path: Path, worker: str = "", nats: str | int | None = None) -> DataDir:
         """Create the directory if needed, check that it is writable, and lock it.
 
-        Other processes can read from the lock file: the name `worker`, whether its model is loaded
-        (`has_model`), and its NATS server `nats` (None keeps the noted one). Raises `DataDirError`.
+        Waits until what a killed process has started on the directory has ended. Other processes can read
+        from the lock file: the name `worker`, and its NATS server `nats` (None keeps the noted one). Raises
+        `DataDirError`.
         """
         path = path.absolute()
         fd = -1
@@ -95,9 +108,9 @@ class DataDir:
             # Conversations are private: no access for other users.
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(path, fd)
             # The file is never unlinked: two workers could then each lock an inode of this name.
-            opened = cls(path, fd, _note_worker(fd, worker, nats, has_model=has_model))
+            opened = cls(path, fd, _note_worker(fd, worker, nats))
             for folder in (opened.nats, opened.models, opened.snapshots, opened.logs):
                 is_new = not folder.exists()
                 folder.mkdir(mode=0o700, exist_ok=True)
@@ -117,6 +130,12 @@ class DataDir:
             reason = _ADVICE.get(error.errno or 0, f"{error.strerror}; choose another with --data-dir")
             raise DataDirError(f"the data directory {path} cannot be used: {reason}") from None
         return opened
+
+    @classmethod
+    def of_parent(cls, path: Path) -> DataDir:
+        """Return the directory that the parent of this process has opened, and keeps locked."""
+        with (path / LOCK_NAME).open("rb") as file:
+            return cls(path, -1, _read_note(file.fileno())["directory"])
 
     @property
     def nats(self) -> Path:
@@ -138,6 +157,11 @@ class DataDir:
         """The folder of logs of the worker's child processes."""
         return self.path / "logs"
 
+    @property
+    def lock_fds(self) -> tuple[int, ...]:
+        """The descriptors that a child process must inherit to hold the lock, too."""
+        return (self._lock_fd,)
+
     def close(self) -> None:
         """Release the lock. Later calls do nothing."""
         if self._lock_fd >= 0:
@@ -151,6 +175,18 @@ class DataDir:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _lock(path: Path, fd: int) -> None:
+    """Lock a directory's lock file. Raises `BlockingIOError` while the process that is noted there runs."""
+    until_s = time.monotonic() + _ENDING_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if _holder(path) is not None or time.monotonic() > until_s:
+                raise
+        time.sleep(_LOOK_S)
 
 
 def owner(path: Path) -> str | None:
@@ -184,14 +220,7 @@ def noted_nats(path: Path) -> str | int | None:
 def starting_pid(path: Path) -> int | None:
     """Return the pid of a worker that locked a data directory less than `_STARTING_S` ago; else None."""
     held = _holder(path)
-    is_starting = held is not None and not held.is_unloaded and time.time() - held.locked_s < _STARTING_S
-    return held.pid if held and is_starting else None
-
-
-def is_unloaded(path: Path) -> bool:
-    """Return whether the process that has locked a data directory only stands in for an unloaded model."""
-    held = _holder(path)
-    return held is not None and held.is_unloaded
+    return held.pid if held and time.time() - held.locked_s < _STARTING_S else None
 
 
 class _Holder(NamedTuple):
@@ -200,7 +229,6 @@ class _Holder(NamedTuple):
     pid: int
     locked_s: float
     name: str
-    is_unloaded: bool
 
 
 def _holder(path: Path) -> _Holder | None:
@@ -215,8 +243,12 @@ def _holder(path: Path) -> _Holder | None:
         try:
             note, locked_s = _read_note(fd), os.fstat(fd).st_mtime
             pid = note.get("pid")
-            if isinstance(pid, int) and psutil.Process(pid).create_time() <= locked_s + 1:
-                return _Holder(pid, locked_s, _owner(fd), bool(note.get("unloaded")))
+            if not isinstance(pid, int):
+                return None
+            process = psutil.Process(pid)
+            is_zombie = process.status() == psutil.STATUS_ZOMBIE
+            if process.create_time() <= locked_s + 1 and not is_zombie:
+                return _Holder(pid, locked_s, _owner(fd))
         finally:
             os.close(fd)
     return None
@@ -227,11 +259,10 @@ def _owner(lock_fd: int) -> str:
     if "pid" not in owner:  # it has locked the file, but not yet written to it
         return "another worker that is just starting"
     name = f"worker {owner['worker']} " if owner.get("worker") else "a worker "
-    unloaded = ", whose model was unloaded: Serve in its console loads one" if owner.get("unloaded") else ""
-    return f"{name}(pid {owner['pid']}{unloaded})"
+    return f"{name}(pid {owner['pid']})"
 
 
-def _note_worker(fd: int, worker: str, nats: str | int | None, *, has_model: bool) -> str:
+def _note_worker(fd: int, worker: str, nats: str | int | None) -> str:
     """Write this process into the lock file; return the directory's unique name, a new one if it has none."""
     last, inode = _read_note(fd), os.fstat(fd).st_ino
     # In a copy of the directory the file has another inode: the note is that of the original's worker.
@@ -239,7 +270,6 @@ def _note_worker(fd: int, worker: str, nats: str | int | None, *, has_model: boo
     name, nats = last.get("directory") or uuid4().hex, nats or last.get("nats")
     os.ftruncate(fd, 0)
     note = {"pid": os.getpid(), "worker": worker, "directory": name, "inode": inode, "nats": nats}
-    note |= {} if has_model else {"unloaded": True}
     os.pwrite(fd, json.dumps(note).encode(), 0)
     os.fsync(fd)  # a full disk fails here, not in the middle of a turn
     return name

@@ -24,7 +24,7 @@ _STEP: Final = 16 << 20
 
 
 class Spare:
-    """Reserved memory, which a thread of its own writes to while the process starts.
+    """Reserved memory, which a thread of its own writes to while a model is loaded.
 
     Create it before other threads: a thread that already has its own heap keeps that heap.
     """
@@ -41,8 +41,12 @@ class Spare:
         self._libc.mallopt(_TRIM_THRESHOLD, size_bytes + _LARGEST)
         self._libc.mallopt(_TOP_PAD, size_bytes)  # what glibc keeps when it returns memory to the system
         self._addresses = [self._libc.malloc(_STEP) for _ in range(size_bytes // _STEP)]
-        self._thread = threading.Thread(target=self._write, name="spare memory", daemon=True)
-        self._thread.start()
+
+    def fill(self) -> None:
+        """Start to write to the memory. Call once, before `release`."""
+        if self._addresses:
+            self._thread = threading.Thread(target=self._write, name="spare memory", daemon=True)
+            self._thread.start()
 
     def release(self) -> None:
         """Free the memory for reuse, once all of it has been written to. Call once, on any thread."""

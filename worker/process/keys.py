@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from cache.names.errors import KeyFileError, SealedError
 
+from .datadir import is_same
 from .settings import SettingsError
 
 if TYPE_CHECKING:
@@ -45,8 +46,9 @@ def remote_tier(settings: Settings, access: Access) -> Tier | None:
             f"remote_tier is for snapshots, and snapshots is {settings.snapshots}; make it on"
         )
     place = settings.remote_tier
-    own, there = settings.data_dir.resolve(), Path(place).resolve()
-    if "://" not in place and (there == own or there.is_relative_to(own / "snapshots")):
+    own, there = settings.data_dir, Path(place).absolute()
+    is_inside = any(is_same(one, own / "snapshots") for one in (there, *there.parents))
+    if "://" not in place and (is_same(there, own) or is_inside):
         raise SettingsError(f"remote_tier: {place} is this worker's own directory; choose another")
     try:
         return tier_at(place, access, max_bytes=_TIER_BYTES, min_free_bytes=settings.min_free_disk)

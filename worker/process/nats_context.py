@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from .setting_kinds import context_folder
 from .settings import SettingsError
 
 if TYPE_CHECKING:
@@ -37,13 +37,9 @@ class NatsContext:
         return self.texts.get("url", _DEFAULT_URL)
 
 
-def read(named: str | Path) -> NatsContext:
-    """Read the context of a name, or in a file. Relative paths in it start at its folder.
-
-    Raises `SettingsError`.
-    """
-    path = named if isinstance(named, Path) else _folder() / f"{named}.json"
-    found = _fields(path, named)
+def read(path: Path) -> NatsContext:
+    """Read the context in a file. Relative paths in it start at its folder. Raises `SettingsError`."""
+    found = _fields(path)
     unused = [name for name in found.keys() - _IGNORED - {*_TEXTS, *_FILES} if found[name]]
     if unused:
         raise SettingsError(
@@ -57,20 +53,15 @@ def read(named: str | Path) -> NatsContext:
     return NatsContext(path, texts, files)
 
 
-def _folder() -> Path:
-    """Return the folder of the command line's contexts."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "nats" / "context"
-
-
-def _fields(path: Path, named: str | Path) -> dict[str, Any]:
+def _fields(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
-        if isinstance(named, Path):
+        if path.parent != context_folder():
             raise SettingsError(f"nats_context: there is no file {path}; name a context, or a file") from None
         known = ", ".join(sorted(one.stem for one in path.parent.glob("*.json"))) or "none"
         raise SettingsError(
-            f"nats_context: there is no context {named} in {path.parent}, which has {known};"
+            f"nats_context: there is no context {path.stem} in {path.parent}, which has {known};"
             " nats context save makes one"
         ) from None
     except OSError as error:

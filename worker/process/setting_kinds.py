@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from cache.names.policy import FULL, Policy
+from cache.names.policy import Policy
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import DEFAULT_RESIDENT, DEFAULT_SINK, DEFAULT_WINDOW
 
@@ -46,6 +47,15 @@ class Endpoint(NamedTuple):
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class Tenants(NamedTuple):
+    """Limits of each tenant at a worker, None for none, and how many tenants the metrics name."""
+
+    rows: int | None = None
+    memory: int | None = None
+    sessions: int = 256
+    metrics: int = 0
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -192,12 +202,34 @@ def _nats_url(value: object) -> str:
     return ",".join(urls)
 
 
-def _context(value: object) -> str | Path:
-    """Parse a context's name, or a path: it has a slash, or ends with `.json`. Raises ValueError."""
+def context_folder() -> Path:
+    """Return the folder in which the `nats` command line keeps its contexts."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "nats" / "context"
+
+
+def _context(value: object) -> Path:
+    """Return the file of a context: of its name, or a path, which has a slash or ends with `.json`.
+
+    Raises ValueError.
+    """
     if isinstance(value, Path):
         return value
     name = text(value)
-    return Path(name) if "/" in name or name.endswith(".json") else name
+    return Path(name) if "/" in name or name.endswith(".json") else context_folder() / f"{name}.json"
+
+
+def _tenants(value: object) -> Tenants:
+    """Parse a table of the settings file, or `NAME=VALUE,NAME=VALUE`. Raises ValueError."""
+    if not isinstance(value, dict):
+        pairs = [pair.partition("=") for pair in text(value).split(",")]
+        value = {name.strip(): given.strip() for name, _, given in pairs}
+    if value.keys() - _TENANTS.keys():
+        raise ValueError(value)
+    return Tenants(**{name: _TENANTS[name].parse(given) for name, given in value.items()})
+
+
+def _tenants_text(tenants: Tenants) -> str:
+    return ",".join(f"{name}={_TENANTS[name].show(value)}" for name, value in tenants._asdict().items())
 
 
 def _endpoint(value: object) -> Endpoint:
@@ -214,11 +246,6 @@ def _http_url(value: object) -> str:
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.query:
         raise ValueError(url)
     return url
-
-
-def policy_text(policy: Policy) -> str:
-    """Format a cache policy as its setting is written; `str(policy)` is the text in model identities."""
-    return "full" if policy == FULL else POLICY.show(policy)
 
 
 def size_text(size_bytes: int) -> str:
@@ -249,4 +276,16 @@ SYNC = Kind(
 URL = Kind("a URL such as http://127.0.0.1:4318, without a password", "URL", _http_url)
 NATS_URLS = word_or(
     "embedded", None, Kind("NATS URLs such as nats://host:4222, joined by commas", "URL", _nats_url)
+)
+_TENANTS: Final = {
+    "rows": word_or("off", None, count(1, 1024)),
+    "memory": word_or("off", None, size(MIB)),
+    "sessions": count(1, 1_000_000),
+    "metrics": count(0, 1000),
+}
+TENANTS = Kind(
+    "some of rows, memory, sessions and metrics, such as rows=4,memory=2GiB,sessions=64,metrics=50",
+    "NAME=VALUE,...",
+    _tenants,
+    _tenants_text,
 )

@@ -152,6 +152,8 @@ def _tables(written: object, path: Path) -> dict[str, dict[str, Any]]:
     tables = {}
     for name, table in written.items():
         place = f"[models.{_key(name)}] of {path}"
+        if shared := sorted(SHARED & table.keys()):
+            raise SettingsError(f"{shared[0]} in {place} is for all models; write it above the tables")
         nested = next((key for key, value in table.items() if isinstance(value, dict)), None)
         if nested is not None:
             whole = _key(f"{name}.{nested}")
@@ -160,8 +162,6 @@ def _tables(written: object, path: Path) -> dict[str, dict[str, Any]]:
             )
         if "model" not in table:
             raise SettingsError(f"{place} names no model; give it model = ..., as turnkeep serve takes it")
-        if shared := sorted(SHARED & table.keys()):
-            raise SettingsError(f"{shared[0]} in {place} is for all models; write it above the tables")
         tables[name] = _read(table, partial("{1} in {0}".format, place), path.parent)
     return tables
 
@@ -176,7 +176,7 @@ def _read(raw: Mapping[str, object], source: Callable[[str], str], base: Path) -
     values = {}
     for name, value in raw.items():
         if name not in fields:
-            known = ("models",) if isinstance(value, dict) else fields
+            known = ("models", "tenants") if isinstance(value, dict) else fields
             raise SettingsError(f"{source(name)} is not a setting{_suggest(name, known, source)}")
         kind: Kind = fields[name].metadata["kind"]
         try:

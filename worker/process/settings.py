@@ -78,7 +78,7 @@ class Settings:
     nats: str | None = _setting(
         kinds.NATS_URLS, None, "the NATS servers to use; by default the worker runs its own"
     )
-    nats_context: str | Path | None = _setting(
+    nats_context: Path | None = _setting(
         kinds.CONTEXT,
         None,
         "a context of the nats command line that says how to log in to the NATS servers, and which they are",
@@ -138,20 +138,16 @@ class Settings:
         FULL,
         "the tokens that keep their KV in a session whose open does not say it; full is all",
     )
-    device_memory: int | None = _setting(
-        kinds.word_or("auto", None, kinds.size(kinds.MIB)),
-        None,
-        "memory for weights, KV and the temporaries of a step; auto depends on the machine",
-    )
-    max_memory: int | None = _setting(
-        kinds.word_or("auto", None, kinds.size(kinds.MIB)),
-        None,
-        "memory for KV, part of device_memory; auto is what weights and temporaries leave",
-    )
     memory: int | None = _setting(
         kinds.word_or("auto", None, kinds.size(kinds.MIB)),
         None,
-        "memory for all loaded models of turnkeep.toml's [models] together; auto depends on the machine",
+        "memory of this machine that all loaded models may use together; auto depends on the machine",
+    )
+    device_memory: int | None = _setting(
+        kinds.word_or("auto", None, kinds.size(kinds.MIB)),
+        None,
+        "memory that one model may use, for its weights, KV and the temporaries of a step; auto depends on"
+        " the machine",
     )
     unload_after_s: float | None = _setting(
         kinds.word_or("off", None, kinds.duration(1, 30 * 86400)),
@@ -182,29 +178,17 @@ class Settings:
         "a directory or an object store that workers share: each puts its snapshots there, and fetches those"
         " of others",
     )
-    metrics_tenants: int = _setting(
-        kinds.count(0, 1000), 0, "tenants that the metrics name with figures of their own; 0 names none"
-    )
     otlp_endpoint: str | None = _setting(
         kinds.word_or("none", None, kinds.URL),
         None,
         "the OpenTelemetry collector that gets spans of each turn, by OTLP over HTTP; needs the extra traces",
     )
     max_batch: int = _setting(kinds.count(1, 1024), 16, "requests decoded at the same time")
-    max_rows_per_tenant: int | None = _setting(
-        kinds.word_or("off", None, kinds.count(1, 1024)),
-        None,
-        "answers of one tenant decoded at the same time",
-    )
-    max_memory_per_tenant: int | None = _setting(
-        kinds.word_or("off", None, kinds.size(kinds.MIB)),
-        None,
-        "KV size of a tenant's running turns at which no further turn of the tenant starts",
-    )
-    max_waiting_per_tenant: int = _setting(
-        kinds.count(1, 1_000_000),
-        256,
-        "part of max_waiting that one tenant may use",
+    tenants: kinds.Tenants = _setting(
+        kinds.TENANTS,
+        kinds.Tenants(),
+        "limits of each tenant: rows (answers decoded at the same time), memory (KV of running turns at which"
+        " no further turn starts), sessions (at work here); and metrics: how many tenants the metrics name",
     )
     max_context: int | None = _setting(
         kinds.word_or("auto", None, kinds.count(16, 2**31)),
@@ -272,7 +256,17 @@ class Settings:
 
 #: Settings that must be the same for all models of one file.
 SHARED: Final = frozenset(
-    {"data_dir", "worker", "memory", "health", "gateway_ttl_s", "sync_interval", "log_format", "log_level"}
+    {
+        "data_dir",
+        "worker",
+        "memory",
+        "tenants",
+        "health",
+        "gateway_ttl_s",
+        "sync_interval",
+        "log_format",
+        "log_level",
+    }
     | {field.name for field in dataclasses.fields(Settings) if field.name.startswith("nats")}
 )
 

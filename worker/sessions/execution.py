@@ -144,7 +144,6 @@ class Execution:
             case Generate():
                 return await self._generate(key, request, pending, history)
             case Open(cache=cache):
-                self._limits.check_precision(cache.kv_bits)
                 after = self._fold.opened(history, self._limits.chosen(cache), request.tags)
                 self._limits.check_policy(after.policy)
                 self._limits.note(after.policy, key.tenant)
@@ -166,7 +165,6 @@ class Execution:
                 "invalid_request",
                 f"cannot fork {of.session} at {position}: it is at position {parent.position}",
             )
-        self._limits.check_precision(request.cache.kv_bits)
         after = self._fold.forked(parent, Parent(session=of.session, position=position), request.tags)
         self._limits.check_policy(after.policy)
         return opened(request, pending, after), after

@@ -41,23 +41,21 @@ class Limits:
         context_tokens: int,
         block_tokens: int,
         vocab_size: int,
-        kv_bits: int | None,
         refusal: str | None = None,
         no_answers: str | None = None,
     ) -> None:
         """`default` is the policy of sessions that choose none.
 
         `context_tokens` is the largest size of a session that sees all its tokens; token ids are below
-        `vocab_size`. `kv_bits` is the precision of this worker's KV; None is full precision. A `sink_window`
-        is refused if its window is below `block_tokens`, or if sink and window together exceed
-        `context_tokens`. `refusal` says why no session can run, `no_answers` why none gets answers.
+        `vocab_size`. A `sink_window` is refused if its window is below `block_tokens`, or if sink and window
+        together exceed `context_tokens`. `refusal` says why no session can run, `no_answers` why none gets
+        answers.
         """
         self.context_tokens = context_tokens
         self.vocab_size = vocab_size
         self._engine = engine
         self._default = default
         self._block_tokens = block_tokens
-        self._kv_bits = kv_bits
         self._refusal = refusal
         self._no_answers = no_answers
         #: The policies of all sessions opened, without the default and full, and the tenant that was first.
@@ -73,17 +71,6 @@ class Limits:
                 "invalid_request",
                 f"logit_bias names the token {beyond[0]}; the model's tokens are 0 to {self.vocab_size - 1}",
                 field="logit_bias",
-            )
-
-    def check_precision(self, kv_bits: int | None) -> None:
-        """Refuse a session that asks for another KV precision than this worker's."""
-        if kv_bits not in (None, self._kv_bits):
-            kept = f"in {self._kv_bits} bits" if self._kv_bits else "in full precision"
-            raise RefusedError(
-                "invalid_request",
-                f"this worker keeps KV {kept}, not in {kv_bits} bits: leave cache.kv_bits out, or open the"
-                f" session at a worker with --kv-bits {kv_bits} and a prefix of its own",
-                field="cache.kv_bits",
             )
 
     def chosen(self, cache: CachePolicy) -> Policy:
@@ -137,5 +124,5 @@ class Limits:
             raise RefusedError(
                 "memory_exceeded",
                 f"{num_prompt} tokens and room for {room} more take {needed} bytes of KV, the limit is "
-                f"{self._engine.max_bytes}: {smaller}, or raise max_memory",
+                f"{self._engine.max_bytes}: {smaller}, or raise device_memory",
             )

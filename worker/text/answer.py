@@ -7,7 +7,7 @@ restores the answer's state.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,23 +21,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Called, FinishReason
 
     from .splitting import Splitter
-
-
-class TextSink(Protocol):
-    """Turns tokens into text that is final and so safe to publish; implemented by `TextStream`."""
-
-    @property
-    def stop(self) -> str | None:
-        """The stop string that ended the text; None without one."""
-
-    def push(self, token: int) -> str:
-        """Add a token; return the text that no later token can change."""
-
-    def spell(self, token: int) -> bytes:
-        """Return the bytes of any token of the vocabulary, in the answer or not."""
-
-    def finish(self) -> str:
-        """End the text; return the part of it that earlier calls held back."""
+    from .text_stream import TextStream
 
 
 class Answer:
@@ -45,7 +29,7 @@ class Answer:
 
     def __init__(
         self,
-        stream: TextSink,
+        stream: TextStream,
         *,
         max_tokens: int,
         max_bytes: int,

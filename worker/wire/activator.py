@@ -2,7 +2,8 @@
 
 Requests on `in` are in the log, where the worker will find them. Requests on `ctl` and `ask` are held, and
 published again once the worker has subscribed, so that the worker replies to the client itself. Requests for
-`metrics` are answered here, since looking at the metrics must not load the model.
+`metrics` are answered here, since looking at the metrics must not load the model. Requests to load or unload
+the model are passed to the supervisor.
 """
 
 from __future__ import annotations
@@ -17,8 +18,16 @@ from anyio import current_time, move_on_after
 from anyio.lowlevel import checkpoint_if_cancelled
 from nats.js.errors import APIError
 
-from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import MetricsRequest, decode_control, decode_metrics, encode, failure
+from turnkeep_client.errors import InvalidMessageError, TurnkeepError
+from turnkeep_client.messages import (
+    MetricsRequest,
+    Serving,
+    decode_control,
+    decode_metrics,
+    decode_serve,
+    encode,
+    failure,
+)
 from turnkeep_client.subjects import CONSUMER, DEFAULT_TENANT, SessionKey
 
 from .connection import confirm_subscriptions
@@ -27,13 +36,13 @@ from .outbox import Outbox
 from .streams import ensure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from nats.aio.client import Client
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
 
-    from turnkeep_client.messages import Metrics
+    from turnkeep_client.messages import Failed, Metrics, ServeRequest
     from turnkeep_client.subjects import Subjects
     from worker.process.settings import Settings
 
@@ -52,14 +61,21 @@ class Activator:
     """Stands in for one worker; calls `wake` for each request that only the worker can answer."""
 
     def __init__(
-        self, nc: Client, subjects: Subjects, metrics: Callable[[], Metrics], wake: Callable[[], None]
+        self,
+        nc: Client,
+        subjects: Subjects,
+        metrics: Callable[[], Metrics],
+        wake: Callable[[], None],
+        serve: Callable[[ServeRequest], Awaitable[str]],
     ) -> None:
+        """`serve` carries out a request to load or unload the model; returns a sentence, or raises."""
         self._nc = nc
         self._js = nc.jetstream()
         self._subjects = subjects
         self._held_subjects = (subjects.every("ctl"), subjects.every("ask"))
         self._metrics = metrics
         self._wake = wake
+        self._serve = serve
         self._outbox = Outbox(nc, subjects)
         self._subscriptions: dict[str, Subscription] = {}
         self._held: list[Msg] = []
@@ -67,12 +83,12 @@ class Activator:
         self.used_s = current_time()
 
     async def open(self, settings: Settings) -> None:
-        """Create the prefix's streams, subscribe to its requests, and call `begin`. Raises `BrokerError`."""
+        """Create the prefix's streams, and listen to its requests. Raises `BrokerError`."""
         await ensure(self._js, self._subjects, settings)
         await self._nc.subscribe(self._subjects.every("in"), cb=self._notice)
+        await self._nc.subscribe(self._subjects.serve, cb=self._asked)
         for subject in self._held_subjects:  # also those that the worker gets
             await self._nc.subscribe(subject, cb=self._hear)
-        await self.begin()
 
     async def begin(self) -> None:
         """Subscribe to `ctl` and `ask` in the workers' queue group: each request reaches only one member."""
@@ -122,6 +138,13 @@ class Activator:
         except (APIError, nats.errors.Error, OSError, InvalidMessageError) as error:
             log.debug("the log or the worker cannot be looked at", error=str(error))
             return True
+
+    async def _asked(self, message: Msg) -> None:
+        try:
+            answer: Serving | Failed = Serving(said=await self._serve(decode_serve(message.data)))
+        except TurnkeepError as error:
+            answer = failure(None, "invalid_request", str(error))
+        await self._outbox.reply(message.reply, answer)
 
     async def _notice(self, _: Msg) -> None:
         self.used_s = current_time()

@@ -1,4 +1,4 @@
-"""The worker's own NATS server: starts or adopts its process, supervises and ends it.
+"""The NATS server of a data directory: starts its process, supervises and ends it.
 
 Owns the process and its files in the data directory. Knows nothing of streams or sessions.
 """
@@ -9,13 +9,12 @@ import contextlib
 import errno
 import hashlib
 import http.client
-import itertools
 import json
 import os
 import re
 import secrets
-import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sysconfig
@@ -24,10 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-import psutil
 import structlog
 from anyio import (
     BrokenResourceError,
+    CancelScope,
     DelimiterNotFound,
     IncompleteRead,
     connect_tcp,
@@ -38,18 +37,18 @@ from anyio import (
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from worker.process.concurrency import in_thread
-from worker.process.datadir import TOKEN_NAME, owner, real_path
+from worker.process.datadir import TOKEN_NAME, real_path
 
 from .connection import BrokerError, connect
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from worker.process.datadir import DataDir
     from worker.process.settings import Settings
 
 HOST: Final = "127.0.0.1"
 _CONFIG: Final = "nats-server.conf"
+#: The name of the file with the ports of a running server, which also has its process id.
+_PORTS: Final = "nats-server_*.ports"
 
 #: No limit: each stream has its own. The server's default is 75% of the disk that is free at its start; it
 #: would refuse the space that the streams reserve once the disk has filled up a little.
@@ -65,6 +64,20 @@ _MAX_GREETING_BYTES: Final = 64 * 2**10
 _TOKEN: Final = re.compile("[A-Za-z0-9_-]{16,}")  # characters that a URL may contain
 _PORT_FREED_S: Final = 2.0
 _STABLE_S: Final = 30.0  # after this uptime, the backoff starts from its minimum
+
+#: Runs the server, and ends it at the end of standard input: when this process closes the pipe, or dies.
+_RUN: Final = """
+exec 3<&0
+"$@" </dev/null 3<&- &
+server=$!
+{ read -r _ <&3; kill "$server" 2>/dev/null; } &
+reader=$!
+wait "$server"
+code=$?
+kill "$reader" 2>/dev/null
+wait "$reader" 2>/dev/null
+exit "$code"
+"""
 
 log = structlog.get_logger(__name__)
 
@@ -89,8 +102,7 @@ def _program() -> Path:
 def check_port(port: int, mend: str | None = None) -> None:
     """Raise `BrokerError` if no server can listen on `port` of the loopback address.
 
-    The message ends with `mend`, which says what to do. It names the Turnkeep worker whose NATS server has
-    the port, if this user can see it.
+    The message ends with `mend`, which says what to do.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Go does: TIME_WAIT is no obstacle
@@ -104,11 +116,6 @@ def check_port(port: int, mend: str | None = None) -> None:
             )
             if error.errno == errno.EADDRINUSE:
                 reason = "is taken by another program"
-                if root := served_by(port):
-                    whose = owner(root) or "worker, which has ended"
-                    reason = f"is taken by the NATS server of Turnkeep's {whose}"
-                    helps = "choose another with --nats-port, or use that worker: --data-dir "
-                    helps += shlex.quote(str(root))
             raise BrokerError(f"port {port} of {HOST} {reason}; {mend or helps}") from None
 
 
@@ -122,28 +129,8 @@ def wait_for_port(port: int, mend: str) -> None:
     return check_port(port, mend)
 
 
-def served_by(port: int) -> Path | None:
-    """Return the data directory whose NATS server listens on a port; None if this user can see none."""
-    return next((root for root, listens in own_servers() if listens == f"{HOST}:{port}"), None)
-
-
-def own_servers() -> Iterator[tuple[Path, str]]:
-    """Yield the data directory and address of each running NATS server of a worker that this user can see.
-
-    The server with the highest pid, which is mostly the one started last, comes first.
-    """
-    for process in sorted(psutil.process_iter(), key=lambda one: -one.pid):
-        with contextlib.suppress(psutil.Error, OSError, ValueError):
-            program, *arguments = process.cmdline() or [""]
-            if Path(program).name != "nats-server" or arguments[:1] != ["-c"]:
-                continue
-            config = Path(arguments[-1])
-            if config.name == _CONFIG:
-                yield real_path(config.parent), str(json.loads(config.read_bytes()).get("listen"))
-
-
 def server_name(root: Path) -> str:
-    """Return the server name for a data directory, by which a worker recognises its own server."""
+    """Return the server name for a data directory, by which its own server is recognised."""
     return SERVER_PREFIX + hashlib.sha256(os.fsencode(real_path(root))).hexdigest()[:16]
 
 
@@ -161,28 +148,26 @@ async def greet(port: int) -> dict[str, Any] | None:
 
 
 class EmbeddedServer:
-    """A nats-server process of the worker's own, with JetStream in the worker's data directory.
+    """The nats-server process of a data directory, with JetStream in that directory.
 
-    The process is detached (`setsid`), so neither Ctrl-C nor `kill -9` on the worker ends the server. It
-    stores what clients publish while no worker runs; the next worker on the data directory adopts it.
-    `supervise` restarts it when it dies. Event loop only; the data directory's lock excludes other workers.
+    The process has its own process session, so Ctrl-C does not reach it; it ends if this process dies in any
+    way. Until then it holds the data directory's lock too, so that the next start waits for its end.
+    `supervise` restarts it when it dies. Event loop only.
     """
 
     def __init__(self, directory: DataDir, settings: Settings) -> None:
         self.port = settings.own_port
         self._websocket_port = settings.nats_websocket
-        self.adopted = False
+        self._directory = directory
         self._root = directory.path
         self._config_file = self._root / _CONFIG
-        self._state_file = self._root / "nats-server.json"
         self._log_file = directory.logs / "nats-server.log"
         self._name = server_name(self._root)
         #: The token with which clients log in.
         self.token = _own_token(self._root / TOKEN_NAME)
         self._config = self._render(directory, settings)
         self._room_bytes = 4 * settings.max_message_bytes
-        self._process: psutil.Process | None = None
-        self._child: subprocess.Popen[bytes] | None = None  # None for an adopted server
+        self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._backoff_s = _BACKOFF_S[0]
 
@@ -193,34 +178,25 @@ class EmbeddedServer:
 
     @property
     def pid(self) -> int | None:
-        """The server's process id; None while it does not run."""
-        return self._process.pid if self._process else None
+        """The server's process id; None while it does not listen."""
+        return next((int(one.stem.partition("_")[2]) for one in self._root.glob(_PORTS)), None)
 
-    def check(self) -> bool:
-        """Return whether a server runs already. Raises `BrokerError` if none runs and `start` would fail.
-
-        Changes nothing.
-        """
-        if self._find():
-            return True
+    def check(self) -> None:
+        """Raise `BrokerError` if `start` would fail. Changes nothing."""
         _program()
         self._check_ports()
-        return False
-
-    async def start(self) -> None:
-        """Adopt the server that already runs on this data directory, or start one; return when it is ready.
-
-        A running server with other settings is restarted. Raises `BrokerError`.
-        """
-        self._process = self._find()
-        if self._process and not await self._adopt():
-            await self._end()
-        if not self._process:
-            await self._launch()
 
     async def stop(self) -> None:
-        """End the server if it runs. Cancel `supervise` first."""
-        await self._end()
+        """End the server if it runs, and then with SIGKILL if need be. Cancel `supervise` first."""
+        process, self._process = self._process, None
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()
+        deadline = current_time() + _STOP_S
+        while process.poll() is None:
+            if current_time() > deadline:
+                os.killpg(process.pid, signal.SIGKILL)
+            await sleep(0.01)
 
     def _render(self, directory: DataDir, settings: Settings) -> str:
         # The server's configuration language includes JSON, which quotes reliably.
@@ -249,90 +225,44 @@ class EmbeddedServer:
         if self._websocket_port is not None:
             check_port(self._websocket_port, "choose another with --nats-websocket")
 
-    def _find(self) -> psutil.Process | None:
-        """Find a server that runs with this data directory's configuration.
-
-        The state file has its process id; if the worker was killed before it wrote that file, all processes
-        are searched. A process is accepted only by its command line, since another process may have the same
-        id now.
-        """
-        noted: list[int] = []
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            noted = [int(json.loads(self._state_file.read_bytes())["pid"])]
-        for pid in itertools.chain(noted, psutil.pids()):
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(pid)
-                program, *arguments = process.cmdline() or [""]
-                if Path(program).name == "nats-server" and arguments == ["-c", str(self._config_file)]:
-                    return process
-        return None
-
-    async def _adopt(self) -> bool:
-        """Use the running server that was found; False if it has other settings or does not become ready."""
-        # The file is written only while no server runs, so the running server was started with it.
-        with contextlib.suppress(OSError):
-            if self._config_file.read_text("utf-8") != self._config:
-                log.info("restarting nats-server: its settings have changed", pid=self.pid, port=self.port)
-                return False
-        try:
-            await self._wait_until_ready()
-        except BrokerError as error:
-            log.warning("restarting nats-server: it runs but cannot be used", pid=self.pid, reason=str(error))
-            return False
-        self.adopted = True
-        self._write_state()
-        log.info("adopted the nats-server that was running", pid=self.pid, port=self.port)
-        return True
-
-    async def _launch(self) -> None:
+    async def start(self) -> None:
+        """Start the server; return when it is ready. Raises `BrokerError`."""
         program = _program()
         self._check_ports()
         try:
-            for stale in self._root.glob("nats-server_*.ports"):
+            for stale in self._root.glob(_PORTS):
                 stale.unlink()
             _replace(self._config_file, self._config)
             with self._log_file.open("ab") as output:
-                self._child = subprocess.Popen(  # noqa: ASYNC220  # asyncio's kills the server with the loop
-                    [program, "-c", self._config_file],
-                    stdin=subprocess.DEVNULL,
+                self._process = subprocess.Popen(  # noqa: ASYNC220  # asyncio's kills the server with the loop
+                    ["/bin/sh", "-c", _RUN, "sh", program, "-c", self._config_file],
+                    stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,
                     cwd=self._root,
                     start_new_session=True,
+                    pass_fds=self._directory.lock_fds,
                 )
-            self._process = psutil.Process(self._child.pid)
-            self.adopted = False
-            self._write_state()
         except OSError as error:
-            await self._end()
             raise BrokerError(f"nats-server cannot be started: {error}") from None
         self._started_at = current_time()
         try:
             await self._wait_until_ready()
-        except BrokerError:
-            await self._end()
+        except BaseException:
+            with CancelScope(shield=True):
+                await self.stop()
             raise
         log.info("nats-server is ready", pid=self.pid, port=self.port)
 
-    def _write_state(self) -> None:
-        _replace(self._state_file, json.dumps({"pid": self.pid, "port": self.port}) + "\n")
-
-    def _alive(self) -> bool:
-        if self._child is not None:
-            return self._child.poll() is None  # polling also reaps it
-        try:
-            # An adopted server's parent is init, which in a container may never reap.
-            return self._process is not None and self._process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
-        except OSError:  # psutil cannot open a file, as too many are open
-            return True
+    def _ended(self) -> int | None:
+        """Return the exit code if the server has ended, or was never started; else None."""
+        return 0 if self._process is None else self._process.poll()
 
     async def _wait_until_ready(self) -> None:
         """Wait until this server and its JetStream answer; raises `BrokerError`."""
         deadline = current_time() + _READY_S
         while current_time() < deadline:
-            if not self._alive():
+            if self._ended() is not None:
                 raise BrokerError(f"nats-server ended at once: {self._last_words()}")
             greeting = await greet(self.port)
             if greeting and greeting.get("server_name") != self._name:
@@ -362,11 +292,8 @@ class EmbeddedServer:
         known: str | None = None
         while True:
             await sleep(_POLL_S)
-            if not self._alive():
-                code = self._child.returncode if self._child else None
-                log.error(
-                    "nats-server ended; starting it again", pid=self.pid, code=code, said=self._last_words()
-                )
+            if (code := self._ended()) is not None:
+                log.error("nats-server ended; starting it again", code=code, said=self._last_words())
                 await self._restart()
             elif current_time() >= next_check:
                 next_check = current_time() + _HEALTH_S
@@ -391,13 +318,13 @@ class EmbeddedServer:
         Blocks the thread.
         """
         try:
-            ports = json.loads((self._root / f"nats-server_{self.pid}.ports").read_bytes())
+            ports = json.loads(next(self._root.glob(_PORTS)).read_bytes())
             connection = http.client.HTTPConnection(urlsplit(ports["monitoring"][0]).netloc, timeout=2.0)
             with contextlib.closing(connection):
                 connection.request("GET", "/healthz")
                 answer = json.loads(connection.getresponse().read())
             return None if answer["status"] == "ok" else str(answer.get("error", answer["status"]))
-        except (OSError, ValueError, LookupError, http.client.HTTPException):
+        except (OSError, ValueError, LookupError, StopIteration, http.client.HTTPException):
             return None
 
     async def _restart(self) -> None:
@@ -407,30 +334,16 @@ class EmbeddedServer:
         """
         if current_time() - self._started_at > _STABLE_S:
             self._backoff_s = _BACKOFF_S[0]
-        await self._end()
+        await self.stop()
         while True:
             await sleep(self._backoff_s)
             self._backoff_s = min(self._backoff_s * 2, _BACKOFF_S[1])
             try:
-                await self._launch()
+                await self.start()
             except BrokerError as error:
                 log.error("nats-server is not back yet", reason=str(error), retry_s=self._backoff_s)  # noqa: TRY400
             else:
                 return
-
-    async def _end(self) -> None:
-        """End the process, by SIGTERM first, then by SIGKILL, and delete the state file."""
-        for signal_it, patience_s in ((psutil.Process.terminate, _STOP_S), (psutil.Process.kill, _STOP_S)):
-            deadline = current_time() + patience_s
-            if self._process and self._alive():
-                with contextlib.suppress(psutil.Error):
-                    signal_it(self._process)  # psutil refuses if the id has gone to another process
-            while self._alive() and current_time() < deadline:  # noqa: ASYNC110  # an adopted process is no child: no event
-                await sleep(0.02)
-        self._process = None
-        self._child = None
-        with contextlib.suppress(OSError):
-            self._state_file.unlink()
 
 
 def _own_token(path: Path) -> str:

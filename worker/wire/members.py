@@ -129,7 +129,7 @@ class Members:
         self._seq = 0
         self._is_joined = False
         self._is_broken = False  # another worker may have served since this one began
-        self._renewed_s = 0.0
+        self._renewed_s = (0.0, 0.0)  # by the monotonic clock, and by the wall clock
         self._alone_s = 0.0  # until then others may be there whose records a server has lost
         self._misses: dict[str, int] = {}
         self._look_soon = Event()
@@ -152,7 +152,9 @@ class Members:
     @property
     def is_held(self) -> bool:
         """Whether this worker's record exists: the worker has joined, and has renewed the record in time."""
-        return self._is_joined and current_time() - self._renewed_s < TTL_S
+        # The record expires by the wall clock. The other clock stands still while a machine sleeps.
+        age_s = max(current_time() - self._renewed_s[0], time() - self._renewed_s[1])
+        return self._is_joined and age_s < TTL_S
 
     @property
     def is_alone(self) -> bool:
@@ -413,7 +415,7 @@ class Members:
 
     async def _put(self, after: int) -> bool:
         """Write this worker's record if the last one is at sequence `after`; return false if it is not."""
-        asked_s = current_time()
+        asked_s = current_time(), time()
         try:
             ack = await self._js.publish(
                 self._subject,

@@ -57,14 +57,13 @@ export interface Appended {
 }
 
 /**
- * Which tokens keep their KV, and at what precision. A missing `policy` is the worker's default.
+ * Which tokens keep their KV. A missing `policy` is the worker's default.
  *
  * `full` keeps all tokens. `sink_window` keeps the first `sink` tokens (4 by default) and the last `window`
  * (1024); a token sees only these, the session may continue without end, and its KV has a fixed size. `paged`
  * keeps all tokens on SSD and `resident` of them (4096) on the device: the first and the last ones, the spans
  * `pin` (start, end), and the chunks that matter most to the current turn. An answer sees the tokens on the
- * device; a prompt sees all tokens, read from SSD. With `kv_bits`, a worker whose KV has another precision
- * refuses the session.
+ * device; a prompt sees all tokens, read from SSD.
  */
 export interface CachePolicy {
   policy?: "full" | "paged" | "sink_window" | null;
@@ -72,7 +71,6 @@ export interface CachePolicy {
   window?: number | null;
   resident?: number | null;
   pin?: readonly (readonly [number, number])[] | null;
-  kv_bits?: 4 | 8 | null;
 }
 
 /** A part of the tool call number `index`, from 0: `id` and `name` once, then text of its arguments. */
@@ -502,6 +500,17 @@ export interface LikelyToken {
 }
 
 /**
+ * Load the model of the prefix, or make another `model` of this machine the prefix's (on `_serve`).
+ *
+ * Sessions go on with it. Answered once the model was checked; then its worker starts.
+ */
+export interface LoadRequest {
+  type: "load";
+  /** raw text, tokenised without the chat template */
+  model?: string | null;
+}
+
+/**
  * One chat message in OpenAI's shape; rendered by the model's chat template.
  *
  * A `content` of several parts is joined on construction, so it is then a string, or null if an assistant only
@@ -521,13 +530,12 @@ export interface Message {
  * `waiting` counts the sessions that wait in the worker; `waiting_for_memory` of them wait only for device
  * memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum of
  * sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
- * `kv_layers` names the layers of each kind of KV. `sampling` has the options of a generate that the model's
- * authors recommend; the worker applies none by itself. `reasoning` says that the model marks reasoning in its
- * answers. A model is asked only for what it `makes`; `weight_bytes` is its size in memory, and
- * `model_changed_s` says when its folder's config.json was written, in seconds since 1970. `others` names the
- * prefix's other running workers; a worker that `drains` hands its sessions to them. `context_tokens` is the
- * most that a session with all of its KV may hold. A `device` of `unloaded` says that the first request loads
- * the model.
+ * `sampling` has the options of a generate that the model's authors recommend; the worker applies none by
+ * itself. `reasoning` says that the model marks reasoning in its answers. A model is asked only for what it
+ * `makes`; `weight_bytes` is its size in memory, and `model_changed_s` says when its folder's config.json was
+ * written, in seconds since 1970. `others` names the prefix's other running workers; a worker that `drains`
+ * hands its sessions to them. `context_tokens` is the most that a session with all of its KV may hold. A
+ * `device` of `unloaded` says that the first request loads the model.
  *
  * `interval_s` is the time until the next message; `max_message_bytes` is the size of the largest request that
  * the log takes. `queue_time` and `request_duration` count the appends and generates from the moment when the
@@ -574,13 +582,12 @@ export interface Metrics {
   request_duration?: Histogram;
   resident_kv_bytes: number;
   context_tokens?: number;
-  kv_layers?: Record<string, string>;
   sampling?: Record<string, number>;
   reasoning?: boolean;
   makes?: readonly ("answers" | "embeddings" | "scores")[];
   weight_bytes?: number;
   model_changed_s?: number;
-  max_memory_bytes: number;
+  kv_limit_bytes: number;
   device_memory_bytes?: number;
   mlx_active_bytes: number;
   mlx_peak_bytes: number;
@@ -729,6 +736,12 @@ export interface Seconds {
   total: number;
 }
 
+/** Answer to `load` and `unload`: what happens now, as a sentence. */
+export interface Serving {
+  type: "serving";
+  said: string;
+}
+
 /**
  * The cache policy of a session.
  *
@@ -812,7 +825,7 @@ export interface SnapshotCounters {
 }
 
 /**
- * A worker's counts by tenant, empty unless its setting `metrics_tenants` enables them.
+ * A worker's counts by tenant, empty unless its setting `tenants` enables them.
  *
  * The first tenants that a worker serves have their own counts; all others share the name `_other`. `requests`
  * counts results by outcome, which is `ok` or an error's code; `sessions` counts sessions with waiting or
@@ -867,6 +880,11 @@ export interface ToolFunction {
   description?: string | null;
   parameters?: Record<string, unknown> | null;
   strict?: boolean | null;
+}
+
+/** Unload the model of the prefix (on `_serve`). Its next request loads it again. */
+export interface UnloadRequest {
+  type: "unload";
 }
 
 /**

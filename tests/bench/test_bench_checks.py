@@ -8,25 +8,14 @@ from functools import cache
 from typing import Any
 
 import pytest
-from lies import COMMON, SUITES
-from saboteurs import Lie, Suite
+from lies import COMMON, SUITES, Lie, Suite
 
 from bench import checks
 from bench.checks import Check, Verdict
-from bench.conduct import conduct
-from bench.plan import Where, short_form
 from bench.spec import Findings
 
 #: The common lies falsify turns: a bench that has only samples does not get them.
 LIES = [(suite, lie) for suite in SUITES for lie in (*(COMMON if suite.honest(0)[0] else ()), *suite.lies)]
-#: Faults for real workers, of which `make soak` runs all. Their checks are exact, so a smoke run suffices; a
-#: statistical check would need five rounds. `test_bench_commands.py` runs healthy workers.
-REAL = [
-    pytest.param(suite, lie, marks=() if lie.name == "restores badly" else pytest.mark.soak)
-    for suite in SUITES
-    for lie in suite.lies
-    if lie.serve is not None
-]
 #: Number of simulated runs of a suite, with the seeds 0, 1, ...; `make soak` simulates more.
 RUNS = int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "20"))
 KEPT_TIME = checks.kept_time([]).name
@@ -47,7 +36,7 @@ def judged(suite: Suite, seed: int, lie: Lie | None = None, end: int | None = No
     turns, samples = (
         [lie.bend(one) if lie else one for one in some[:end]] for some in honest(suite.honest, seed)
     )
-    found = Findings(suite.bench, suite.plan, turns, samples, suite.facts)
+    found = Findings(suite.bench, suite.plan, turns, samples)
     return [*suite.bench.checked(found, [])]
 
 
@@ -84,18 +73,3 @@ def test_the_check_of_timekeeping_fails_if_the_measuring_loop_is_often_late() ->
     assert checks.kept_time([0.001] * 1000).outcome is Verdict.HOLDS
     assert checks.kept_time([0.001] * 980 + [0.1] * 20).outcome is Verdict.FAILS
     assert checks.kept_time([0.1] * 20).outcome is Verdict.CANNOT_TELL
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(("suite", "lie"), REAL, ids=identify)
-async def test_a_real_worker_with_a_planted_fault_fails_only_the_check_made_for_the_fault(
-    suite: Suite, lie: Lie, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(request.path.parent))
-    model = str(request.getfixturevalue(suite.model))
-    where = Where(model=model, program=("lies", suite.bench.name, lie.name))
-    report = await conduct(suite.bench, suite.bench.plan(**short_form(suite.bench.plan)), where)
-    # How late the loop is on a busy machine says nothing about the worker.
-    names = [name for name in failed(report.checks) if name != KEPT_TIME]
-    assert names, report.checks
-    assert all(name.startswith(lie.check) for name in names)
