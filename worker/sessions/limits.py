@@ -63,8 +63,8 @@ class Limits:
 
     def check_answer(self, request: Generate) -> None:
         """Refuse an answer of a model that makes none, or with a `logit_bias` of tokens that it lacks."""
-        if request.max_tokens and self._no_answers:
-            raise RefusedError("invalid_request", self._no_answers, field="max_tokens")
+        if self._no_answers:
+            raise RefusedError("invalid_request", self._no_answers)
         beyond = [token for token in request.logit_bias if token >= self.vocab_size]
         if beyond:
             raise RefusedError(
