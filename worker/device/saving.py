@@ -32,11 +32,12 @@ from .turn import SnapshotCut, Turn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from cache.kv.size import KvSize
+    from cache.names.policy import Policy
     from cache.store import Store
     from turnkeep_client.subjects import SessionKey
     from worker.batch.batch import Batch
 
-    from .device import Device
     from .memory import Estimator
     from .residency import Residency
     from .run import Run
@@ -200,13 +201,22 @@ class Saving:
     """The sessions whose KV the index may lack, and the one whose KV is being copied. Event loop only."""
 
     def __init__(
-        self, store: Store, device: Device, residency: Residency, at_work: Callable[[], set[SessionKey]]
+        self,
+        store: Store,
+        residency: Residency,
+        at_work: Callable[[], set[SessionKey]],
+        copy: Callable[[Turn], None],
+        kv: Callable[[Policy], KvSize],
     ) -> None:
-        """`at_work` returns the sessions that are not idle."""
+        """`at_work` returns the sessions that are not idle, `kv` the size of a session's KV.
+
+        `copy` lets the device copy a turn's `spans`; `save` gets the snapshots, and `end_copy` follows.
+        """
         self._store = store
-        self._device = device
         self._residency = residency
         self._at_work = at_work
+        self._copy_spans = copy
+        self._kv = kv
         #: When to look at each session next; the least recently active session first.
         self._lacking: dict[SessionKey, float] = {}
         #: The turn that stands for an idle session while the device copies its `spans`. It never runs.
@@ -313,7 +323,7 @@ class Saving:
 
     def _copy(self, key: SessionKey, spans: list[Span], spare_bytes: int) -> bool:
         tokens, policy = self._residency.tokens(key), self._residency.policy(key)
-        kv = self._device.kv(policy)
+        kv = self._kv(policy)
         sizes = accumulate(kv.snapshot(span.num_tokens, at=span.end) for span in spans)
         num_fitting = sum(size_bytes <= spare_bytes for size_bytes in sizes)
         if not num_fitting and not self._store.is_idle:
@@ -321,7 +331,7 @@ class Saving:
         chain = self._store.chain(key.tenant, policy, tokens)
         self._copied = Turn(key, tokens, policy=policy, chain=chain, spans=spans[: max(num_fitting, 1)])
         self._lacking[key] = time.monotonic() + _RETRY_S
-        self._device.copy(self._copied)
+        self._copy_spans(self._copied)
         return True
 
     async def _pause(self, timeout_s: float | None) -> None:
