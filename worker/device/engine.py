@@ -106,9 +106,7 @@ class Engine(EnginePort):
         self._finder = Finder(device, store, ledger)
         self._saving = None
         if store is not None:
-            self._saving = Saving(
-                store, self._residency, kv=device.kv, copy=device.copy, at_work=self._at_work
-            )
+            self._saving = Saving(store, self._residency, self._at_work, device.copy, device.kv)
         loop = asyncio.get_running_loop()
         device.listen(lambda report: loop.call_soon_threadsafe(self._handle, report))
         self._stopping = False

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: How long a prompt that needs all earlier KV on disk waits for room in the queue
+#: How long the prompt of a paged session, which needs all its KV on disk, waits for room in the queue
 #: while the disk takes nothing.
 PATIENCE_S: Final = 30.0
 #: How often to check whether the writer's queue has room.
@@ -94,7 +94,7 @@ class Cutter:
         return size_bytes
 
     def is_behind(self, turn: Turn, num_tokens: int) -> bool:
-        """Say whether a prompt that reads earlier KV from disk should wait for room in the writer's queue.
+        """Say whether a paged session's prompt should wait for room in the writer's queue.
 
         It waits as long as the room changes, and then for at most 30 s.
         Without the wait, KV that later pieces need could leave the device before it is queued for the disk.
@@ -204,20 +204,19 @@ class Saving:
         self,
         store: Store,
         residency: Residency,
-        *,
-        kv: Callable[[Policy], KvSize],
-        copy: Callable[[Turn], object],
         at_work: Callable[[], set[SessionKey]],
+        copy: Callable[[Turn], None],
+        kv: Callable[[Policy], KvSize],
     ) -> None:
-        """`kv` computes sizes under a policy, `copy` has the device copy a turn's spans; neither waits.
+        """`at_work` returns the sessions that are not idle, `kv` the size of a session's KV.
 
-        `at_work` returns the sessions that are not idle.
+        `copy` lets the device copy a turn's `spans`; `save` gets the snapshots, and `end_copy` follows.
         """
         self._store = store
-        self._kv = kv
-        self._start_copy = copy
         self._residency = residency
         self._at_work = at_work
+        self._copy_spans = copy
+        self._kv = kv
         #: When to look at each session next; the least recently active session first.
         self._lacking: dict[SessionKey, float] = {}
         #: The turn that stands for an idle session while the device copies its `spans`. It never runs.
@@ -332,7 +331,7 @@ class Saving:
         chain = self._store.chain(key.tenant, policy, tokens)
         self._copied = Turn(key, tokens, policy=policy, chain=chain, spans=spans[: max(num_fitting, 1)])
         self._lacking[key] = time.monotonic() + _RETRY_S
-        self._start_copy(self._copied)
+        self._copy_spans(self._copied)
         return True
 
     async def _pause(self, timeout_s: float | None) -> None:
