@@ -194,6 +194,15 @@ class LocalWorker(Process):
         self.find_children()
         return client
 
+    def kill_worker(self) -> None:
+        """`kill -9` the process that has the model; `turnkeep serve` starts it again."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self._process is not None:
+                children = psutil.Process(self._process.pid).children()
+                # The largest: one without a model waits to take over.
+                workers = [one for one in children if "commands.worker" in one.cmdline()]
+                max(workers, key=lambda one: one.memory_info().rss).kill()
+
     @property
     def model_folder(self) -> Path:
         """The MLX folder of the worker's model: a local folder, a download, or a converted GGUF file.

@@ -35,6 +35,7 @@ from turnkeep_client.messages import (
     InfoRequest,
     JsonSchema,
     JsonSchemaFormat,
+    LoadRequest,
     Message,
     MetricsRequest,
     Open,
@@ -42,8 +43,10 @@ from turnkeep_client.messages import (
     Reranked,
     RerankRequest,
     Rewind,
+    Serving,
     SessionCache,
     ToolCall,
+    UnloadRequest,
     encode,
 )
 
@@ -85,6 +88,9 @@ EXAMPLES = [
     MetricsRequest(),
     CancelRequest(id="r4"),
     Cancelled(id="r4", was="running"),
+    LoadRequest(model="other"),
+    UnloadRequest(),
+    Serving(said="other is loaded"),
     Counted(tokens=3, position=12),
     CountRequest(text="abc"),
     RerankRequest("a?", ("b", "c"), document_tokens=9),

@@ -8,12 +8,12 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 import pytest
 from scripted_worker import KEY, FakeWorker, NatsServer, generated, plain_result
 
-from tests.parts import free_port
+from tests.parts import WorkerProcess, free_port
 from turnkeep_client import log
 from turnkeep_client.errors import ERROR_CODES, RETRYABLE, InvalidMessageError
 from turnkeep_client.messages import (
@@ -87,13 +87,15 @@ def fenced(beginning: str, language: str, page: str = PAGE) -> str:
 
 @pytest.fixture
 async def shell(
-    local_worker: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker_process: Callable[..., WorkerProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Awaitable[Process]]:
     """Run commands in a shell that gets the URL of a worker's own NATS server as the page says."""
-    port = free_port()
-    worker = await local_worker(nats=None, nats_port=port, prefix="turnkeep")
+    worker = worker_process(port=(port := free_port()))
+    worker.start()
+    while '"ready"' not in worker.log:  # noqa: ASYNC110  # a process tells nobody
+        await asyncio.sleep(0.05)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
-    monkeypatch.setenv("TURNKEEP_DATA_DIR", str(worker.settings.data_dir))
+    monkeypatch.setenv("TURNKEEP_DATA_DIR", str(worker.data_dir))
     monkeypatch.setenv("TURNKEEP_NATS_PORT", str(port))
     monkeypatch.delenv("NATS_URL", raising=False)
     url = fenced("## An example", "sh")

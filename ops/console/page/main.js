@@ -12,9 +12,7 @@ const FRESH_MS = 4000;
 const PAGES = { "": "chat", session: "chat", worker: "workers" };
 const main = document.getElementById("main"), state = document.getElementById("state");
 const about = { prefix: "", tenant: "", read_only: true };
-const RESTARTS = "The console begins again with its worker, which takes some seconds, and longer for a large model. What is shown stays, and goes on by itself.";
-const RESTART_MS = 300000;
-let page = null, turn = 0, next, first = null, wasAway = false, restarted = -RESTART_MS;
+let page = null, turn = 0, next, first = null;
 
 function named() {
   const [kind, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
@@ -56,24 +54,9 @@ function missing(words) {
   tell(gone, words);
 }
 
-/* Whether what is missing is so because the worker begins again, which the user has asked for; says so. */
-function restarts() {
-  if (performance.now() - restarted > RESTART_MS) return false;
-  wasAway = true;
-  tell(state, "restarting");
-  missing(RESTARTS);
-  return true;
-}
-
 function told(found) {
   const heard = Object.values(found.workers).filter((one) => one.up).length, up = heard || Number(found.is_served === true);
   state.className = found.connected && up ? "good" : "bad";
-  if (!found.connected || !up) {
-    if (restarts()) return;
-  } else if (wasAway) {
-    wasAway = false;
-    restarted = -RESTART_MS;
-  }
   tell(state, !found.connected ? "no connection to NATS" : up ? `${up} worker${up > 1 ? "s" : ""} up`
     : "no worker");
   missing(!found.connected ? "NATS does not answer. What is shown may be old, and goes on by itself when the server is back."
@@ -92,11 +75,9 @@ async function look() {
     if (mine !== turn) return;
     state.className = "bad";
     const isSilent = error instanceof TypeError;
-    if (!(isSilent && restarts())) {
-      tell(state, isSilent ? "no console" : "refused");
-      missing(isSilent ? "The console does not answer: is turnkeep console still running? What is shown stays, and goes on by itself when it is back."
-        : `${error.message}.`);
-    }
+    tell(state, isSilent ? "no console" : "refused");
+    missing(isSilent ? "The console does not answer: is turnkeep console still running? What is shown stays, and goes on by itself when it is back."
+      : `${error.message}.`);
   }
   clearTimeout(next);  // a log that takes long to read is read less often
   next = setTimeout(() => { if (!document.hidden) look(); }, Math.min(Math.max(FRESH_MS, 5 * (Date.now() - began)), 4 * FRESH_MS));
@@ -113,7 +94,6 @@ addEventListener("keydown", (event) => {
   else if (document.querySelector(".side")) seek();
   else { location.hash = "#/"; addEventListener("hashchange", seek, { once: true }); }
 });
-addEventListener("restart", (event) => { restarted = event.detail ? performance.now() : -RESTART_MS; wasAway = false; });
 addEventListener("doubt", look);  // an answer that is on its way has stopped
 addEventListener("resize", () => page?.resized?.());
 document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });

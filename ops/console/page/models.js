@@ -22,21 +22,18 @@ export function models(main, about) {
   main.append(made("div", { class: "row head" }, made("h1", {}, "Models")), note, all);
   tell(note, "Loading the list of models ...");
 
-  async function act(path, name, restarts = false) {
-    const expect = (detail) => { if (restarts) dispatchEvent(new CustomEvent("restart", { detail })); };
-    expect(true);  // before it is asked for: the worker may stop sooner than the answer comes
+  async function act(path, name) {
     try {
       toast((await post(path, { name })).said);
       await refresh();
     } catch (error) {
-      expect(false);
       toast(error.message, true);
     }
   }
   const pull = (name) => act("api/models", name);
   async function serve(name) {
     const text = "The worker is started again, which takes some seconds. Conversations go on with this model; an answer that is on its way ends where it is.";
-    if (await asked({ title: `Serve ${name}?`, text, yes: "Serve" })) { toast(`Looking at ${name}`); await act("api/models/serve", name, true); }
+    if (await asked({ title: `Serve ${name}?`, text, yes: "Serve" })) { toast(`Looking at ${name}`); await act("api/models/serve", name); }
   }
   async function unload(name) {
     const text = "Its memory is freed. Conversations can be read meanwhile; the next request, or an answer that is on its way, loads it again.";
