@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +25,9 @@ from structlog.testing import capture_logs
 
 from commands.cli import main
 from tests.forked import CAN_FORK, Forked, Piped
-from tests.parts import LocalWorker
+from tests.parts import LocalWorker, WorkerProcess, free_port
+from turnkeep_client.client import Client, connect
+from turnkeep_client.errors import NoWorkerError
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
@@ -85,6 +88,26 @@ def beside(program: str) -> str:
 def where(worker: LocalWorker) -> tuple[Any, ...]:
     """Return the options with which a command finds a worker of these tests."""
     return ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
+
+
+async def outside(
+    make: Callable[..., WorkerProcess], model: Path, nats_url: str
+) -> tuple[WorkerProcess, Client, tuple[str, ...]]:
+    """Start a worker on a NATS server that goes on when the worker is killed.
+
+    Return the worker, a client, and the options with which a command finds the worker.
+    """
+    prefix = f"outside{free_port()}"
+    place = ("--nats", nats_url, "--prefix", prefix)
+    worker = make(*place, model=model)
+    worker.start()
+    client = await connect(nats_url, prefix=prefix)
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            with contextlib.suppress(NoWorkerError):
+                await client.worker_metrics()
+                return worker, client, place
+            await asyncio.sleep(0.1)
 
 
 class Terminal:

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 import pytest
-from command_runs import WAIT_S, Terminal, command, environment, turnkeep, where
+from command_runs import WAIT_S, Terminal, command, environment, outside, turnkeep, where
 from msgspec import UNSET
 from msgspec.inspect import FloatType, IntType, StructType, UnionType, type_info
 
@@ -356,15 +356,14 @@ async def test_sigterm_during_ask_restores_the_terminal_and_closes_the_session(
 @pytest.mark.process
 @pytest.mark.parametrize("is_begun", [True, False])
 async def test_a_question_abandoned_without_a_worker_is_closed_unanswered_by_the_next_worker(
-    worker_process: Callable[..., WorkerProcess], endless_model: Path, *, is_begun: bool
+    worker_process: Callable[..., WorkerProcess], endless_model: Path, nats_url: str, *, is_begun: bool
 ) -> None:
-    worker = worker_process(model=endless_model)
-    worker.start()
-    async with await worker.client() as client:
+    worker, client, place = await outside(worker_process, endless_model, nats_url)
+    async with client:
         await client.session("s").append(text="so that there is a stream, and a worker that listens")
 
         def run() -> tuple[int, str]:
-            with Terminal("ask", "hello", "--max-tokens", 50_000, "--nats", worker.url) as terminal:
+            with Terminal("ask", "hello", "--max-tokens", 50_000, *place) as terminal:
                 if is_begun:
                     terminal.wait_for(r"\w")
                     worker.kill()
@@ -406,13 +405,12 @@ async def test_ask_in_a_pipe_says_from_time_to_time_how_far_its_prompt_is(
 
 @pytest.mark.process
 async def test_an_answer_waits_for_a_killed_worker_to_restart_and_then_continues(
-    worker_process: Callable[..., WorkerProcess], endless_model: Path
+    worker_process: Callable[..., WorkerProcess], endless_model: Path, nats_url: str
 ) -> None:
-    worker = worker_process(model=endless_model)
-    worker.start()
-    async with await worker.client() as client:
+    worker, client, place = await outside(worker_process, endless_model, nats_url)
+    async with client:
         await client.session("s").append(text="so that there is a stream, and a worker that listens")
-        options = ("--session", "s", "--max-tokens", 3000, "--nats", worker.url)
+        options = ("--session", "s", "--max-tokens", 3000, *place)
 
         def run() -> list[str]:
             with Terminal("ask", "hello", *options) as terminal:
@@ -431,13 +429,12 @@ async def test_an_answer_waits_for_a_killed_worker_to_restart_and_then_continues
 
 @pytest.mark.process
 async def test_a_question_to_a_named_session_is_answered_later_despite_ctrl_c_during_an_outage(
-    worker_process: Callable[..., WorkerProcess], endless_model: Path
+    worker_process: Callable[..., WorkerProcess], endless_model: Path, nats_url: str
 ) -> None:
-    worker = worker_process(model=endless_model)
-    worker.start()
-    async with await worker.client() as client:
+    worker, client, place = await outside(worker_process, endless_model, nats_url)
+    async with client:
         await client.session("s").append(text="so that there is a stream")
-        options = ("--session", "s", "--max-tokens", 900, "--nats", worker.url)
+        options = ("--session", "s", "--max-tokens", 900, *place)
 
         def run() -> int:
             with Terminal("ask", "hello", *options) as terminal:

@@ -54,7 +54,8 @@ def port_of(worker: WorkerProcess) -> str:
 
 async def test_commands_read_the_nats_token_from_the_data_directory(worker: WorkerProcess) -> None:
     where = place(worker)
-    assert (await command("ask", "x", "--session", "s", "--max-tokens", "1", *where)).returncode == 0
+    async with await worker.client() as client:
+        await client.session("s").append(text="x")
     for words in (["info", "s"], ["sessions"], ["top"]):
         done = await command(*words, *where)
         if words != ["top"]:
