@@ -427,7 +427,7 @@ class Store:
         self._lost = lost
 
     def skip(self, num_snapshots: int) -> None:
-        """Count snapshots as dropped for now: `room` was too small, or `save` did not take them."""
+        """Count snapshots as dropped: the caller did not copy their KV, because `room` was too small."""
         self._writer.drop("disk_error" if self._writer.paused else "queue_full", num_snapshots)
 
     def free_memory(self) -> None:

@@ -231,6 +231,14 @@ async def test_missing_snapshots_are_stored_although_other_sessions_keep_the_dis
         assert store.num_stored(chain, context) == len(context), "it waits until the disk is idle"
 
 
+async def test_only_snapshots_that_found_no_room_in_the_queue_count_as_such(
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path
+) -> None:
+    async with open_process(make_model("llama"), tmp_path / "kv", max_bytes=100, trials=trials) as process:
+        await process.generate(PROMPT, 4)
+        assert process.store.stats().dropped.keys() <= {"too_large", "no_parent"}
+
+
 async def test_a_session_whose_early_token_ids_are_no_longer_in_memory_does_not_end_saving(
     make_model: Callable[..., Any], tmp_path: Path, trials: Path
 ) -> None:

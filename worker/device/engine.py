@@ -329,7 +329,7 @@ class Engine(EnginePort):
                     if self.ledger.is_reserved(turn.key):  # by this turn, or the session's next one
                         self._residency.use(turn.key)
                     if self._saving is not None and turn.chain is not None:
-                        self._saving.end_turn(turn.key)
+                        self._saving.end_turn(turn)
             case Faulted():
                 self._residency.pop(turn.key)
         if run is None:

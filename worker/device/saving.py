@@ -237,12 +237,16 @@ class Saving:
             # An exception would skip the next event of the step, which may be the turn's end.
             log.exception("a snapshot was not saved", session=str(cut.turn.key))
 
-    def end_turn(self, key: SessionKey) -> None:
-        """Note a session whose turn has ended if the index lacks some of its KV: this was dropped for now."""
-        self.discard(key)
-        if spans := self._missing(key):
-            self._store.skip(len(spans))
-            self._note(key)
+    def end_turn(self, turn: Turn) -> None:
+        """Note the session of a turn that has ended if the index lacks some of its KV.
+
+        The turn's `spans` that found no room in the queue count as dropped.
+        """
+        self.discard(turn.key)
+        if turn.spans:
+            self._store.skip(len(turn.spans))
+        if self._missing(turn.key):
+            self._note(turn.key)
 
     def end_copy(self, turn: Turn) -> None:
         """Note that the device has copied what it could of an idle session."""
