@@ -1,8 +1,8 @@
 """`turnkeep demo`: a conversation that survives `kill -9`, in about a minute.
 
 Starts `turnkeep serve` as a user would, talks to the worker through the client, and kills it during an answer
-and between two turns; it is started again by itself. Shows what each turn cost. With two workers, the second one
-continues the answer of the killed one. Needs only an installed Turnkeep.
+and between two turns; it is started again by itself. Shows what each turn cost. With two workers, the other
+one continues the answer of the killed one. Needs only an installed Turnkeep.
 """
 
 from __future__ import annotations
