@@ -66,7 +66,9 @@ class Process:
         found: set[Path] = set()
         if sys.platform == "linux":
             with contextlib.suppress(psutil.Error):
-                found = {Path(region.path) for region in psutil.Process(self.pid).memory_maps()}
+                process = psutil.Process(self.pid)
+                family = (process, *process.children())  # of `serve`, a child has loaded them
+                found = {Path(region.path) for one in family for region in one.memory_maps()}
         return sorted(path for path in found if _BLAS.search(path.name) and path.parent.name not in _PRIVATE)
 
     @property

@@ -86,11 +86,15 @@ class Reporting:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        #: Whether the supervisor has told this process to end, and perhaps reads no more.
+        self.is_over = False
 
     def send(self, report: Report) -> None:
-        """Write one report; without a supervisor do nothing, as this process is about to end."""
+        """Write one report; without a supervisor that reads it do nothing."""
         from worker.reports import encode
 
+        if self.is_over:
+            return
         with self._lock, contextlib.suppress(BrokenPipeError):
             sys.stdout.buffer.write(encode(report))
             sys.stdout.buffer.flush()
@@ -148,7 +152,7 @@ def _serve(order: Order, lines: RawIOBase, reporting: Reporting, spare: Spare) -
                         daemon=True,
                     )
                     hear.start()
-                    tasks.start_soon(_obey, received, app, starting)
+                    tasks.start_soon(_obey, received, app, reporting, starting)
                     tasks.start_soon(_tell, app, reporting)
                     with starting:
                         await app.run()
@@ -166,13 +170,15 @@ def _hear(lines: RawIOBase, app: App, loop: asyncio.AbstractEventLoop) -> None:
     os._exit(1)
 
 
-async def _obey(received: AsyncIterator[signal.Signals], app: App, starting: anyio.CancelScope) -> None:
+async def _obey(
+    received: AsyncIterator[signal.Signals], app: App, reporting: Reporting, starting: anyio.CancelScope
+) -> None:
     """At a signal stop the worker, at a second one exit."""
     told = False
     async for number in received:
         if told:  # threads, such as a download, cannot be interrupted
             os._exit(128 + number)
-        told = True
+        told = reporting.is_over = True
         if app.ready.is_set():
             app.stop()
         else:
