@@ -89,7 +89,7 @@ class Measuring:
             "block": self._block,
             "context": loaded.context_tokens,
             "constants": {
-                name: value for name, value in asdict(machine.profile()).items() if isinstance(value, int)
+                name: value for name, value in asdict(machine.profile()).items() if type(value) is int
             },
         }
 
