@@ -245,9 +245,18 @@ class WorkerProcess:
     def stop(self) -> int:
         return self._end(signal.SIGTERM)
 
+    def lose_worker(self) -> None:
+        """Kill only the worker, and keep `serve` from starting it again until `go_on`."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.kill(self.worker_pid, signal.SIGKILL)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
     def _end(self, number: signal.Signals) -> int:
         assert self._process is not None
         self._process.send_signal(number)
+        self._process.send_signal(signal.SIGCONT)
         return self.wait()
 
     def wait(self) -> int:
