@@ -98,6 +98,8 @@ def serve(
     settings, models = _loaded(given)
     if check:
         _check(settings, models)
+    for one in models.values() or (settings,):
+        cache_access(one)  # raises if its key cannot be used
     # Without --data-dir, a child would use the server of NATS_URL.
     own = given.but(data_dir=settings.data_dir, prefix=None if models else settings.prefix)
     manner = Manner(beside=_beside(own, gateway_port, console_port), until_eof=until_eof)

@@ -225,10 +225,10 @@ def _run(
     program, *sys.argv[1:] = command
     if program == "-m":
         sys.argv = ["turnkeep", *sys.argv[2:]]
-        from commands import serve
         from commands.__main__ import main
+        from worker import supervisor
 
-        serve._SPARE_BYTES = 0  # touching spare memory is most of a forked start's work
+        supervisor._SPARE_BYTES = 0  # touching spare memory is most of a forked start's work
         main()
     else:
         runpy.run_path(program, run_name="__main__")

@@ -20,6 +20,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import psutil
+
 from tests.forked import CAN_FORK, Forked
 from turnkeep_client.client import connect
 from worker.process import clock
@@ -191,6 +193,13 @@ class LocalWorker:
             await self.client.close()
 
 
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class WorkerProcess:
     """A process of `turnkeep serve` with its worker, which a test can kill and start again."""
 
@@ -246,15 +255,28 @@ class WorkerProcess:
             )
 
     def kill(self) -> None:
-        """Kill the worker with SIGKILL, and wait for its end."""
+        """Kill `serve` with SIGKILL; wait for its end, and for that of its worker."""
+        pids = [int(one["pid"]) for one in self._events("ready")]
         self._end(signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while any(map(_runs, pids)) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def stop(self) -> int:
         return self._end(signal.SIGTERM)
 
+    def lose_worker(self) -> None:
+        """Kill only the worker, and keep `serve` from starting it again until `go_on`."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.kill(self.worker_pid, signal.SIGKILL)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
     def _end(self, number: signal.Signals) -> int:
         assert self._process is not None
         self._process.send_signal(number)
+        self._process.send_signal(signal.SIGCONT)
         return self.wait()
 
     def wait(self) -> int:
@@ -269,8 +291,12 @@ class WorkerProcess:
     @property
     def worker_pid(self) -> int:
         """The process of its worker that was ready last."""
-        lines = [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
-        return next(int(one["pid"]) for one in reversed(lines) if one["event"] == "ready")
+        return int(self._events("ready")[-1]["pid"])
+
+    def _events(self, name: str) -> list[dict[str, Any]]:
+        whole = [line for line in self.log.splitlines() if line.startswith("{") and line.endswith("}")]
+        lines = [json.loads(line) for line in whole]
+        return [one for one in lines if one["event"] == name]
 
     @property
     def server_pid(self) -> int:

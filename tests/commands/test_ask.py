@@ -366,18 +366,18 @@ async def test_a_question_abandoned_without_a_worker_is_closed_unanswered_by_the
             with Terminal("ask", "hello", "--max-tokens", 50_000, *place) as terminal:
                 if is_begun:
                     terminal.wait_for(r"\w")
-                    worker.kill()
+                    worker.lose_worker()
                 terminal.wait_for("waiting for the worker")
                 terminal.type("\x03")
                 return terminal.end(), terminal.transcript
 
         if not is_begun:
-            worker.kill()
+            worker.lose_worker()
         code, said = await asyncio.to_thread(run)
         assert code == 130
         assert "the question will get no answer" in " ".join(said.split())
         name = next(one.name for one in await client.sessions() if one.name != "s")
-        worker.start()
+        worker.go_on()
         async with asyncio.timeout(60):
             while not all(one.is_closed for one in await client.sessions() if one.name == name):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -415,9 +415,9 @@ async def test_an_answer_waits_for_a_killed_worker_to_restart_and_then_continues
         def run() -> list[str]:
             with Terminal("ask", "hello", *options) as terminal:
                 terminal.wait_for(r"\w")
-                worker.kill()
+                worker.lose_worker()
                 terminal.wait_for("waiting for the worker")
-                worker.start()
+                worker.go_on()
                 assert terminal.end() == 0
                 return terminal.screen()
 
@@ -439,7 +439,7 @@ async def test_a_question_to_a_named_session_is_answered_later_despite_ctrl_c_du
         def run() -> int:
             with Terminal("ask", "hello", *options) as terminal:
                 terminal.wait_for(r"\w")
-                worker.kill()
+                worker.lose_worker()
                 terminal.wait_for("waiting for the worker")
                 terminal.type("\x03")
                 code = terminal.end()
@@ -447,7 +447,7 @@ async def test_a_question_to_a_named_session_is_answered_later_despite_ctrl_c_du
                 return code
 
         assert await asyncio.to_thread(run) == 130
-        worker.start()
+        worker.go_on()
         await client.session("s").append(text="behind it", timeout_s=60)
         assert (await answered(client)).finish_reason == "length"
 

@@ -272,7 +272,7 @@ async def test_retry_refuses_while_the_question_still_waits_for_a_worker(
                 terminal.wait_for(PROMPT)
                 terminal.type("first question\r")
                 terminal.wait_for(END)
-                worker.kill()
+                worker.lose_worker()
                 terminal.type("second question\r")
                 terminal.wait_for("waiting for the worker")
                 terminal.type("\x03")
@@ -280,7 +280,7 @@ async def test_retry_refuses_while_the_question_still_waits_for_a_worker(
                 terminal.wait_for(PROMPT)
                 terminal.type("/retry\r")
                 terminal.wait_for("the last question still waits")
-                worker.start()
+                worker.go_on()
                 terminal.wait_for(PROMPT)
                 asyncio.run_coroutine_threadsafe(
                     client.session("s").append(text="|", timeout_s=60), loop
@@ -493,11 +493,11 @@ async def test_a_chat_continues_after_its_worker_is_killed_and_restarted(
                 terminal.wait_for(PROMPT)
                 terminal.type("first\r")
                 terminal.wait_for(BEGUN)
-                worker.kill()
+                worker.lose_worker()
                 terminal.wait_for("waiting for the worker")
-                worker.start()
+                worker.go_on()
                 terminal.wait_for("Ended at max_tokens")
-                worker.kill()
+                worker.lose_worker()
                 terminal.wait_for(PROMPT)
                 terminal.type("/info\r")
                 terminal.wait_for("no worker serves")
@@ -510,6 +510,6 @@ async def test_a_chat_continues_after_its_worker_is_killed_and_restarted(
                 assert terminal.end() == 0
 
         await asyncio.to_thread(run)
-        worker.start()
+        worker.go_on()
         await client.session("s").append(text="behind it", timeout_s=60)
         assert [answer.finish_reason for answer in await answers(client)] == ["length", "length"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -62,6 +62,7 @@ POISON: Final = 0
 _END: Final = 2
 CONTEXT: Final = 4096
 _KV_BYTES: Final = 64
+_WORLD = "nats://world:4222"
 _MOST_BYTES: Final = 10**9
 #: The probability that a disk loses a write, and that it does not confirm an erasure.
 _DISK_FAILS: Final = 0.2
@@ -301,7 +302,7 @@ class Worker(App):
         leases: bool = True,
         rounding: int = 0,
     ) -> None:
-        super().__init__(settings, constants=constants)
+        super().__init__(replace(settings, nats=_WORLD), constants=constants)
         self._directory: Any = SimpleNamespace(name=directory)
         self._leases = leases
         self._disk = disk
@@ -323,19 +324,21 @@ class Worker(App):
             makes=("answers",),
         )
         async with task_group() as self._starting, contextlib.AsyncExitStack() as stack:
-            nc = await self._connect("nats://world:4222", self._directory, stack)
+            nc = await self._connect(self._directory, stack)
             js = nc.jetstream()
             if self._leases:
                 await self._take_back(js)
             names = await streams.ensure(js, self._subjects, self._settings, self._constants)
             await self._serve(nc, js, names)
 
-    async def _connect(self, url: str, directory: Any, stack: Any, **options: Any) -> Any:
+    async def _connect(self, directory: Any, stack: Any) -> Any:
         if self._leases:
-            return await super()._connect(url, directory, stack, **options)
+            return await super()._connect(directory, stack)
         from worker.app import connect, shielded
 
-        nc = self._nc = await connect(url, name="w", on_reconnected=self._reconnected, on_closed=self._closed)
+        nc = self._nc = await connect(
+            _WORLD, name="w", on_reconnected=self._reconnected, on_closed=self._closed
+        )
         stack.push_async_callback(shielded, nc.close)
         self._members = Members(
             nc, self._subjects, worker=self._settings.worker, directory=self._directory.name, lost=self._fail
