@@ -266,7 +266,7 @@ class Supervisor:
                     *(nc, Subjects(model.settings.prefix), model.metrics, model.wake),
                     partial(self._asked, model),
                 )
-                await model.activator.open(model.settings)
+                await model.activator.open(model.settings, all_requests=self._are_several)
             await self._serve()
         if self._fatal is not None:
             raise self._fatal

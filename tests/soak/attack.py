@@ -215,11 +215,16 @@ class Attack:
             if self.server_kills * self.num_kills < self.num_server_kills * (self.kills + 1):
                 self.server_kills += self.target.kill_server()
                 await asyncio.sleep(rng.choice((0, 0.1, 0.6)))
-            self.target.process.kill()
+            is_whole = rng.random() < 0.5 or not self.target.is_ready  # `turnkeep serve`, or only its worker
+            if is_whole:
+                self.target.process.kill()
+            else:
+                self.target.kill_worker()
             self.kills += 1
             if self.kills % 20 == 0:
                 print(f"{self.kills} kills, {self.server_kills} of the server, {self.sent} sent", flush=True)
-            self.target.start()
+            if is_whole:
+                self.target.start()
 
 
 def _seen(task: asyncio.Task[None]) -> None:

@@ -11,7 +11,9 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -109,9 +111,19 @@ class Target:
         return self.process.url
 
     def start(self) -> None:
+        self._forget_log()
+        self.process.start()
+
+    def kill_worker(self) -> None:
+        """`kill -9` only the worker; `turnkeep serve` starts it again."""
+        pid = self.process.worker_pid
+        self._forget_log()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    def _forget_log(self) -> None:
         log = self.process.log_path
         self._log_start = log.stat().st_size if log.exists() else 0
-        self.process.start()
 
     @property
     def is_ready(self) -> bool:

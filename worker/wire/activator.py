@@ -82,12 +82,16 @@ class Activator:
         #: When the last noticed request came, by the event loop's clock.
         self.used_s = current_time()
 
-    async def open(self, settings: Settings) -> None:
-        """Create the prefix's streams, and listen to its requests. Raises `BrokerError`."""
+    async def open(self, settings: Settings, *, all_requests: bool) -> None:
+        """Create the prefix's streams, and listen to its requests. Raises `BrokerError`.
+
+        With `all_requests` `used_s` counts also those on `ctl` and `ask`. Then NATS no longer says at once
+        that nobody answers such a request.
+        """
         await ensure(self._js, self._subjects, settings)
         await self._nc.subscribe(self._subjects.every("in"), cb=self._notice)
         await self._nc.subscribe(self._subjects.serve, cb=self._asked)
-        for subject in self._held_subjects:  # also those that the worker gets
+        for subject in self._held_subjects if all_requests else ():  # also those that the worker gets
             await self._nc.subscribe(subject, cb=self._hear)
 
     async def begin(self) -> None:
