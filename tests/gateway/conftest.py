@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
+from crafted import CODERS, TEXT
 from openai import AsyncOpenAI
+from parts import make_tiny_model
 
 from gateway.http.app import Gateway
 from gateway.http.serving import listening, serve, server
@@ -17,6 +19,7 @@ from turnkeep_client.client import connect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from pathlib import Path
 
     from turnkeep_client.client import Client
 
@@ -76,8 +79,27 @@ async def door() -> AsyncIterator[Callable[..., Awaitable[Door]]]:
             await one.stop()
 
 
+@pytest.fixture(scope="session")
+def calling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that has one token with the text of a whole call, and one with its beginning."""
+    from transformers import AutoTokenizer
+
+    folder = make_tiny_model(tmp_path_factory.mktemp("calling") / "calling", vocab_size=261 + len(CODERS))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.add_tokens([TEXT, TEXT[:40], *CODERS]) == 2 + len(CODERS)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+async def served(local_worker: Any, door: Any) -> Door:
+    """A gateway for a worker with the tiny model."""
+    worker = await local_worker()
+    return await door(worker.settings.nats, worker.settings.prefix)
+
+
 @pytest.fixture
 async def http(served: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    """An HTTP client for the gateway that the test module's fixture `served` starts."""
+    """An HTTP client for the gateway that the fixture `served` starts."""
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as client:
         yield client

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx2
 import pytest
-from parts import make_tiny_model
-
-from turnkeep_client.messages import decode_result
+from crafted import CODERS, TEXT
 
 Start = Any
-TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 #: The ids of the tokens that are a call, half a call, and the end of a turn.
 CALL, HALF, END = 259, 260, 2
-#: Whole answers of Qwen 2.5's coders, each one token.
-JSON = '{"name": "weather", "arguments": {"city": "Rome", "days": None}}'
-CODERS = (
-    JSON,
-    f"```json\n{JSON}\n```",
-    f"<tools>\n{JSON}\n</tools>",
-    f"<function>\n{JSON}\n</function>",
-    f"<function-call> {JSON}",
-    f"[{JSON}]",
-)
 TOOLS = [
     {
         "type": "function",
@@ -39,17 +25,6 @@ TOOLS = [
     }
 ]
 QUESTION = {"role": "user", "content": "Weather in Rome?"}
-
-
-@pytest.fixture(scope="session")
-def calling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import AutoTokenizer
-
-    folder = make_tiny_model(tmp_path_factory.mktemp("calling") / "calling", vocab_size=261 + len(CODERS))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.add_tokens([TEXT, TEXT[:40], *CODERS]) == 2 + len(CODERS)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -99,65 +74,6 @@ async def test_a_tool_call_sent_back_with_other_spacing_and_key_order_continues_
     assert how == third.headers["x-turnkeep-session"].split()[1] == "begun"
     without = await create(messages=[QUESTION, said, result], **options(100) | {"tools": []})
     assert without.headers["x-turnkeep-session"].split()[1] == "begun", "the tools are part of the prompt"
-
-
-def openai_results(*order: str) -> dict[str, Any]:
-    calls = [
-        {"id": one, "type": "function", "function": {"name": "weather", "arguments": "{}"}} for one in "ab"
-    ]
-    results = [{"role": "tool", "tool_call_id": one, "content": f"it is {one}"} for one in order]
-    return {"messages": [QUESTION, {"role": "assistant", "tool_calls": calls}, *results]}
-
-
-def anthropic_results(*order: str) -> dict[str, Any]:
-    calls = [{"type": "tool_use", "id": one, "name": "weather", "input": {}} for one in "ab"]
-    results = [{"type": "tool_result", "tool_use_id": one, "content": f"it is {one}"} for one in order]
-    return {
-        "messages": [
-            QUESTION,
-            {"role": "assistant", "content": calls},
-            {"role": "user", "content": results},
-        ]
-    }
-
-
-def responses_results(*order: str) -> dict[str, Any]:
-    call = {"type": "function_call", "name": "weather", "arguments": "{}"}
-    results = [{"type": "function_call_output", "call_id": one, "output": f"it is {one}"} for one in order]
-    return {"input": [QUESTION, *({**call, "call_id": one} for one in "ab"), *results]}
-
-
-def ollama_results(*order: str) -> dict[str, Any]:
-    calls = [{"id": one, "function": {"name": "weather", "arguments": {}}} for one in "ab"]
-    results = [
-        {"role": "tool", "tool_name": "weather", "tool_call_id": one, "content": f"it is {one}"}
-        for one in order
-    ]
-    return {"messages": [QUESTION, {"role": "assistant", "tool_calls": calls}, *results], "stream": False}
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/chat/completions", openai_results),
-        ("/v1/messages", anthropic_results),
-        ("/v1/responses", responses_results),
-        ("/api/chat", ollama_results),
-    ],
-)
-async def test_the_prompt_has_results_in_the_order_of_their_calls(
-    served: Any, path: str, body: Callable[..., dict[str, Any]]
-) -> None:
-    inputs = []
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        for order in ("ab", "ba"):
-            answer = await http.post(path, json={"model": "m", "max_tokens": 4, **body(*order)})
-            session, how = answer.headers["x-turnkeep-session"].split()
-            assert how == "begun", "so the input is the whole prompt"
-            client = served.gateway._conversations["default", ""].client
-            (entry,) = [one for one in await client.log(session) if one.kind == "out"]
-            inputs.append(decode_result(entry.body).change.input)
-    assert inputs[0] == inputs[1]
 
 
 async def test_a_stream_sends_each_tool_call_in_parts_that_have_its_index(served: Any) -> None:

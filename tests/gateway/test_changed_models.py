@@ -1,12 +1,9 @@
-"""The worker gets another model between two turns: conversations go on over HTTP and on the command line."""
+"""The worker gets another model between two turns: conversations go on over HTTP."""
 
 from __future__ import annotations
 
-import asyncio
-import re
 from typing import TYPE_CHECKING, Any
 
-from tests.commands.command_runs import command, turnkeep, where
 from tests.gateway.test_chat_served import LETTERS, ask, assistant, user
 from tests.parts import make_tiny_model
 from turnkeep_client.client import connect
@@ -23,22 +20,17 @@ async def last_answer(worker: Any, session: str) -> Generated:
     return next(one for one in reversed(results) if isinstance(one, Generated))
 
 
-async def test_conversations_over_http_and_on_the_command_line_go_on_with_another_model(
+async def test_conversations_over_http_go_on_with_another_model(
     local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
 ) -> None:
     """The other model has another tokenizer. A fresh session with the same messages gets the same answer."""
-    options = ("--max-tokens", 8, "--temperature", 0)
     worker = await local_worker(model=str(endless_model))
     gateway = await door(worker.settings.nats, worker.settings.prefix)
     first, http, _ = await ask(gateway, said := [user("One")], temperature=0)
-    asked = await asyncio.to_thread(turnkeep, "ask", "--session", "cli", *options, "One", *where(worker))
-    assert asked.returncode == 0, asked.stderr
     await worker.stop()
 
     other = make_tiny_model(tmp_path / "other", merges=[("O", "n"), ("On", "e"), ("T", "w"), ("Tw", "o")])
     worker = await local_worker(model=str(other))
-    info = await command("info", "cli", *where(worker))
-    assert re.search(r"last answered by +endless$", info.stdout, re.MULTILINE)
     said += [assistant(first.choices[0].message.content), user("Two")]
     second, *where_to = await ask(gateway, said, temperature=0)
     assert where_to == [http, "continued"]
@@ -53,15 +45,6 @@ async def test_conversations_over_http_and_on_the_command_line_go_on_with_anothe
     assert (await ask(gateway, said))[2] == "forked", "the last question is asked again"
     said += [assistant(second.choices[0].message.content), user("Three")]
     assert (await ask(gateway, said))[1:] == (http, "continued")
-
-    asked = await asyncio.to_thread(turnkeep, "ask", "--session", "cli", *options, "Two", *where(worker))
-    assert asked.returncode == 0, asked.stderr
-    chat = ("chat", "--session", "cli", *options, *where(worker))
-    chatted = await asyncio.to_thread(turnkeep, *chat, text="Three\n")
-    assert chatted.returncode == 0, chatted.stderr
-    shown = (await command("show", "cli", *where(worker))).stdout
-    answered_by = re.findall(r"; position \d+(.*)$", shown, re.MULTILINE)
-    assert answered_by == ["; by endless", "; by other, after endless", ""]
     await worker.stop()
 
     worker = await local_worker(model=str(endless_model), other_model="refuse")

@@ -58,21 +58,6 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_chat_completion_has_the_answer_its_finish_reason_and_usage(begin: Any) -> None:
-    _, door = await begin()
-    answer, _, how = await ask(door, [SYSTEM, user("Hello.")])
-    assert how == "begun"
-    (choice,) = answer.choices
-    assert (len(choice.message.content), choice.finish_reason, choice.message.role) == (
-        8,
-        "length",
-        "assistant",
-    )
-    assert answer.usage.completion_tokens == 8
-    assert answer.usage.prompt_tokens > len("Answer in rhymes.Hello.")
-    assert answer.usage.prompt_tokens_details.cached_tokens == 0
-
-
 async def test_a_chat_stream_has_the_same_text_and_logprobs_as_a_whole_answer(begin: Any) -> None:
     _, door = await begin()
     options: dict[str, Any] = {"max_tokens": 30, "logit_bias": LETTERS, "seed": 5, "temperature": 0.9}
@@ -156,26 +141,6 @@ async def test_a_changed_message_forks_the_conversation_before_it_and_the_origin
     _, other, how = await ask(door, [{**SYSTEM, "content": "No rhymes."}, *messages[1:]])
     assert how == "begun"
     assert other not in {session, fork}
-
-
-async def test_a_forked_session_answers_as_a_new_session_would(begin: Any) -> None:
-    """Also a fork at the position where an answer begins."""
-    _, door = await begin()
-    options = {"temperature": 0.0, "max_tokens": 12}
-    first, _, _ = await ask(door, [user("One?")], **options)
-    messages = [user("One?"), assistant(first.choices[0].message.content), user("Two?")]
-    await ask(door, messages, **options)
-    forked, _, how = await ask(door, [*messages[:-1], user("Too?")], **options)
-    assert how == "forked"
-    again, _, how = await ask(door, [*messages[:-1], user("Too?")], **options, presence_penalty=1e-9)
-    assert how == "forked"
-    assert again.choices[0].message.content == forked.choices[0].message.content
-    assert again.usage.prompt_tokens == forked.usage.prompt_tokens
-    door.index.sessions.clear()
-    door.index._held.clear()
-    fresh, _, how = await ask(door, [*messages[:-1], user("Too?")], **options, presence_penalty=1e-8)
-    assert how == "begun"
-    assert fresh.choices[0].message.content == forked.choices[0].message.content
 
 
 async def test_equal_concurrent_requests_get_separate_sessions_and_answers(begin: Any) -> None:
@@ -406,17 +371,6 @@ async def test_a_repeated_request_is_sampled_again_unless_its_temperature_is_zer
     assert len(texts) > 1
 
 
-async def test_idle_conversations_are_removed(begin: Any) -> None:
-    worker, door = await begin(idle_s=0.4)
-    _, session, _ = await ask(door, [user("One?")])
-
-    async def is_forgotten() -> bool:
-        entries = await worker.client.log(session)
-        return len(entries) <= 2 and b"forgotten" in entries[-1].body and not door.index.sessions
-
-    await until(is_forgotten)
-
-
 async def test_reasoning_effort_sets_a_token_budget_and_may_change_within_one_session(begin: Any) -> None:
     """This model does not mark its reasoning, so the budget does not change its answers."""
     efforts = {"none": 0, "minimal": 64, "low": 512, "medium": 2048, "high": None, "xhigh": None}
@@ -428,17 +382,6 @@ async def test_reasoning_effort_sets_a_token_budget_and_may_change_within_one_se
     first, session, _ = await ask(door, [user("Hello.")], reasoning_effort="low", seed=3)
     said = [user("Hello."), assistant(first.choices[0].message.content), user("Go on.")]
     _, again, how = await ask(door, said, reasoning_effort="high")
-    assert (again, how) == (session, "continued")
-
-
-async def test_a_developer_message_counts_as_a_system_message(begin: Any) -> None:
-    _, door = await begin()
-    developer = {"role": "developer", "content": SYSTEM["content"]}
-    first, session, _ = await ask(door, [developer, user("Hello.")])
-    other, _, _ = await ask(door, [SYSTEM, user("Hello!")])
-    assert first.usage.prompt_tokens == other.usage.prompt_tokens
-    said = assistant(first.choices[0].message.content)
-    _, again, how = await ask(door, [SYSTEM, user("Hello."), said, user("And?")])
     assert (again, how) == (session, "continued")
 
 

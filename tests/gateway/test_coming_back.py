@@ -233,26 +233,11 @@ async def test_a_background_answer_runs_without_a_connection_and_replays_from_an
     assert [(one.role, one.content[0].text) for one in items.data] == [("user", "Begin.")]
 
 
-async def test_a_background_stream_continues_after_its_client_disconnects(served: Any) -> None:
-    create = served.openai.responses.create
-    stream = await create(input="Begin.", background=True, stream=True, **options(700))
-    begun = []
-    async for event in stream:
-        begun.append(event)
-        if len(begun) == 20:
-            break
-    await stream.close()
-    answer_id, last = begun[0].response.id, begun[-1].sequence_number
-    rest = await served.openai.responses.retrieve(answer_id, stream=True, starting_after=last)
-    both = begun + [event async for event in rest]
-    assert [event.sequence_number for event in both] == list(range(len(both)))
-    whole = await ended(served, answer_id)
-    assert "".join(event.delta for event in both if event.type.endswith("delta")) == whole.output_text
-    assert both[-1].response == whole
-    assert len(whole.output_text) == 700
-    endless = await create(input="Begin.", background=True, **options(30_000))
+async def test_a_background_answer_can_be_cancelled(served: Any) -> None:
+    endless = await served.openai.responses.create(input="Begin.", background=True, **options(30_000))
     cancelled = await served.openai.responses.cancel(endless.id)
     assert (await ended(served, endless.id, "cancelled")) == cancelled
+    assert await served.openai.responses.cancel(endless.id) == cancelled
     for wrong in ("starting_after=x", f"starting_after={'9' * 5000}"):
         with pytest.raises(openai.BadRequestError, match="whole number"):
             await served.openai.get(f"/responses/{endless.id}?stream=true&{wrong}", cast_to=object)
@@ -508,14 +493,6 @@ async def test_a_durable_stream_stays_open_while_the_log_cannot_be_read(
     offset = cut.headers["stream-next-offset"]
     rest = await http.get(path, params={"offset": offset})
     assert (rest.json()[-1]["type"], rest.headers["stream-closed"]) == ("response.incomplete", "true")
-
-
-async def test_a_retrieved_answer_has_its_requests_options_even_those_equal_to_defaults(served: Any) -> None:
-    """The log leaves out options that are equal to its defaults, such as 256 tokens."""
-    more = {"temperature": 0, "top_p": 1, "parallel_tool_calls": True, "tool_choice": "auto"}
-    answer = await served.openai.responses.create(input="Begin.", **options(256, **more))
-    assert answer.max_output_tokens == 256
-    assert await served.openai.responses.retrieve(answer.id) == answer
 
 
 async def test_the_first_copy_of_a_request_is_looked_for_again_after_a_lost_connection(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 import gateway.http
+import ops.console
 from commands.cli import main
 from commands.gateway import greeting
 from gateway.http.serving import listening
@@ -21,19 +23,28 @@ def said(*arguments: str) -> str:
     return result.output
 
 
-@pytest.mark.parametrize("library", ["starlette", "uvicorn"])
-def test_the_gateway_command_names_a_missing_library_and_the_extra_that_installs_it(
-    library: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("command", "package", "library", "extra"),
+    [
+        ("gateway", gateway.http, "starlette", "gateway"),
+        ("gateway", gateway.http, "uvicorn", "gateway"),
+        ("console", ops.console, "uvicorn", "ops"),
+        ("exporter", ops, "prometheus_client", "ops"),
+    ],
+)
+def test_a_command_names_a_missing_library_and_the_extra_that_installs_it(
+    command: str, package: Any, library: str, extra: str, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("app", "serving"):
-        monkeypatch.delitem(sys.modules, f"gateway.http.{name}", raising=False)
-        monkeypatch.delattr(gateway.http, name, raising=False)
+    for name in ("app", "door", "serving", "exporter"):
+        monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
+        monkeypatch.delattr(package, name, raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)  # type: ignore[arg-type]
-    text = said()
-    assert f"turnkeep: {library} is missing; " in text
-    assert "[gateway]' brings it" in text
+    result = CliRunner().invoke(main, [command, "--nats", nats_url])
+    assert result.exit_code == 1
+    assert f"turnkeep: {library} is missing; " in result.output
+    assert f"[{extra}]' brings it" in result.output
 
 
 @pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/path", "*", "https://"])

@@ -17,12 +17,6 @@ SAID = [
 ]
 
 
-@pytest.fixture
-async def served(local_worker: Start, door: Start) -> Any:
-    worker = await local_worker()
-    return await door(worker.settings.nats, worker.settings.prefix)
-
-
 async def told(served: Any, answer_id: str) -> list[Any]:
     found = await served.openai.responses.input_items.list(answer_id, order="asc")
     return [(one.role, one.content[0].text) for one in found.data]

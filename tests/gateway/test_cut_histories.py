@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
@@ -21,7 +20,7 @@ import openai
 import pytest
 from forked import Forked
 from parts import free_port
-from test_coming_back import CHAT, LETTERS, Event, asked, options, text_of
+from test_coming_back import options
 from test_interrupted import started as started  # noqa: PLC0414  # a fixture
 
 from turnkeep_client.errors import NoWorkerError
@@ -84,27 +83,6 @@ class Gateways:
         return f"http://127.0.0.1:{self.ports[number]}"
 
 
-class Reader:
-    """A client of one answer: reads until the stream breaks, then resumes it after the last event."""
-
-    #: Characters in one event.
-    text_length = 1
-
-    def __init__(self, length: int, key: str) -> None:
-        self.seen: list[Any] = []
-        self.length = length
-        self.num_events = length // self.text_length
-        self.key = key
-
-    async def read(self, url: str, until: Callable[[int], bool]) -> bool:
-        """Resume the answer at a gateway; return whether it has ended. Raises the client library's errors."""
-        raise NotImplementedError
-
-    async def check(self, client: Any, url: str) -> None:
-        """Assert that the events equal the answer in the log, and a new read of the whole stream."""
-        raise NotImplementedError
-
-
 async def recorded(client: Any, answer_id: str) -> Generated:
     entries = [one for one in await client.log(f"gw-{answer_id[:32]}") if one.kind == "out"]
     found = [one for one in map(decode_result, (one.body for one in entries)) if isinstance(one, Generated)]
@@ -112,12 +90,17 @@ async def recorded(client: Any, answer_id: str) -> Generated:
     return found[0]
 
 
-class OfResponses(Reader):
-    """OpenAI's library, which reads a background answer of the Responses API."""
+class Reader:
+    """A client of one answer, with OpenAI's library: it resumes a broken stream after the last event."""
 
-    text_length = 4
+    def __init__(self, length: int, key: str) -> None:
+        self.seen: list[Any] = []
+        self.length = length
+        self.num_events = length // 4  # characters in an event
+        self.key = key
 
     async def read(self, url: str, until: Callable[[int], bool]) -> bool:
+        """Resume the answer at a gateway; return whether it has ended. Raises the client library's errors."""
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             if self.seen:
                 answer_id, last = self.seen[0].response.id, self.seen[-1].sequence_number
@@ -137,6 +120,7 @@ class OfResponses(Reader):
         return bool(self.seen) and self.seen[-1].type == "response.incomplete"
 
     async def check(self, client: Any, url: str) -> None:
+        """Assert that the events equal the answer in the log, and a new read of the whole stream."""
         assert [one.sequence_number for one in self.seen] == list(range(len(self.seen)))
         text = "".join(one.delta for one in self.seen if one.type == "response.output_text.delta")
         answer_id = self.seen[0].response.id
@@ -146,45 +130,6 @@ class OfResponses(Reader):
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as library:
             replay = [one async for one in await library.responses.retrieve(answer_id, stream=True)]
         assert replay == self.seen
-
-
-class OfChat(Reader):
-    """A plain client of server-sent events, which reads a chat completion with an idempotency key."""
-
-    async def read(self, url: str, until: Callable[[int], bool]) -> bool:
-        body = asked(CHAT, self.length, stream=True, logit_bias=LETTERS)
-        headers = {"idempotency-key": self.key}
-        if self.seen:
-            headers["last-event-id"] = self.seen[-1].id
-        written = ""
-        async with (
-            httpx2.AsyncClient(base_url=url, timeout=60) as http,
-            http.stream("POST", CHAT, json=body, headers=headers) as answer,
-        ):
-            if answer.status_code == 503:
-                return False
-            assert answer.status_code == 200, await answer.aread()
-            async for part in answer.aiter_text():
-                *whole, written = (written + part).split("\n\n")
-                for one in whole:
-                    if not one.startswith(":"):
-                        self.seen.append(Event(one))
-                    if until(len(self.seen)):
-                        return False
-        return bool(self.seen) and self.seen[-1]["data"] == "[DONE]"
-
-    async def check(self, client: Any, url: str) -> None:
-        answer_id = self.seen[0].id.partition(".")[0]
-        result = await recorded(client, answer_id)
-        assert text_of(self.seen) == result.text
-        assert len(result.tokens) == self.length
-        assert len({one.id for one in self.seen}) == len(self.seen)
-        bodies = [json.loads(one["data"]) for one in self.seen[:-1]]
-        assert [one["choices"][0]["delta"].get("role") for one in bodies].count("assistant") == 1
-        assert [one["choices"][0]["finish_reason"] for one in bodies[-1:]] == ["length"]
-        async with httpx2.AsyncClient(base_url=url, timeout=60) as http:
-            whole = (await http.get(f"{CHAT}/{answer_id}")).json()
-        assert whole["choices"][0]["message"]["content"] == result.text
 
 
 @pytest.fixture
@@ -245,8 +190,7 @@ async def test_a_client_gets_each_event_once_even_if_gateways_worker_and_nats_ar
     process, client = started
     for seed in range(HISTORIES):
         dice = random.Random(seed)
-        kind = dice.choice([OfResponses, OfChat])
-        reader = kind(dice.randrange(60, 600), f"history-{seed}")
+        reader = Reader(dice.randrange(60, 600), f"history-{seed}")
         happened: list[str] = []
         supervising = asyncio.create_task(supervise(process))
         try:
@@ -259,9 +203,9 @@ async def test_a_client_gets_each_event_once_even_if_gateways_worker_and_nats_ar
                     assert number < 200, "no gateway answers"
                     await asyncio.sleep(0.1)
         except BaseException:
-            print(f"history {seed}: {kind.__name__}, {happened}, {len(reader.seen)} events")
+            print(f"history {seed}: {happened}, {len(reader.seen)} events")
             print(gateways.log)
             raise
         finally:
             supervising.cancel()
-        print(f"history {seed}: {kind.__name__}, {len(reader.seen)} events; {'; '.join(happened)}")
+        print(f"history {seed}: {len(reader.seen)} events; {'; '.join(happened)}")

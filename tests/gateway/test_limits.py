@@ -131,19 +131,27 @@ async def test_an_answer_that_is_cancelled_in_its_prompt_counts_against_an_api_k
         assert int(answer.headers["retry-after"]) > 300, "thousands of tokens were prefilled"
 
 
-def test_a_key_that_two_lines_of_the_key_file_name_is_refused(tmp_path: Path) -> None:
-    """Otherwise only the limits of one of them would hold."""
-    (tmp_path / "keys").write_text("k acme requests=60/min\nj acme\nk acme at_once=4\n")
-    with pytest.raises(TurnkeepError, match=r"line 3: .* line 1"):
-        Keys.read(tmp_path / "keys")
-
-
 @pytest.mark.parametrize(
-    "limits", ["requests=60", "requests=0/min", "at_once=4/min", "at_once=1 at_once=2", "speed=1/min", "9"]
+    ("text", "says"),
+    [
+        ("a", "line 1"),
+        ("a b c", "line 1"),
+        ("\na b.c", "line 2"),
+        ("# a b", "no keys"),
+        ("k acme requests=60/min\nj acme\nk acme at_once=4\n", "line 3: .* line 1"),
+        *(
+            (f"# a comment\nk acme {limits}\n", "line 2: .* is no limit")
+            for limits in ("requests=60", "requests=0/min", "at_once=4/min", "at_once=1 at_once=2")
+        ),
+        ("\nk acme speed=1/min", "line 2: .* is no limit"),
+        ("\nk acme 9", "line 2: .* is no limit"),
+        (None, "cannot be read"),
+    ],
 )
-def test_an_invalid_limit_in_the_key_file_is_refused_with_its_line_number(
-    tmp_path: Path, limits: str
+def test_an_invalid_key_file_is_refused_with_the_line_and_the_reason(
+    tmp_path: Path, text: str | None, says: str
 ) -> None:
-    (tmp_path / "keys").write_text(f"# a comment\nk acme {limits}\n")
-    with pytest.raises(TurnkeepError, match=r"line 2: .* is no limit"):
+    if text is not None:
+        (tmp_path / "keys").write_text(text)
+    with pytest.raises(TurnkeepError, match=says):
         Keys.read(tmp_path / "keys")

@@ -9,27 +9,20 @@ from typing import Any
 import httpx2
 import pytest
 from anthropic.types import beta
-from parts import make_tiny_model
+from crafted import events, generated
 
 from gateway import boundaries
 from gateway.anthropic import common as anthropic
 from gateway.anthropic import messages
-from gateway.keys import Keys
 from gateway.turn import Fault, fault_of
 from turnkeep_client.errors import NoServerError, RequestFailedError, TokenLimit
 from turnkeep_client.messages import (
-    Called,
-    CalledFunction,
     CallPart,
     Chunk,
-    Generated,
-    Seconds,
-    Usage,
 )
 
 Start = Any
 PATH = "/v1/messages"
-TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 #: The ids of the tokens that are a call and the end of a turn.
 CALL, END = 259, 2
 #: So that answers are text that comes back as it was.
@@ -72,37 +65,9 @@ def end_of(*said: dict[str, Any], **more: Any) -> bytes:
     return boundaries.chain(turn.messages, turn.options)[-1]
 
 
-def generated(reason: str = "stop", **more: Any) -> Generated:
-    usage = Usage(prompt_tokens=10, cached_tokens=7, prefilled_tokens=3, completion_tokens=5)
-    seconds = Seconds(queued=0, prefill=0, first_token=0, total=0)
-    fields: dict[str, Any] = {"text": "Yes.", "tokens": (1,), "finish_reason": reason, **more}
-    return Generated(id="g", seq=1, position=3, usage=usage, seconds=seconds, kv_live_bytes=0, **fields)
-
-
-def events(written: str) -> list[dict[str, Any]]:
-    """Parse a stream's events; assert that each event's name equals its `type`."""
-    found = []
-    for one in written.strip().split("\n\n"):
-        name, _, body = one.partition("\ndata: ")
-        found.append(json.loads(body))
-        assert name.rpartition("\n")[2] == f"event: {found[-1]['type']}"
-    return found
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import AutoTokenizer
-
-    folder = make_tiny_model(tmp_path_factory.mktemp("messages") / "messages", vocab_size=260)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.add_tokens([TEXT]) == 1
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-async def served(local_worker: Start, door: Start, model: Path) -> Any:
-    worker = await local_worker(model=str(model))
+async def served(local_worker: Start, door: Start, calling_model: Path) -> Any:
+    worker = await local_worker(model=str(calling_model))
     return await door(worker.settings.nats, worker.settings.prefix)
 
 
@@ -161,55 +126,6 @@ async def test_a_stream_of_the_messages_api_has_the_same_text_as_a_whole_answer(
     assert (last["usage"]["output_tokens"], stopped) == (30, {"type": "message_stop"})
 
 
-async def test_a_conversation_sent_in_full_to_the_messages_api_prefills_only_its_new_messages(
-    http: httpx2.AsyncClient,
-) -> None:
-    """Contents alternate between strings and blocks; cache markers and the billing line change each time."""
-    said, before = [], 0
-    for number in range(6):
-        said.append(user(f"And number {number}?"))
-        marked = text(said[-1]["content"], cache_control={"type": "ephemeral"})
-        sent = [*said[:-1], user([marked])] if number % 2 else said
-        system = [text(BILLING.format(number)), *SYSTEM]
-        answer, how = await ask(http, *sent, system=system)
-        assert how == ("continued" if number else "begun")
-        used = answer["usage"]
-        num_prompt = used["input_tokens"] + used["cache_read_input_tokens"]
-        # The answer's last token has no KV yet.
-        assert used["input_tokens"] == num_prompt - before + bool(number)
-        before = num_prompt + 8
-        thinking = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
-        hidden = {"type": "redacted_thinking", "data": "x"}
-        said.append(assistant([thinking, hidden, *answer["content"]]))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_tool_call_of_the_messages_api_and_its_result_continue_the_session(
-    http: httpx2.AsyncClient, *, stream: bool
-) -> None:
-    more = {"tools": [TOOL], "temperature": 0, "max_tokens": 1}
-    called = body(user("Weather?"), **more, logit_bias={str(CALL): 100}, stream=stream)
-    first = await http.post(PATH, json=called)
-    if stream:
-        opened, *deltas = events(first.text)[1:-3]
-        call, last = opened["content_block"], events(first.text)[-2]
-        call["input"] = json.loads("".join(one["delta"]["partial_json"] for one in deltas))
-        used = last["usage"]
-        assert last["delta"]["stop_reason"] in {"tool_use", "max_tokens"}
-    else:
-        (call,) = first.json()["content"]
-        used = first.json()["usage"]
-        assert first.json()["stop_reason"] in {"tool_use", "max_tokens"}
-    assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {"city": "Rome", "days": 2})
-    call["input"] = {"days": 2, "city": "Rome"}
-    answered = {"type": "tool_result", "tool_use_id": call["id"], "content": [text("sunny")]}
-    said = user("Weather?"), assistant([call]), user([answered, text("Well?")])
-    second, how = await ask(http, *said, **more)
-    assert how == "continued"
-    before = used["input_tokens"] + used["cache_read_input_tokens"] + used["output_tokens"]
-    assert second["usage"]["cache_read_input_tokens"] == before - 1
-
-
 async def test_count_tokens_equals_the_usage_of_an_answer_and_opens_no_session(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
@@ -257,17 +173,6 @@ async def test_errors_of_the_messages_api_have_anthropics_shape(http: httpx2.Asy
         assert found["type"] == "invalid_request_error"
         head, _, tail = found["message"].partition(" tokens > ")
         assert (head.removeprefix("prompt is too long: ").isdigit(), tail) == (True, "2048 maximum")
-
-
-async def test_a_request_to_the_messages_api_needs_a_key_if_the_gateway_has_keys(
-    served: Any, http: httpx2.AsyncClient, tmp_path: Path
-) -> None:
-    (tmp_path / "keys").write_text("secret-1 acme\n")
-    served.gateway._keys = Keys.read(tmp_path / "keys")
-    refused = await http.post(PATH, json=body(user("a")))
-    assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
-    taken = await http.post(PATH, json=body(user("a")), headers={"x-api-key": "secret-1"})
-    assert taken.status_code == 200
 
 
 def test_anthropic_messages_are_read_into_system_user_assistant_and_tool_messages() -> None:
@@ -372,8 +277,7 @@ def test_cache_markers_billing_lines_and_thinking_do_not_change_a_conversations_
 
 
 def test_an_answer_and_its_stream_have_thinking_text_and_tool_use_blocks_in_order() -> None:
-    call = Called(id="c1", function=CalledFunction(name="f", arguments='{"a": 1}'))
-    done = generated("tool_calls", text="\n\nSo.", reasoning="Hm.", tool_calls=(call,))
+    done = generated("tool_calls", ("c1", "f", '{"a": 1}'), text="\n\nSo.", reasoning="Hm.")
     whole = messages.whole(read(), "x", 5, [done])
     thinking, said, used = whole["content"]
     assert (thinking["thinking"], len(thinking["signature"])) == ("Hm.", 64)
@@ -410,26 +314,11 @@ def test_an_answer_and_its_stream_have_thinking_text_and_tool_use_blocks_in_orde
     assert events(writer.error(Fault(500, "broken")).decode())[0]["error"]["type"] == "api_error"
 
 
-@pytest.mark.parametrize(
-    ("reason", "shown"),
-    [
-        ("stop", "end_turn"),
-        ("length", "max_tokens"),
-        ("tool_calls_malformed", "end_turn"),
-        ("cancelled", "end_turn"),
-        ("expired", "max_tokens"),
-        ("model_changed", "max_tokens"),
-        ("given_up", "max_tokens"),
-    ],
-)
-def test_each_finish_reason_maps_to_an_anthropic_stop_reason(reason: str, shown: str) -> None:
-    assert messages.whole(read(), "x", 5, [generated(reason)])["stop_reason"] == shown
-
-
 async def test_the_stop_sequence_that_ended_an_answer_is_named(http: httpx2.AsyncClient) -> None:
-    whole, _ = await ask(http, user("Hello."), max_tokens=30, temperature=0)
+    drawn = {"max_tokens": 30, "temperature": 0.9, "seed": 5}
+    whole, _ = await ask(http, user("Hello."), **drawn)
     said = whole["content"][0]["text"]
-    more = {"max_tokens": 30, "temperature": 0, "stop_sequences": ["no such", said[3:5]]}
+    more = {**drawn, "stop_sequences": ["no such", said[3:5]]}
     cut, _ = await ask(http, user("Hello."), **more)
     assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", said[3:5])
     assert cut["content"][0]["text"] == said.partition(said[3:5])[0]
@@ -464,6 +353,7 @@ async def test_the_stop_sequence_that_ended_an_answer_is_named(http: httpx2.Asyn
             None,
         ),
         (fault_of(NoServerError("nobody")), "overloaded_error", None),
+        (Fault(401, "no"), "authentication_error", "no"),
         (Fault(413, "large"), "request_too_large", "large"),
         (Fault(403, "no"), "permission_error", "no"),
     ],

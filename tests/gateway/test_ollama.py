@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from test_responses_shapes import generated
+from crafted import generated
 
 from gateway.http import sending
 from gateway.models import Model, page_v0
@@ -28,12 +28,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-
-
-@pytest.fixture
-async def served(local_worker: Start, door: Start) -> Any:
-    worker = await local_worker()
-    return await door(worker.settings.nats, worker.settings.prefix)
 
 
 def read(**more: Any) -> Any:
@@ -165,6 +159,13 @@ async def test_models_are_listed_in_the_shapes_of_ollama_and_lm_studio(http: htt
     (running,) = (await http.get("/api/ps")).json()["models"]
     assert listed["name"] == running["model"]
     assert running["context_length"] == 2048
+    for one in (listed, running):
+        assert re.fullmatch("[0-9a-f]{64}", one["digest"])
+        assert one["size"] > 10_000
+        assert one["modified_at"] > "2026"
+    assert listed["digest"] == running["digest"]
+    (model,) = (await http.get("/v1/models")).json()["data"]
+    assert (model["makes"], model["created_at"] > "2026") == (["answers"], True)
     shown = (await http.post("/api/show", json={"model": listed["name"]})).json()
     assert shown["model_info"]["mlx.context_length"] == 2048
     assert shown["capabilities"] == ["completion", "tools"]
@@ -217,18 +218,6 @@ def test_options_beside_the_field_options_count_too_as_vercels_provider_sends_th
     assert (options["max_tokens"], options["temperature"], options["top_p"]) == (3, 1, 0.5)
     assert read(max_tokens=4, seed=5).options["seed"] == 5
     assert not read(max_output_tokens=3).warnings
-
-
-async def test_models_are_listed_with_a_digest_a_size_and_a_date(http: httpx2.AsyncClient) -> None:
-    (listed,) = (await http.get("/api/tags")).json()["models"]
-    (running,) = (await http.get("/api/ps")).json()["models"]
-    for one in (listed, running):
-        assert re.fullmatch("[0-9a-f]{64}", one["digest"])
-        assert one["size"] > 10_000
-        assert one["modified_at"] > "2026"
-    assert listed["digest"] == running["digest"]
-    (model,) = (await http.get("/v1/models")).json()["data"]
-    assert (model["makes"], model["created_at"] > "2026") == (["answers"], True)
 
 
 async def test_what_continues_or_renders_a_prompt_in_another_way_is_refused_and_not_dropped(

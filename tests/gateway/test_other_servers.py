@@ -136,14 +136,6 @@ async def test_a_path_may_end_with_a_slash(http: httpx2.AsyncClient) -> None:
     assert 'path="/v1/chat/completions",status="200"' in (await http.get("/metrics/")).text
 
 
-async def test_requests_with_half_a_surrogate_pair_are_answered(http: httpx2.AsyncClient) -> None:
-    for text in (rb"a\ud800", rb"\udc00b", rb"\ud83d\u0041", rb"\\\ud83d", rb"\ud800\ud83d\ude00"):
-        said = b'"messages": [{"role": "user", "content": "%b"}]' % text
-        tools = b'"tools": [{"type": "function", "function": {"name": "f", "description": "%b"}}]' % text
-        body = b'{"max_tokens": 2, %b, %b}' % (said, tools)
-        assert (await http.post(CHAT, content=body)).status_code == 200, text
-
-
 @pytest.mark.parametrize(
     ("sent", "text"),
     [
@@ -166,22 +158,13 @@ def test_a_broken_escape_sequence_is_refused_as_invalid_json() -> None:
             decoded(chat.DECODER, body)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
-        {"type": "object", "propertyNames": {"pattern": "^a"}},
-        {"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}},
-        {"type": "string", "format": "phone"},
-        {"type": "string", "pattern": "^(?=a).*$"},
-    ],
-    ids=lambda schema: [*schema][-1],
-)
 @pytest.mark.parametrize("strict", [None, False, True])
 async def test_a_schema_with_unsupported_keywords_gets_a_warning_or_a_refusal_if_strict(
-    http: httpx2.AsyncClient, schema: dict[str, Any], strict: bool | None
+    http: httpx2.AsyncClient, strict: bool | None
 ) -> None:
-    described = {"name": "a", "schema": schema} | ({} if strict is None else {"strict": strict})
+    described = {"name": "a", "schema": {"type": "string", "format": "phone"}} | (
+        {} if strict is None else {"strict": strict}
+    )
     form = {"type": "json_schema", "json_schema": described}
     flat = {"type": "json_schema", **described}
     for path, body in [

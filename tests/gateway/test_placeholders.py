@@ -161,54 +161,43 @@ def test_items_of_unsupported_types_in_the_responses_api_become_placeholders_wit
 @pytest.mark.parametrize("dialect", READ)
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 async def test_a_conversation_with_an_image_continues_in_its_session(
-    dialect: str, is_streamed: bool, local_worker: Start, door: Start
+    dialect: str, is_streamed: bool, http: httpx2.AsyncClient
 ) -> None:
-    worker = await local_worker()
-    served = await door(worker.settings.nats, worker.settings.prefix)
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        text = {"type": "input_text" if dialect == "responses" else "text", "text": "What is it?"}
-        told = [user([text, PICTURES[dialect]])]
-        more = {"store": False} if dialect == "responses" else {}
-        first = await http.post(PATHS[dialect], json=body(dialect, told, **more))
-        assert first.status_code == 200
-        where = f"{'input' if dialect == 'responses' else 'messages'}[0].content[1]"
-        kind = PICTURES[dialect]["type"]
-        assert first.headers["x-turnkeep-warnings"] == f"{where}: {kind} replaced by a placeholder"
-        assert read(dialect, *told).messages[0].content == f"What is it?{IMAGE}"  # type: ignore[index]
-        answer = first.json()
-        said = {"chat": lambda: answer["choices"][0]["message"]["content"]} | {
-            "messages": lambda: answer["content"][0]["text"] if answer["content"] else "",
-            "responses": lambda: answer["output"][0]["content"][0]["text"],
-        }
-        told += [{"role": "assistant", "content": said[dialect]()}, user("And now?")]
-        second = await http.post(PATHS[dialect], json=body(dialect, told, stream=is_streamed, **more))
-        assert (second.status_code, "x-turnkeep-warnings" in second.headers) == (200, True)
-        name = first.headers["x-turnkeep-session"].split()[0]
-        assert second.headers["x-turnkeep-session"] == f"{name} continued"
+    text = {"type": "input_text" if dialect == "responses" else "text", "text": "What is it?"}
+    told = [user([text, PICTURES[dialect]])]
+    more = {"store": False} if dialect == "responses" else {}
+    first = await http.post(PATHS[dialect], json=body(dialect, told, **more))
+    assert first.status_code == 200
+    where = f"{'input' if dialect == 'responses' else 'messages'}[0].content[1]"
+    kind = PICTURES[dialect]["type"]
+    assert first.headers["x-turnkeep-warnings"] == f"{where}: {kind} replaced by a placeholder"
+    assert read(dialect, *told).messages[0].content == f"What is it?{IMAGE}"  # type: ignore[index]
+    answer = first.json()
+    said = {"chat": lambda: answer["choices"][0]["message"]["content"]} | {
+        "messages": lambda: answer["content"][0]["text"] if answer["content"] else "",
+        "responses": lambda: answer["output"][0]["content"][0]["text"],
+    }
+    told += [{"role": "assistant", "content": said[dialect]()}, user("And now?")]
+    second = await http.post(PATHS[dialect], json=body(dialect, told, stream=is_streamed, **more))
+    assert (second.status_code, "x-turnkeep-warnings" in second.headers) == (200, True)
+    name = first.headers["x-turnkeep-session"].split()[0]
+    assert second.headers["x-turnkeep-session"] == f"{name} continued"
 
 
-async def test_a_token_count_warns_of_blocks_that_placeholders_replaced(
-    local_worker: Start, door: Start
-) -> None:
-    worker = await local_worker()
-    served = await door(worker.settings.nats, worker.settings.prefix)
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        asked = body("messages", [user([PICTURES["messages"]] * 30)])
-        answer = await http.post("/v1/messages/count_tokens", json=asked)
-        assert answer.json()["input_tokens"] > 30
-        assert answer.headers["x-turnkeep-warnings"].endswith("; and 10 more")
+async def test_a_token_count_warns_of_blocks_that_placeholders_replaced(http: httpx2.AsyncClient) -> None:
+    asked = body("messages", [user([PICTURES["messages"]] * 30)])
+    answer = await http.post("/v1/messages/count_tokens", json=asked)
+    assert answer.json()["input_tokens"] > 30
+    assert answer.headers["x-turnkeep-warnings"].endswith("; and 10 more")
 
 
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 async def test_the_warnings_header_says_that_a_developer_message_was_rendered_as_system(
-    is_streamed: bool, local_worker: Start, door: Start
+    is_streamed: bool, http: httpx2.AsyncClient
 ) -> None:
-    worker = await local_worker()
-    served = await door(worker.settings.nats, worker.settings.prefix)
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        told = [{"role": "developer", "content": "Be brief."}, user([PICTURES["chat"]])]
-        answer = await http.post(PATHS["chat"], json=body("chat", told, stream=is_streamed))
-        assert answer.headers["x-turnkeep-warnings"] == (
-            "messages[1].content[0]: image_url replaced by a placeholder;"
-            " answer: 1 message is told to the model in another form: developer as system"
-        )
+    told = [{"role": "developer", "content": "Be brief."}, user([PICTURES["chat"]])]
+    answer = await http.post(PATHS["chat"], json=body("chat", told, stream=is_streamed))
+    assert answer.headers["x-turnkeep-warnings"] == (
+        "messages[1].content[0]: image_url replaced by a placeholder;"
+        " answer: 1 message is told to the model in another form: developer as system"
+    )

@@ -130,7 +130,15 @@ async def test_bodies_that_are_not_valid_json_or_too_large_are_refused(http: htt
         (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', 400),
         (b'{"metadata": ' + b"[" * 40_000 + b"]" * 40_000 + b', "messages": []}', 400),
         (b'{"messages": ' + b"[" * 40_000, 400),
+        (b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', 400),
         (b'{"tools": [{"function": {"name": "a", "parameters": {"a":' + b"[" * 40_000, 400),
+        (
+            b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '
+            + b'{"a":' * 10_000
+            + b"}" * 10_000
+            + b"}}]}]}",
+            400,
+        ),
         (json.dumps(content({"type": "text", "text": "x" * 100_000})).encode(), 413),
     ]:
         answer = await http.post(CHAT, content=body)
@@ -176,13 +184,6 @@ async def test_health_and_models_are_served_and_unknown_paths_and_methods_are_re
         assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), path
 
 
-async def test_a_request_from_a_page_of_another_site_is_refused(http: httpx2.AsyncClient) -> None:
-    for origin, status in [("https://a.example", 403), ("null", 403), ("http://localhost:3000", 200)]:
-        answer = await http.post(CHAT, json=HELLO, headers={"origin": origin})
-        assert answer.status_code == status
-        assert ("access-control-allow-origin" in answer.headers) == (status == 200)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_conversation_longer_than_the_context_is_refused_in_openais_words(
     served: Any, *, stream: bool
@@ -193,29 +194,10 @@ async def test_a_conversation_longer_than_the_context_is_refused_in_openais_word
     ) as refused:
         await served.openai.chat.completions.create(model="m", messages=long, stream=stream)
     assert refused.value.code == "context_length_exceeded"
-    async with asyncio.timeout(10):
-        while served.index.sessions:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-async def test_messages_larger_than_a_nats_message_are_refused_and_leave_no_session(
-    local_worker: Start, door: Start
-) -> None:
-    worker = await local_worker()
-    served = await door(worker.settings.nats, worker.settings.prefix)
-    first = await served.openai.chat.completions.create(model="m", **HELLO)
-    messages = [*HELLO["messages"], {"role": "assistant", "content": first.choices[0].message.content}]
-    long = [*messages, {"role": "user", "content": "x" * 1_500_000}]
-    with pytest.raises(openai.APIStatusError) as refused:
-        await served.openai.chat.completions.create(model="m", messages=long)
-    assert (refused.value.status_code, refused.value.code) == (413, "request_too_large")
-    assert len(served.index.sessions) == 1
-    with pytest.raises(openai.APIStatusError):
-        await served.openai.chat.completions.create(model="m", messages=long[-1:])
-    assert len(served.index.sessions) == 1
-    on = [*messages, {"role": "user", "content": "x"}]
-    raw = await served.openai.chat.completions.with_raw_response.create(model="m", messages=on, max_tokens=2)
-    assert raw.headers["x-turnkeep-session"].endswith(" continued")
+    async with asyncio.timeout(20):
+        while [row.state for row in await list_sessions(served.worker.client, "default")] != ["forgotten"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert not served.index.sessions
 
 
 @pytest.mark.parametrize(
@@ -244,17 +226,6 @@ def test_each_protocol_error_maps_to_an_http_status_and_code(
     fault = fault_of(error)
     assert (fault.status, fault.code) == (status, code)
     assert error.args[0].partition(": ")[2] in fault.message
-
-
-async def test_a_huge_max_tokens_generates_until_the_context_is_full(
-    served: Any, local_worker: Start
-) -> None:
-    bias = {"2": -100}  # no end of the turn
-    answer = await served.openai.chat.completions.create(
-        model="m", **HELLO | {"max_tokens": 9**9, "logit_bias": bias}
-    )
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage.total_tokens == 2048
 
 
 async def test_an_invalid_message_from_the_worker_is_a_server_error(
@@ -357,29 +328,6 @@ async def test_api_keys_of_two_tenants_share_no_sessions_and_a_wrong_key_is_refu
     assert tenants == {"acme", "umbrella"}
 
 
-@pytest.mark.parametrize(
-    ("text", "says"), [("a", "line 1"), ("a b c", "line 1"), ("\na b.c", "line 2"), ("# a b", "no keys")]
-)
-def test_an_invalid_key_file_is_refused_with_the_reason(tmp_path: Path, text: str, says: str) -> None:
-    (tmp_path / "keys").write_text(text)
-    with pytest.raises(TurnkeepError, match=says):
-        Keys.read(tmp_path / "keys")
-    with pytest.raises(TurnkeepError, match="cannot be read"):
-        Keys.read(tmp_path / "none")
-
-
-async def test_the_session_of_a_refused_conversation_is_forgotten(local_worker: Start, door: Start) -> None:
-    worker = await local_worker()
-    served = await door(worker.settings.nats, worker.settings.prefix)
-    with pytest.raises(openai.BadRequestError, match="maximum context length"):
-        await served.openai.chat.completions.create(
-            model="m", messages=[{"role": "user", "content": "x" * TINY_CONTEXT}]
-        )
-    async with asyncio.timeout(20):
-        while [row.state for row in await list_sessions(worker.client, "default")] != ["forgotten"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-
-
 async def test_a_turn_that_a_removed_session_has_refused_is_not_left_in_its_log(
     local_worker: Start, door: Start
 ) -> None:
@@ -455,15 +403,6 @@ async def test_the_legal_edges_of_options_are_accepted(
     answer = await http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     assert "error" not in answer.text.replace('"error":null', "")
-
-
-async def test_an_answer_of_0_tokens_is_refused_where_openai_refuses_it(http: httpx2.AsyncClient) -> None:
-    for path, body in [
-        (CHAT, {**HELLO, "max_completion_tokens": 0}),
-        ("/v1/responses", {"input": "a", "max_output_tokens": 0}),
-    ]:
-        error = (await http.post(path, json=body)).json()["error"]
-        assert (error["type"], error["param"]) == ("invalid_request_error", [*body][-1])
 
 
 async def test_a_special_token_that_was_drawn_is_no_text(http: httpx2.AsyncClient) -> None:

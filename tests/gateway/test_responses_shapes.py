@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from crafted import events, generated
 
 from gateway import boundaries
 from gateway.responses import answers
@@ -14,14 +15,10 @@ from gateway.turn import Fault, fault_of
 from turnkeep_client.chunks import Assembly
 from turnkeep_client.errors import NoServerError
 from turnkeep_client.messages import (
-    Called,
-    CalledFunction,
     CallPart,
     Chunk,
     Generated,
-    Seconds,
     TokenLogprob,
-    Usage,
 )
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -52,26 +49,6 @@ def output(text: Any, call_id: str = "c1", kind: str = "function_call_output") -
 def said(text: str, **more: Any) -> dict[str, Any]:
     part = {"type": "output_text", "text": text, "annotations": []}
     return {"type": "message", "role": "assistant", "content": [part], **more}
-
-
-def generated(reason: str = "stop", *calls: tuple[str, str, str], **more: Any) -> Generated:
-    usage = Usage(
-        prompt_tokens=10, cached_tokens=7, prefilled_tokens=3, completion_tokens=5, reasoning_tokens=2
-    )
-    seconds = Seconds(queued=0, prefill=0, first_token=0, total=0)
-    made = tuple(Called(id=call_id, function=CalledFunction(name, text)) for call_id, name, text in calls)
-    fields = {"text": "Yes.", "tokens": (1,), "finish_reason": reason, "tool_calls": made, **more}
-    return Generated(id="g", seq=1, position=3, usage=usage, seconds=seconds, kv_live_bytes=0, **fields)
-
-
-def events(written: bytes) -> list[dict[str, Any]]:
-    """Parse a stream's events; assert that each event's name equals its `type`."""
-    found = []
-    for one in written.decode().strip().split("\n\n"):
-        name, _, body = one.partition("\ndata: ")
-        found.append(json.loads(body))
-        assert name == f"event: {found[-1]['type']}"
-    return found
 
 
 def test_text_and_tool_calls_of_one_turn_are_read_as_one_assistant_message() -> None:
@@ -239,26 +216,6 @@ def test_options_of_the_responses_api_are_mapped_and_repeated_in_the_response() 
     }
     assert not read(store=False).is_kept
     assert "encrypted_content" not in answers.whole(read(), "x", 5, [generated(reasoning="Hm.")])["output"][0]
-
-
-@pytest.mark.parametrize(
-    ("reason", "status", "details"),
-    [
-        ("stop", "completed", None),
-        ("tool_calls_malformed", "completed", None),
-        ("length", "incomplete", {"reason": "max_output_tokens"}),
-        ("expired", "incomplete", {"reason": "max_output_tokens"}),
-        ("model_changed", "incomplete", {"reason": "max_output_tokens"}),
-        ("given_up", "incomplete", {"reason": "max_output_tokens"}),
-        ("cancelled", "cancelled", None),
-    ],
-)
-def test_each_finish_reason_maps_to_a_response_status(
-    reason: str, status: str, details: dict[str, str] | None
-) -> None:
-    body = answers.whole(read(), "x", 5, [generated(reason)])
-    assert (body["status"], body["incomplete_details"]) == (status, details)
-    assert body["output"][0]["status"] == ("completed" if status == "completed" else "incomplete")
 
 
 def stream(turn: Any, done: Generated, *chunks: Chunk) -> list[dict[str, Any]]:

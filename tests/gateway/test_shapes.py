@@ -6,41 +6,25 @@ import json
 from typing import Any
 
 import pytest
+from crafted import events, generated
 
+from gateway.anthropic import messages
 from gateway.openai import chat, completions
+from gateway.responses import answers
+from gateway.responses import requests as responses
 from gateway.turn import Fault
 from turnkeep_client.messages import (
-    Called,
-    CalledFunction,
     CallPart,
     Chunk,
-    Generated,
     LikelyToken,
-    Seconds,
     TokenLogprob,
-    Usage,
 )
 
-CALL = Called(id="c1", function=CalledFunction(name="weather", arguments='{"city": "Rome"}'))
 TOKEN = TokenLogprob(1, "a", -0.5, top=(LikelyToken(2, "\ufffd", -1.0, bytes=(0xE2, 0x82)),))
 
 
 def asked(**more: Any) -> Any:
     return chat.read(json.dumps({"messages": [{"role": "user", "content": "a"}], **more}).encode())
-
-
-def generated(reason: str = "stop", **more: Any) -> Generated:
-    usage = Usage(
-        prompt_tokens=10, cached_tokens=7, prefilled_tokens=3, completion_tokens=5, reasoning_tokens=2
-    )
-    seconds = Seconds(queued=0, prefill=0, first_token=0, total=0)
-    fields: dict[str, Any] = {"text": "Yes.", "tokens": (1,), "finish_reason": reason, **more}
-    return Generated(id="g", seq=1, position=3, usage=usage, seconds=seconds, kv_live_bytes=0, **fields)
-
-
-def events(written: bytes) -> list[dict[str, Any]]:
-    lines = written.decode().strip().split("\n\n")
-    return [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
 
 
 def test_a_chat_with_allowed_tools_offers_only_these_and_one_without_any_of_them_is_refused() -> None:
@@ -53,7 +37,7 @@ def test_a_chat_with_allowed_tools_offers_only_these_and_one_without_any_of_them
 
 
 def test_a_chat_completion_has_reasoning_tool_calls_and_usage_in_openais_fields() -> None:
-    result = generated("tool_calls", text="", reasoning="Hm.", tool_calls=(CALL,))
+    result = generated("tool_calls", ("c1", "weather", '{"city": "Rome"}'), text="", reasoning="Hm.")
     body = chat.whole(asked(model="any"), "x", 5, [result])
     assert (body["id"], body["created"], body["model"]) == ("chatcmpl-x", 5, "any")
     (choice,) = body["choices"]
@@ -80,24 +64,33 @@ def test_a_chat_completion_has_reasoning_tool_calls_and_usage_in_openais_fields(
     }
 
 
+CUT = ("incomplete", {"reason": "max_output_tokens"})
+
+
 @pytest.mark.parametrize(
-    ("reason", "shown"),
+    ("reason", "in_chat", "in_messages", "in_responses"),
     [
-        ("stop", "stop"),
-        ("length", "length"),
-        ("tool_calls_malformed", "stop"),
-        ("cancelled", "stop"),
-        ("expired", "length"),
-        ("model_changed", "length"),
-        ("given_up", "length"),
+        ("stop", "stop", "end_turn", ("completed", None)),
+        ("length", "length", "max_tokens", CUT),
+        ("tool_calls_malformed", "stop", "end_turn", ("completed", None)),
+        ("cancelled", "stop", "end_turn", ("cancelled", None)),
+        ("expired", "length", "max_tokens", CUT),
+        ("model_changed", "length", "max_tokens", CUT),
+        ("given_up", "length", "max_tokens", CUT),
     ],
 )
-def test_each_finish_reason_maps_to_one_of_openais_finish_reasons(reason: str, shown: str) -> None:
-    body = chat.whole(asked(), "x", 5, [generated(reason)])
-    assert body["choices"][0]["finish_reason"] == shown
-    assert body["choices"][0]["message"]["content"] == "Yes."
+def test_each_finish_reason_maps_to_one_of_each_api(
+    reason: str, in_chat: str, in_messages: str, in_responses: tuple[str, Any]
+) -> None:
+    (choice,) = chat.whole(asked(), "x", 5, [generated(reason)])["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == (in_chat, "Yes.")
     (last,) = events(chat.Events(asked(), "x", 5).finish(0, generated(reason)))
-    assert last["choices"][0]["finish_reason"] == shown
+    assert last["choices"][0]["finish_reason"] == in_chat
+    turn = messages.read(b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}')
+    assert messages.whole(turn, "x", 5, [generated(reason)])["stop_reason"] == in_messages
+    body = answers.whole(responses.read(b'{"input": "a"}'), "x", 5, [generated(reason)])
+    assert (body["status"], body["incomplete_details"]) == in_responses
+    assert body["output"][0]["status"] == ("completed" if body["status"] == "completed" else "incomplete")
 
 
 def test_chat_stream_events_carry_reasoning_tool_call_parts_and_usage() -> None:

@@ -222,15 +222,6 @@ def test_a_json_object_that_is_an_invalid_call_stays_text_and_counts_as_malforme
     assert outcome(splitter("generic", tools=TOOLS), text)[3], "which is a malformed call"
 
 
-def test_two_json_calls_in_a_block_count_on_two_lines_joined_by_a_comma_or_in_a_list() -> None:
-    one, other = '{"name": "clock", "arguments": {}}', '{"name": "bash", "arguments": {"command": "ls"}}'
-    wanted = [("clock", {}), ("bash", {"command": "ls"})]
-    for between in ("\n", ", "):
-        found = calls_in("generic", f"<tool_call>\n{one}{between}{other}\n</tool_call>")
-        assert found == wanted
-    assert calls_in("generic", f"<tool_call>[{one}, {other}]</tool_call>") == wanted
-
-
 def test_json_calls_may_have_raw_line_breaks_in_strings_and_arguments_encoded_as_a_json_string() -> None:
     wanted = [("bash", {"command": "ls\npwd"})]
     assert (
@@ -526,11 +517,6 @@ def test_an_unclosed_string_in_one_call_does_not_swallow_the_next_call() -> None
     bad = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls}}\n</tool_call>\n'
     text = bad + '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     assert calls_in("generic", text) == [("clock", {})]
-
-
-def test_a_call_quoted_in_backticks_stays_text() -> None:
-    text = 'Write `<tool_call>{"name": "clock", "arguments": {}}</tool_call>` to know the time.'
-    assert calls_in("generic", text) == []
 
 
 def test_text_that_only_mentions_a_call_marker_is_streamed_at_once() -> None:

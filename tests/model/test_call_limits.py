@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 import time
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_splitting import markup, outcome, splitter
 
-from worker.models import call_parsers
 from worker.models.call_parsers import Written
 from worker.text import arguments
 from worker.text.arguments import NoCallError, Offered
@@ -180,21 +177,3 @@ def test_text_behind_a_mistral_marker_that_begins_no_call_is_streamed_at_once(te
     one = splitter("mistral_args")
     assert "".join(one.push(char).text for char in f"[TOOL_CALLS]{text}") == f"[TOOL_CALLS]{text}"
     assert one.malformed
-
-
-def test_the_arguments_of_many_calls_between_tags_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched: list[str] = []
-
-    class Counted:
-        def __init__(self, source: str) -> None:
-            self.match = re.compile(source).match
-            self._all = re.compile(source).finditer
-
-        def finditer(self, text: str, *at: int) -> Any:
-            searched.append(text)
-            return self._all(text, *at)
-
-    monkeypatch.setattr(call_parsers, "re", SimpleNamespace(compile=Counted))
-    parse = call_parsers.tagged("<f=(?P<name>f)>", "<a=(?P<key>.)>", "</a>", "</f>")
-    assert len(parse("<f=f><a=x>1</a></f>" * 100, True)[0]) == 100
-    assert len(searched) == 1

@@ -152,6 +152,14 @@ TEMPLATES = (
     "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
     "{{ dict(a=1) | tojson(indent=2) }}{{ dict.fromkeys('ab', 1) }}{{ messages | tojson(True) }}",
     "  {% if true %}\n  x\n  {% endif %}\n{{ undefined }}{{ '<' | tojson }}",
+    (
+        "{% set ns = namespace(n=0) %}{% macro tag(name, x='-') %}<{{ name }}{{ x }}>{% endmacro %}"
+        "{% for m in messages if m.role == 'user' %}{{ loop.index }}/{{ loop.length }}{{ loop.first }}"
+        "{% set ns.n = ns.n + 1 %}{{ tag(m.content) }}{% else %}none{% endfor %}{{ ns.n }}"
+        "{% for k, v in messages[0].items() %}{{ k }}={{ v }}{% endfor %}"
+        "{% for row in [[1, [2, 3]], [4]] recursive %}{{ row if row is number else loop(row) }}{% endfor %}"
+        "{% macro box() %}[{{ caller() }}]{% endmacro %}{% call box() %}in{% endcall %}"
+    ),
     "{{ namespace(__class__=1) }}",
     "{% set ns = namespace() %}{% set ns._x = 1 %}",
     "{{ dict.mro() }}",

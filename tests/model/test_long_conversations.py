@@ -157,23 +157,6 @@ def test_a_late_turn_of_a_chat_renders_and_tokenises_no_more_than_an_early_one(
     assert chat.text == chat.render()
 
 
-@pytest.mark.parametrize("name", ["packaged", "system apart", "numbers"])
-def test_adding_a_message_renders_few_messages_unless_the_template_depends_on_distant_messages(
-    tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    chat = Chat(tokenizers[name])
-    render, counts = chat.tokenizer.render, []
-    monkeypatch.setattr(
-        chat.tokenizer,
-        "render",
-        lambda messages, **more: counts.append(len(messages)) or render(messages, **more),
-    )
-    for number in range(30):
-        chat.say(("user" if number % 2 == 0 else "assistant", "so <|im_end|>"))
-    assert (max(counts) < 24) == (name != "numbers")
-    assert chat.text == chat.render()
-
-
 TEXTS = st.sampled_from(["", "a", " b ", "un", "believable", "x<|im_end|>", "</think>c", "é\n", "\n"])
 ROLES = st.sampled_from(["user", "user", "assistant", "system", "tool"])
 TURNS = st.lists(

@@ -151,24 +151,6 @@ INJECTIONS = [
     "\ufdd0{a}\U000f0000{z}\uffff\x00",
     "{z}" * 200,
 ]
-HARMLESS = [
-    "",
-    "Hi",
-    " two  spaces ",
-    "a < b > c",
-    "> quoted",
-    "x <",
-    "|>",
-    "[1, 2]",
-    "<b>bold</b>\n\n<i>",
-    "数学 🙂",
-    "if (a<b)",
-    "end",
-    "user",
-    "s>",
-    "<|",
-    "im_end",
-]
 
 
 class Families(dict[str, Tokenizer]):
@@ -314,17 +296,6 @@ def test_a_template_that_looks_at_contents_writes_the_same_text_if_they_spell_sp
         tokens = told(tokenizer, said)
         assert controls(tokenizer, tokens) == {"<|im_start|>": 1}
         assert tokenizer.decode(tokens) == render(tokenizer, said), injection
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_content_without_special_tokens_has_the_same_tokens_as_in_a_full_render(
-    families: dict[str, Tokenizer], family: str
-) -> None:
-    tokenizer = families[family]
-    for content in HARMLESS:
-        for role in ROLES:
-            messages = chat(role, content)
-            assert told(tokenizer, messages) == full(tokenizer, messages), (role, content)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -104,19 +103,6 @@ def test_loading_a_model_prints_and_warns_nothing(packaged_folder: Path) -> None
     command = [sys.executable, "-W", "error", "-c", code, str(packaged_folder)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_a_model_loaded_on_a_thread_runs_on_that_thread(tiny: Path) -> None:
-    found: list[float] = []
-
-    def device() -> None:
-        loaded = model.load(tiny, dtype="keep")
-        found.append(loaded.model(mx.array([[1, 2]])).sum().item())
-
-    thread = threading.Thread(target=device)
-    thread.start()
-    thread.join()
-    assert found
 
 
 @pytest.mark.parametrize(
@@ -268,17 +254,6 @@ def test_a_text_file_is_refused_as_a_model(tmp_path: Path) -> None:
     path.write_text("hello")
     with pytest.raises(ModelError, match=r"neither a model folder nor a \.gguf file"):
         model.resolve(str(path), tmp_path, dtype="float32")
-
-
-def test_a_hub_model_that_is_not_cached_raises_an_error_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    with pytest.raises(ModelError, match="org/name is not in the hub's cache and the hub cannot be reached"):
-        model.resolve("org/name", tmp_path, dtype="float32")
 
 
 def in_hub_cache(cache: Path, tiny: Path) -> Path:

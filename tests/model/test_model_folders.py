@@ -141,10 +141,6 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: configure(f, quantization_config={"bits": 4}),
         r"are quantised by an unnamed method; take the original",
     ),
-    "code of its own": (
-        lambda f: configure(f, model_file="model.py"),
-        r"needs its own code, model\.py, which is not run; take another model$",
-    ),
     "bitsandbytes": (
         add_bits,
         r"are quantised by bitsandbytes; take the original model, or one of mlx-community$",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
@@ -73,47 +72,6 @@ def test_a_template_that_runs_longer_than_the_time_limit_is_stopped_with_an_erro
     monkeypatch.setattr(chat_template, "_MAX_SECONDS", 0.1)
     with pytest.raises(TemplateError, match=r"it takes more than 0.1 s"):
         render(with_template(slow))
-
-
-def test_several_threads_that_render_an_endless_template_are_all_stopped(
-    with_template: Callable[[str], Tokenizer],
-) -> None:
-    """Uses the real limits, which hold for each rendering by itself."""
-    tokenizer = with_template(ENDLESS["nested loops"])
-    refused: list[str] = []
-
-    def run() -> None:
-        try:
-            render(tokenizer)
-        except TemplateError as error:
-            refused.append(str(error))
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(refused) == 3
-
-
-def test_counting_the_steps_of_a_template_does_not_change_its_output(
-    with_template: Callable[[str], Tokenizer],
-) -> None:
-    """Loops of every form give the text that transformers renders, which counts no steps."""
-    template = (
-        "{% set ns = namespace(n=0) %}{% macro tag(name, x='-') %}<{{ name }}{{ x }}>{% endmacro %}"
-        "{% for m in messages if m.role == 'user' %}{{ loop.index }}/{{ loop.length }}{{ loop.first }}"
-        "{% set ns.n = ns.n + 1 %}{% if loop.index > 3 %}{% break %}{% endif %}{{ tag(m.content) }}"
-        "{% else %}none{% endfor %}{{ ns.n }}"
-        "{% for k, v in messages[0].items() %}{{ k }}={{ v }}{% endfor %}"
-        "{% for row in [[1, [2, 3]], [4]] recursive %}{{ row if row is number else loop(row) }}{% endfor %}"
-        "{% macro box() %}[{{ caller() }}]{% endmacro %}{% call box() %}in{% endcall %}"
-        "{{ bos_token }}{{ eos_token }}{{ messages | tojson }}"
-    )
-    tokenizer = with_template(template)
-    messages = [{"role": role, "content": f"{i}é"} for i in range(4) for role in ("user", "assistant")]
-    expected = tokenizer._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.render(messages, add_generation_prompt=True, started=DAY) == expected
 
 
 def test_thirty_thousand_messages_are_rendered_into_one_prompt(tokenizer: Tokenizer) -> None:

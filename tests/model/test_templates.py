@@ -117,20 +117,6 @@ def chat(tokenizer: Tokenizer) -> Chat:
     return Chat(tokenizer)
 
 
-def test_a_chat_with_the_packaged_template_equals_the_full_render_at_every_turn(chat: Chat) -> None:
-    chat.say(("system", "Be brief."), ("user", "Hi"))
-    chat.open()
-    assert chat.tokens == chat.encode(chat.render(header=True))
-    chat.reply("Hello!")
-    for question in ("And you?", "  spaces  ", "数学 🙂"):
-        addition = chat.say(("user", question))
-        assert chat.text == chat.render()
-        assert addition.tokens[0] == chat.encode("\n")[0]  # only the line break behind <|im_end|> is new
-        chat.open()
-        assert chat.text == chat.render(header=True)
-        chat.reply(f" You said {question}")
-
-
 def test_a_new_message_adds_only_its_own_tokens(chat: Chat) -> None:
     chat.say(("user", "one " * 500))
     chat.open()
@@ -150,15 +136,6 @@ def test_sampled_tokens_are_kept_even_if_the_tokenizer_would_choose_others(chat:
     chat.answer([*odd, END])
     assert chat.say(("user", "again")).keep == start + len(odd) + 1
     assert chat.tokens[start : start + len(odd)] == odd
-    assert chat.text == chat.render()
-
-
-def test_the_next_message_closes_an_answer_that_has_no_end_token(chat: Chat) -> None:
-    chat.say(("user", "Hi"))
-    chat.open()
-    chat.reply("Once upon", end=False)
-    addition = chat.say(("user", "stop"))
-    assert addition.tokens[0] == END
     assert chat.text == chat.render()
 
 
@@ -296,17 +273,6 @@ def test_a_space_that_the_template_writes_before_an_answer_is_not_written_twice(
     expected = before if name != "plain" else before - 1  # its template writes no end-of-turn token
     assert chat.say(("user", "x")).keep == expected
     assert chat.text == chat.render()
-
-
-def test_two_messages_whose_texts_meet_inside_a_token_are_tokenised_as_one_text(
-    tokenizers: dict[str, Tokenizer],
-) -> None:
-    chat = Chat(tokenizers["no_separator"])
-    chat.say(("user", "An unbel"))
-    addition = chat.say(("user", "ievable thing"))
-    assert addition.keep < len(chat.encode("An unbel"))
-    assert chat.tokens == chat.encode("An unbelievable thing")
-    assert chat.say(("user", "!")).keep == len(chat.tokens) - 1
 
 
 def test_a_rewind_to_a_position_at_which_a_message_ended_inside_a_token_keeps_all_earlier_tokens(

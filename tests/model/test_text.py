@@ -98,22 +98,11 @@ def test_an_incomplete_character_at_the_end_becomes_one_replacement_character(to
     assert stream.finish() == ""
 
 
-def test_the_space_at_the_beginning_of_a_streamed_answer_is_kept(tokenizer: Tokenizer) -> None:
-    assert TextStream(tokenizer).push(tokenizer.encode(" Paris", at_start=False)[0]) == " Paris"
-
-
 def test_end_of_turn_tokens_produce_no_text(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer)
     assert {2} <= tokenizer.eos_ids
     assert [stream.push(token) for token in tokenizer.eos_ids] == [""] * len(tokenizer.eos_ids)
     assert stream.finish() == ""
-
-
-def test_no_text_is_sent_after_a_stop_string(tokenizer: Tokenizer) -> None:
-    stream = TextStream(tokenizer, ["b"])
-    assert stream.push(tokenizer.encode("abc", at_start=False)[0]) == "a"
-    assert stream.stopped
-    assert stream.push(tokenizer.encode("d", at_start=False)[0]) == stream.finish() == ""
 
 
 def test_a_special_token_is_no_text_unless_it_is_a_marker_or_in_a_stop_string(tokenizer: Tokenizer) -> None:

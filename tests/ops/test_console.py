@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -22,7 +21,6 @@ import nats
 import pytest
 from msgspec.structs import replace
 
-import ops.console
 from commands.console import token_of
 from ops.console import app as console_app
 from ops.console import serving as console_serving
@@ -30,12 +28,11 @@ from ops.console import streams
 from ops.console.app import Console, Place, Served
 from ops.console.door import PAGE
 from ops.console.live import Live
-from ops.console.serving import ConsoleError, listening, server
+from ops.console.serving import listening, server
 from ops.console.turns import shown
 from ops.log import copies, searching
 from ops.log.conversation import Turn, part
-from tests.commands.command_runs import command, environment
-from tests.ops.test_operating_page import block
+from tests.commands.command_runs import command, environment, where
 from tests.ops.test_workers_history import Watched
 from tests.parts import LocalWorker, WorkerProcess, free_port
 from tests.protocol.scripted_worker import metrics
@@ -55,7 +52,6 @@ from turnkeep_client.messages import (
     encode,
 )
 from turnkeep_client.session import Session
-from turnkeep_client.subjects import SessionKey, Subjects
 from worker.process.settings import Settings
 
 Start = Callable[..., Awaitable[LocalWorker]]
@@ -292,59 +288,35 @@ async def test_the_session_list_has_pages_first_words_states_costs_search_and_fi
         assert (await page.http.get("/api/sessions", params={"skip": "-1"})).status_code == 400
 
 
+def result(seq: int, num_prefilled: int, num_generated: int, **more: Any) -> bytes:
+    """Return a worker's result of the request `seq`, as it is in the log."""
+    usage = {"prompt_tokens": 1, "cached_tokens": 0, "prefilled_tokens": num_prefilled}
+    told = {"type": "generated", "position": 61, "text": "x", "kv_live_bytes": 0, "seq": seq, **more}
+    told |= {"tokens": [5] * num_generated, "usage": usage | {"completion_tokens": num_generated}}
+    return encode(told | {"seconds": {"queued": 0, "prefill": 0, "first_token": 0, "total": 0.1}})
+
+
 async def test_session_costs_include_a_new_result_even_if_the_number_of_entries_is_unchanged(
     local_worker: Start,
 ) -> None:
     """A worker's note of an attempt is removed when the result is stored, so the number does not change."""
     worker = await local_worker()
     await worker.stop()
-    usage = {"prompt_tokens": 1, "cached_tokens": 0, "prefilled_tokens": 47, "completion_tokens": 64}
-    result = {
-        "type": "generated",
-        "position": 61,
-        "text": "x",
-        "finish_reason": "cancelled",
-        "kv_live_bytes": 0,
-    }
-    result |= {"seconds": {"queued": 0, "prefill": 0, "first_token": 0, "total": 0.1}}
     raw, subject = await nats.connect(worker.settings.nats), f"{worker.settings.prefix}.default.killed"
-    js = raw.jetstream()
+    js, cancelled = raw.jetstream(), {"finish_reason": "cancelled"}
     first = await js.publish(f"{subject}.in", b'{"type":"generate","id":"a","text":"x"}')
     note = await js.publish(f"{subject}.attempt", b"{}")
     second = await js.publish(f"{subject}.in", b'{"type":"generate","id":"b","text":"y"}')
-    none = result | {"tokens": [], "usage": dict.fromkeys(usage, 0), "seq": second.seq, "id": "b"}
-    await js.publish(f"{subject}.commit", json.dumps(none).encode())
+    await js.publish(f"{subject}.commit", result(second.seq, 0, 0, id="b", **cancelled))
     client = await connect(worker.settings.nats, prefix=worker.settings.prefix)
     async with client, opened(client) as page:
         (row,), (cost,) = [(await page.get("sessions"))[name] for name in ("rows", "costs")]
         assert (row["entries"], cost["generated"]) == (4, 0)
-        some = result | {"tokens": [5] * 64, "usage": usage, "seq": first.seq, "id": "a"}
-        await js.publish(f"{subject}.commit", json.dumps(some).encode())
+        await js.publish(f"{subject}.commit", result(first.seq, 47, 64, id="a", **cancelled))
         await js.delete_msg(f"{worker.settings.prefix}_log", note.seq)
         (row,), (cost,) = [(await page.get("sessions"))[name] for name in ("rows", "costs")]
         assert (row["entries"], cost["prefilled"], cost["generated"]) == (4, 47, 64)
     await raw.close()
-
-
-def test_an_answer_cancelled_before_its_first_token_shows_no_costs() -> None:
-    cancelled = Generated(
-        id="r",
-        seq=3,
-        position=0,
-        text="",
-        tokens=(),
-        finish_reason="cancelled",
-        usage=Usage(prompt_tokens=0, cached_tokens=0, prefilled_tokens=0, completion_tokens=0),
-        seconds=Seconds(queued=0.1, prefill=0.0, first_token=0.0, total=0.1),
-        kv_live_bytes=0,
-    )
-    request = decode_request(encode({"type": "generate", "id": "r", "text": "x"}))
-    turn = Turn(
-        number=1, seq=3, stored=datetime.now(UTC), request=request, result=cancelled, model=None, build={}
-    )
-    found = json.loads(encode(shown(turn)))
-    assert "spent" not in found, "nothing was done for it"
-    assert found["note"] == "stopped"
 
 
 async def test_the_duration_of_an_answer_resumed_after_a_crash_counts_from_its_request(
@@ -352,20 +324,19 @@ async def test_the_duration_of_an_answer_resumed_after_a_crash_counts_from_its_r
 ) -> None:
     worker = await local_worker()
     await worker.stop()
-    usage = {"prompt_tokens": 1, "cached_tokens": 0, "prefilled_tokens": 1, "completion_tokens": 60}
-    result = {"type": "generated", "id": "r", "position": 61, "text": "x", "tokens": [5] * 60}
-    result |= {"finish_reason": "length", "kv_live_bytes": 0, "resumed_tokens": 56, "usage": usage}
-    result |= {"seconds": {"queued": 0, "prefill": 0, "first_token": 0, "total": 0.1}}
     raw, subject = await nats.connect(worker.settings.nats), f"{worker.settings.prefix}.default.crashed"
     asked = await raw.jetstream().publish(f"{subject}.in", b'{"type":"generate","id":"r","text":"x"}')
     await asyncio.sleep(0.5)
-    await raw.jetstream().publish(f"{subject}.commit", json.dumps(result | {"seq": asked.seq}).encode())
+    told = result(asked.seq, 1, 60, id="r", finish_reason="length", resumed_tokens=56)
+    await raw.jetstream().publish(f"{subject}.commit", told)
     await raw.close()
     client = await connect(worker.settings.nats, prefix=worker.settings.prefix)
     async with client, opened(client) as page:
         (cost,) = (await page.get("sessions"))["costs"]
+        said = await command("show", "crashed", *where(worker))
     assert cost["generated"] == 60
     assert cost["seconds"] >= 0.5
+    assert "answer 60 tokens, 56 of them before a crash, the rest in 0.10 s (length)" in said.stdout
 
 
 async def test_a_long_conversation_is_paged_from_its_end(local_worker: Start) -> None:
@@ -432,6 +403,10 @@ def test_a_turn_shows_its_text_reasoning_tool_calls_and_costs_separately() -> No
         number=1, seq=3, stored=datetime.now(UTC), request=request, result=result, model=None, build={}
     )
     found = json.loads(encode(shown(turn)))
+    none = Usage(prompt_tokens=0, cached_tokens=0, prefilled_tokens=0, completion_tokens=0)
+    cancelled = replace(result, finish_reason="cancelled", tokens=(), usage=none)
+    nothing = json.loads(encode(shown(replace(turn, result=cancelled))))
+    assert ("spent" in nothing, nothing["note"]) == (False, "stopped"), "nothing was done for it"
     assert found["said"] == [
         {"role": "tool", "text": "21"},
         {
@@ -874,21 +849,6 @@ async def test_the_console_ends_a_stream_whose_client_does_not_read(monkeypatch:
     assert left.is_set()
 
 
-async def test_a_client_can_follow_an_answer_without_sending_its_request_again(local_worker: Start) -> None:
-    worker = await local_worker()
-    session = worker.client.session("s")
-    made = session.generate(text="abc", max_tokens=30)
-    result = await made
-    stored = await worker.client.stored.get(SessionKey("default", "s"), "in", made.seq or 0)
-    assert stored
-    asked = decode_request(stored.body)
-    assert isinstance(asked, Generate)
-    chunks = [chunk async for chunk in session.follow(asked, stored.seq)]
-    assert "".join(chunk.text for chunk in chunks) == result.text
-    assert await session.follow(asked, stored.seq) == result
-    assert sum(entry.kind == "in" for entry in await worker.client.log("s")) == 1, "nothing was sent"
-
-
 def test_the_pages_files_contain_no_url_of_another_host_and_insert_no_html() -> None:
     text = "".join(file.read_text() for file in PAGE.iterdir())
     assert set(re.findall(r"https?://[^\"'\s]+", text)) == {
@@ -896,30 +856,6 @@ def test_the_pages_files_contain_no_url_of_another_host_and_insert_no_html() -> 
         "http://www.w3.org/1998/Math/MathML",
     }
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(| style=", text)
-
-
-def test_listening_on_a_port_in_use_raises_an_error_that_names_the_port() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        told = rf"cannot listen on 127\.0\.0\.1:{port} \(Address already in use\)"
-        with pytest.raises(ConsoleError, match=told):
-            listening("127.0.0.1", port)
-
-
-async def test_the_console_names_a_missing_library_and_the_extra_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("app", "door", "serving"):
-        monkeypatch.delitem(sys.modules, f"ops.console.{name}")
-        monkeypatch.delattr(ops.console, name)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "uvicorn"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)  # type: ignore[arg-type]
-    said = (await command("console")).stderr
-    assert "turnkeep: uvicorn is missing; " in said
-    assert "[ops]' brings it" in said
 
 
 @pytest.mark.parametrize("name", ["console", "exporter", "gateway"])
@@ -946,38 +882,21 @@ async def test_the_option_listen_accepts_a_bare_port_and_uses_the_loopback_addre
     assert done.stderr == f"turnkeep: cannot listen on 127.0.0.1:{port} ({why}); choose another --listen\n"
 
 
-async def test_the_command_console_shows_the_workers_that_publish_metrics(nats_url: str) -> None:
-    port = free_port()
-    _, *arguments = shlex.split(block("sh", "turnkeep console").replace("9423", str(port)))
-    arguments += ["--nats", nats_url]
+@asynccontextmanager
+async def started(*arguments: object, **more: str) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
+    """`turnkeep console` as a process, and the address that it prints; it ends with SIGTERM's exit code."""
+    command = [sys.executable, "-m", "commands", "console", "--listen", "127.0.0.1:0", *map(str, arguments)]
     process = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-m", "commands", *arguments], env=environment(), stderr=subprocess.PIPE, text=True
+        command, env=environment() | more, stderr=subprocess.PIPE, text=True
     )
-    worker = await nats.connect(nats_url)
-    try:
-        assert process.stderr is not None
-        said = await asyncio.to_thread(process.stderr.readline)
-        assert re.fullmatch(rf"the console is at http://127\.0\.0\.1:{port}/\?token=[\w-]{{43}}\n", said)
-        found: dict[str, Any] = {"workers": {}}
-        async with asyncio.timeout(60), httpx2.AsyncClient() as http:
-            await http.get(said.split()[-1])
-            while len(found["workers"]) < 2:
-                for name in ("w1", "w2"):
-                    await worker.publish(Subjects().metrics(name), encode(metrics(name)))
-                await worker.flush()
-                await asyncio.sleep(0.05)
-                found = (await http.get(f"http://127.0.0.1:{port}/api/workers")).json()
-        assert (found["prefix"], found["connected"], found["worker"]) == ("turnkeep", True, "w1")
-        assert found["course"]["kv_bytes"][-1] == 1024
-    finally:
-        await worker.close()
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(process.wait, 30) == 130
-        assert process.stderr.read() == "\n"
-        process.stderr.close()
+    assert process.stderr is not None
+    yield process, (await asyncio.to_thread(process.stderr.readline)).split()[-1]
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(process.wait, 30) == 143
+    process.stderr.close()
 
 
-async def test_the_console_shows_the_address_of_the_gateway_that_its_worker_runs(
+async def test_the_command_console_shows_its_workers_and_the_address_of_their_gateway(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     port = free_port()
@@ -987,20 +906,13 @@ async def test_the_console_shows_the_address_of_the_gateway_that_its_worker_runs
     async with await worker.client():
         pass
     arguments = ("--data-dir", worker.data_dir, "--nats-port", worker.url.rpartition(":")[2])
-    process = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-m", "commands", "console", "--listen", "127.0.0.1:0", *map(str, arguments)],
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    url = (await asyncio.to_thread(process.stderr.readline)).split()[-1]
-    async with httpx2.AsyncClient() as http:
+    async with started(*arguments) as (_, url), httpx2.AsyncClient() as http, asyncio.timeout(60):
         await http.get(url)
-        place = (await http.get(f"{url.partition('?')[0]}api/place")).json()
-    process.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(process.wait, 30) == 143
-    process.stderr.close()
+        api = f"{url.partition('?')[0]}api"
+        place = (await http.get(f"{api}/place")).json()
+        while not (found := (await http.get(f"{api}/workers")).json())["workers"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert (found["prefix"], found["connected"], len(found["workers"])) == ("turnkeep", True, 1)
     assert re.fullmatch(r"[\w-]{43}", url.partition("token=")[2])
     assert (place["gateway"], place["has_gateway"]) == (f"http://127.0.0.1:{port}", True)
     assert place["nats"].rpartition(":")[2] == arguments[-1]
@@ -1027,36 +939,16 @@ async def test_the_option_open_opens_the_console_in_a_foreground_browser_without
     browser, opened_, end = (tmp_path / name for name in ("browser", "opened", "end"))
     browser.write_text(f'#!/bin/sh\nprintf %s "$1" > "{opened_}"\nuntil [ -e "{end}" ]; do sleep 0.1; done\n')
     browser.chmod(0o755)
-    process = subprocess.Popen(  # noqa: ASYNC220
-        [
-            sys.executable,
-            "-m",
-            "commands",
-            "console",
-            "--open",
-            "--listen",
-            "127.0.0.1:0",
-            "--nats",
-            nats_url,
-        ],
-        env=environment() | {"BROWSER": f"{browser} %s", "TMPDIR": str(tmp_path)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    url = (await asyncio.to_thread(process.stderr.readline)).split()[-1]
-    async with asyncio.timeout(30):
+    place = {"BROWSER": f"{browser} %s", "TMPDIR": str(tmp_path)}
+    async with started("--open", "--nats", nats_url, **place) as (_, url), asyncio.timeout(30):
         while not opened_.exists() or not opened_.read_text().endswith(".html"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    page = tmp_path / opened_.read_text().removeprefix(f"file://{tmp_path}/")
-    assert page.stat().st_mode & 0o777 == 0o600
-    assert f'content="0; url={url}"' in page.read_text()
-    async with httpx2.AsyncClient() as http:  # while the browser runs
-        assert (await http.get(url)).status_code == 303
-    process.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(process.wait, 30) == 143
+        page = tmp_path / opened_.read_text().removeprefix(f"file://{tmp_path}/")
+        assert page.stat().st_mode & 0o777 == 0o600
+        assert f'content="0; url={url}"' in page.read_text()
+        async with httpx2.AsyncClient() as http:  # while the browser runs
+            assert (await http.get(url)).status_code == 303
     assert not page.exists()
-    process.stderr.close()
     end.touch()
 
 
@@ -1079,25 +971,17 @@ async def test_the_command_console_ends_silently_on_sigterm_while_it_streams_an_
 ) -> None:
     worker = await local_worker()
     await worker.stop()
-    where = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
-    process = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-m", "commands", "console", "--listen", "127.0.0.1:0", *where],
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    url = (await asyncio.to_thread(process.stderr.readline)).split()[-1]
-    page = Page(url.split("/?")[0])
-    async with page.http, asyncio.timeout(60):
-        await page.http.get(url)
-        asked = await page.post("s/ask", {"id": "q", "text": "x"})
-        async with page.http.stream("GET", f"/api/sessions/s/answers/{asked['seq']}") as answer:
-            parts = answer.aiter_text()
-            assert "event: begin" in await anext(parts)
-            process.send_signal(signal.SIGTERM)
-            rest = "".join([part async for part in parts])
+    async with started(*where(worker)) as (process, url), asyncio.timeout(60):
+        page = Page(url.split("/?")[0])
+        async with page.http:
+            await page.http.get(url)
+            asked = await page.post("s/ask", {"id": "q", "text": "x"})
+            async with page.http.stream("GET", f"/api/sessions/s/answers/{asked['seq']}") as answer:
+                parts = answer.aiter_text()
+                assert "event: begin" in await anext(parts)
+                process.send_signal(signal.SIGTERM)
+                rest = "".join([part async for part in parts])
         assert "event: end" not in rest, "the browser connects again"
         assert await asyncio.to_thread(process.wait, 30) == 143
-    assert process.stderr.read() == ""
-    process.stderr.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""

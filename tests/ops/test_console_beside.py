@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import httpx2
 import psutil
 import pytest
 
-from tests.parts import WorkerProcess, free_port
+from tests.parts import LocalWorker, WorkerProcess, free_port
 from turnkeep_client.errors import TurnkeepError
 
 pytestmark = pytest.mark.process
@@ -182,3 +182,26 @@ async def test_one_of_several_models_can_be_unloaded_and_its_next_request_loads_
             assert "turnkeep.toml" in refused.json()["error"]
     finally:
         worker.stop()
+
+
+async def test_the_console_refuses_to_change_a_model_that_another_worker_serves_too(
+    worker_process: Callable[..., WorkerProcess],
+    local_worker: Callable[..., Awaitable[LocalWorker]],
+    tmp_path: Path,
+) -> None:
+    worker = worker_process("--console", str(free_port()))
+    worker.forks = False
+    worker.start()
+    async with await worker.client(timeout_s=60) as client, console_of(worker) as http:
+        await client.session("s").append(text="a", timeout_s=60)
+        other = await local_worker(
+            nats=worker.url, prefix="turnkeep", worker="other", data_dir=tmp_path / "b"
+        )
+        async with asyncio.timeout(60):
+            while not (await client.worker_metrics()).others:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        for act in ("serve", "unload"):
+            refused = await http.post(f"/api/models/{act}", json={"name": "tiny"})
+            assert "other workers serve the prefix with this model" in refused.text
+        await other.stop()
+    assert worker.stop() == 0

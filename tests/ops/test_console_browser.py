@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -297,27 +296,6 @@ async def test_a_chat_can_be_renamed_regenerated_edited_stopped_searched_and_exp
             await asyncio.to_thread(then)
 
 
-async def test_the_first_page_loads_less_than_100_kb_and_calls_two_apis_once_each(
-    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
-) -> None:
-    worker = await local_worker()
-    loaded = "performance.getEntriesByType('resource')"
-
-    def look(url: str) -> None:
-        browser.open("about:blank")
-        browser.cdp("Network.clearBrowserCache")
-        browser.open(f"{url}/?token={TOKEN}")
-        browser.wait_for(f"{loaded}.some((one) => one.name.includes('/api/sessions'))")
-        found = browser.run(f"return {loaded}.map((one) => [one.name, one.encodedBodySize])")
-        asked = [name.removeprefix(url) for name, _ in found]
-        assert [one.partition("?")[0] for one in asked if "/api/" in one] == ["/api/workers", "/api/sessions"]
-        assert all(one.startswith("/") for one in asked), "no request leaves the machine"
-        assert sum(size for _, size in found) < 100_000
-
-    async with serving(worker.client) as url:
-        await asyncio.to_thread(look, url)
-
-
 async def test_the_page_connect_shows_addresses_and_code_examples_to_copy(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
@@ -382,33 +360,6 @@ async def test_the_page_models_shows_which_models_fit_and_downloads_one(
         browser.cdp("Browser.grantPermissions", origin=url, permissions=may)
         await asyncio.to_thread(look, url)
     SHELF.pulled.clear()
-
-
-async def test_the_console_shows_the_workers_log_and_switches_to_another_model(
-    browser: Browser, worker_process: Callable[..., WorkerProcess], tiny_model: Path
-) -> None:
-    port = free_port()
-    worker = worker_process("--console", str(port))
-    worker.forks = False
-    shutil.copytree(tiny_model, worker.data_dir / "models" / "other")
-    worker.start()
-
-    def look() -> None:
-        while not (printed := re.search(r"the console is at (\S+)", worker.log)):
-            time.sleep(0.05)
-        browser.open(printed[1])
-        browser.click("Workers")
-        browser.wait_for("document.querySelector('.log pre')?.innerText.includes('ready')")
-        assert re.search(r"\d\d:\d\d:\d\d  info  loaded the model  model=\"tiny\"", browser.text(".log pre"))
-        browser.click("Models")
-        browser.click("Serve", "button[aria-label='Serve other']")
-        browser.click("Serve", "#dialog-yes")
-        browser.wait_for("/other\\s+.*in use/.test(document.querySelector('main').innerText)")
-        browser.wait_for("!document.querySelector('#gone').innerText")
-        browser.click("Workers")
-        browser.wait_for("document.querySelector('.log pre')?.innerText.includes('model=\"other\"')")
-
-    await asyncio.to_thread(look)
 
 
 async def test_a_question_asked_while_no_model_is_loaded_loads_it(
@@ -516,24 +467,6 @@ async def test_the_page_workers_lists_all_workers_and_charts_the_selected_one(
         await asyncio.to_thread(look, url)
 
 
-async def test_a_chart_with_a_single_point_shows_a_short_line(
-    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
-) -> None:
-    worker = await local_worker()
-
-    def look(url: str) -> None:
-        browser.open(f"{url}/?token={TOKEN}")
-        browser.click("Workers")
-        browser.wait_for("document.body.dataset.points === '1'")
-        paths = browser.run(
-            "return [...document.querySelectorAll('figure path')].map((one) => one.getAttribute('d'))"
-        )
-        assert {path.partition("h")[2] for path in paths if path} == {"12"}
-
-    async with serving(worker.client, Watched(5, "w1")) as url:
-        await asyncio.to_thread(look, url)
-
-
 async def test_the_page_says_when_worker_nats_or_console_is_down_and_recovers_by_itself(
     browser: Browser, worker_process: Callable[..., WorkerProcess]
 ) -> None:
@@ -609,48 +542,6 @@ async def test_each_page_of_the_console_works_with_a_keyboard_and_a_screen_reade
         browser.look(1200, 900)
 
     async with serving(client, Watched(60, "w1")) as url:
-        await asyncio.to_thread(look, url)
-
-
-async def test_the_menu_is_not_cut_filters_are_aligned_and_a_short_chat_has_no_scrollbar(
-    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
-) -> None:
-    client = (await local_worker()).client
-    for number in range(30):
-        await client.session(f"s{number}").append(text="abc")
-    edges = """return [...document.querySelectorAll(arguments[0])].map((one) => one.getBoundingClientRect())
-        .map((one) => [one.left, one.top, one.height, one.right])"""
-
-    def look(url: str) -> None:
-        for width in (1200, 400):
-            browser.look(width, 900)
-            browser.open(f"{url}/?token={TOKEN}#/session/s7")
-            browser.wait_for(
-                "document.querySelector('.turn') && document.querySelectorAll('.side li').length === 30"
-            )
-            assert browser.run("return document.documentElement.scrollHeight") == 900
-            assert browser.text("h1") == "abc"
-            browser.click("⋯", "summary")
-            ((left, top, height, right),) = browser.run(edges, ".menu > div")
-            assert 0 <= left < right <= width, "the menu is not cut"
-            assert top + height <= 900
-            browser.click("abc", "h1")
-            assert not browser.run("return document.querySelector('.menu').open")
-            browser.run("location.hash = '#/sessions'")
-            browser.wait_for("document.querySelector('.sessions td')")
-            heights = {one[2] for one in browser.run(edges, ".filters :is(input, select)")}
-            assert len(heights) == 1
-        labels = browser.run(edges, ".filters > label")[1:]  # at 400 px the search has a line of its own
-        assert len({one[1] for one in labels}) == 1
-        browser.look(320, 900)
-        browser.run("location.hash = '#/connect'")
-        browser.wait_for("document.querySelector('.facts dd')")
-        for one in browser.run(edges, ".facts div:nth-child(-n+2) dd"):
-            assert one[2] < 30, "an address is not broken"
-        browser.look(1200, 900)
-        assert browser.text("#about") == "prefix turnkeep"
-
-    async with serving(client) as url:
         await asyncio.to_thread(look, url)
 
 

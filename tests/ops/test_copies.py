@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import json
 import os
 import subprocess
 import sys
-import tarfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -277,36 +274,6 @@ async def test_importing_a_damaged_file_fails_with_one_line_and_stores_nothing(
         "turnkeep: there is no log of the prefix 'none'; start a worker with: turnkeep serve"
         f" --nats {worker.settings.nats} --prefix none\n"
     )
-
-
-async def test_an_export_with_a_field_of_a_later_version_is_refused_and_the_field_is_named(
-    local_worker: Start, tmp_path: Path
-) -> None:
-    worker, file = await exported(local_worker, tmp_path)
-    manifest, lines = copies.read(file)
-    content = json.loads(bytes(lines[0].request)) | {"novel": 1}
-    log = file.read_bytes()
-    with tarfile.open(file) as tar:
-        text = tar.extractfile("log.jsonl").read().decode().splitlines()  # type: ignore[union-attr]
-    line = json.loads(text[0]) | {"request": content}
-    changed = "\n".join([json.dumps(line), *text[1:]]).encode()
-    said = json.loads(tar_content(log)) | {"digest": copies.blake2b(changed, digest_size=16).hexdigest()}
-    del said["checksum"]
-    head = copies._signed(json.dumps(said).encode())
-    with tarfile.open(file, "w") as tar:
-        for name, body in (("session.json", head), ("log.jsonl", changed)):
-            member = tarfile.TarInfo(name)
-            member.size = len(body)
-            tar.addfile(member, io.BytesIO(body))
-    done = await command("import", file, *where(worker))
-    assert done.returncode == 1
-    assert f"was written by turnkeep {manifest.version}, and this one cannot read it" in done.stderr
-    assert "novel" in done.stderr
-
-
-def tar_content(raw: bytes) -> bytes:
-    with tarfile.open(fileobj=io.BytesIO(raw)) as tar:
-        return tar.extractfile("session.json").read()  # type: ignore[union-attr]
 
 
 async def test_an_imported_session_continues_under_a_chat_template_that_prints_the_time(

@@ -160,6 +160,14 @@ async def test_an_export_with_an_invalid_log_line_is_refused_in_one_line(
     await refused(packed(tmp_path, made), "made.turnkeep")
 
 
+async def test_an_export_with_a_field_of_a_later_version_is_refused_and_the_field_is_named(
+    tmp_path: Path,
+) -> None:
+    made = packed(tmp_path, resealed(sound(tmp_path), lambda line: line["request"].update(novel=1)))
+    await refused(made, f"was written by turnkeep {copies.read(tmp_path / 'sound')[0].version}, and this one")
+    await refused(made, "novel")
+
+
 async def refused(file: Path, says: str) -> None:
     done = await command("import", file, "--nats", "nats://127.0.0.1:1")
     assert (done.returncode, done.stdout) == (1, "")

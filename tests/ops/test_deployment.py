@@ -127,8 +127,12 @@ def test_every_file_that_the_compose_file_mounts_exists() -> None:
     assert [file for file in files if not (DEPLOY / file).is_file()] == []
 
 
-def test_promtool_accepts_the_deployed_prometheus_configuration(tmp_path: Path) -> None:
-    shutil.copy(DEPLOY / "prometheus.yml", tmp_path)
+@pytest.mark.parametrize("source", ["docs/operating.md", "ops/deploy/prometheus.yml"])
+def test_promtool_accepts_each_prometheus_configuration(tmp_path: Path, source: str) -> None:
+    text = (ROOT / source).read_text()
+    if source.endswith(".md"):
+        (text,) = re.findall(r"```yaml\n(rule_files:.*?)```", text, re.DOTALL)
+    (tmp_path / "prometheus.yml").write_text(text)
     shutil.copy(ROOT / "ops" / "prometheus" / "alerts.yml", tmp_path)
     check("promtool", "check", "config", "prometheus.yml", cwd=tmp_path)
 

@@ -1,4 +1,4 @@
-"""The commands in docs/runbooks.md run as written, and its statements about lost files are true."""
+"""The commands in docs/log.md and docs/runbooks.md run as written; what they say of lost files is true."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from typing import Any
 import pytest
 
 from tests.commands.command_runs import command, turnkeep, where
+from tests.ops.test_dead import venomous
 from tests.parts import WorkerProcess
+from turnkeep_client.errors import RequestFailedError
+from worker.sessions.session import Session
 
 pytestmark = pytest.mark.packaging
 
-PAGE = (Path(__file__).parents[2] / "docs" / "runbooks.md").read_text()
-COMMANDS = [
-    line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.strip().splitlines()
-]
+
+def commands_of(page: str) -> list[str]:
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    return [line for block in blocks for line in block.strip().splitlines()]
+
+
+COMMANDS = commands_of("runbooks.md")
 #: Of the log and of a worker, other than those of files.
 LOCAL = {"cache", "serve"}
 
@@ -60,6 +67,27 @@ async def test_the_commands_of_the_runbooks_run_as_written(
     await worker.stop()
     for line in stopped:
         await run(line)
+
+
+async def test_the_commands_of_the_log_page_run_as_written(
+    local_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Session, "_attempt", venomous)
+    worker = await local_worker(max_attempts=1)
+    for name in ("garden", "kitchen", "diary", "diary"):
+        await worker.client.session(name).generate(text="What is red?", max_tokens=8)
+    for dead in ("turn-7", "turn-9"):
+        with pytest.raises(RequestFailedError):
+            await worker.client.session("garden").append(text="VENOM", request_id=dead)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    commands = commands_of("log.md")
+    assert len(commands) >= 15
+    for line in commands:
+        _, *arguments = shlex.split(line.replace("--into-prefix turnkeep", ""), comments=True)
+        here = ("--data-dir", worker.settings.data_dir) if arguments[0] == "export" else ()
+        done = await command(*arguments, *here, *where(worker))
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
 
 
 @pytest.mark.process

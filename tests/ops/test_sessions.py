@@ -73,7 +73,9 @@ async def test_sessions_are_listed_with_their_state_position_worker_model_and_en
     assert shown.stdout.splitlines()[-1] == last
 
 
-async def test_a_closed_session_is_listed_as_closed_after_a_repeated_request(local_worker: Start) -> None:
+async def test_a_closed_session_is_listed_as_closed_after_a_repeated_or_a_refused_request(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     session = worker.client.session("s")
     await session.append(tokens=[5] * 10, request_id="r")
@@ -81,13 +83,6 @@ async def test_a_closed_session_is_listed_as_closed_after_a_repeated_request(loc
     await session.append(tokens=[5] * 10, request_id="r")
     assert await listed(worker) == []
     assert [row["state"] for row in await listed(worker, "--state", "closed")] == ["closed"]
-
-
-async def test_a_closed_session_is_listed_as_closed_after_a_refused_request(local_worker: Start) -> None:
-    worker = await local_worker()
-    session = worker.client.session("s")
-    await session.append(tokens=[5] * 10, request_id="r")
-    await session.close()
     with pytest.raises(RequestFailedError, match="id_conflict"):
         await session.append(tokens=[6], request_id="r")
     (row,) = await listed(worker, "--state", "closed")
@@ -283,29 +278,15 @@ async def test_showing_an_unknown_session_fails_with_one_line(local_worker: Star
     assert done.stderr == "turnkeep: there is no session nobody; see turnkeep sessions\n"
 
 
-async def test_show_counts_tokens_generated_before_a_crash_separately(local_worker: Start) -> None:
-    worker = await local_worker()
-    await worker.stop()
-    raw = await nats.connect(worker.settings.nats)
-    asked = await raw.jetstream().publish(
-        f"{worker.settings.prefix}.default.crashed.in", b'{"type": "generate", "id": "r", "text": "x"}'
-    )
-    result = {
-        "type": "generated",
-        "id": "r",
-        "seq": asked.seq,
-        "position": 61,
-        "text": "x",
-        "tokens": [5] * 60,
-        "finish_reason": "length",
-        "kv_live_bytes": 0,
-        "resumed_tokens": 56,
-        "usage": {"prompt_tokens": 1, "cached_tokens": 0, "prefilled_tokens": 1, "completion_tokens": 60},
-        "seconds": {"queued": 0, "prefill": 0, "first_token": 0, "total": 0.76},
-    }
-    await raw.jetstream().publish(
-        f"{worker.settings.prefix}.default.crashed.commit", json.dumps(result).encode()
-    )
-    await raw.close()
-    done = await command("show", "crashed", *where(worker))
-    assert "answer 60 tokens, 56 of them before a crash, the rest in 0.76 s (length)" in done.stdout
+async def test_sessions_and_info_show_which_of_two_workers_owns_a_session(
+    local_worker: Start, tmp_path: Path
+) -> None:
+    two = [await local_worker(worker=name, data_dir=tmp_path / name) for name in ("one", "two")]
+    await two[0].client.session("s").append(text="hello")
+    owner = (await two[1].client.session("s").info()).worker
+    assert owner.requests == {"append": {"ok": 1}}
+    listed = await command("sessions", *where(two[0]))
+    assert re.search(rf"^s +default .* {owner.worker} ", listed.stdout, re.MULTILINE), listed
+    shown = await command("info", "s", *where(two[0]))
+    assert re.search(rf"^worker +{owner.worker}$", shown.stdout, re.MULTILINE), shown
+    assert re.search(rf"^other workers +{owner.others[0]}$", shown.stdout, re.MULTILINE), shown

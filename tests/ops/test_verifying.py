@@ -13,7 +13,6 @@ import pytest
 
 from ops.log.verifying import faults
 from tests.commands.command_runs import command, where
-from tests.ops.test_copies import exported
 from tests.parts import LocalWorker
 from turnkeep_client.calls import Stored
 from turnkeep_client.errors import RequestFailedError
@@ -77,16 +76,6 @@ async def test_a_log_with_every_kind_of_event_verifies_without_faults(
     done = await command("sessions", "--verify", "nobody", *where(worker))
     assert (done.returncode, done.stdout) == (1, "")
     assert "no session nobody" in done.stderr
-
-
-async def test_an_imported_session_that_continues_verifies_without_faults(
-    local_worker: Start, tmp_path: Path
-) -> None:
-    worker, file = await exported(local_worker, tmp_path)
-    assert (await command("import", file, "--as", "copy", *where(worker))).returncode == 0
-    await worker.client.session("copy").append(text="more")
-    code, out = await verified(worker)
-    assert (code, out.split(";")[0]) == (0, "2 sessions, 0 damaged"), out
 
 
 async def test_verify_reports_each_missing_entry_and_no_undamaged_session(local_worker: Start) -> None:
