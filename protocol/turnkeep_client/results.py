@@ -399,26 +399,6 @@ class Cancelled(Struct, frozen=True, kw_only=True, tag_field="type", tag="cancel
     was: Annotated[str, Meta(description=_OPEN, examples=["waiting", "running"])]
 
 
-class Pinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="pinned"):
-    """Answer to `pin`. `stored_tokens` of the `tokens` are on disk or being written; they take `size_bytes`.
-
-    `pinned_bytes` is the size of all pins in the worker's cache. `noted`: whether the pin itself is on disk.
-    """
-
-    tokens: int
-    stored_tokens: int
-    size_bytes: int
-    pinned_bytes: int
-    noted: bool
-
-
-class Unpinned(Struct, frozen=True, kw_only=True, tag_field="type", tag="unpinned"):
-    """Answer to `unpin`: the lengths in tokens of the unpinned prefixes."""
-
-    prefixes: tuple[int, ...]
-    pinned_bytes: int
-
-
 class Serving(Struct, frozen=True, kw_only=True, tag_field="type", tag="serving"):
     """Answer to `load` and `unload`: what happens now, as a sentence."""
 

@@ -1,6 +1,7 @@
 """Task groups end only after all of their tasks, and raise the error of a task unchanged."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -112,20 +113,24 @@ async def test_a_background_task_that_ends_stops_the_worker_with_an_error_that_n
     assert not [task for task in asyncio.all_tasks() if "worker." in task.get_name()]
 
 
+#: Python runs this module at each start. A worker then takes a minute to load its model.
 SLOW_START = """
 import sys, time
-from worker.models import model
-model.load = lambda *args, **named: (print("loading", file=sys.stderr, flush=True), time.sleep(60))
-from commands.__main__ import main
-main()
+if "commands.worker" in sys.orig_argv:
+    from worker.models import model
+    model.load = lambda *args, **named: (print("loading", file=sys.stderr, flush=True), time.sleep(60))
 """
 
 
 @pytest.mark.process
 async def test_a_second_signal_ends_a_worker_that_is_still_loading_its_model(tmp_path, tiny_model):
-    command = [sys.executable, "-c", SLOW_START, "serve", "--data-dir", tmp_path / "data"]
+    (tmp_path / "sitecustomize.py").write_text(SLOW_START)
+    command = [sys.executable, "-m", "commands", "serve", "--data-dir", tmp_path / "data"]
     command += ["--nats-port", str(free_port()), "--model", tiny_model]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:  # noqa: ASYNC220
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(  # noqa: ASYNC220
+        command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    ) as process:
         async with asyncio.timeout(60):
             while await asyncio.to_thread(process.stderr.readline) != "loading\n":
                 pass

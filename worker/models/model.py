@@ -104,12 +104,6 @@ def default_dtype() -> str:
     return "float32" if mx.default_device() == mx.Device(mx.cpu) else "keep"
 
 
-def check_name(spec: str | None, data_dir: Path) -> None:
-    """Raise `ModelError` if `spec` is no path, no name of a model on this machine, and no possible hub id."""
-    if spec and not (catalog.expanded(spec).exists() or hub.is_id(spec) or catalog.find(spec, data_dir)):
-        raise catalog.missing(spec, data_dir)
-
-
 def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress | None = None) -> Path:
     """Return the folder of the model `spec`: a folder, .gguf file, name or part of one, hub id, or None.
 

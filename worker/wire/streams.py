@@ -142,19 +142,6 @@ async def _finds(asked: Awaitable[object]) -> bool:
     return True
 
 
-async def ensure_log(js: JetStreamContext, subjects: Subjects, settings: Settings) -> None:
-    """Create the log stream as `ensure` does, if there is none. An existing log keeps its settings.
-
-    Raises `BrokerError`.
-    """
-    try:
-        await js.stream_info(subjects.log_stream)
-    except NotFoundError:
-        await ensure(js, subjects, settings)
-    except (APIError, nats.errors.Error) as error:
-        raise BrokerError(f"the stream {subjects.log_stream} cannot be looked at: {reason(error)}") from None
-
-
 def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
     return api.StreamConfig(
         name=subjects.log_stream,
