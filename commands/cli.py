@@ -58,7 +58,7 @@ _GROUPS: Final = {
     },
     "Look": {
         "info": ("control", "Show the state of a worker, or of a session and its worker."),
-        "top": ("top", "Watch all workers of a prefix live on the terminal, until Ctrl-C."),
+        "top": ("top", "Watch all workers of a prefix live on the terminal."),
         "console": ("console", "Serve a web page with a chat, all sessions and all workers."),
         "exporter": ("exporter", "Serve the metrics of all workers to Prometheus, until Ctrl-C."),
     },
