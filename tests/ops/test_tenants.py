@@ -346,36 +346,27 @@ async def test_a_tenant_out_of_connections_is_refused_at_once_and_other_tenants_
     await held.pop().close()
 
 
-async def test_a_client_with_too_many_subscriptions_is_closed_with_the_reason_and_others_are_served(
-    server: Server,
+@pytest.mark.parametrize(
+    ("limit", "num_sessions", "length", "error", "says"),
+    [
+        (("--max-subscriptions", "20"), 40, 3, ClientClosedError, "maximum subscriptions exceeded"),
+        # nats-py knows only the limit of the whole server, so it sends the message.
+        (("--max-payload-kib", "8"), 1, 10_000, NoWorkerError, "(nats: maximum payload violation"),
+    ],
+)
+async def test_a_client_beyond_a_limit_of_its_account_is_told_why_it_is_closed_and_others_are_served(
+    server: Server, limit: tuple[str, str], num_sessions: int, length: int, error: type, says: str
 ) -> None:
     seeds = {tenant: server.seed(f"{tenant}.client") for tenant in ("acme", "beta")}
-    await reloaded(server, "--max-subscriptions", "20")
+    await reloaded(server, *limit)
     async with connect(server.url, tenant="acme", nkeys_seed=seeds["acme"]) as client:
-        sessions = [client.session(f"s{n}") for n in range(40)]
+        asked = [client.session(f"s{n}").append(text="x" * length) for n in range(num_sessions)]
         async with asyncio.timeout(60):
-            said = await asyncio.gather(*(s.append(text="abc") for s in sessions), return_exceptions=True)
+            said = await asyncio.gather(*asked, return_exceptions=True)
     errors = [one for one in said if isinstance(one, BaseException)]
-    assert {type(one) for one in errors} == {ClientClosedError}
-    assert all("maximum subscriptions exceeded" in str(one) for one in errors), errors
-    for tenant, seed in seeds.items():
-        async with connect(server.url, tenant=tenant, nkeys_seed=seed) as client:
-            await client.session("s").generate(text="abc", max_tokens=2)
-
-
-async def test_a_client_whose_message_exceeds_its_accounts_limit_is_told_why_it_is_disconnected(
-    server: Server,
-) -> None:
-    """nats-py knows only the limit of the whole server, so it sends the message."""
-    seeds = {tenant: server.seed(f"{tenant}.client") for tenant in ("acme", "beta")}
-    await reloaded(server, "--max-payload-kib", "8")
-    async with connect(server.url, tenant="acme", nkeys_seed=seeds["acme"]) as client:
-        with pytest.raises(NoWorkerError) as caught:
-            async with asyncio.timeout(60):
-                await client.session("large").append(text="x" * 10_000)
-    told = str(caught.value)
-    assert "the NATS server has closed the connection (nats: maximum payload violation" in told
-    assert "\n" not in told
+    assert errors
+    assert all(isinstance(one, error) for one in errors), errors
+    assert all(says in str(one) and "\n" not in str(one) for one in errors), errors
     for tenant, seed in seeds.items():
         async with connect(server.url, tenant=tenant, nkeys_seed=seed) as client:
             await client.session("s").generate(text="abc", max_tokens=2)
