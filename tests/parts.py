@@ -256,7 +256,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Kill `serve` with SIGKILL; wait for its end, and for that of its worker."""
-        pids = [int(one["pid"]) for one in self._events("ready")]
+        pids = [int(one["pid"]) for one in self._events("ready") if "pid" in one]
         self._end(signal.SIGKILL)
         deadline = time.monotonic() + 10
         while any(map(_runs, pids)) and time.monotonic() < deadline:

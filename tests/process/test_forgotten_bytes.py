@@ -13,8 +13,11 @@ from nats.js.client import JetStreamContext
 from nats.js.errors import NotFoundError
 from parts import free_port
 
+from worker.process.datadir import DataDir
+from worker.process.settings import Settings
 from worker.sessions import record
 from worker.wire import retention
+from worker.wire.broker import EmbeddedServer
 
 MARKER = "Rumpelstilzchen"
 TOKENS = {"kept": [*range(60, 90)], "gone": [*range(90, 60, -1)]}
@@ -52,12 +55,16 @@ async def test_no_file_of_the_nats_server_has_anything_of_a_forgotten_session(
     """Neither texts nor tokens, before the server's stop and after it; another session keeps all."""
     monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 2)
     monkeypatch.setattr(retention, "_PERIOD_S", 0.2)
-    place: dict[str, Any] = {"nats": None, "nats_port": free_port()}
-    store = tmp_path / "data" / "nats"
-    if whose != "ours":
+    owned = Settings(data_dir=tmp_path / "owner", nats_port=free_port())
+    server = EmbeddedServer(DataDir.open(owned.data_dir, "owner"), owned)
+    if whose == "ours":
+        store = owned.data_dir / "nats"
+        await server.start()
+        url = server.url.replace("://", f"://{server.token}@")
+    else:
         store = tmp_path / "store"
-        place = {"nats": await foreign_server(jetstream={"store_dir": str(store)})}
-    worker = await local_worker(model=str(endless_model), max_message_bytes=32 * 2**10, **place)
+        url = await foreign_server(jetstream={"store_dir": str(store)})
+    worker = await local_worker(model=str(endless_model), max_message_bytes=32 * 2**10, nats=url)
     client, prefix = worker.client, worker.settings.prefix
     js = worker.app._nc.jetstream()
     if whose == "compressed":
@@ -81,6 +88,7 @@ async def test_no_file_of_the_nats_server_has_anything_of_a_forgotten_session(
             await asyncio.sleep(0.1)
     assert num_found(store, needles) == 0
     await worker.stop()
+    await server.stop()
     for process in foreign_server.processes:
         process.terminate()
         await asyncio.to_thread(process.wait)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import nats
+import psutil
 import pytest
 from nats.js.errors import APIError, NotFoundError
 
@@ -456,6 +457,12 @@ class Process:
                 assert self.process.poll() is None, self._log.read_text()
                 await asyncio.sleep(0.02)
 
+    @property
+    def worker(self) -> psutil.Process:
+        """The process that has the model; `serve` is its parent."""
+        lines = [json.loads(line) for line in self._log.read_text().splitlines() if line.startswith("{")]
+        return psutil.Process(next(one["pid"] for one in reversed(lines) if one["event"] == "ready"))
+
     def end(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
         self.process.wait(PATIENCE_S)
@@ -629,13 +636,13 @@ async def test_a_paused_worker_swallows_no_request_and_stores_no_second_result_w
         await generation.send()
         while not (paused := await log.owner("s")):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        workers[paused].process.send_signal(signal.SIGSTOP)
+        workers[paused].worker.suspend()
         asks = (client.ask(name, text="x", max_tokens=1, timeout_s=PATIENCE_S) for name in SESSIONS)
         infos = (client.session(name).info() for name in SESSIONS)
         await asyncio.gather(*asks, *infos)
         await turns(client)
         assert (await generation).finish_reason == "length"
-        workers[paused].process.send_signal(signal.SIGCONT)
+        workers[paused].worker.resume()
         await turns(client, number=2)
         (other,) = {*workers} - {paused}
         assert await log.makers("s") == [other]
@@ -659,10 +666,10 @@ async def test_a_worker_that_was_paused_in_mid_answer_leaves_the_answer_to_the_w
             num_tokens += len(chunk.tokens)
             if num_tokens > 40 and not paused:
                 paused = await log.owner("s")
-                workers[paused].process.send_signal(signal.SIGSTOP)
+                workers[paused].worker.suspend()
             if paused and not is_awake and sum(one.num_resumed for one in workers.values()):
                 is_awake = True
-                workers[paused].process.send_signal(signal.SIGCONT)
+                workers[paused].worker.resume()
         assert is_awake
     assert sum(one.num_resumed for one in workers.values()) <= 2
 

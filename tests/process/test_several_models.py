@@ -273,8 +273,9 @@ async def test_the_time_until_a_model_is_unloaded_begins_when_its_last_answer_ha
 
 
 async def test_a_model_that_is_being_loaded_is_shown_as_unloaded_and_not_silent() -> None:
-    alone, told = Supervisor({"a": Settings()}, ()), asyncio.Event()
+    alone, told = Supervisor(Settings(), {"a": Settings()}), asyncio.Event()
     (model,) = alone._models
+    model.needs = supervisor._UNKNOWN
     model.process = SimpleNamespace()  # type: ignore[assignment]  # a stub, as is the activator
 
     async def publish() -> None:

@@ -25,10 +25,10 @@ from worker.batch.rows import PrefillPiece, Row, UnsoundError
 
 from . import machine
 from .acquisition import Acquisition
+from .cutter import Cutter
 from .pace import Pace
 from .paging import Paging
 from .room import Room
-from .saving import Cutter
 from .scheduler import Scheduler
 from .served_model import ServedModel
 from .step_chooser import StepChooser

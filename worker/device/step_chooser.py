@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from worker.batch.batch import Batch
 
     from .acquisition import Acquisition
+    from .cutter import Cutter
     from .pace import Pace
     from .room import Room
-    from .saving import Cutter
     from .scheduler import Scheduler
     from .turn import Turn
 
