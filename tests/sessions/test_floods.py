@@ -384,13 +384,13 @@ async def test_a_session_backlog_of_120_mb_makes_the_worker_grow_by_less_than_40
     body = json.dumps(append("r0", "x" * 1_000_000, no_such_field=1)).encode()
     await js.publish("turnkeep.default.s.in", body)
     await results(js, 1)
-    before = peak_bytes(worker.pid)
-    worker.kill()
+    before = peak_bytes(worker.worker_pid)
+    worker.lose_worker()
     for n in range(1, 121):
         await js.publish("turnkeep.default.s.in", body.replace(b'"r0"', b'"r%d"' % n))
-    worker.start()
+    worker.go_on()
     await results(js, 121)
-    grown = peak_bytes(worker.pid) - before
+    grown = peak_bytes(worker.worker_pid) - before
     assert grown < 40 * 2**20
     await nc.close()
 
