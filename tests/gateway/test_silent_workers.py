@@ -100,15 +100,15 @@ async def test_no_client_takes_a_sign_of_life_for_an_event_or_an_end(
     async with AsyncAnthropic(base_url=served.url, api_key="none", max_retries=0) as anthropic:
         await served.openai.chat.completions.create(model="m", messages=HELLO, max_tokens=1)
         if not has_begun:
-            os.kill(process.pid, signal.SIGSTOP)
+            os.kill(process.worker_pid, signal.SIGSTOP)
         streams = {name: texts(served.openai, anthropic, name) for name in BY_CLIENT}
         streams |= {name: blocks(served.url, name) for name in RAW}
         tasks = {name: asyncio.create_task(follow(name, parts)) for name, parts in streams.items()}
         if has_begun:
             await asyncio.gather(*(one.wait() for one in has_text.values()))
-            os.kill(process.pid, signal.SIGSTOP)
+            os.kill(process.worker_pid, signal.SIGSTOP)
         await asyncio.sleep(0.5)
-        os.kill(process.pid, signal.SIGCONT)
+        os.kill(process.worker_pid, signal.SIGCONT)
         await asyncio.wait(tasks.values())
     assert {name: error for name, task in tasks.items() if (error := task.exception())} == {}
     found = {name: task.result() for name, task in tasks.items()}

@@ -119,9 +119,9 @@ class Member(Target):
 
     async def pause(self, seconds: float) -> None:
         """Pause the worker's process for some seconds, by SIGSTOP and SIGCONT."""
-        os.kill(self.process.pid, signal.SIGSTOP)
+        os.kill(self.process.worker_pid, signal.SIGSTOP)
         await asyncio.sleep(seconds)
-        os.kill(self.process.pid, signal.SIGCONT)
+        os.kill(self.process.worker_pid, signal.SIGCONT)
 
 
 def _ip(*arguments: str) -> None:

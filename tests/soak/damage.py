@@ -114,7 +114,7 @@ async def damage(where: Path, *, requests: int, seed: int) -> tuple[Run, Verdict
         target(where / "data", model, *OPTIONS) as victim,
         target(where / "undisturbed", model, "--min-free-disk", "0", "--snapshots", "off") as other,
     ):
-        pid = victim.process.pid
+        pid = victim.process.worker_pid
         heards = [await Heard.on(each.url) for each in (victim, other)]
         (snapshots,) = victim.process.data_dir.glob("**/snapshots/snapshots")
         for number in range(requests):
@@ -131,7 +131,7 @@ async def damage(where: Path, *, requests: int, seed: int) -> tuple[Run, Verdict
             run.counters = (await client.session("s0").info()).worker.snapshots
         for heard in heards:
             await heard.nc.close()
-        if not victim.process.running or victim.process.pid != pid:
+        if not victim.process.running or victim.process.worker_pid != pid:
             verdict.blame("contradicting", "the worker died")
     for line in run.differing:
         verdict.blame("contradicting", line)

@@ -219,7 +219,7 @@ async def malformed(where: Path, *, requests: int, seed: int) -> tuple[Run, Verd
     run = Run()
     options = ("--sync-interval", "1s", "--min-free-disk", "0")
     async with target(where / "data", tiny_model(where), *options) as victim:
-        pid = victim.process.pid
+        pid = victim.process.worker_pid
         heard = await Heard.on(victim.url, chunks=False)
         beside = asyncio.create_task(run.behave(heard))
         share = requests // 4
@@ -232,7 +232,8 @@ async def malformed(where: Path, *, requests: int, seed: int) -> tuple[Run, Verd
             await asyncio.sleep(1)
         run.is_over = True
         await beside
-        lives = victim.process.running and victim.process.pid == pid and "stopping" not in victim.process.log
+        process = victim.process
+        lives = process.running and process.worker_pid == pid and "stopping" not in process.log
         for wrong in (*run.wrong, *(() if lives else ("the worker died",))):
             verdict.blame("contradicting", wrong)
         lines = [line for line in victim.process.log.splitlines() if '"level": "error"' in line]

@@ -106,7 +106,7 @@ class Service:
             self.attack.sent,
             self.attack.kills,
             self.attack.server_kills,
-            _rss(self.victim.process.pid),
+            _rss(self.victim.process.worker_pid),
             _rss(getattr(self.victim.server(), "pid", None)),
             _rss(self.exporter.pid),
             _rss(self.prometheus.pid),

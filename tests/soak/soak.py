@@ -115,7 +115,7 @@ def read(worker: Target, load: Load, begun_s: float) -> Reading:
     return Reading(
         (monotonic() - begun_s) / 3600,
         load.requests,
-        psutil.Process(worker.process.pid).memory_info().rss,
+        psutil.Process(worker.process.worker_pid).memory_info().rss,
         server.memory_info().rss if server else 0,
         disk_bytes(worker.process.data_dir),
         percentile(waits_s, 0.5),
