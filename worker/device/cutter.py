@@ -1,0 +1,178 @@
+"""Cuts snapshots: copies spans of a session's KV for the writer, where its queue has room.
+
+It knows no names of snapshots; `saving` says what the disk lacks of an idle session's KV.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import takewhile
+from typing import TYPE_CHECKING, Final
+
+import mlx.core as mx
+import structlog
+
+from cache.kv import layers
+from cache.names.blocks import Span, tail_start
+from cache.names.snapshot import carried
+from worker.observe.traces import Phase
+
+from . import machine
+from .turn import SnapshotCut, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from worker.batch.batch import Batch
+
+    from .memory import Estimator
+    from .scheduler import Step
+
+log = structlog.get_logger()
+
+#: How long a prompt that needs all earlier KV on disk waits for room in the queue while the disk takes
+#: nothing.
+PATIENCE_S: Final = 30.0
+
+
+class Cutter:
+    """Copies spans of KV into snapshots for the writer, a turn's spans in order. Device thread only.
+
+    Does nothing until `room` is set, a function that returns the free bytes of the writer's queue.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        estimator: Estimator,
+        block: int,
+        done: Callable[[SnapshotCut], None],
+        *,
+        trimmable: bool,
+    ) -> None:
+        """`done` is called with each snapshot; `trimmable` says that caches can be truncated at any token."""
+        self.room: Callable[[], int] | None = None
+        self._batch = batch
+        self._estimator = estimator
+        self._block = block
+        self._done = done
+        self._trimmable = trimmable
+
+    def size_bytes(self, step: Step) -> int:
+        """Return the bytes of the snapshots that `cut_blocks` may make after a step."""
+        if self.room is None:
+            return 0
+        turns = (*step.prefill, *((turn, 0) for turn in step.decode))
+        return min(self.room(), sum(self._size_bytes(turn, num) for turn, num in turns))
+
+    def _size_bytes(self, turn: Turn, num_tokens: int) -> int:
+        """Return the bytes of a turn's snapshots that are due once `num_tokens` more tokens have KV."""
+        size_bytes, kv = 0, self._estimator.kv.under(turn.policy)
+        for span in takewhile(lambda span: span.end <= turn.num_cached + num_tokens, turn.spans):
+            more = self._carried(turn, span)
+            size_bytes += kv.snapshot(span.num_tokens, at=span.end)
+            size_bytes += more.num_tokens * kv.bytes_per_token if more is not None else 0
+        return size_bytes
+
+    def is_behind(self, turn: Turn, num_tokens: int) -> bool:
+        """Say whether a paged session's prompt should wait for room in the writer's queue.
+
+        It waits as long as the room changes, and then for at most 30 s.
+        Without the wait, KV that later pieces need could leave the device before it is queued for the disk.
+        """
+        if self.room is None or not turn.policy.recall:
+            return False
+        self.cut(turn)
+        size_bytes, room_bytes = self._size_bytes(turn, num_tokens), self.room()
+        if size_bytes <= room_bytes:
+            turn.behind = None
+            return False
+        if turn.behind is None or turn.behind[0] != room_bytes:
+            turn.behind = room_bytes, time.monotonic()
+        return time.monotonic() < turn.behind[1] + PATIENCE_S
+
+    def note_block(self, turn: Turn) -> None:
+        """Add the last block of an answer to its turn's spans, if the newest token has completed it."""
+        if turn.num_cached % self._block == 0:
+            turn.spans.append(Span(turn.num_cached - self._block, turn.num_cached))
+
+    def cut_blocks(self, step: Step) -> None:
+        """Cut the blocks of a step's turns, after the step's report and before the next step changes the KV.
+
+        A prompt's blocks wait while copying them would delay its answer's first token.
+        """
+        for turn in (*step.decode, *(turn for turn, _ in step.prefill)):
+            if not self._is_about_to_answer(turn):
+                self.cut(turn)
+
+    def cut_tail(self, turn: Turn) -> None:
+        """Cut a turn's blocks, and the new part of its last, partial block, when it ends."""
+        turn.spans = self._due(turn)
+        start = turn.num_cached - turn.num_cached % self._block
+        if turn.edges and turn.edges[0] == start:  # else none of this block was stored when the turn began
+            start = tail_start(turn.edges, turn.num_cached)
+        if start < turn.num_cached and turn.embedding is None:
+            turn.spans.append(Span(start, turn.num_cached))
+        self.cut(turn, is_over=True)
+
+    def cut(self, turn: Turn, *, is_over: bool = False) -> None:
+        """Cut the spans of a turn that have KV, in order, as many as the queue has room for.
+
+        `is_over` says that the turn adds no KV. Later spans stay noted: without the earlier ones in the index
+        they could not be found.
+        """
+        if turn.row is None and turn.caches is None:  # it has ended
+            return
+        for span in self._due(turn):
+            if not self._cut(turn, span, is_over=is_over):
+                return
+            del turn.spans[0]
+
+    def _due(self, turn: Turn) -> list[Span]:
+        return list(takewhile(lambda span: span.end <= turn.num_cached, turn.spans))
+
+    def _is_about_to_answer(self, turn: Turn) -> bool:
+        """Say whether a turn's next piece ends its prompt; its snapshots can then wait for that piece."""
+        begins = turn.answer is not None and turn.row is None
+        return begins and self._trimmable and 0 < turn.target - turn.num_cached <= self._block
+
+    def _cut(self, turn: Turn, span: Span, *, is_over: bool) -> bool:
+        """Copy a span's KV, with the layers' states if the span ends where the KV ends; False without room.
+
+        A turn's last snapshot is cut only with these states: stored without them, it would never get them.
+        """
+        row, caches = turn.row, turn.caches or []
+        num_cached = turn.num_cached
+        if row is not None:
+            caches, num_cached = self._batch.caches(row), row.num_cached
+        if self.room is None:
+            return False
+        if not layers.holds(caches, span.start, span.end):  # the window has moved past the span
+            return True
+        is_last, start_s = is_over and turn.num_cached == span.end, time.monotonic()
+        try:
+            tensors = layers.cut(
+                caches,
+                span.start,
+                span.end,
+                at_end=turn.num_cached == num_cached == span.end,
+                # Snapshots that wait for the disk are in device memory too: they must not displace sessions.
+                room_bytes=min(self.room(), self._estimator.limit_bytes - mx.get_active_memory()),
+                # A state can be many times a block's KV: keep room for the one at the turn's end.
+                spare_states=0 if is_last else 1,
+                carried=self._carried(turn, span),
+            )
+        except Exception as error:
+            if machine.loses_kv(error):
+                raise
+            log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer continues
+            return True
+        turn.cuts.append(Phase("snapshot", start_s, time.monotonic(), span.num_tokens))
+        is_whole = self._trimmable or any(tensor.of_state for tensor in tensors or ())
+        if tensors is None or (is_last and not is_whole):
+            return False
+        self._done(SnapshotCut(turn, span, tensors))
+        return True
+
+    def _carried(self, turn: Turn, span: Span) -> Span | None:
+        return carried(span, self._block) if turn.policy.recall else None
