@@ -30,6 +30,8 @@ T = TypeVar("T")
 _BLAS: Final = re.compile(r"blas|lapack|mkl", re.IGNORECASE)
 #: Folders with numpy's and SciPy's own OpenBLAS, whose symbols have other names, so MLX never calls it.
 _PRIVATE: Final = frozenset({"numpy.libs", "scipy.libs"})
+#: A word of the command line of a worker, which is a child of `turnkeep serve`.
+_WORKER: Final = "commands.worker"
 READY_TIMEOUT_S: Final = 180.0
 STOP_TIMEOUT_S: Final = 30.0
 
@@ -196,14 +198,14 @@ class LocalWorker(Process):
         self.find_children()
         return client
 
-    def kill_worker(self) -> None:
+    async def kill_worker(self) -> None:
         """`kill -9` the process that has the model; `turnkeep serve` starts it again."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            if self._process is not None:
-                children = psutil.Process(self._process.pid).children()
-                # The largest: one without a model waits to take over.
-                workers = [one for one in children if "commands.worker" in one.cmdline()]
-                max(workers, key=lambda one: one.memory_info().rss).kill()
+            serve = psutil.Process(self.pid)
+            while not (workers := [one for one in serve.children() if _WORKER in one.cmdline()]):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)  # it is being started
+            # The largest: one without a model waits to take over.
+            max(workers, key=lambda one: one.memory_info().rss).kill()
 
     @property
     def model_folder(self) -> Path:

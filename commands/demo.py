@@ -80,7 +80,7 @@ class Demo:
         return notes.prefilled_tokens / notes.seconds
 
     async def _restart(self) -> str:
-        self._worker.kill_worker()
+        await self._worker.kill_worker()
         self._say("[bold red]kill -9[/] in the middle of the answer. A new worker goes on with it:")
         return "SSD"
 
@@ -90,7 +90,7 @@ class Demo:
         await self._ask(session, "Who was the first keeper?", 60)
         await self._ask(session, "Write a short poem about the lighthouse.", 120, kill=self._restart)
         self._say("Once more [bold red]kill -9[/], between two turns")
-        self._worker.kill_worker()
+        await self._worker.kill_worker()
         tokens, prefilled, first_s = await self._ask(session, "Who was Agnes Holloway?", 40, source="SSD")
         self._console.print("\n", self._table)
         self._console.print(

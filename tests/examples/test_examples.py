@@ -69,13 +69,13 @@ class Here:
             return len(answers) >= num_requests and sum(answers) >= num_answered
 
         await until(is_there)
-        os.kill(self.worker.pid, signal.SIGSTOP)
+        os.kill(self.worker.worker_pid, signal.SIGSTOP)
         assert 0 in (await self.requests()).values(), "it was not in the middle"
         if process is not None:
             process.kill()
             await process.wait()
-        self.worker.kill()
-        self.worker.start()
+        self.worker.lose_worker()
+        self.worker.go_on()
 
 
 async def until(condition: Callable[[], Any]) -> None:

@@ -82,8 +82,8 @@ async def test_the_packaged_model_answers_a_question_and_continues_a_session_aft
     while in_flight:  # what the disk does not have yet is lost with the process
         await asyncio.sleep(0.05)
         in_flight = (await ask(nc, "ctl", {"type": "info"}, "long"))["worker"]["snapshots"]["in_flight"]
-    process.kill()
-    process.start()
+    process.lose_worker()
+    process.go_on()
     news = {"type": "generate", "id": "h", "max_tokens": 8, "text": " But in the end"}
     after = await request(nc, news, "long")
     num_new = after["usage"]["prompt_tokens"] - before["position"]
