@@ -46,28 +46,34 @@ _STATE_S: Final = 0.5
 
 def main() -> None:
     """Wait for an order and carry it out; then end this process."""
+    from worker.reports import Refused
+
     raise_limit()
+    reporting = Reporting()
+    try:
+        _work(reporting)
+    except TurnkeepError as error:  # also if MLX cannot be imported, before there is an order
+        reporting.send(Refused(as_installed(redact(str(error))), isinstance(error, SettingsError)))
+        sys.exit(1)
+
+
+def _work(reporting: Reporting) -> None:
+    from worker.reports import decode_order
+
     spare = Spare(int(sys.argv[1]))
     preload()  # before anything imports MLX
     gc.disable()  # until the start has created its many objects, none of which is garbage
     _import_all()
-    from worker.reports import Refused, decode_order
-
     # Without a buffer, whose lock would be held by the thread that reads when this process ends.
     lines = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115  # until this process ends
     if not (line := lines.readline()):
         return
     order = decode_order(line)
-    reporting = Reporting()
     spare.fill()
-    try:
-        if order.weighs:
-            _weigh(order, reporting)
-        else:
-            _serve(order, lines, reporting, spare)
-    except TurnkeepError as error:
-        reporting.send(Refused(as_installed(redact(str(error))), isinstance(error, SettingsError)))
-        sys.exit(1)
+    if order.weighs:
+        _weigh(order, reporting)
+    else:
+        _serve(order, lines, reporting, spare)
 
 
 def _import_all() -> None:

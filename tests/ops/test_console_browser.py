@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import nats
 import pytest
+from nats.aio.msg import Msg
 
 from tests.commands.command_runs import environment
 from tests.ops.browser import Browser, browsing
@@ -22,7 +23,9 @@ from tests.ops.test_console import EVIL, SHELF, TOKEN, serving
 from tests.ops.test_workers_history import Watched
 from tests.parts import LocalWorker, WorkerProcess, free_port
 from turnkeep_client.client import Client
-from turnkeep_client.messages import Generated, decode_result
+from turnkeep_client.messages import Generated, decode_result, encode
+from turnkeep_client.results import failure
+from turnkeep_client.subjects import Subjects
 
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(400)]
 
@@ -327,6 +330,11 @@ async def test_the_page_models_shows_which_models_fit_and_downloads_one(
 ) -> None:
     worker = await local_worker()
 
+    async def refuse(asked: Msg) -> None:
+        await asked.respond(encode(failure(None, "invalid_request", "c cannot be served: it is not whole")))
+
+    await worker.app._nc.subscribe(Subjects(worker.settings.prefix).serve, cb=refuse)
+
     def look(url: str) -> None:
         browser.open(f"{url}/?token={TOKEN}")
         browser.run("window.fetch_ = window.fetch; window.fetch = () => new Promise(() => {})")
@@ -479,10 +487,10 @@ async def test_the_page_says_when_worker_nats_or_console_is_down_and_recovers_by
         browser.wait_for("document.querySelector('#state').innerText === '1 worker up'")
         browser.run("location.hash = '#/session/notes'")
         browser.wait_for("document.querySelectorAll('.turn').length === 1")
-        worker.kill()
+        worker.lose_worker()
         browser.wait_for(f"{gone}.startsWith('No worker is up: turnkeep serve starts one')")
         assert browser.text("#state") == "no worker"
-        worker.start()
+        worker.go_on()
         browser.wait_for(f"!{gone}")
         browser.wait_for("document.querySelector('#state').innerText === '1 worker up'")
         worker.stop()
