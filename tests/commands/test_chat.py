@@ -499,8 +499,6 @@ async def test_a_chat_continues_after_its_worker_is_killed_and_restarted(
                 terminal.wait_for("Ended at max_tokens")
                 worker.lose_worker()
                 terminal.wait_for(PROMPT)
-                terminal.type("/info\r")
-                terminal.wait_for("no worker serves")
                 terminal.type("second\r")
                 terminal.wait_for("waiting for the worker")
                 terminal.type("\x03")

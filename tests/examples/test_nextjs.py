@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "nextjs"
 ANSWER = "document.querySelector('p.assistant')?.textContent"
-NUM_TOKENS = 5000
+NUM_TOKENS = 12_000
 
 pytestmark = [
     pytest.mark.packaging,
