@@ -26,7 +26,7 @@ from cache.names.tokens import as_tokens
 from tests.matrices import first
 from worker.batch.forward import Forward
 from worker.batch.parts import OwnPart
-from worker.device import finding, saving
+from worker.device import cutter, finding
 from worker.device.run import Run
 from worker.sessions.port import Asked, DeviceFaultError
 
@@ -226,7 +226,7 @@ async def test_erasing_a_session_deletes_its_damaged_block_from_quarantine_once_
 async def test_a_paged_turn_fails_with_the_reason_if_no_block_can_be_saved(
     model, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(saving, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(cutter, "PATIENCE_S", 0.1)
     monkeypatch.setattr(finding, "PATIENCE_S", 0.1)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         monkeypatch.setattr(process.store, "save", lambda *_: False)

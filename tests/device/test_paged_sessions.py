@@ -29,7 +29,7 @@ from worker import sizing
 from worker.batch import batch_kinds, matching
 from worker.batch.forward import Forward
 from worker.batch.parts import OwnPart
-from worker.device import finding, saving
+from worker.device import cutter, finding
 from worker.device.step_chooser import ChosenStep, StepChooser
 from worker.sessions.port import Asked
 
@@ -625,7 +625,7 @@ async def _set(event: asyncio.Event) -> None:
 async def test_blocks_of_a_paged_answer_that_found_the_queue_full_are_stored_later(
     model, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(saving, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(cutter, "PATIENCE_S", 0.0)
     tokens = prompt(20 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         engine, store = process.engine, process.store
