@@ -78,7 +78,7 @@ SIZES = {
     "tests/sessions": 14_847,
     "tests/simulation": 4_976,
     "tests/soak": 2_586,
-    "words": 87_400,
+    "words": 87_360,
     "worker": 31_573,
     "worker/batch": 4_296,
     "worker/device": 4_584,
