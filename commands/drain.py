@@ -37,8 +37,8 @@ def drain(given: Given, worker: str, *, undo: bool) -> None:
 
 
 async def _drain(settings: Settings, name: str, *, on: bool) -> None:
+    from worker.cluster.draining import Workers
     from worker.wire.credentials import client_options
-    from worker.wire.draining import Workers
 
     here, subjects = located(settings), Subjects(settings.prefix)
     async with Workers.at(url_of(here), subjects, **client_options(here)) as workers:

@@ -22,12 +22,14 @@ ROOMS = {
 PACKAGES = set().union(*ROOMS.values()) | {"ops"}
 #: Two packages that all layers of the worker may import, and the worker packages that they import.
 GROUND = {"process": set(), "observe": {"process"}}
-#: The layers of worker and cache, and which other layers each may import, also for types. `worker.device`
-#: implements the interface `worker.sessions.port`; the sessions do not import the device.
+#: The layers of worker and cache, from the uppermost to the lowest, and which other layers each may import,
+#: also for types. Sessions know of the engine only its port, and of the device only what a turn asks for.
 FLOORS = {
     "worker": {
-        "device": {"sessions", "batch", "models"},
-        "sessions": {"wire", "text", "batch", "models"},
+        "sessions": {"cluster", "wire", "engine", "device", "text", "batch", "models"},
+        "cluster": {"wire"},
+        "engine": {"device", "batch"},
+        "device": {"text", "batch", "models"},
         "text": {"batch", "models"},
         "batch": set(),
         "models": set(),
@@ -50,7 +52,7 @@ MLX = {
 }
 NATS = {
     *(f"protocol/turnkeep_client/{name}.py" for name in ("wire", "direct", "nats_client")),
-    "worker/wire",
+    *("worker/cluster", "worker/wire"),
 }
 
 #: The lines of Python in each room and in the folders of `worker` and `tests`, and the words of the pages.
@@ -63,37 +65,39 @@ SIZES = {
     "gateway": 6_968,
     "ops": 5_482,
     "protocol": 5_871,
-    "tests": 77_915,
+    "tests": 77_953,
     "tests/bench": 1_107,
     "tests/cache": 9_173,
     "tests/commands": 3_220,
-    "tests/device": 10_163,
+    "tests/device": 10_179,
     "tests/examples": 431,
     "tests/gateway": 6_787,
     "tests/model": 6_179,
     "tests/ops": 6_354,
     "tests/packaging": 878,
-    "tests/process": 5_771,
+    "tests/process": 5_783,
     "tests/protocol": 3_713,
-    "tests/sessions": 14_847,
-    "tests/simulation": 4_976,
+    "tests/sessions": 14_850,
+    "tests/simulation": 4_978,
     "tests/soak": 2_586,
-    "words": 87_360,
-    "worker": 31_573,
+    "words": 87_386,
+    "worker": 31_584,
     "worker/batch": 4_296,
-    "worker/device": 4_584,
+    "worker/cluster": 1_800,
+    "worker/device": 2_975,
+    "worker/engine": 1_814,
     "worker/models": 5_418,
     "worker/observe": 624,
     "worker/process": 1_875,
-    "worker/sessions": 5_237,
+    "worker/sessions": 5_044,
     "worker/text": 2_940,
-    "worker/wire": 4_787,
+    "worker/wire": 2_986,
 }
 
 #: The packages of the gateway that translate an HTTP API to the common form in `turn`.
 DIALECTS = ("openai", "anthropic", "responses", "ollama")
 #: Modules of the worker that may use asyncio, to pass values from the device thread to the event loop.
-ASYNCIO = {"worker/app.py", "worker/device"}
+ASYNCIO = {"worker/app.py", "worker/engine"}
 BARE_TASKS = {"commands/stream.py"}
 
 
@@ -173,10 +177,11 @@ def test_the_worker_packages_process_and_observe_import_no_other_part_of_the_wor
     assert {floor: imported_floors("worker", floor) for floor in GROUND} == GROUND
 
 
-def test_worker_device_imports_nothing_of_worker_sessions_but_its_modules_port_and_order():
-    paths = (ROOT / "worker" / "device").glob("*.py")
+def test_sessions_import_of_engine_and_device_only_the_port_a_turn_s_request_and_the_order() -> None:
+    paths = (ROOT / "worker" / "sessions").glob("*.py")
     used = set().union(*(imports(path, of_types=True) for path in paths))
-    assert {one.split(".")[2] for one in used if one.startswith("worker.sessions.")} == {"port", "order"}
+    seen = {tuple(one.split(".")[1:3]) for one in used if one.startswith(("worker.engine", "worker.device"))}
+    assert seen == {("engine", "port"), ("device", "request"), ("device", "order")}
 
 
 def test_the_worker_imports_nothing_of_the_cache_but_cache_names_cache_kv_and_cache_store():
@@ -235,7 +240,7 @@ def test_only_the_listed_modules_import_nats_py():
     assert users("nats") == NATS
 
 
-def test_in_the_worker_only_app_and_the_package_device_import_asyncio():
+def test_in_the_worker_only_app_and_the_package_engine_import_asyncio():
     assert {user for user in users("asyncio") if user.startswith("worker")} == ASYNCIO
 
 

@@ -29,8 +29,14 @@ from turnkeep_client.messages import FEATURES
 from turnkeep_client.messages import VERSION as PROTOCOL
 from turnkeep_client.redact import shown
 from turnkeep_client.subjects import Subjects
-from worker.device.admission import Ledger
-from worker.device.engine import Engine
+from worker.cluster.endpoints import Endpoints
+from worker.cluster.erasures import Erasures
+from worker.cluster.members import Members
+from worker.cluster.overheard import Overheard
+from worker.cluster.owners import Owners
+from worker.cluster.undelivered import Undelivered
+from worker.engine.admission import Ledger
+from worker.engine.engine import Engine
 from worker.models import model
 from worker.models.model_files import text_config
 from worker.models.pooling import is_encoder, judging, no_embeddings
@@ -50,13 +56,9 @@ from worker.wire import streams
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version, small_payload
 from worker.wire.credentials import over_tls, worker_options
 from worker.wire.discovery import Discovery
-from worker.wire.erasures import Erasures
 from worker.wire.intake import Intake
 from worker.wire.journal import Journal
-from worker.wire.members import Members
 from worker.wire.outbox import Outbox
-from worker.wire.overheard import Overheard
-from worker.wire.owners import Owners
 from worker.wire.retention import Retention
 
 from .metrics_message import collect
@@ -69,8 +71,6 @@ from .process.datadir import DataDir
 from .process.keys import cache_access, remote_tier
 from .reports import Needs, State
 from .sessions.attachments import Attachments
-from .wire.endpoints import Endpoints
-from .wire.undelivered import Undelivered
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -82,8 +82,8 @@ if TYPE_CHECKING:
     from cache.store import Access, Tier
     from turnkeep_client.messages import Metrics
     from turnkeep_client.subjects import SessionKey
+    from worker.cluster.erasures import Copies
     from worker.models.model import LoadedModel, Progress
-    from worker.wire.erasures import Copies
     from worker.wire.streams import Streams
 
     from .observe.otlp import Traces

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from typing import Any
 
     from cache.store import Store
-    from worker.device.engine import Engine
+    from worker.cluster.members import Members
+    from worker.engine.engine import Engine
     from worker.sessions.sessions import Sessions
     from worker.wire.intake import Intake
-    from worker.wire.members import Members
     from worker.wire.retention import Retention
 
     from .model_start import ModelStart

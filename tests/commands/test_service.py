@@ -198,7 +198,7 @@ def test_the_log_that_launchd_appends_to_is_bounded(tmp_path: Path, monkeypatch:
     with path.open("a") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
         for number in range(100):
-            structlog.PrintLogger(launchd.log_file()).msg(f"line {number}")
+            structlog.WriteLogger(launchd.log_file()).msg(f"line {number}")
     assert 0 < len(path.read_text() + (tmp_path / "log.1").read_text()) < 300
     assert f"{(tmp_path / 'log.1').read_text()}{path.read_text()}".endswith("line 98\nline 99\n")
 

@@ -15,7 +15,6 @@ from mlx.utils import tree_map
 from tiny_models import BLOCK, CONFIGS, OTHERS, WIDE, loaded
 
 from worker.device.device import Device
-from worker.device.residency import Residency
 from worker.device.turn import (
     Event,
     Faulted,
@@ -29,6 +28,7 @@ from worker.device.turn import (
     StepReport,
     Turn,
 )
+from worker.engine.residency import Residency
 from worker.models.quantised import quantise_kv
 
 

@@ -19,11 +19,12 @@ from cache.names.policy import FULL, Policy
 from cache.names.tokens import as_tokens
 from cache.store import Store
 from worker.batch.row_sampler import Sampling
-from worker.device.admission import Ledger
 from worker.device.device import Device
-from worker.device.engine import Engine
+from worker.device.request import TurnRequest
+from worker.engine.admission import Ledger
+from worker.engine.engine import Engine
+from worker.engine.port import TurnResult
 from worker.observe.counters import Telemetry
-from worker.sessions.port import Asked, TurnResult
 
 IDENTITY = Identity(weights="w", config="c", tokenizer="t", kv_dtype="float32", block_tokens=BLOCK)
 
@@ -55,7 +56,9 @@ class Process:
         self.model = model
 
     async def append(self, tokens: list[int], name: str = "s", policy: Policy = FULL) -> TurnResult:
-        outcome = await self.engine.run(Asked(key(name), as_tokens(tokens), policy=policy), lambda: False)
+        outcome = await self.engine.run(
+            TurnRequest(key(name), as_tokens(tokens), policy=policy), lambda: False
+        )
         assert outcome is not None
         return outcome
 
@@ -71,7 +74,7 @@ class Process:
         growing = answer(num)
         self.model.bits.clear()
         outcome = await self.engine.run(
-            Asked(key(name), as_tokens(tokens), answer=growing, sampling=sampling, policy=policy),
+            TurnRequest(key(name), as_tokens(tokens), answer=growing, sampling=sampling, policy=policy),
             lambda: False,
         )
         assert outcome is not None

@@ -14,7 +14,7 @@ from engine_process import Process, open_process
 from tiny_models import BLOCK, answer, key
 
 from cache.names.tokens import as_tokens
-from worker.sessions.port import Asked
+from worker.device.request import TurnRequest
 
 PROMPT = [1 + i % 90 for i in range(3 * BLOCK + 3)]
 
@@ -54,7 +54,7 @@ async def abandoned(process: Process, model: Held, *, fenced: bool) -> list[int]
             raise FencedError
         await asyncio.Event().wait()
 
-    asked = Asked(key("s"), as_tokens(PROMPT), answer=growing)
+    asked = TurnRequest(key("s"), as_tokens(PROMPT), answer=growing)
     task = asyncio.create_task(process.engine.run(asked, lambda: False, publish))
     await begun.wait()
     if not fenced:

@@ -20,13 +20,13 @@ from cache.names.tokens import as_tokens
 from tests.matrices import first
 from turnkeep_client.subjects import SessionKey
 from worker.batch.row_sampler import Sampling
-from worker.device.admission import Admission, Claim, Decision, Ledger
 from worker.device.device import Device
-from worker.device.engine import Engine
+from worker.device.order import PRIORITY_S, place
+from worker.device.request import TurnRequest
 from worker.device.turn import Short
+from worker.engine.admission import Admission, Claim, Decision, Ledger
+from worker.engine.engine import Engine
 from worker.observe.counters import Telemetry
-from worker.sessions.order import PRIORITY_S, place
-from worker.sessions.port import Asked
 
 CAPACITY = 100
 NAMES = st.sampled_from("abcdef")
@@ -300,7 +300,7 @@ async def test_a_large_waiting_turn_ends_before_small_turns_that_came_later(make
     order: list[str] = []
 
     async def run(name: str, num_tokens: int) -> None:
-        await engine.run(Asked(key(name), as_tokens(prompt(num_tokens))), lambda: False)
+        await engine.run(TurnRequest(key(name), as_tokens(prompt(num_tokens))), lambda: False)
         order.append(name)
 
     tasks = [asyncio.create_task(run("first", 400))]
@@ -322,7 +322,7 @@ async def test_a_tenant_with_many_turns_that_wait_for_memory_does_not_block_anot
     order: list[str] = []
 
     async def run(tenant: str, index: int) -> None:
-        await engine.run(Asked(SessionKey(tenant, f"s{index}"), as_tokens(prompt(250))), lambda: False)
+        await engine.run(TurnRequest(SessionKey(tenant, f"s{index}"), as_tokens(prompt(250))), lambda: False)
         order.append(tenant)
 
     tasks = [asyncio.create_task(run("many", index)) for index in range(8)]
@@ -371,12 +371,12 @@ async def test_a_session_can_start_a_turn_while_the_device_still_runs_its_cancel
     engine = await make_engine(20_000)
     context = as_tokens(prompt(900))
     for _ in range(10):
-        given_up = asyncio.create_task(engine.run(Asked(key("s"), context), lambda: False))
+        given_up = asyncio.create_task(engine.run(TurnRequest(key("s"), context), lambda: False))
         while not engine._submitted:  # noqa: ASYNC110
             await asyncio.sleep(0)
         given_up.cancel()
         async with asyncio.timeout(20):
-            turn = await engine.run(Asked(key("s"), context), lambda: False)
+            turn = await engine.run(TurnRequest(key("s"), context), lambda: False)
         assert turn.complete
         engine.forget(key("s"))
 
@@ -385,8 +385,8 @@ async def test_letting_sessions_go_drops_their_kv_except_of_those_with_a_running
     engine = await make_engine(20_000)
     context = as_tokens(prompt(900))
     for name in ("idle", "busy", "other"):
-        await engine.run(Asked(key(name), context), lambda: False)
-    running = asyncio.create_task(engine.run(Asked(key("busy"), context + context), lambda: False))
+        await engine.run(TurnRequest(key(name), context), lambda: False)
+    running = asyncio.create_task(engine.run(TurnRequest(key("busy"), context + context), lambda: False))
     while not engine._submitted:  # noqa: ASYNC110
         await asyncio.sleep(0)
     assert engine.let_go(lambda one: one != key("other")) == {key("busy")}
@@ -401,7 +401,7 @@ async def test_turns_with_a_higher_priority_get_memory_first(make_engine) -> Non
     order: list[str] = []
 
     async def run(name: str, priority: int) -> None:
-        await engine.run(Asked(key(name), as_tokens(prompt(250)), priority=priority), lambda: False)
+        await engine.run(TurnRequest(key(name), as_tokens(prompt(250)), priority=priority), lambda: False)
         order.append(name)
 
     tasks = []
@@ -420,10 +420,12 @@ def test_a_turn_that_has_waited_long_enough_is_not_overtaken_by_a_higher_priorit
 async def test_a_cancelled_turn_no_longer_waits_for_memory(make_engine) -> None:
     """Caches grow by 256 tokens: the running turn reserves 768 of 1,024, so only the small one fits."""
     engine = await make_engine(1024)
-    running = asyncio.create_task(engine.run(Asked(key("running"), as_tokens(prompt(590))), lambda: False))
+    running = asyncio.create_task(
+        engine.run(TurnRequest(key("running"), as_tokens(prompt(590))), lambda: False)
+    )
     await asyncio.sleep(0)
-    large = asyncio.create_task(engine.run(Asked(key("large"), as_tokens(prompt(500))), lambda: False))
-    small = asyncio.create_task(engine.run(Asked(key("small"), as_tokens(prompt(10))), lambda: False))
+    large = asyncio.create_task(engine.run(TurnRequest(key("large"), as_tokens(prompt(500))), lambda: False))
+    small = asyncio.create_task(engine.run(TurnRequest(key("small"), as_tokens(prompt(10))), lambda: False))
     await asyncio.sleep(0)
     assert (engine.num_running, engine.num_waiting) == (2, 1)
     engine.cancel(key("large"))
@@ -446,8 +448,8 @@ def test_turns_behind_a_waiting_turn_start_when_the_waiting_turn_is_cancelled() 
 
 async def test_a_rewound_session_reserves_memory_for_its_old_length_until_its_turn_ends(make_engine) -> None:
     engine = await make_engine(300)
-    await engine.run(Asked(key("rewound"), as_tokens(prompt(250))), lambda: False)
-    turn = asyncio.create_task(engine.run(Asked(key("rewound"), as_tokens(prompt(10))), lambda: False))
+    await engine.run(TurnRequest(key("rewound"), as_tokens(prompt(250))), lambda: False)
+    turn = asyncio.create_task(engine.run(TurnRequest(key("rewound"), as_tokens(prompt(10))), lambda: False))
     await asyncio.sleep(0)
     assert engine.ledger.used_bytes == engine.size_bytes(256), "caches grow by so many tokens"
     await turn
@@ -475,7 +477,7 @@ async def test_reserved_memory_never_exceeds_the_limit_under_random_turns(make_e
             if (index + turn) % 4 == 0:
                 asyncio.get_running_loop().call_later(0.002, engine.cancel, name)
             await engine.run(
-                Asked(name, as_tokens(prompt(num_tokens))), lambda cancelled=cancelled: cancelled
+                TurnRequest(name, as_tokens(prompt(num_tokens))), lambda cancelled=cancelled: cancelled
             )
             over.append(max(engine.ledger.used_bytes - engine.ledger.max_bytes, 0))
 
@@ -496,7 +498,9 @@ def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampli
     """Start an answer of up to `num_tokens` tokens; return the answer and the task that waits for it."""
     given = answer(num_tokens)
     run = engine.run(
-        Asked(key(name), as_tokens(prompt(num_prompt, salt=len(name))), answer=given, sampling=sampling),
+        TurnRequest(
+            key(name), as_tokens(prompt(num_prompt, salt=len(name))), answer=given, sampling=sampling
+        ),
         lambda: False,
     )
     return given, asyncio.create_task(run)
@@ -508,7 +512,7 @@ async def test_when_answers_outgrow_memory_the_youngest_pauses_and_all_get_the_s
 ) -> None:
     """Three answers of 600 tokens, in memory for 1,600 tokens, get the same tokens as alone."""
     engine = await make_engine(1600)
-    await engine.run(Asked(key("idle"), as_tokens(prompt(60))), lambda: False)
+    await engine.run(TurnRequest(key("idle"), as_tokens(prompt(60))), lambda: False)
     with structlog.testing.capture_logs() as lines:
         runs = [answered(engine, "x" * i, 20 * i, 600 - 20 * i, sampling) for i in (1, 2, 3)]
         await asyncio.sleep(0)
@@ -528,7 +532,7 @@ async def test_when_answers_outgrow_memory_the_youngest_pauses_and_all_get_the_s
 
 async def test_a_short_answer_reserves_little_memory_even_if_its_max_tokens_is_large(make_engine) -> None:
     engine = await make_engine(2000)
-    await engine.run(Asked(key("idle"), as_tokens(prompt(1200))), lambda: False)
+    await engine.run(TurnRequest(key("idle"), as_tokens(prompt(1200))), lambda: False)
     given, task = answered(engine, "s", 20, 1900, Sampling())
     await until(lambda: len(given.tokens) > 2)
     assert engine.ledger.used_bytes == engine.size_bytes(512 + 1199)
@@ -557,8 +561,8 @@ async def test_a_turn_just_admitted_keeps_its_reserved_memory_when_the_device_la
 ) -> None:
     """The device asks for memory after a turn has been admitted, and before the turn's task runs again."""
     engine = await make_engine(1000)
-    await engine.run(Asked(key("second"), as_tokens(prompt(100))), lambda: False)
-    first = asyncio.create_task(engine.run(Asked(key("first"), as_tokens(prompt(590))), lambda: False))
+    await engine.run(TurnRequest(key("second"), as_tokens(prompt(100))), lambda: False)
+    first = asyncio.create_task(engine.run(TurnRequest(key("first"), as_tokens(prompt(590))), lambda: False))
     await asyncio.sleep(0)
     reserve, used = engine.ledger.reserve, []
 
@@ -573,7 +577,9 @@ async def test_a_turn_just_admitted_keeps_its_reserved_memory_when_the_device_la
         return victims
 
     engine.ledger.reserve = watched  # type: ignore[method-assign]
-    second = asyncio.create_task(engine.run(Asked(key("second"), as_tokens(prompt(300))), lambda: False))
+    second = asyncio.create_task(
+        engine.run(TurnRequest(key("second"), as_tokens(prompt(300))), lambda: False)
+    )
     _, outcome = await asyncio.gather(first, second)
     assert used == [engine.size_bytes(512)], "what the turn has reserved is still its own"
     assert (outcome.num_cached, outcome.num_prefilled) == (0, 299)
@@ -612,7 +618,7 @@ async def test_the_engine_drops_the_least_recently_used_sessions_when_the_device
     gc.collect()
     engine = await make_engine(4000, limit_bytes=mx.get_active_memory() + 2**19)
     for index in range(12):
-        await engine.run(Asked(key(f"s{index}"), as_tokens(prompt(200, salt=index))), lambda: False)
+        await engine.run(TurnRequest(key(f"s{index}"), as_tokens(prompt(200, salt=index))), lambda: False)
     held = [engine.live_bytes(key(f"s{i}"), as_tokens(prompt(200, salt=i))) > 0 for i in range(12)]
     assert held == sorted(held)
     assert 2 < sum(held) < 12
@@ -638,7 +644,7 @@ async def test_event_loop_and_device_agree_on_the_resident_sessions_under_random
             given = answer(dice.randrange(1, 30))
             if dice.random() < 0.2:
                 asyncio.get_running_loop().call_later(dice.random() / 50, engine.cancel, key(f"s{index}"))
-            await engine.run(Asked(key(f"s{index}"), as_tokens(context), answer=given), lambda: False)
+            await engine.run(TurnRequest(key(f"s{index}"), as_tokens(context), answer=given), lambda: False)
             answers.append((context, given.tokens))
             if dice.random() < 0.2:
                 engine.forget(key(f"s{index}"))

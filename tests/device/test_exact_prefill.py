@@ -26,9 +26,11 @@ from cache.names.tokens import as_tokens
 from tests.matrices import first
 from worker.batch.forward import Forward
 from worker.batch.parts import OwnPart
-from worker.device import cutter, finding
-from worker.device.run import Run
-from worker.sessions.port import Asked, DeviceFaultError
+from worker.device import cutter
+from worker.device.request import TurnRequest
+from worker.engine import finding
+from worker.engine.port import DeviceFaultError
+from worker.engine.run import Run
 
 POLICY = Policy.paged(9 * CHUNK + 4, [(3 * CHUNK + 5, 3 * CHUNK + 40)], sink=4)
 HELD = (POLICY.window or 0) + SLACK
@@ -216,7 +218,7 @@ async def test_erasing_a_session_deletes_its_damaged_block_from_quarantine_once_
         with pytest.raises(LostPastError, match="damaged"):
             list(past.parts("1"))
         assert len(list((tmp_path / "quarantine").iterdir())) == 1
-        more = {"asked": Asked(engine_process.key("s"), asked, POLICY), "num_most": 0, "phases": []}
+        more = {"asked": TurnRequest(engine_process.key("s"), asked, POLICY), "num_most": 0, "phases": []}
         more |= {"cancelled": lambda: False, "prefix": prefix, "past": past}
         process.engine._finder.release(Run(engine_process.key("s"), 0, 0.0, **more))
         assert await process.store.barrier(10)
@@ -294,7 +296,7 @@ async def test_a_prompt_whose_stored_kv_is_lost_does_not_disturb_an_answer_besid
 
         growing = engine_process.answer(1000)
         beside = process.engine.run(
-            Asked(engine_process.key("beside"), as_tokens(range(40)), answer=growing),
+            TurnRequest(engine_process.key("beside"), as_tokens(range(40)), answer=growing),
             lambda: False,
             publish=publish,
         )

@@ -20,7 +20,8 @@ from cache.kv.states import leaves
 from cache.names.tokens import as_tokens
 from worker.batch.batch import Batch
 from worker.device import machine
-from worker.sessions.port import Asked, DeviceFaultError
+from worker.device.request import TurnRequest
+from worker.engine.port import DeviceFaultError
 
 pytestmark = pytest.mark.metal
 EVALUATE = mx.eval
@@ -94,7 +95,7 @@ def buffers(monkeypatch) -> Buffers:
 
 def start(process: Process, name: str, tokens: list[int], num: int) -> tuple[asyncio.Task[Any], list[int]]:
     growing = answer(num)
-    run = process.engine.run(Asked(key(name), as_tokens(tokens), answer=growing), lambda: False)
+    run = process.engine.run(TurnRequest(key(name), as_tokens(tokens), answer=growing), lambda: False)
     return asyncio.create_task(run), growing.tokens
 
 

@@ -29,9 +29,10 @@ from worker import sizing
 from worker.batch import batch_kinds, matching
 from worker.batch.forward import Forward
 from worker.batch.parts import OwnPart
-from worker.device import cutter, finding
+from worker.device import cutter
+from worker.device.request import TurnRequest
 from worker.device.step_chooser import ChosenStep, StepChooser
-from worker.sessions.port import Asked
+from worker.engine import finding
 
 WINDOW = Policy(4, 4 * CHUNK)
 POLICY = Policy.paged(9 * CHUNK + 4, [(3 * CHUNK + 5, 3 * CHUNK + 40)], sink=4)
@@ -441,7 +442,7 @@ async def test_an_answer_recalls_chunks_even_while_its_tokens_cannot_be_publishe
         await process.append(tokens, policy=POLICY)
         growing = engine_process.answer(40)
         key, context = engine_process.key("s"), as_tokens([*tokens, 5])
-        asked = Asked(key, context, POLICY, answer=growing)
+        asked = TurnRequest(key, context, POLICY, answer=growing)
         running = asyncio.create_task(process.engine.run(asked, lambda: False, publish))
         assert await asyncio.to_thread(has_come.wait, 10)
         can_publish.set()
@@ -469,7 +470,7 @@ async def test_a_turn_cancelled_while_it_recalls_chunks_from_disk_ends_early(
         monkeypatch.setattr(process.store, "recall", never)
         growing = engine_process.answer(50)
         outcome = await engine.run(
-            Asked(engine_process.key("s"), tokens + as_tokens([5]), answer=growing, policy=POLICY),
+            TurnRequest(engine_process.key("s"), tokens + as_tokens([5]), answer=growing, policy=POLICY),
             lambda: cancelled,
         )
         assert cancelled
@@ -554,7 +555,9 @@ async def test_a_turn_cancelled_while_it_waits_for_blocks_to_be_written_ends_at_
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         engine, cancelled = process.engine, False
         running = asyncio.create_task(
-            engine.run(Asked(engine_process.key("s"), as_tokens(tokens), policy=POLICY), lambda: cancelled)
+            engine.run(
+                TurnRequest(engine_process.key("s"), as_tokens(tokens), policy=POLICY), lambda: cancelled
+            )
         )
         await asyncio.sleep(0.5)
         assert not running.done()

@@ -11,8 +11,8 @@ from engine_process import open_process
 from tiny_models import BLOCK, prompt
 
 from cache.disk import format as snapshot_format
-from worker.device import rates as measured
-from worker.device.rates import Rates
+from worker.engine import rates as measured
+from worker.engine.rates import Rates
 
 MIB = 2**20
 

@@ -29,7 +29,7 @@ from cache.names.tokens import as_tokens
 from tests.matrices import thinned
 from turnkeep_client.subjects import SessionKey
 from worker.batch.row_sampler import Sampling
-from worker.sessions.port import Asked
+from worker.device.request import TurnRequest
 
 HOT = Sampling(0.9, top_p=0.95, seed=77)
 
@@ -266,7 +266,8 @@ async def test_sessions_that_start_together_prefill_their_common_prefix_only_onc
         outcomes = await asyncio.gather(
             *(
                 process.engine.run(
-                    Asked(key(name), as_tokens(tokens), answer=growing[name], sampling=GREEDY), lambda: False
+                    TurnRequest(key(name), as_tokens(tokens), answer=growing[name], sampling=GREEDY),
+                    lambda: False,
                 )
                 for name, tokens in contexts.items()
             )
@@ -281,7 +282,7 @@ async def test_a_prefix_is_never_shared_between_tenants(open_process) -> None:
     async with open_process() as process:
         await process.append(shared)
         other = SessionKey("other", "s")
-        outcome = await process.engine.run(Asked(other, as_tokens(shared)), lambda: False)
+        outcome = await process.engine.run(TurnRequest(other, as_tokens(shared)), lambda: False)
         assert (outcome.num_cached, outcome.num_prefilled) == (0, len(shared) - 1)
 
 

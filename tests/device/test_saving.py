@@ -19,8 +19,8 @@ from cache.disk import format as snapshot_format
 from cache.disk import writer
 from cache.names.policy import Policy
 from cache.names.tokens import as_tokens
+from worker.device.request import TurnRequest
 from worker.device.turn import Starved
-from worker.sessions.port import Asked
 
 PROMPT = [1 + i % 90 for i in range(12 * BLOCK + 3)]
 KINDS = ["llama", "exaone4", "mamba2", "qwen3_next"]
@@ -244,9 +244,9 @@ async def test_a_session_whose_early_token_ids_are_no_longer_in_memory_does_not_
 ) -> None:
     policy, long = Policy(4, 128 * BLOCK), as_tokens(1 + i % 90 for i in range(3 * 4096))
     async with open_process(make_model("llama"), tmp_path / "kv", num_blocks=64, trials=trials) as process:
-        await process.engine.run(Asked(key("s"), long, policy=policy), lambda: False)
+        await process.engine.run(TurnRequest(key("s"), long, policy=policy), lambda: False)
         shortened = long.shortened(2 * 4096) + as_tokens([1, 2, 3])
-        await process.engine.run(Asked(key("s"), shortened, policy=policy), lambda: False)
+        await process.engine.run(TurnRequest(key("s"), shortened, policy=policy), lambda: False)
         await process.store.clear()  # as if it were evicted
         process.engine._saving._note(key("s"))
         async with saved(process):

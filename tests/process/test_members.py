@@ -12,9 +12,9 @@ import pytest
 
 from tests.parts import fall_asleep
 from turnkeep_client.subjects import Subjects
-from worker.wire import members as members_of
+from worker.cluster import members as members_of
+from worker.cluster.members import Members
 from worker.wire.connection import BrokerError, connect
-from worker.wire.members import Members
 
 PATIENCE_S = 30
 

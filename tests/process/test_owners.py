@@ -25,9 +25,9 @@ from turnkeep_client.client import connect
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, words
 from turnkeep_client.subjects import SessionKey, Subjects
-from worker.wire import owners
+from worker.cluster import owners
+from worker.cluster.members import Members
 from worker.wire.consistent_reads import Entry
-from worker.wire.members import Members
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -13,10 +13,10 @@ import pytest
 
 from turnkeep_client.client import connect
 from turnkeep_client.log import BUILD_HEADER, words
+from worker.cluster.owners import Owners
 from worker.process.setting_kinds import Tenants
 from worker.sessions.attempts import Attempts
 from worker.wire import intake, retention
-from worker.wire.owners import Owners
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -131,3 +132,14 @@ def test_serve_check_says_why_a_worker_would_not_start(
 ) -> None:
     done = serve(tmp_path / "data", "--check", *options)
     assert (done.returncode, says in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
+
+
+def test_a_log_line_is_one_write_so_that_lines_of_several_processes_never_mix():
+    reading, writing = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which keeps writes apart
+    lines = 'configure("json", "info"); log = structlog.get_logger(); log.info("one"); log.info("two")'
+    source = f"import structlog; from worker.observe.logs import configure; {lines}"
+    with reading, writing:
+        subprocess.run([sys.executable, "-c", source], stderr=writing, check=True)
+        written = [reading.recv(4096) for _ in range(2)]
+    assert [json.loads(line)["event"] for line in written] == ["one", "two"]
+    assert all(line.endswith(b"\n") for line in written)

@@ -22,7 +22,7 @@ from worker import supervisor
 from worker.process.settings import Settings
 from worker.supervisor import InMemory, Supervisor, leaving
 from worker.wire.activator import Activator
-from worker.wire.endpoints import QUEUE
+from worker.wire.discovery import QUEUE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -15,13 +15,14 @@ import pytest
 from nats.js import JetStreamContext
 from raw_wire import LONG, Start, Wire, append, generate
 
+from worker.cluster import endpoints
 from worker.process.setting_kinds import Tenants
 from worker.sessions.fold import Fold
 from worker.sessions.history import History
 from worker.sessions.record import Record
 from worker.sessions.session import Session
 from worker.sessions.session_log import SessionLog
-from worker.wire import consistent_reads, endpoints, intake
+from worker.wire import consistent_reads, intake
 
 pytestmark = pytest.mark.simulated
 

@@ -42,6 +42,8 @@ from turnkeep_client.messages import (
     encode,
 )
 from turnkeep_client.subjects import SessionKey
+from worker.device.request import TurnRequest
+from worker.engine.port import TurnResult
 from worker.models.tokenizer import Tokenizer
 from worker.observe.counters import Telemetry
 from worker.process.rotation import Rotation
@@ -51,7 +53,6 @@ from worker.sessions.execution import Execution
 from worker.sessions.fold import Fold
 from worker.sessions.history import History
 from worker.sessions.limits import Limits
-from worker.sessions.port import Asked, TurnResult
 from worker.sessions.services import Services
 from worker.sessions.session import Session
 from worker.sessions.shares import Shares
@@ -161,7 +162,7 @@ class Formula:
         self._choices = sorted(tokenizer.eos_ids) + tokenizer.encode("ab \n\u00e9", at_start=False)
         self.cancel_after: int | None = None
 
-    async def run(self, asked: Asked, cancelled: Any, *_: Any, **__: Any) -> TurnResult | None:
+    async def run(self, asked: TurnRequest, cancelled: Any, *_: Any, **__: Any) -> TurnResult | None:
         if cancelled():
             return None
         context, answer = asked.context, asked.answer

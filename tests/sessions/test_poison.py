@@ -13,11 +13,11 @@ from raw_wire import Start, Wire, append, generate
 from tests.simulation import device
 from tests.simulation.device import POISON
 from tests.simulation.loop import _process as current
+from worker.cluster.members import Members
 from worker.sessions import sessions
 from worker.sessions.fold import Fold
 from worker.sessions.record import Pending
 from worker.sessions.session import Session
-from worker.wire.members import Members
 
 pytestmark = pytest.mark.simulated
 

@@ -23,11 +23,11 @@ from turnkeep_client.messages import (
     Rewind,
     SessionCache,
 )
+from worker.device.request import TurnRequest
 from worker.models.tokenizer import Tokenizer
 from worker.sessions.history import RefusedError
 from worker.sessions.limits import MOST_POLICIES, Limits
 from worker.sessions.policies import misfit
-from worker.sessions.port import Asked
 
 SINK_WINDOW = CachePolicy(policy="sink_window", sink=4, window=40)
 SAID = SessionCache(policy="sink_window", sink=4, window=40)
@@ -199,10 +199,10 @@ async def test_a_session_under_sink_window_may_become_longer_than_the_models_con
     await world.ask(Open(id="o", cache=SINK_WINDOW))
     over = await world.ask(append(1, 10_100))
     assert (over.position, over.visible_from) == (10_100, 10_060)
-    asked: list[Asked] = []
+    asked: list[TurnRequest] = []
     run = world.engine.run
 
-    async def noting(one: Asked, *args: Any, **named: Any) -> Any:
+    async def noting(one: TurnRequest, *args: Any, **named: Any) -> Any:
         asked.append(one)
         return await run(one, *args, **named)
 

@@ -21,13 +21,13 @@ from tests.simulation.world import Server as World
 from turnkeep_client.messages import decode_result
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.app import WorkerError
+from worker.cluster.undelivered import Undelivered
 from worker.process.concurrency import background
 from worker.sessions.attempts import Doubt
 from worker.wire.consistent_reads import Entry
 from worker.wire.fence import FencedError
 from worker.wire.intake import Delivery
 from worker.wire.journal import Journal
-from worker.wire.undelivered import Undelivered
 
 
 class Server:

@@ -27,10 +27,10 @@ from turnkeep_client.messages import (
     decode_result,
     encode,
 )
+from worker.engine.port import DeviceFaultError
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import answered_ids
 from worker.sessions.attempts import AttemptNote, SharedLock
-from worker.sessions.port import DeviceFaultError
 from worker.sessions.record import Pending
 from worker.wire.chunks import Published
 from worker.wire.fence import FencedError

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from turnkeep_client.subjects import SessionKey
-from worker.sessions.port import StoppingError
+from worker.engine.port import StoppingError
 from worker.sessions.shares import Shares
 
 ROWS = 8

@@ -27,8 +27,8 @@ from turnkeep_client.messages import (
     ToolFunction,
 )
 from turnkeep_client.requests import _ChosenFunction
+from worker.device.request import TurnRequest
 from worker.models.tokenizer import Tokenizer
-from worker.sessions.port import Asked
 
 WEATHER = Tool(
     function=ToolFunction(
@@ -78,7 +78,7 @@ class Script(Formula):
         self.contexts: list[list[int]] = []
         self._tokenizer = tokenizer
 
-    async def run(self, asked: Asked, cancelled: Any, *_: Any, **__: Any) -> Any:
+    async def run(self, asked: TurnRequest, cancelled: Any, *_: Any, **__: Any) -> Any:
         answer = asked.answer
         self.contexts.append(list(asked.context))
         if answer is not None:
@@ -88,7 +88,7 @@ class Script(Formula):
             for token in tokens[len(answer.tokens) :]:
                 if answer.finish_reason is None and self.cancel_after != len(answer.tokens):
                     answer.push(token)
-        return await super().run(Asked(asked.key, asked.context), cancelled)
+        return await super().run(TurnRequest(asked.key, asked.context), cancelled)
 
 
 @pytest.fixture(scope="module")

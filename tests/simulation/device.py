@@ -28,14 +28,14 @@ from cache.store import Forgotten
 from turnkeep_client.messages import Model, Progress, joined
 from worker import app
 from worker.app import App
+from worker.cluster.members import Members
+from worker.engine.port import EnginePort, StoppingError, TurnResult
 from worker.metrics_message import unloaded
 from worker.models.model import LoadedModel
 from worker.models.tokenizer import Tokenizer
 from worker.process.concurrency import task_group
 from worker.process.constants import CONSTANTS, Constants
-from worker.sessions.port import EnginePort, StoppingError, TurnResult
 from worker.wire import streams
-from worker.wire.members import Members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,9 +45,10 @@ if TYPE_CHECKING:
     from cache.names.tokens import Tokens
     from turnkeep_client.messages import Chunk, Metrics
     from turnkeep_client.subjects import SessionKey
+    from worker.device.request import TurnRequest
+    from worker.engine.port import Publish
     from worker.observe.traces import Phase
     from worker.process.settings import Settings
-    from worker.sessions.port import Asked, Publish
     from worker.text.answer import Answer
 
     from .loop import Loop, Process
@@ -128,7 +129,7 @@ class Disk(dict["SessionKey", "Tokens"]):
 
 
 class Device(EnginePort):
-    """Replaces `worker.device.engine.Engine` in simulated workers: tokens are hashes, and there is no KV."""
+    """Replaces `worker.engine.engine.Engine` in simulated workers: tokens are hashes, and there is no KV."""
 
     def __init__(self, loop: Loop, process: Process, rounding: int, disk: Disk) -> None:
         self.resident: dict[SessionKey, Tokens] = {}
@@ -213,7 +214,7 @@ class Device(EnginePort):
 
     async def run(
         self,
-        asked: Asked,
+        asked: TurnRequest,
         cancelled: Callable[[], bool],
         publish: Publish | None = None,
         phases: list[Phase] | None = None,

@@ -19,12 +19,13 @@ from gateway import conversations, planning, presence, recovery, removal
 from turnkeep_client.messages import Closed, Opened, Rewound
 from turnkeep_client.subjects import CONSUMER
 from worker import app
+from worker.cluster import endpoints, erasures
+from worker.cluster.erasures import Erasures
 from worker.observe import counters
 from worker.process import clock
 from worker.sessions import execution, record, sessions
 from worker.sessions import history as sessions_history
-from worker.wire import consistent_reads, endpoints, erasures, intake, retention
-from worker.wire.erasures import Erasures
+from worker.wire import consistent_reads, intake, retention
 
 from .actors import PLAIN, SUBJECTS, History, Plan, Read, Supervisor
 from .checks import check, copies, is_imported, logs, unanswered, unforgotten

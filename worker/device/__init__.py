@@ -1,1 +1,1 @@
-"""Runs turns on the device: chooses each step, and which sessions keep KV in the device's memory."""
+"""Runs turns on the device thread: chooses each step, gets the KV that it starts from, and runs it."""

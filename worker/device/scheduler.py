@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Final
 
-from worker.sessions.order import has_place
+from worker.device.order import has_place
 
 if TYPE_CHECKING:
     from .turn import Turn

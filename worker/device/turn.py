@@ -11,8 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from worker.sessions.order import SHORT_TOKENS
-from worker.sessions.port import Asked
+from worker.device.order import SHORT_TOKENS
+
+from .request import TurnRequest
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -39,7 +40,7 @@ class ResidentKv:
 
 
 @dataclass(slots=True, eq=False)
-class Turn(Asked):
+class Turn(TurnRequest):
     """One run of a session's request on the device: its input from the event loop, and its state there.
 
     Turns of one priority run in the order of `place_s` (see `sessions.order`), the lowest first. KV of the
@@ -81,7 +82,7 @@ class Turn(Asked):
     cuts: deque[Phase] = field(init=False, default_factory=lambda: deque(maxlen=MOST_CUTS))
 
     @classmethod
-    def of(cls, asked: Asked, context: Tokens, place_s: float) -> Turn:
+    def of(cls, asked: TurnRequest, context: Tokens, place_s: float) -> Turn:
         """Make a turn for a request; `context` is the request's context, then the tokens of earlier turns."""
         return cls(
             asked.key,

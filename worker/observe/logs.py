@@ -64,7 +64,7 @@ def configure(log_format: str, log_level: str, keep: Callable[[str], object] = l
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()["INFO" if is_auto else log_level.upper()]
         ),
-        logger_factory=structlog.PrintLoggerFactory(launchd.log_file()),
+        logger_factory=structlog.WriteLoggerFactory(launchd.log_file()),
         cache_logger_on_first_use=True,
     )
 
@@ -75,7 +75,7 @@ def logs_on_stderr(level: int = logging.WARNING) -> Iterator[None]:
     before = structlog.get_config()
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+        logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),
     )
     try:
         yield

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from cache.store import Store
     from turnkeep_client.messages import ControlReply, Failed, Metrics
     from turnkeep_client.subjects import SessionKey, Subjects
+    from worker.engine.port import EnginePort
 
     from .embedding import Embedder
     from .fold import Fold
     from .history import History
-    from .port import EnginePort
     from .session import Session
     from .sessions import Sessions
 

@@ -15,18 +15,17 @@ import numpy as np
 from cache.names.tokens import as_tokens
 from turnkeep_client.messages import Embedded, EmbedRequest, Failed, Reranked, failure
 from turnkeep_client.subjects import SessionKey
+from worker.engine.port import DeviceFaultError, NoMemoryError, StoppingError
 from worker.process.concurrency import task_group
-
-from .port import DeviceFaultError, NoMemoryError, StoppingError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from turnkeep_client.messages import RerankRequest
+    from worker.engine.port import EnginePort
     from worker.models.tokenizer import Tokenizer
     from worker.process.rotation import Rotation
 
-    from .port import EnginePort
     from .shares import Shares
 
 #: Bytes that one number of a vector takes in a reply: 32 bits in base64.

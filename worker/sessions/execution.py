@@ -32,6 +32,7 @@ from turnkeep_client.messages import (
     joined,
 )
 from worker.batch.row_sampler import Sampling
+from worker.device.request import TurnRequest
 from worker.process.concurrency import in_thread, task_group
 from worker.text.answer import Answer
 from worker.text.text_stream import TextStream
@@ -39,7 +40,6 @@ from worker.wire.fence import FencedError
 
 from .formats import Formats
 from .history import RefusedError, digests_of, seen, spoken
-from .port import Asked
 from .results import appended, begun_elsewhere, generated, opened, withdrawn
 from .streaming import AnswerStream
 
@@ -57,17 +57,17 @@ if TYPE_CHECKING:
     )
     from turnkeep_client.subjects import SessionKey
     from worker.batch.row_sampler import Grammar
+    from worker.cluster.erasures import Erasures
+    from worker.engine.port import EnginePort, TurnResult
     from worker.models.tokenizer import Tokenizer
     from worker.observe.counters import Telemetry
     from worker.wire.chunks import Published
-    from worker.wire.erasures import Erasures
     from worker.wire.journal import Journal
     from worker.wire.retention import Retention
 
     from .fold import Fold
     from .history import History, Input
     from .limits import Limits
-    from .port import EnginePort, TurnResult
     from .record import Pending
 
 log = structlog.get_logger()
@@ -316,7 +316,7 @@ class Execution:
 
     async def _prefill(self, key: SessionKey, pending: Pending, prompt: History) -> TurnResult | None:
         """Prefill a prompt without an answer; return the cost, None if cancelled before the turn began."""
-        asked = Asked(key, prompt.tokens, prompt.policy, pending.priority)
+        asked = TurnRequest(key, prompt.tokens, prompt.policy, pending.priority)
         turn = await self._engine.run(asked, lambda: pending.stopped, phases=pending.phases)
         if turn is not None:
             self._telemetry.queue_time.observe(pending.waited_s(turn.started_s))
@@ -362,7 +362,7 @@ class Execution:
         if answer.finish_reason is not None:
             return None
         num_known = len(answer.tokens)
-        asked = Asked(
+        asked = TurnRequest(
             key,
             prompt.tokens + answer.tokens,
             prompt.policy,

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
         CachePolicy,
         Generate,
     )
-
-    from .port import EnginePort
+    from worker.engine.port import EnginePort
 
 
 #: Limit of different cache policies, each of which takes memory, and slows down a forget. At the limit, only

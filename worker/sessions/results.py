@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import (
         Result,
     )
+    from worker.engine.port import TurnResult
     from worker.text.answer import Answer
 
     from .history import History, Input
-    from .port import TurnResult
     from .record import Pending
 
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from turnkeep_client.subjects import SessionKey
+    from worker.engine.port import EnginePort
     from worker.observe.counters import Telemetry
     from worker.observe.otlp import Traces
     from worker.process.rotation import Rotation
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from .attempts import Attempts, SharedLock
     from .execution import Execution
     from .fold import Fold
-    from .port import EnginePort
     from .shares import Shares
 
 

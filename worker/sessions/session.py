@@ -34,6 +34,7 @@ from turnkeep_client.messages import (
     failure,
 )
 from turnkeep_client.subjects import session_key
+from worker.engine.port import DeviceFaultError, NoMemoryError, StoppingError
 from worker.process.clock import monotonic, time
 from worker.process.concurrency import task_group
 from worker.wire.chunks import Published
@@ -41,7 +42,6 @@ from worker.wire.fence import FencedError
 
 from .attempts import Doubt
 from .history import RefusedError
-from .port import DeviceFaultError, NoMemoryError, StoppingError
 from .record import Pending
 from .results import failed, withdrawn
 from .session_log import SessionLog

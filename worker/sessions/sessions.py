@@ -17,12 +17,12 @@ from anyio import Event, move_on_after, sleep
 
 from cache.names.errors import CutOffError
 from turnkeep_client.subjects import SessionKey
+from worker.engine.port import StoppingError
 from worker.process.clock import monotonic
 from worker.wire.fence import FencedError
 
 from .execution import erase_all
 from .history import RefusedError
-from .port import StoppingError
 from .session import Session
 
 if TYPE_CHECKING:

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Final
 
 from anyio import Event, move_on_after
 
+from worker.device.order import SHORT_TOKENS, has_place, place
+from worker.engine.port import StoppingError
 from worker.process.clock import monotonic
-
-from .order import SHORT_TOKENS, has_place, place
-from .port import StoppingError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

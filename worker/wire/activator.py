@@ -31,7 +31,7 @@ from turnkeep_client.messages import (
 from turnkeep_client.subjects import CONSUMER, DEFAULT_TENANT, SessionKey
 
 from .connection import confirm_subscriptions
-from .endpoints import QUEUE
+from .discovery import QUEUE
 from .outbox import Outbox
 from .streams import ensure
 

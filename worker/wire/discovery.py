@@ -14,7 +14,6 @@ from uuid import uuid4
 import nats.errors
 
 from .connection import confirm_subscriptions
-from .endpoints import QUEUE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from .outbox import Outbox
 
 NAME: Final = "turnkeep"
+#: The queue group of asks and control requests: each reaches one worker.
+QUEUE: Final = "worker"
 _SECOND_NS: Final = 1_000_000_000
 
 

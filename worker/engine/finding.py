@@ -12,13 +12,13 @@ from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from cache.names.blocks import Span
+from worker.device.memory import GROWTH_TOKENS
+from worker.device.turn import KvRead
 from worker.observe.traces import Phase
 
-from .memory import GROWTH_TOKENS
 from .rates import Rates
 from .residency import LEAST_SHARED
 from .run import resolve
-from .turn import KvRead
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from cache.names.tokens import Chain
     from cache.store import Store
     from turnkeep_client.subjects import SessionKey
+    from worker.device.device import Device
+    from worker.device.turn import NeedsKv, Turn
 
     from .admission import Ledger
-    from .device import Device
     from .run import Run
-    from .turn import NeedsKv, Turn
 
 #: A restore reads the whole prefix from SSD, so that prefix must be longer than the one on the device by more
 #: than 1/16 of the latter. If it is, the measured `Rates` decide.

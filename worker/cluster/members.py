@@ -28,9 +28,8 @@ from turnkeep_client.log import EXPECT_HEADER
 from turnkeep_client.messages import VERSION as PROTOCOL
 from turnkeep_client.nats_client import server_id
 from worker.process.clock import time
-
-from .connection import PATIENCE_S, BrokerError, answered
-from .streams import DEDUPE_S, ensure_stream, reason
+from worker.wire.connection import PATIENCE_S, BrokerError, answered
+from worker.wire.streams import DEDUPE_S, ensure_stream, reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable

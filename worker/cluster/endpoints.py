@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import nats.errors
@@ -21,9 +21,10 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Failed, decode_ask, decode_result, encode, failure
 from worker.observe.traces import trace_headers
 from worker.process.concurrency import shielded
+from worker.wire.connection import confirm_subscriptions
+from worker.wire.discovery import QUEUE
+from worker.wire.journal import MESSAGE_TOO_LARGE
 
-from .connection import confirm_subscriptions
-from .journal import MESSAGE_TOO_LARGE
 from .overheard import digest
 
 if TYPE_CHECKING:
@@ -39,16 +40,14 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import ControlReply, Generate, Result
     from turnkeep_client.subjects import SessionKey, Subjects
     from worker.observe.counters import Calls, Telemetry
+    from worker.wire.journal import Journal
+    from worker.wire.outbox import Outbox
 
-    from .journal import Journal
-    from .outbox import Outbox
     from .overheard import Overheard
     from .owners import Owners
 
 log = structlog.get_logger()
 
-#: The queue group of asks and control requests: each reaches one worker.
-QUEUE: Final = "worker"
 _PUBLISH_TIMEOUT_S = 5.0
 #: How often an ask looks for its result in the log: while its connection was lost, it received nothing.
 _LOOK_S = 10.0

@@ -1,15 +1,14 @@
-"""The interface between sessions and the device, which `worker.device.engine` implements.
+"""The interface between sessions and the device, which `worker.engine.engine` implements.
 
 Sessions know nothing else of the device; the simulation implements this port with a device of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from cache.names.policy import FULL
-from worker.batch.row_sampler import Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -19,9 +18,8 @@ if TYPE_CHECKING:
     from cache.store import Forgotten
     from turnkeep_client.messages import Chunk, Progress
     from turnkeep_client.subjects import SessionKey
-    from worker.batch.rows import Embedding
+    from worker.device.request import TurnRequest
     from worker.observe.traces import Phase
-    from worker.text.answer import Answer
 
     Publish: TypeAlias = Callable[[Chunk], Awaitable[None]]
 
@@ -36,34 +34,6 @@ class NoMemoryError(Exception):
 
 class StoppingError(Exception):
     """The worker stops: the turn was ended early, and its request stays unanswered."""
-
-
-@dataclass(slots=True, eq=False)
-class Asked:
-    """A turn that the device is to run: an append, or a generate, which has an `answer`.
-
-    `context` has all tokens of the session up to where sampling starts. Tokens that the answer already has
-    were published before a crash; they are the end of the context. Higher priorities run first. With
-    `embedding`, the context ends with an unused token: the turn computes the vector of the token before it,
-    and stores no KV.
-    """
-
-    key: SessionKey
-    context: Tokens
-    policy: Policy = FULL
-    priority: int = 0
-    answer: Answer | None = None
-    sampling: Sampling = field(default_factory=Sampling)
-    embedding: Embedding | None = None
-    num_prompt: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_prompt = len(self.context) - (len(self.answer.tokens) if self.answer else 0)
-
-    @property
-    def max_new(self) -> int:
-        """The most tokens that the answer may still add after the context."""
-        return 0 if self.answer is None else self.num_prompt + self.answer.max_tokens - len(self.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +62,7 @@ class EnginePort(Protocol):
 
     async def run(
         self,
-        asked: Asked,
+        request: TurnRequest,
         cancelled: Callable[[], bool],
         publish: Publish | None = None,
         phases: list[Phase] | None = None,

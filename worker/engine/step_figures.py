@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from worker.device.turn import StepReport
     from worker.observe.counters import Telemetry
-
-    from .turn import StepReport
 
 
 class StepFigures:

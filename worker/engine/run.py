@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, Final
 
 from cache.names.errors import LostPastError
 from turnkeep_client.messages import Progress
+from worker.device.turn import LostKvError
 from worker.observe.traces import Phase
-from worker.sessions.port import TurnResult
 
 from .admission import Claim
-from .turn import LostKvError
+from .port import TurnResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cache.names.policy import Policy
     from cache.store import HeldPrefix, StoredPast
-    from worker.sessions.port import Asked
-
-    from .turn import NeedsKv, Turn, TurnEvent
+    from worker.device.request import TurnRequest
+    from worker.device.turn import NeedsKv, Turn, TurnEvent
 
 #: How often a turn may start again after failed evaluations, if no token was drawn in between; or because the
 #: disk lacks KV, if no more of it was found in between.
@@ -48,7 +47,7 @@ class Run(Claim):
     requests for KV that the device has sent and nobody has read yet.
     """
 
-    asked: Asked
+    asked: TurnRequest
     num_most: int
     cancelled: Callable[[], bool]
     phases: list[Phase]

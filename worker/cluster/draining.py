@@ -11,10 +11,10 @@ from anyio import current_time, sleep
 from nats.js.errors import APIError
 
 from turnkeep_client.direct import DirectGets
+from worker.wire.connection import BrokerError, connect
+from worker.wire.streams import reason
 
-from .connection import BrokerError, connect
 from .members import address, recorded
-from .streams import reason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

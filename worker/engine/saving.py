@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from cache.names.errors import CutOffError
-
-from .turn import SnapshotCut, Turn
+from worker.device.turn import SnapshotCut, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable

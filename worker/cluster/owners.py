@@ -30,8 +30,8 @@ from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, words
 from turnkeep_client.messages import Open, decode_request
 from turnkeep_client.subjects import SessionKey
 from worker.process.concurrency import task_group
+from worker.wire.intake import Delivery, is_of, session_of
 
-from .intake import Delivery, is_of, session_of
 from .members import WRONG_LAST_SEQUENCE
 
 if TYPE_CHECKING:
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
 
     from turnkeep_client.subjects import Subjects
+    from worker.wire.consistent_reads import Entry
+    from worker.wire.intake import Intake, Ring
+    from worker.wire.journal import Journal
 
-    from .consistent_reads import Entry
-    from .intake import Intake, Ring
-    from .journal import Journal
     from .members import Member, Members
 
 log = structlog.get_logger()

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
     from cache.names.tokens import Tokens
     from turnkeep_client.subjects import SessionKey
-
-    from .consistent_reads import Entry
-    from .journal import Journal
+    from worker.wire.consistent_reads import Entry
+    from worker.wire.journal import Journal
 
     LetGo = Callable[[Callable[[SessionKey], bool]], set[SessionKey]]
 

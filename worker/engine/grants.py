@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from worker.device.memory import GROWTH_TOKENS, grown
+
 from .admission import Admission, Claim
-from .memory import GROWTH_TOKENS, grown
 from .run import Run, resolve
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
     from cache.kv.size import KvSize
     from turnkeep_client.subjects import SessionKey
+    from worker.device.device import Device
 
     from .admission import Decision, Ledger
-    from .device import Device
 
 log = structlog.get_logger()
 

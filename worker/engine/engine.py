@@ -20,17 +20,9 @@ from cache.names.tokens import as_tokens
 from cache.store import Forgotten
 from turnkeep_client.messages import Progress, joined
 from worker.batch.rows import Embedding
-from worker.observe.traces import Phase
-from worker.process.concurrency import task_group
-from worker.sessions.order import place
-from worker.sessions.port import Asked, DeviceFaultError, EnginePort, NoMemoryError, StoppingError, TurnResult
-
-from .finding import Finder
-from .grants import Grants
-from .run import Run, on_device, resolve
-from .saving import Saving
-from .step_figures import StepFigures
-from .turn import (
+from worker.device.order import place
+from worker.device.request import TurnRequest
+from worker.device.turn import (
     Copied,
     Event,
     Faulted,
@@ -47,6 +39,15 @@ from .turn import (
     StepReport,
     Turn,
 )
+from worker.observe.traces import Phase
+from worker.process.concurrency import task_group
+
+from .finding import Finder
+from .grants import Grants
+from .port import DeviceFaultError, EnginePort, NoMemoryError, StoppingError, TurnResult
+from .run import Run, on_device, resolve
+from .saving import Saving
+from .step_figures import StepFigures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,11 +59,11 @@ if TYPE_CHECKING:
     from cache.names.tokens import Tokens
     from cache.store import Store
     from turnkeep_client.subjects import SessionKey
+    from worker.device.device import Device
     from worker.observe.counters import Telemetry
-    from worker.sessions.port import Publish
 
     from .admission import Ledger
-    from .device import Device
+    from .port import Publish
 
 log = structlog.get_logger()
 
@@ -153,7 +154,7 @@ class Engine(EnginePort):
 
     async def run(
         self,
-        asked: Asked,
+        asked: TurnRequest,
         cancelled: Callable[[], bool],
         publish: Publish | None = None,
         phases: list[Phase] | None = None,
@@ -176,7 +177,7 @@ class Engine(EnginePort):
     ) -> bytes:
         """Run a prompt, return its embedding or some logits, and drop its KV; see `EnginePort.embed`."""
         embedding = Embedding(logits_of)
-        asked = Asked(key, tokens + _UNUSED, priority=priority, embedding=embedding)
+        asked = TurnRequest(key, tokens + _UNUSED, priority=priority, embedding=embedding)
         try:
             await self.run(asked, lambda: False)
         finally:

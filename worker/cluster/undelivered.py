@@ -15,16 +15,16 @@ import structlog
 from anyio import sleep
 from nats.js.errors import APIError
 
-from .intake import Delivery
+from worker.wire.intake import Delivery
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from turnkeep_client.subjects import SessionKey
+    from worker.wire.consistent_reads import Entry
+    from worker.wire.intake import Intake
+    from worker.wire.journal import Journal
 
-    from .consistent_reads import Entry
-    from .intake import Intake
-    from .journal import Journal
     from .members import Members
     from .owners import Owners
 
