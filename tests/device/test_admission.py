@@ -21,8 +21,7 @@ from tests.matrices import first
 from turnkeep_client.subjects import SessionKey
 from worker.batch.row_sampler import Sampling
 from worker.device.device import Device
-from worker.device.order import PRIORITY_S, place
-from worker.device.request import TurnRequest
+from worker.device.request import PRIORITY_S, TurnRequest, place
 from worker.device.turn import Dropped
 from worker.engine.admission import Admission, Claim, Decision, Ledger
 from worker.engine.engine import Engine
@@ -372,7 +371,7 @@ async def test_a_session_can_start_a_turn_while_the_device_still_runs_its_cancel
     context = as_tokens(prompt(900))
     for _ in range(10):
         given_up = asyncio.create_task(engine.run(TurnRequest(key("s"), context), lambda: False))
-        while not engine._submitted:  # noqa: ASYNC110
+        while not engine._turns:  # noqa: ASYNC110
             await asyncio.sleep(0)
         given_up.cancel()
         async with asyncio.timeout(20):
@@ -387,7 +386,7 @@ async def test_letting_sessions_go_drops_their_kv_except_of_those_with_a_running
     for name in ("idle", "busy", "other"):
         await engine.run(TurnRequest(key(name), context), lambda: False)
     running = asyncio.create_task(engine.run(TurnRequest(key("busy"), context + context), lambda: False))
-    while not engine._submitted:  # noqa: ASYNC110
+    while not engine._turns:  # noqa: ASYNC110
         await asyncio.sleep(0)
     assert engine.let_go(lambda one: one != key("other")) == {key("busy")}
     assert (await running).num_cached > 0

@@ -90,7 +90,7 @@ def test_a_fork_copies_the_last_chunk_and_leaves_its_source_unchanged(make_model
     first = append(context, name="a")
     rig.run(first)
     branch = context[: 3 * CHUNK + 9] + prompt(20, 9)
-    other = generate(branch, 5, name="b", source=first.key)
+    other = generate(branch, 5, name="b", source=first.request.key)
     again = generate(context, 5, name="a", num_kept=first.num_cached)
     rig.run(other, again)
     assert (other.num_prefilled, again.num_prefilled) == (20, 1)

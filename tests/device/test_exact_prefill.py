@@ -29,8 +29,8 @@ from worker.batch.parts import OwnPart
 from worker.device import cutter
 from worker.device.request import TurnRequest
 from worker.engine import finding
+from worker.engine.finding import TurnSnapshots
 from worker.engine.port import DeviceFaultError
-from worker.engine.run import Run
 
 POLICY = Policy.paged(9 * CHUNK + 4, [(3 * CHUNK + 5, 3 * CHUNK + 40)], sink=4)
 HELD = (POLICY.window or 0) + SLACK
@@ -209,7 +209,8 @@ async def test_erasing_a_session_deletes_its_damaged_block_from_quarantine_once_
         chain = process.store.chain(tenant, POLICY)
         past = await process.store.past(chain, asked, 40 * CHUNK, 1.0)
         assert past is not None
-        prefix = process.store.hold(chain, asked)
+        snapshots = TurnSnapshots(process.store, chain, asked)
+        snapshots._past = past
         path = process.store._folder.path(past.files[12].digest)
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
@@ -218,9 +219,7 @@ async def test_erasing_a_session_deletes_its_damaged_block_from_quarantine_once_
         with pytest.raises(LostPastError, match="damaged"):
             list(past.parts("1"))
         assert len(list((tmp_path / "quarantine").iterdir())) == 1
-        more = {"asked": TurnRequest(engine_process.key("s"), asked, POLICY), "num_most": 0, "phases": []}
-        more |= {"cancelled": lambda: False, "prefix": prefix, "past": past}
-        process.engine._finder.release(Run(engine_process.key("s"), 0, 0.0, **more))
+        snapshots.release()
         assert await process.store.barrier(10)
         assert list((tmp_path / "quarantine").iterdir()) == []
 

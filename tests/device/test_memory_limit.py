@@ -14,7 +14,6 @@ import pytest
 from tiny_models import BLOCK, alone, append, generate, key, prompt
 
 from tests.matrices import thinned
-from turnkeep_client.subjects import SessionKey
 from worker.device.memory import Estimator
 from worker.device.turn import Faulted, Finished, NoRoomError, Starved
 
@@ -74,7 +73,7 @@ def test_a_fork_that_lacks_memory_drops_other_idle_sessions_before_the_forked_on
     rig.run(turn)
     assert turn.num_reused == 999
     assert rig.dropped[0] == "s0"
-    assert rig.tokens(turn) == alone(model, turn.context, 3)[0]
+    assert rig.tokens(turn) == alone(model, turn.request.context, 3)[0]
 
 
 def test_a_prompt_is_prefilled_in_smaller_pieces_when_memory_is_short(make_rig, model) -> None:
@@ -207,10 +206,10 @@ def test_many_short_prompts_that_compete_for_memory_all_finish_within_the_limit(
     assert rig.peak <= limit
     assert {type(rig.end(turn)) for turn in turns} == {Finished}
     for turn in turns:
-        assert turn.num_reused + turn.num_prefilled == turn.num_prompt - (num_new == 0)
+        assert turn.num_reused + turn.num_prefilled == turn.request.num_prompt - (num_new == 0)
     if num_new:
         for turn in turns[::7]:
-            assert rig.tokens(turn) == alone(model, turn.context, num_new)[0]
+            assert rig.tokens(turn) == alone(model, turn.request.context, num_new)[0]
 
 
 def test_long_prompts_that_do_not_fit_together_all_finish_after_some_of_them_restart(make_rig, model) -> None:
@@ -219,18 +218,15 @@ def test_long_prompts_that_do_not_fit_together_all_finish_after_some_of_them_res
     gc.collect()
     limit = least_limit(estimator, 1500, weight_bytes=mx.get_active_memory())
     rig = make_rig(model, max_batch=4, limit_bytes=limit)
-    turns = [append(prompt(1500, salt=i)) for i in range(6)]
-    for i, turn in enumerate(turns):
-        turn.key = SessionKey(f"t{i}", "s")
+    turns = [append(prompt(1500, salt=i), tenant=f"t{i}") for i in range(6)]
     rig.run(*turns)
     assert rig.peak <= limit
     assert {type(rig.end(turn)) for turn in turns} == {Finished}
     assert any(ends != sorted(ends) for ends in map(rig.chunk_ends, turns))
     last = [event for event in rig.events if isinstance(event, Finished)][-1].turn
-    again = generate(last.context, 3, num_kept=1900)
-    again.key = last.key
+    again = generate(last.request.context, 3, num_kept=1900, tenant=last.request.tenant)
     rig.run(again)
-    assert rig.tokens(again) == alone(model, again.context, 3)[0]
+    assert rig.tokens(again) == alone(model, again.request.context, 3)[0]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.soak) for i in range(1, 20))])
@@ -251,4 +247,4 @@ def test_peak_memory_stays_within_the_limit_under_random_prompts(make_rig, model
     assert rig.peak <= limit
     assert {type(rig.end(turn)) for turn in turns} == {Finished}
     for turn in turns[::7]:
-        assert rig.tokens(turn) == alone(model, turn.context, turn.answer.max_tokens)[0]
+        assert rig.tokens(turn) == alone(model, turn.request.context, turn.request.answer.max_tokens)[0]

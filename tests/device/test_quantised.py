@@ -144,7 +144,7 @@ def test_sessions_with_quantised_kv_get_the_right_tokens_after_a_fork_and_a_rewi
     first = generate(prompt(30), 6, name="a")
     rig.run(first)
     shared = prompt(21) + prompt(7, salt=9)
-    second = generate(shared, 6, name="b", source=first.key)
+    second = generate(shared, 6, name="b", source=first.request.key)
     rig.run(second)
     assert second.num_reused == 21
     assert rig.tokens(second) == alone(model, shared, 6)[0]

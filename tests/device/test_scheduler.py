@@ -27,6 +27,11 @@ class Turn:
     is_short: bool = False
     ran: list[int] = field(default_factory=list)
 
+    @property
+    def request(self) -> Turn:
+        """This turn again, since it has the fields of its request too."""
+        return self
+
 
 def scheduler_of(*turns: Turn, max_rows: int = 4) -> Scheduler:
     scheduler = Scheduler(max_rows, BLOCK)

@@ -6,7 +6,7 @@ import pytest
 from test_turns import Wrapped
 from tiny_models import BLOCK, alone, append, generate, key, prompt
 
-from worker.device.sharing import Sharing
+from worker.device.acquisition import Sharing
 from worker.device.turn import Faulted, Turn
 
 COMMON = prompt(5 * BLOCK + 3)
@@ -52,7 +52,7 @@ def test_one_of_several_sessions_that_start_together_prefills_their_common_prefi
     rig.run(*turns)
     assert sum(turn.num_prefilled for turn in turns) == len(COMMON) + 7 + 4 + 5 + 6
     for turn in turns:
-        assert rig.tokens(turn) == alone(model, turn.context[: turn.num_prompt], 8)[0]
+        assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 8)[0]
 
 
 def test_a_session_may_wait_for_the_prefix_of_a_session_that_waits_itself(make_rig, model) -> None:
@@ -66,7 +66,7 @@ def test_a_session_may_wait_for_the_prefix_of_a_session_that_waits_itself(make_r
     rig.run(*turns)
     assert [turn.num_prefilled for turn in turns] == [len(COMMON) + 1, 2 * BLOCK + 1, 2]
     for turn in turns:
-        assert rig.tokens(turn) == alone(model, turn.context[: turn.num_prompt], 4)[0]
+        assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 4)[0]
 
 
 def test_a_new_session_copies_the_prompt_of_a_running_answer(make_rig, model) -> None:
@@ -81,7 +81,7 @@ def test_a_new_session_copies_the_prompt_of_a_running_answer(make_rig, model) ->
     rig.finish(*turns)
     assert (late.num_reused, late.num_prefilled) == (len(COMMON), 3)
     for turn, num in [*((turn, 60) for turn in turns), (late, 8)]:
-        assert rig.tokens(turn) == alone(model, turn.context[: turn.num_prompt], num)[0]
+        assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], num)[0]
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "failed"])
@@ -105,7 +105,7 @@ def test_waiting_sessions_prefill_the_prefix_themselves_if_its_source_is_cancell
     rig.finish(first, *others)
     assert isinstance(rig.end(first), Faulted) == (ending == "failed")
     for turn in others:
-        assert rig.tokens(turn) == alone(model, turn.context[: turn.num_prompt], 8)[0]
+        assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 8)[0]
 
 
 def test_a_session_cancelled_while_it_waits_for_a_shared_prefix_keeps_its_own_kv(make_rig, model) -> None:
@@ -122,7 +122,7 @@ def test_a_session_cancelled_while_it_waits_for_a_shared_prefix_keeps_its_own_kv
     rig.device.cancel(waiting)
     model.go_on.release()
     rig.finish(first, waiting)
-    assert rig.end(waiting).num_cached == len(own) - 1
+    assert rig.end(waiting).cost.num_cached == len(own) - 1
     assert waiting.num_prefilled == 0
 
 
@@ -155,7 +155,7 @@ def test_a_recurrent_state_that_cannot_be_trimmed_to_the_prefix_is_not_shared(ma
 def test_no_turn_waits_for_the_last_token_of_another_turns_prompt() -> None:
     sharing = Sharing()
     leader = generate(COMMON, 8, name="a")
-    leader.target, leader.num_cached = len(COMMON), len(COMMON) - 1
+    leader.num_cached = len(COMMON) - 1
     assert not sharing.add(leader)
     assert not sharing.add(shared("b", with_end(3, 6), 8, "a"))
     assert sharing.ready() == []
@@ -164,10 +164,11 @@ def test_no_turn_waits_for_the_last_token_of_another_turns_prompt() -> None:
 def test_a_turn_does_not_wait_for_a_shared_prefix_from_a_turn_of_lower_priority() -> None:
     sharing = Sharing()
     leader = generate(COMMON, 8, name="a")
-    leader.target = len(COMMON)
     sharing.add(leader)
-    urgent, idle = (shared(name, with_end(3, 6), 8, "a") for name in "bc")
-    urgent.priority, idle.priority = 1, -1
+    urgent, idle = (
+        generate(with_end(3, 6), 8, name=name, source=key("a"), priority=priority)
+        for name, priority in (("b", 1), ("c", -1))
+    )
     assert not sharing.add(urgent)
     assert sharing.add(idle)
 
@@ -175,7 +176,6 @@ def test_a_turn_does_not_wait_for_a_shared_prefix_from_a_turn_of_lower_priority(
 def test_a_turn_that_waits_for_another_becomes_ready_when_the_other_is_over() -> None:
     sharing = Sharing()
     leader, follower = generate(COMMON, 8, name="a"), shared("b", with_end(3, 6), 8, "a")
-    leader.target = len(COMMON)
     sharing.add(leader)
     assert sharing.add(follower)
     assert sharing.ready() == []

@@ -48,10 +48,8 @@ def chooser_of(scheduler: Scheduler, room: Room) -> StepChooser:
 
 
 def turns() -> list[Turn]:
-    some = [append(list(range(90)), name=f"s{i}") for i in range(4)]
-    for turn, priority in zip(some, (0, 1, 1, 1), strict=True):
-        turn.target, turn.priority = 89, priority
-    return some
+    priorities = enumerate((0, 1, 1, 1))
+    return [append(list(range(90)), name=f"s{i}", priority=priority) for i, priority in priorities]
 
 
 @pytest.mark.parametrize("why", ["a restore is under way", "the disk has it"])
@@ -75,7 +73,7 @@ def test_a_step_postponed_for_lack_of_memory_leaves_order_and_age_of_waiting_tur
         expected = untouched.next(BLOCK)
         untouched.advance(expected)
         assert chooser.choose().step == expected
-    assert {turn.priority for turn, _ in expected.prefill} == {1}
+    assert {turn.request.priority for turn, _ in expected.prefill} == {1}
 
 
 def test_a_step_that_took_more_memory_than_estimated_raises_later_estimates_for_a_while(estimator) -> None:

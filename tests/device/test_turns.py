@@ -16,6 +16,7 @@ from cache.names.errors import CutOffError
 from cache.names.tokens import as_tokens
 from worker.batch.row_sampler import Sampling
 from worker.batch.rows import PrefillPiece
+from worker.device.request import TurnRequest
 from worker.device.runner import Runner
 from worker.device.turn import Faulted, Finished, Prefilled, Sampled, SnapshotCut, Turn
 
@@ -53,14 +54,14 @@ def test_a_turn_leaves_its_last_token_without_kv_and_the_next_turn_prefills_it(m
     rig.run(added)
     assert (added.num_cached, added.num_prefilled, added.num_reused) == (18, 18, 0)
     per_token = 2 * 2 * 8 * 4 * 2  # layers, KV heads, head_dim, bytes, keys and values
-    assert rig.end(added) == Finished(added, 18, 18 * per_token)
+    assert rig.end(added) == Finished(added, added.cost, 18 * per_token)
     turn = generate(prompt(19), 6, num_kept=18)
     rig.run(turn)
     assert rig.tokens(turn) == alone(model, prompt(19), 6)[0]
     assert [event.chunk.i for event in rig.of(turn) if isinstance(event, Sampled)] == list(range(6))
     assert (turn.num_reused, turn.num_prefilled, turn.num_cached) == (18, 1, 19 + 6 - 1)
-    assert rig.end(turn) == Finished(turn, 24, 24 * per_token)
-    assert turn.answer.finish_reason == "length"
+    assert rig.end(turn) == Finished(turn, turn.cost, 24 * per_token)
+    assert turn.request.answer.finish_reason == "length"
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
@@ -119,11 +120,11 @@ def test_a_resumed_answer_keeps_its_published_tokens_and_draws_the_same_remainin
     whole, _ = alone(model, prompt(11), 12, sampling)
     rig = make_rig(model)
     begun = answer(12, *whole[:5])
-    turn = Turn(key(), as_tokens(prompt(11) + whole[:5]), answer=begun, sampling=sampling)
+    turn = Turn(TurnRequest(key(), as_tokens(prompt(11) + whole[:5]), answer=begun, sampling=sampling))
     rig.run(turn)
     assert begun.tokens == whole
     assert [event.chunk.i for event in rig.of(turn) if isinstance(event, Sampled)] == list(range(5, 12))
-    assert turn.num_prompt == turn.num_prefilled == 11, "forced tokens are no part of the prompt"
+    assert turn.request.num_prompt == turn.num_prefilled == 11, "forced tokens are no part of the prompt"
 
 
 def test_a_turn_snapshots_the_requested_blocks_of_its_prompt_all_blocks_of_its_answer_and_the_tail(
@@ -201,7 +202,7 @@ def test_tokens_are_reported_before_the_block_that_they_complete_is_copied_for_a
     rig.finish(turn)
     assert len(waited) > 2
     assert all(waited)
-    assert rig.tokens(turn) == alone(model, turn.context, 40)[0]
+    assert rig.tokens(turn) == alone(model, turn.request.context, 40)[0]
 
 
 def test_a_turn_snapshots_requested_spans_of_resident_kv_without_a_prefill(make_rig, model) -> None:
@@ -220,7 +221,7 @@ def test_the_bytes_of_a_snapshot_equal_the_kv_that_the_model_computed(make_rig, 
     turns = [generate(prompt(n), 12, name=f"s{n}", spans=spans(0, n - n % BLOCK, BLOCK)) for n in (5, 21, 14)]
     rig.run(*turns)
     for turn in turns:
-        _, caches = alone(model, turn.context, 12)
+        _, caches = alone(model, turn.request.context, 12)
         cuts = [event for event in rig.of(turn) if isinstance(event, SnapshotCut)]
         assert cuts[-1].span.end == turn.num_cached
         for cut in cuts:
@@ -255,7 +256,7 @@ def test_a_turn_cancelled_during_prefill_keeps_the_kv_computed_so_far(make_rig, 
     model.holds = lambda tokens: False
     model.go_on.release()
     rig.finish(turn)
-    assert turn.num_cached == rig.end(turn).num_cached == BLOCK
+    assert turn.num_cached == rig.end(turn).cost.num_cached == BLOCK
     assert rig.tokens(turn) == []
     again = generate(prompt(40), 10, num_kept=turn.num_cached)
     rig.run(again)
@@ -274,9 +275,9 @@ def test_a_turn_cancelled_during_decoding_ends_and_keeps_its_tokens_so_far(make_
     rig.finish(turn, other)
     rig.device.cancel(turn)
     drawn = rig.tokens(turn)
-    assert turn.answer.tokens == drawn == alone(model, prompt(10), len(drawn))[0]
+    assert turn.request.answer.tokens == drawn == alone(model, prompt(10), len(drawn))[0]
     assert len(drawn) < 500
-    assert rig.end(turn).num_cached == 10 + len(drawn) - 1
+    assert rig.end(turn).cost.num_cached == 10 + len(drawn) - 1
     assert rig.tokens(other) == alone(model, prompt(7), 60)[0]
 
 
@@ -312,13 +313,13 @@ def test_an_error_in_a_forward_pass_fails_the_turns_of_that_pass_and_no_others(
         assert isinstance(end, Faulted)
         assert str(end.error) == "the device is on fire"
         assert rig.of(turn)[-1] is end
-    again = [generate(turn.context, 30, name=turn.key.session) for turn in victims]
+    again = [generate(turn.request.context, 30, name=turn.request.key.session) for turn in victims]
     kept = generate(prompt(15, salt=2), 10, name="idle", num_kept=14)
     for turn in (*again, kept):
         rig.device.submit(turn)
     rig.finish(bystander, kept, *again)
     for turn in (bystander, kept, *again):
-        assert rig.tokens(turn) == alone(model, turn.context, turn.answer.max_tokens)[0]
+        assert rig.tokens(turn) == alone(model, turn.request.context, turn.request.answer.max_tokens)[0]
     assert kept.num_reused == 14
     assert [turn.num_reused for turn in again] == [0] * len(again)
 
@@ -345,7 +346,7 @@ def test_a_prompt_that_cannot_start_fails_and_the_other_turns_of_its_step_comple
     piece = Runner._piece
 
     def cut(runner: Runner, turn: Turn, num_tokens: int) -> PrefillPiece:
-        if turn.key.session == "doomed":
+        if turn.request.key.session == "doomed":
             raise CutOffError("the ids were left out")
         return piece(runner, turn, num_tokens)
 
@@ -363,7 +364,7 @@ def test_a_prompt_that_cannot_start_fails_and_the_other_turns_of_its_step_comple
     rig.finish(*turns)
     assert isinstance(rig.end(turns[1]), Faulted)
     for turn in (turns[0], turns[2]):
-        assert rig.tokens(turn) == alone(model, turn.context, 40)[0]
+        assert rig.tokens(turn) == alone(model, turn.request.context, 40)[0]
 
 
 def test_restored_kv_that_does_not_fit_the_model_is_ignored_and_the_prompt_is_prefilled(
@@ -431,7 +432,7 @@ def test_more_answers_than_the_batch_has_rows_all_complete_with_the_right_tokens
     turns = [generate(prompt(2 + n), 6, samplings[n % 2], name=f"s{n}") for n in range(16)]
     rig.run(*turns)
     for turn in turns:
-        assert rig.tokens(turn) == alone(model, turn.context, 6, turn.sampling)[0]
+        assert rig.tokens(turn) == alone(model, turn.request.context, 6, turn.request.sampling)[0]
 
 
 def test_stopping_the_device_ends_its_thread_in_the_middle_of_an_answer(make_rig, model) -> None:

@@ -52,9 +52,9 @@ def test_an_answer_with_nan_or_infinite_logits_fails_and_one_beside_it_completes
     end = rig.end(turn)
     assert isinstance(end, Faulted)
     assert isinstance(end.error, UnsoundError)
-    assert turn.answer.tokens == right[: at + 1]
+    assert turn.request.answer.tokens == right[: at + 1]
     assert isinstance(rig.end(other), Finished)
-    assert other.answer.tokens == beside
+    assert other.request.answer.tokens == beside
 
 
 def test_a_prompt_whose_first_logits_are_nan_fails_without_a_token(make_rig, model) -> None:
@@ -63,7 +63,7 @@ def test_a_prompt_whose_first_logits_are_nan_fails_without_a_token(make_rig, mod
     turn = generate(prompt(19), 8)
     rig.run(turn)
     assert isinstance(rig.end(turn), Faulted)
-    assert turn.answer.tokens == []
+    assert turn.request.answer.tokens == []
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
@@ -87,7 +87,7 @@ def test_a_prompt_whose_vector_is_nan_fails_alone(make_rig, build_model, kind) -
     assert isinstance(end, Faulted)
     assert isinstance(end.error, UnsoundError)
     assert all(isinstance(rig.end(one), Finished) for one in (same, beside, running))
-    assert (running.answer.tokens, beside.answer.tokens) == (said, first)
+    assert (running.request.answer.tokens, beside.request.answer.tokens) == (said, first)
 
 
 def test_a_model_with_nan_logits_at_its_start_is_refused(make_rig, model) -> None:

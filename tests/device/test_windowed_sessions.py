@@ -83,7 +83,7 @@ def test_a_rewind_within_the_ring_prefills_one_token_and_a_longer_one_prefills_a
         rig.run(turn)
         assert turn.num_prefilled == 1
         _assert_greedy(naive, context[:end], rig.tokens(turn), 4)
-        rig.device.drop(turn.key)
+        rig.device.drop(turn.request.key)
     beyond = generate(context[:200], 4, num_kept=199, policy=POLICY)
     rig.run(beyond)
     assert beyond.num_prefilled == 200
@@ -97,7 +97,7 @@ def test_a_fork_copies_the_ring_and_leaves_its_source_unchanged(make_model, buil
     first = append(context, name="a", policy=POLICY)
     rig.run(first)
     branch = context[:300] + prompt(20, 9)
-    other = generate(branch, 5, name="b", policy=POLICY, source=first.key)
+    other = generate(branch, 5, name="b", policy=POLICY, source=first.request.key)
     again = generate(context, 5, name="a", num_kept=399, policy=POLICY)
     rig.run(other, again)
     assert (other.num_prefilled, again.num_prefilled) == (20, 1)
@@ -124,7 +124,7 @@ def test_windowed_rows_join_a_pool_once_and_never_move_to_another(make_model, ma
     turns = [generate(prompt(num), 400, name=f"s{num}", policy=POLICY) for num in (200, 30, 90, 250)]
     rig.run(*turns)
     assert joined == [0] * 4
-    assert all(rig.end(turn).num_cached > SLACK + 23 for turn in turns)
+    assert all(rig.end(turn).cost.num_cached > SLACK + 23 for turn in turns)
 
 
 def test_rows_with_different_windows_get_the_same_tokens_in_one_batch_as_alone(make_model, make_rig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,8 @@ from worker.batch.row_sampler import Draw, RowSampler, Sampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.batch.sampling import draw_all
 from worker.batch.trials import Trials
-from worker.device.turn import Turn
+from worker.device.request import TurnRequest
+from worker.device.turn import Turn, TurnPlan
 from worker.models.model import LoadedModel, cache_sizes
 from worker.text.answer import Answer
 
@@ -384,21 +386,22 @@ def prompt(num_tokens: int, salt: int = 3) -> list[int]:
     return [(i * i * 7 + i * salt + salt) % VOCABULARY for i in range(num_tokens)]
 
 
-def append(context: Sequence[int], *, name: str = "s", num_kept: int = 0, **more: Any) -> Turn:
-    return Turn(key(name), as_tokens(context), num_kept=num_kept, **more)
+def append(context: Sequence[int], *, name: str = "s", tenant: str = "default", **more: Any) -> Turn:
+    """Return an append's turn; `more` are fields of its request, of its plan, or of the turn."""
+    planned = {field.name: more.pop(field.name) for field in fields(TurnPlan) if field.name in more}
+    handed = {name: more.pop(name) for name in ("restored", "num_granted") if name in more}
+    request = TurnRequest(SessionKey(tenant, name), as_tokens(context), **more)
+    return Turn(request, TurnPlan(**planned), **handed)
 
 
 def generate(
     context: Sequence[int],
     num_tokens: int,
     sampling: Sampling = GREEDY,
-    *,
-    name: str = "s",
-    num_kept: int = 0,
     **more: Any,
 ) -> Turn:
-    given = answer(num_tokens)
-    return Turn(key(name), as_tokens(context), num_kept=num_kept, answer=given, sampling=sampling, **more)
+    """Return a generate's turn; `more` is what `append` takes."""
+    return append(context, answer=answer(num_tokens), sampling=sampling, **more)
 
 
 def alone(

@@ -6,6 +6,7 @@ that both share. The `runner` runs the steps and ends turns.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -13,13 +14,13 @@ import structlog
 from cache.kv import layers
 from cache.names.tokens import as_tokens
 
-from .sharing import Sharing
 from .turn import ResidentKv
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from cache.names.policy import Policy
+    from turnkeep_client.subjects import SessionKey
     from worker.batch.batch import Batch
     from worker.models.model import LoadedModel
 
@@ -27,6 +28,78 @@ if TYPE_CHECKING:
     from .turn import Turn
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Following:
+    turn: Turn
+    leader: Turn
+    num_tokens: int
+
+
+class Sharing:
+    """The submitted turns, by session, and which of them wait for another turn's KV. Pure.
+
+    Lets one turn prefill a prefix that several turns share, while the other turns wait.
+    """
+
+    def __init__(self) -> None:
+        self._active: dict[SessionKey, Turn] = {}
+        self._following: list[_Following] = []
+
+    @property
+    def following(self) -> list[Turn]:
+        """The turns that wait for another turn's KV."""
+        return [one.turn for one in self._following]
+
+    def add(self, turn: Turn) -> bool:
+        """Add a turn whose `target` is set; return True if it must wait for another turn.
+
+        The turn waits until the other one has prefilled the common prefix, without the other prompt's last
+        token, which may have to wait for a batch row. No turn waits for a turn of lower priority, which other
+        turns may delay.
+        """
+        self._active[turn.request.key] = turn
+        leader = self.source(turn)
+        if leader is None or turn.restored is not None or leader.request.priority < turn.request.priority:
+            return False
+        num_tokens = min(leader.request.context.num_common(turn.request.reusable), leader.request.target - 1)
+        if num_tokens <= max(leader.num_cached, turn.num_kept):
+            return False
+        self._following.append(_Following(turn, leader, num_tokens))
+        return True
+
+    def remove(self, turn: Turn) -> None:
+        """Remove an ended turn, whether it was waiting or not; turns that wait for it become ready."""
+        if self._active.get(turn.request.key) is turn:
+            del self._active[turn.request.key]
+        self.stop_waiting(turn)
+
+    def stop_waiting(self, turn: Turn) -> bool:
+        """Let a turn wait no more and use only its own KV; return False if it was not waiting."""
+        if turn not in self.following:
+            return False
+        self._following = [one for one in self._following if one.turn is not turn]
+        turn.source = None
+        return True
+
+    def source(self, turn: Turn) -> Turn | None:
+        """Return the running turn of the session from which `turn` copies KV; None if none is running."""
+        return self._active.get(turn.source) if turn.source is not None else None
+
+    def ready(self) -> list[Turn]:
+        """Remove and return the turns whose wait is over.
+
+        The turn for which they waited has prefilled the common prefix, or has ended.
+        """
+        ready = [
+            one
+            for one in self._following
+            if one.leader.num_cached >= one.num_tokens
+            or self._active.get(one.leader.request.key) is not one.leader
+        ]
+        self._following = [one for one in self._following if one not in ready]
+        return [one.turn for one in ready]
 
 
 class Acquisition:
@@ -37,6 +110,7 @@ class Acquisition:
         loaded: LoadedModel,
         batch: Batch,
         room: Room,
+        sharing: Sharing,
         make: Callable[[Policy], list[Any]],
         *,
         trimmable: bool,
@@ -47,39 +121,17 @@ class Acquisition:
         self._batch = batch
         self._room = room
         self._trimmable = trimmable
-        self._sharing = Sharing()
+        self._sharing = sharing
 
     def add(self, turn: Turn) -> bool:
         """Add a turn; return False if it must wait until another turn has prefilled their common prefix."""
-        # An append does not run its last token: the next turn runs it to draw an answer. If it ran twice,
-        # its KV could have other bits in memory than on disk.
-        turn.target = max(len(turn.context) - (turn.answer is None), 0)
-        turn.asks = bool(turn.draws and turn.policy.recall and turn.policy.visible_from(turn.target))
-        turn.resident = self._room.pop(turn.key)
+        turn.resident = self._room.pop(turn.request.key)
         # An abandoned turn of this session may have left KV of other tokens since the event loop looked.
         held = turn.resident.tokens if turn.resident is not None else as_tokens()
-        turn.num_kept = min(turn.num_kept, held.num_common(turn.context))
+        turn.num_kept = min(turn.plan.num_kept, held.num_common(turn.request.context))
         if not self._trimmable:
             turn.source = None
         return not self._sharing.add(turn)
-
-    def ready(self) -> list[Turn]:
-        """Remove and return the turns that no longer wait for another turn."""
-        return self._sharing.ready()
-
-    def stop_waiting(self, turn: Turn) -> bool:
-        """Stop a turn from waiting; return False if it was not waiting.
-
-        The turn then uses only KV of its own session.
-        """
-        waited = self._sharing.stop_waiting(turn)
-        if waited:
-            turn.source = None
-        return waited
-
-    def remove(self, turn: Turn) -> None:
-        """Remove an ended turn; turns that wait for its prefill stop waiting."""
-        self._sharing.remove(turn)
 
     def acquire(self, turn: Turn) -> None:
         """Set the caches that a turn starts from, trimmed to the tokens whose KV it can reuse.
@@ -87,7 +139,7 @@ class Acquisition:
         Raises ValueError for a token id outside of the vocabulary.
         """
         usable, source = turn.num_kept, self._source(turn)
-        kv = self._room.estimator.kv.under(turn.policy)
+        kv = self._room.estimator.kv.under(turn.request.policy)
         copy_bytes = kv.held(len(source.tokens)) if source is not None else 0
         if source is not None and not self._room.make(copy_bytes, but=turn.source):
             source = None
@@ -99,10 +151,11 @@ class Acquisition:
             caches = layers.fork(source.caches, self._new(turn), len(source.tokens))
             resident, usable = ResidentKv(caches, source.tokens), len(source.tokens)
         # For an id outside of the embedding table MLX reads beyond it, and the process crashes.
-        if any(not 0 <= token < self._vocab_size for token in turn.context[usable:]):
+        if any(not 0 <= token < self._vocab_size for token in turn.request.context[usable:]):
             raise ValueError(f"a token id is outside of the model's vocabulary of {self._vocab_size}")
         # An answer is drawn from the last token's logits, so that token always has to be run.
-        self._trimmed(turn, resident, min(usable, len(turn.reusable), max(len(turn.context) - 1, 0)))
+        most = min(len(turn.request.reusable), max(len(turn.request.context) - 1, 0))
+        self._trimmed(turn, resident, min(usable, most))
         turn.num_reused = turn.num_cached
 
     def drop_resident(self) -> bool:
@@ -127,16 +180,16 @@ class Acquisition:
             return None
         other = self._sharing.source(turn)
         resident = self._room.get(turn.source) if other is None else self._under_way(other)
-        num_tokens = resident.tokens.num_common(turn.reusable) if resident is not None else 0
+        num_tokens = resident.tokens.num_common(turn.request.reusable) if resident is not None else 0
         if resident is None or num_tokens <= turn.num_kept or not _reaches(resident, num_tokens):
             return None
-        return ResidentKv(resident.caches, turn.context[:num_tokens])
+        return ResidentKv(resident.caches, turn.request.context[:num_tokens])
 
     def _under_way(self, turn: Turn) -> ResidentKv:
         """Return the current KV of a running turn; it is valid until the next step."""
         if turn.row is not None:
-            return ResidentKv(self._batch.caches(turn.row), turn.tokens(turn.num_cached))
-        return ResidentKv(turn.caches or [], turn.context[: turn.num_cached])
+            return ResidentKv(self._batch.caches(turn.row), turn.request.tokens(turn.num_cached))
+        return ResidentKv(turn.caches or [], turn.request.context[: turn.num_cached])
 
     def _rebuilt(self, turn: Turn) -> ResidentKv | None:
         """Build caches from restored tensors; None if there are none, or they do not fit the model."""
@@ -144,11 +197,11 @@ class Acquisition:
         if tensors is None:
             return None
         try:
-            caches = layers.rebuild(tensors, self._new(turn), turn.num_restored)
+            caches = layers.rebuild(tensors, self._new(turn), turn.plan.num_restored)
         except ValueError:
-            log.exception("a snapshot does not fit the model", session=str(turn.key))
+            log.exception("a snapshot does not fit the model", session=str(turn.request.key))
             return None
-        return ResidentKv(caches, turn.context[: turn.num_restored])
+        return ResidentKv(caches, turn.request.context[: turn.plan.num_restored])
 
     def _trimmed(self, turn: Turn, kv: ResidentKv | None, num_tokens: int) -> None:
         """Set a turn's caches to `kv`, trimmed to `num_tokens`; to empty ones if `kv` cannot be trimmed."""
@@ -160,7 +213,7 @@ class Acquisition:
         turn.caches, turn.num_cached = kv.caches, num_tokens
 
     def _new(self, turn: Turn) -> list[Any]:
-        return self._make(turn.policy)
+        return self._make(turn.request.policy)
 
 
 def _reaches(kv: ResidentKv, num_tokens: int) -> bool:

@@ -67,7 +67,7 @@ class Cutter:
 
     def _size_bytes(self, turn: Turn, num_tokens: int) -> int:
         """Return the bytes of a turn's snapshots that are due once `num_tokens` more tokens have KV."""
-        size_bytes, kv = 0, self._estimator.kv.under(turn.policy)
+        size_bytes, kv = 0, self._estimator.kv.under(turn.request.policy)
         for span in takewhile(lambda span: span.end <= turn.num_cached + num_tokens, turn.spans):
             more = self._carried(turn, span)
             size_bytes += kv.snapshot(span.num_tokens, at=span.end)
@@ -80,7 +80,7 @@ class Cutter:
         It waits as long as the room changes, and then for at most 30 s.
         Without the wait, KV that later pieces need could leave the device before it is queued for the disk.
         """
-        if self.room is None or not turn.policy.recall:
+        if self.room is None or not turn.request.policy.recall:
             return False
         self.cut(turn)
         size_bytes, room_bytes = self._size_bytes(turn, num_tokens), self.room()
@@ -109,9 +109,10 @@ class Cutter:
         """Cut a turn's blocks, and the new part of its last, partial block, when it ends."""
         turn.spans = self._due(turn)
         start = turn.num_cached - turn.num_cached % self._block
-        if turn.edges and turn.edges[0] == start:  # else none of this block was stored when the turn began
-            start = tail_start(turn.edges, turn.num_cached)
-        if start < turn.num_cached and turn.embedding is None:
+        edges = turn.plan.edges
+        if edges and edges[0] == start:  # else none of this block was stored when the turn began
+            start = tail_start(edges, turn.num_cached)
+        if start < turn.num_cached and turn.request.embedding is None:
             turn.spans.append(Span(start, turn.num_cached))
         self.cut(turn, is_over=True)
 
@@ -133,8 +134,8 @@ class Cutter:
 
     def _is_about_to_answer(self, turn: Turn) -> bool:
         """Say whether a turn's next piece ends its prompt; its snapshots can then wait for that piece."""
-        begins = turn.answer is not None and turn.row is None
-        return begins and self._trimmable and 0 < turn.target - turn.num_cached <= self._block
+        begins = turn.request.answer is not None and turn.row is None
+        return begins and self._trimmable and 0 < turn.request.target - turn.num_cached <= self._block
 
     def _cut(self, turn: Turn, span: Span, *, is_over: bool) -> bool:
         """Copy a span's KV, with the layers' states if the span ends where the KV ends; False without room.
@@ -165,7 +166,8 @@ class Cutter:
         except Exception as error:
             if machine.loses_kv(error):
                 raise
-            log.exception("a snapshot could not be cut", session=str(turn.key))  # the answer continues
+            # The answer continues.
+            log.exception("a snapshot could not be cut", session=str(turn.request.key))
             return True
         turn.cuts.append(Phase("snapshot", start_s, time.monotonic(), span.num_tokens))
         is_whole = self._trimmable or any(tensor.of_state for tensor in tensors or ())
@@ -175,4 +177,4 @@ class Cutter:
         return True
 
     def _carried(self, turn: Turn, span: Span) -> Span | None:
-        return carried(span, self._block) if turn.policy.recall else None
+        return carried(span, self._block) if turn.request.policy.recall else None

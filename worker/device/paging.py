@@ -56,7 +56,9 @@ class Paging:
         """Set a new, scheduled turn's largest pieces, and request the KV that it needs."""
         if turn.caches is not None:
             turn.most_blocks = layers.most_run(turn.caches, self._block) // self._block
-        turn.asks = turn.asks and turn.num_cached < turn.target - 1  # no query left to choose chunks
+        target, policy = turn.request.target, turn.request.policy
+        if turn.request.draws and policy.recall and policy.visible_from(target):
+            turn.asks = turn.num_cached < target - 1  # else no query is left to choose chunks
         self.ask(turn)
 
     def begin_piece(self, turn: Turn) -> None:
@@ -65,7 +67,7 @@ class Paging:
         Also sets from which token on the queries score chunks.
         """
         if (cache := paged.first(turn.caches or [])) is not None:
-            cache.pages.asks_from = turn.target - 1 - self._block
+            cache.pages.asks_from = turn.request.target - 1 - self._block
             cache.pages.sees_all, cache.pages.past = True, turn.past
 
     def end_piece(self, turn: Turn) -> None:
@@ -84,7 +86,7 @@ class Paging:
         if turn.row is None:
             cache = paged.first(turn.caches or [])
             num_past = 0 if cache is None else cache.num_passed
-            is_due = turn.asks and turn.num_cached >= turn.target - 1
+            is_due = turn.asks and turn.num_cached >= turn.request.target - 1
             turn.asks = turn.asks and not is_due
         else:
             num_past, is_due = 0, turn.num_cached % RECALL_EVERY == 0

@@ -13,18 +13,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import mlx.core as mx
-import numpy as np
 import structlog
 
 from cache.kv import layers
 from cache.names.errors import CutOffError, LostPastError
 from cache.names.policy import FULL
 from worker.batch.lookup import MOST_SEEN
-from worker.batch.row_sampler import RowSampler
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 
 from . import machine
-from .acquisition import Acquisition
+from .acquisition import Acquisition, Sharing
 from .cutter import Cutter
 from .pace import Pace
 from .paging import Paging
@@ -53,7 +51,6 @@ if TYPE_CHECKING:
 
     from cache.names.policy import Policy
     from turnkeep_client.subjects import SessionKey
-    from worker.batch.row_sampler import Drawn
     from worker.models.model import LoadedModel
 
     from .scheduler import Step
@@ -114,8 +111,10 @@ class Runner:
         self._scheduler = Scheduler(max_batch, block_tokens, max_tenant_rows)
         device = machine.profile()
         self._pace = Pace(stall_s, block_tokens * device.prompt_blocks, device.longest_s)
-        make = self.served.make_caches
-        self._acquisition = Acquisition(loaded, self._batch, self.room, make, trimmable=trimmable)
+        self._sharing, make = Sharing(), self.served.make_caches
+        self._acquisition = Acquisition(
+            loaded, self._batch, self.room, self._sharing, make, trimmable=trimmable
+        )
         parts = (self._batch, self.cutter, self._acquisition)
         self._chooser = StepChooser(self._scheduler, self._pace, self.room, *parts, self._emit)
         self._paging = Paging(self._scheduler, self._batch, block_tokens, self._emit)
@@ -170,7 +169,7 @@ class Runner:
     def _ask(self, step: Step) -> None:
         """Request KV on SSD for a step's turns, after their snapshots, which they may need at once."""
         for turn in (*step.decode, *(turn for turn, _ in step.prefill)):
-            if turn.policy.recall and turn in self._scheduler:
+            if turn.request.policy.recall and turn in self._scheduler:
                 self._guarded(turn, self._paging.ask)
 
     def _begin_cost(self) -> _Cost:
@@ -206,7 +205,7 @@ class Runner:
 
     def submit(self, turn: Turn) -> None:
         """Add a turn. An error fails the turn and drops its KV; it never ends the thread."""
-        self.room.end_promise(turn.key)
+        self.room.end_promise(turn.request.key)
         self._turns[turn] = None
         self._guarded(turn, self._submit)
 
@@ -217,8 +216,8 @@ class Runner:
 
     def copy(self, turn: Turn) -> None:
         """Cut the spans of an idle session's KV for which `turn` stands; the turn does not run."""
-        resident = self.room.get(turn.key)
-        if resident is not None and resident.tokens == turn.context:
+        resident = self.room.get(turn.request.key)
+        if resident is not None and resident.tokens == turn.request.context:
             turn.caches, turn.num_cached = resident.caches, len(resident.tokens)
             self.cutter.cut(turn, is_over=True)
             turn.caches = None
@@ -241,7 +240,7 @@ class Runner:
         """End a turn and keep its tokens so far; no effect on a turn that has ended."""
         if turn in self._scheduler or turn in self._paging:
             self._or_fault_all(turn, self._end)
-        elif self._acquisition.stop_waiting(turn):
+        elif self._sharing.stop_waiting(turn):
             self._guarded(turn, self._start)  # so that the session's KV stays resident
             self._or_fault_all(turn, self._end)
 
@@ -249,7 +248,7 @@ class Runner:
         """Let a turn grow to `num_tokens` tokens."""
         turn.num_granted = num_tokens
         if turn.row is not None:
-            turn.row.num_left = _num_left(turn)
+            turn.row.num_left = turn.num_left
 
     def give(self, turn: Turn, kv: KvRead) -> None:
         """Give a turn the KV that it has requested; no effect on a turn that has ended."""
@@ -262,8 +261,8 @@ class Runner:
     def _no_room(self, turn: Turn, size_bytes: int) -> str:
         limit_bytes = self.served.estimator.limit_bytes
         return (
-            f"after {turn.num_cached} of {turn.target} tokens the next piece takes {size_bytes} bytes beside"
-            f" the {mx.get_active_memory()} in use, the limit of the device is {limit_bytes};"
+            f"after {turn.num_cached} of {turn.request.target} tokens the next piece takes {size_bytes} bytes"
+            f" beside the {mx.get_active_memory()} in use, the limit of the device is {limit_bytes};"
             " shorten the session, or raise device_memory"
         )
 
@@ -343,15 +342,15 @@ class Runner:
     def _fault(self, turn: Turn, error: Exception) -> None:
         self._turns.pop(turn, None)
         if isinstance(error, LostPastError):
-            log.warning("a turn lacks KV on disk", session=str(turn.key), error=str(error))
+            log.warning("a turn lacks KV on disk", session=str(turn.request.key), error=str(error))
         elif not isinstance(error, NoRoomError | CutOffError | LostKvError):
-            log.error("a turn failed on the device", session=str(turn.key), exc_info=error)
+            log.error("a turn failed on the device", session=str(turn.request.key), exc_info=error)
         self._scheduler.remove(turn)
         self._paging.discard(turn)
-        self._acquisition.remove(turn)
-        self._batch.speculation.forget(turn.key)
+        self._sharing.remove(turn)
+        self._batch.speculation.forget(turn.request.key)
         turn.resident = turn.caches = turn.row = None
-        self._emit(Faulted(turn, error))
+        self._emit(Faulted(turn, error, turn.cost))
 
     def _submit(self, turn: Turn) -> None:
         """Start a turn, unless it must wait for another turn to prefill their common prefix."""
@@ -360,7 +359,7 @@ class Runner:
 
     def _start_ready(self) -> None:
         """Start the turns that no longer wait, then the turns that waited for these turns."""
-        while ready := self._acquisition.ready():
+        while ready := self._sharing.ready():
             for turn in ready:
                 self._guarded(turn, self._start)
 
@@ -369,7 +368,7 @@ class Runner:
         self._acquisition.acquire(turn)
         self._scheduler.add(turn)
         self.cutter.cut(turn)
-        if turn.num_cached == turn.target:
+        if turn.num_cached == turn.request.target:
             self._end(turn)
         self._paging.start(turn)
 
@@ -405,7 +404,7 @@ class Runner:
                 self._guarded(turn, lambda turn, num=num: self._prefilled(turn, num, step_s))  # type: ignore[misc]
         for turn in step.decode:
             if turn in self._scheduler:  # otherwise it failed when another turn ended
-                self._decoded(turn)
+                self._add_drawn(turn, num_decoded=1)
 
     def _run_passes(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool) -> None:
         """Run the pieces that need embeddings, then the other pieces together with the answers."""
@@ -414,55 +413,57 @@ class Runner:
         self._batch.step([piece for piece in pieces if piece.embedding is None], run_ahead=run_ahead)
 
     def _piece(self, turn: Turn, num_tokens: int) -> PrefillPiece:
+        request, context = turn.request, turn.request.context
         start, end = turn.num_cached, turn.num_cached + num_tokens
-        if end == turn.target and turn.answer is not None:
+        if end == request.target and request.draws:
             turn.row = Row(
                 caches=turn.caches,
-                known=turn.context.ids(max(len(turn.context) - MOST_SEEN, turn.context.held_from)),
-                sampler=RowSampler(
-                    turn.sampling,
-                    answered=turn.answer.tokens,
-                    prompt=_repeated(turn) if turn.sampling.repetition_penalty != 1.0 else (),
-                    end_tokens=turn.answer.end_tokens,
-                ),
+                known=context.ids(max(len(context) - MOST_SEEN, context.held_from)),
+                sampler=request.sampler(),
                 num_cached=end,
-                num_left=_num_left(turn),
-                most_held=turn.policy.num_held(sys.maxsize),
-                session=turn.key,
+                num_left=turn.num_left,
+                most_held=request.policy.num_held(sys.maxsize),
+                session=request.key,
             )
         self._paging.begin_piece(turn)
-        embedding = turn.embedding if end == turn.target else None
-        tokens = turn.context.ids(start, end).tolist()
-        return PrefillPiece(turn.caches or [], start, tokens, turn.row, embedding)
+        embedding = request.embedding if end == request.target else None
+        return PrefillPiece(turn.caches or [], start, context.ids(start, end).tolist(), turn.row, embedding)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
         """Count a piece of a prompt as done; after the last piece, begin the answer or end the turn.
 
         Raises `UnsoundError` if its vector is not finite.
         """
-        if turn.embedding is not None and not turn.embedding.is_sound:
+        if turn.request.embedding is not None and not turn.request.embedding.is_sound:
             raise UnsoundError
         start, turn.num_cached = turn.num_cached, turn.num_cached + num_tokens
-        turn.num_prefilled += max(min(turn.num_cached, turn.num_prompt) - start, 0)
+        turn.num_prefilled += max(min(turn.num_cached, turn.request.num_prompt) - start, 0)
         turn.prefill_s += step_s
         self._emit(Prefilled(turn, turn.num_cached))
         self._paging.end_piece(turn)
         if turn.row is not None:
             turn.caches = None
             self._scheduler.start_decoding(turn)
-            if self._is_sound(turn):
-                self._sampled(turn, turn.row.drawn[0])
-        elif turn.num_cached == turn.target:
+            self._add_drawn(turn)
+        elif turn.num_cached == turn.request.target:
             self._end(turn)
 
-    def _decoded(self, turn: Turn) -> None:
-        """Add the tokens that a step has drawn for a row, up to the answer's end."""
-        for drawn in turn.row.drawn if turn.row is not None and self._is_sound(turn) else ():
-            turn.num_cached += 1
-            self._num_decoded += 1
-            self.cutter.note_block(turn)
-            self._sampled(turn, drawn)
-            if turn.row is None:
+    def _add_drawn(self, turn: Turn, num_decoded: int = 0) -> None:
+        """Add the tokens that a step has drawn for a row to its answer, and end the turn at the answer's end.
+
+        For each of them, `num_decoded` tokens before it got KV: none before the first token of an answer.
+        """
+        row, answer = turn.row, turn.request.answer
+        if row is None or answer is None or not self._is_sound(turn):
+            return
+        for drawn in row.drawn:
+            turn.num_cached += num_decoded
+            self._num_decoded += num_decoded
+            if num_decoded:
+                self.cutter.note_block(turn)
+            self._emit(Sampled(turn, answer.push(*drawn)))
+            if answer.finish_reason is not None or turn.num_left <= 0:
+                self._or_fault_all(turn, self._end)
                 return
 
     def _is_sound(self, turn: Turn) -> bool:
@@ -476,14 +477,6 @@ class Runner:
         if turn.row is not None:
             self._batch.remove(turn.row)
         self._fault(turn, UnsoundError())
-
-    def _sampled(self, turn: Turn, drawn: Drawn) -> None:
-        """Add a token to the answer, and end the turn if the answer is complete."""
-        if turn.answer is None:
-            raise AssertionError("only answers decode")
-        self._emit(Sampled(turn, turn.answer.push(*drawn)))
-        if turn.answer.finish_reason is not None or _num_left(turn) <= 0:
-            self._or_fault_all(turn, self._end)
 
     def _or_fault_all(self, turn: Turn, end: Callable[[Turn], None]) -> None:
         """Call `end` to end a turn; if `end` raises, fail the turn and every running answer.
@@ -511,7 +504,7 @@ class Runner:
         """End a turn; keep its KV on the device, and copy what the disk lacks of it into snapshots."""
         self._scheduler.remove(turn)
         self._paging.discard(turn)
-        self._acquisition.remove(turn)
+        self._sharing.remove(turn)
         if turn.row is not None:
             turn.caches = self._batch.remove(turn.row)
             if turn.row.num_cached > turn.num_cached:  # the answer ended within a draft
@@ -522,29 +515,7 @@ class Runner:
         live_bytes, earliest = 0, None
         if caches is not None and turn.num_cached:
             layers.shrink(caches)
-            self.room.put(turn.key, ResidentKv(caches, turn.tokens(turn.num_cached)))
+            self.room.put(turn.request.key, ResidentKv(caches, turn.request.tokens(turn.num_cached)))
             live_bytes, earliest = layers.live_bytes(caches), layers.earliest(caches)
         self._turns.pop(turn, None)
-        self._emit(
-            Finished(turn, turn.num_cached, live_bytes, turn.num_cached if earliest is None else earliest)
-        )
-
-
-def _repeated(turn: Turn) -> list[int]:
-    """Return the token ids that an answer's repetition penalty applies to.
-
-    Under a policy with a window, these are only ids of tokens that the model still sees.
-    """
-    seen = turn.policy.seen(turn.num_prompt) if turn.policy.is_endless else ((0, turn.num_prompt),)
-    ids = [turn.context.ids(start, end) for start, end in (*seen, (turn.num_prompt, len(turn.context)))]
-    # Takes a quarter of the time of a set of all tokens.
-    repeated: list[int] = np.flatnonzero(np.bincount(np.concatenate(ids))).tolist()
-    return repeated
-
-
-def _num_left(turn: Turn) -> int:
-    """Count the tokens that a turn's answer may still get, by its token limit and its granted memory."""
-    if turn.answer is None:
-        return 0
-    most = min(turn.answer.max_tokens, turn.num_granted - turn.num_prompt)
-    return most - len(turn.answer.tokens)
+        self._emit(Finished(turn, turn.cost, live_bytes, turn.num_cached if earliest is None else earliest))

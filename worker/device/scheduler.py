@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Final
 
-from worker.device.order import has_place
+from .request import has_place
 
 if TYPE_CHECKING:
     from .turn import Turn
@@ -58,7 +58,7 @@ class Scheduler:
         return sum(map(len, self._prefilling.values())) + len(self._decoding)
 
     def __contains__(self, turn: Turn) -> bool:
-        return turn in self._decoding or turn in self._prefilling.get(turn.tenant, ())
+        return turn in self._decoding or turn in self._prefilling.get(turn.request.tenant, ())
 
     @property
     def decoding(self) -> tuple[Turn, ...]:
@@ -72,7 +72,7 @@ class Scheduler:
 
     def add(self, turn: Turn) -> None:
         """Queue a turn for the prefill of its prompt."""
-        self._prefilling.setdefault(turn.tenant, []).append(turn)
+        self._prefilling.setdefault(turn.request.tenant, []).append(turn)
 
     def start_decoding(self, turn: Turn) -> None:
         """Move a turn whose answer has begun from prefilling to decoding."""
@@ -83,18 +83,18 @@ class Scheduler:
         """Remove a turn in any phase; no effect if it is absent."""
         if turn in self._decoding:
             self._decoding.remove(turn)
-        queue = self._prefilling.get(turn.tenant, [])
+        queue = self._prefilling.get(turn.request.tenant, [])
         if turn in queue:
             queue.remove(turn)
             if not queue:
-                del self._prefilling[turn.tenant]
+                del self._prefilling[turn.request.tenant]
 
     def next(self, budget: int, only: Turn | None = None) -> Step:
         """Choose a step with up to `budget` prompt tokens; if `only` is given, all of them are of that turn.
 
         A turn may get `Turn.scale` times as many. The scheduler's state does not change until `advance`.
         """
-        rows = Counter((turn.tenant, turn.is_short) for turn in self._decoding)
+        rows = Counter((turn.request.tenant, turn.request.is_short) for turn in self._decoding)
         num_blocks = max(budget // self._block, 1)
         pieces: list[tuple[Turn, int]] = []
         for turn in self._rotation() if only is None else [only]:
@@ -102,12 +102,12 @@ class Scheduler:
                 continue
             start = turn.num_cached
             size = self._block * max(turn.scale, min(num_blocks, turn.most_blocks))
-            end = min((start // size + 1) * size, turn.target, start + budget * turn.scale)
-            if end == turn.target and turn.draws:
+            end = min((start // size + 1) * size, turn.request.target, start + budget * turn.scale)
+            if end == turn.request.target and turn.request.draws:
                 if turn.asks or not self._has_row(turn, rows):
                     end -= 1  # the last token waits for a row or for recalled chunks
                 else:
-                    rows[turn.tenant, turn.is_short] += 1
+                    rows[turn.request.tenant, turn.request.is_short] += 1
             if end > start:
                 pieces.append((turn, end - start))
                 budget -= (end - start) // turn.scale
@@ -115,28 +115,29 @@ class Scheduler:
 
     def _has_row(self, turn: Turn, rows: Counter[tuple[str, bool]]) -> bool:
         """Say whether one more turn may decode; `rows` counts decoding turns by tenant and by `is_short`."""
-        num_short = sum(num for (_, is_short), num in rows.items() if is_short)
-        mine, mine_short = rows[turn.tenant, False] + rows[turn.tenant, True], rows[turn.tenant, True]
-        return has_place(rows.total(), num_short, self._max_rows, 8, is_short=turn.is_short) and has_place(
-            mine, mine_short, self._max_tenant_rows, 8, is_short=turn.is_short
+        request, num_short = turn.request, sum(num for (_, is_short), num in rows.items() if is_short)
+        mine_short = rows[request.tenant, True]
+        mine = mine_short + rows[request.tenant, False]
+        return has_place(rows.total(), num_short, self._max_rows, 8, is_short=request.is_short) and has_place(
+            mine, mine_short, self._max_tenant_rows, 8, is_short=request.is_short
         )
 
     def advance(self, step: Step) -> None:
         """Update the tenants' rotation and the priorities' ages for a chosen step that will run."""
         for turn, _ in step.prefill:
-            self._prefilling[turn.tenant] = self._prefilling.pop(turn.tenant)
-        self._age({turn.priority for turn, _ in step.prefill})
+            self._prefilling[turn.request.tenant] = self._prefilling.pop(turn.request.tenant)
+        self._age({turn.request.priority for turn, _ in step.prefill})
 
     def _rotation(self) -> list[Turn]:
         """List prefilling turns by priority; within one, tenants alternate, and least work comes first."""
         levels = {
             priority: priority + self._passed_over.get(priority, 0) // AGE_STEPS
-            for priority in {turn.priority for turn in self.prefilling}
+            for priority in {turn.request.priority for turn in self.prefilling}
         }
         order: list[Turn] = []
         for priority in sorted(levels, key=lambda priority: (-levels[priority], priority)):
             queues = [
-                sorted((turn for turn in queue if turn.priority == priority), key=_order)
+                sorted((turn for turn in queue if turn.request.priority == priority), key=_order)
                 for queue in self._prefilling.values()
             ]
             order += (turn for turn in chain.from_iterable(zip_longest(*queues)) if turn is not None)
@@ -146,9 +147,9 @@ class Scheduler:
         """Count one more step for each waiting priority that is not in `served`; reset the other counts."""
         self._passed_over = {
             priority: self._passed_over.get(priority, 0) + 1
-            for priority in {turn.priority for turn in self.prefilling} - served
+            for priority in {turn.request.priority for turn in self.prefilling} - served
         }
 
 
 def _order(turn: Turn) -> float:
-    return turn.place_s + (turn.target - turn.num_cached) * _PROMPT_TOKEN_S
+    return turn.place_s + (turn.request.target - turn.num_cached) * _PROMPT_TOKEN_S

@@ -150,13 +150,17 @@ class StepChooser:
 
     def _needs(self, step: Step) -> tuple[int, int]:
         """Estimate a step's temporary bytes, and its bytes for KV that grows, leaves a batch or is copied."""
-        pieces = [(num, num_scores(turn.policy, turn.num_cached + num, num)) for turn, num in step.prefill]
+        pieces = [
+            (num, num_scores(turn.request.policy, turn.num_cached + num, num)) for turn, num in step.prefill
+        ]
         estimator = self._room.estimator
         scratch_bytes = estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_cached)
-        recalled = (estimator.recall_bytes(turn.policy, turn.num_cached + num) for turn, num in step.prefill)
+        recalled = (
+            estimator.recall_bytes(turn.request.policy, turn.num_cached + num) for turn, num in step.prefill
+        )
         scratch_bytes += max(recalled, default=0)
         growing = [
-            turn.policy.num_held(turn.num_cached + num)
+            turn.request.policy.num_held(turn.num_cached + num)
             for turn, num in step.prefill
             if _grows(turn.caches, num)
         ]

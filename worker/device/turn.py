@@ -1,7 +1,7 @@
-"""The messages between the event loop and the device thread about one turn.
+"""One turn on the device, and the messages between the event loop and the device thread about turns.
 
-The event loop builds and submits a `Turn`. From then on only the device thread writes to it, until a
-`Finished` or `Faulted` event returns the turn to the event loop.
+The event loop makes a `Turn` and hands it over. From then on it reads only the turn's request and plan, which
+never change, and what events say; only the device thread reads and writes the rest.
 """
 
 from __future__ import annotations
@@ -10,10 +10,6 @@ import sys
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
-
-from worker.device.order import SHORT_TOKENS
-
-from .request import TurnRequest
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -27,6 +23,8 @@ if TYPE_CHECKING:
     from worker.batch.rows import Row
     from worker.observe.traces import Phase
 
+    from .request import TurnRequest
+
 #: The number of a turn's last snapshots whose times are kept for traces; a long prompt has hundreds.
 MOST_CUTS: Final = 8
 
@@ -39,37 +37,48 @@ class ResidentKv:
     tokens: Tokens
 
 
-@dataclass(slots=True, eq=False)
-class Turn(TurnRequest):
-    """One run of a session's request on the device: its input from the event loop, and its state there.
+@dataclass(frozen=True, slots=True)
+class TurnPlan:
+    """Where a turn's KV comes from, and which of it has no snapshot; `engine.finding` makes it.
 
-    Turns of one priority run in the order of `place_s` (see `sessions.order`), the lowest first. KV of the
-    context's first tokens comes from one of three places: the session's own KV on the device covers the first
-    `num_kept` tokens; `restored` (evaluated arrays by name) covers the first `num_restored`; or KV is copied
-    from the session `source`, which has, or will soon have, more of it. The turn ends at `num_granted`
-    tokens, the limit of its memory, even if its answer is not complete. `spans` are the blocks that have no
-    snapshot, of which the device removes those that it has cut; `edges` are the positions where the stored
-    pieces of the last, partial block start and end (see `blocks.tail_start`). Only the event loop uses
-    `chain`, which names the turn's blocks in the store, and `restores`, the traced phases of its restores
-    and fetches.
+    KV of the context's first tokens comes from one of three places: the session's own KV on the device covers
+    the first `num_kept` tokens; restored arrays cover the first `num_restored`; or KV is copied from the
+    session `source`, which has, or will soon have, more of it. `spans` are the blocks without a snapshot;
+    `edges` are the positions where the stored pieces of the last, partial block start and end (see
+    `blocks.tail_start`). `chain` names the blocks in the store; `restores` are the phases of the turn's
+    restores and fetches, for traces.
     """
 
-    place_s: float = 0.0
     num_kept: int = 0
-    restored: dict[str, mx.array] | None = None
     num_restored: int = 0
     source: SessionKey | None = None
-    num_granted: int = sys.maxsize
-    spans: list[Span] = field(default_factory=list)
+    spans: tuple[Span, ...] = ()
     edges: tuple[int, ...] = ()
     chain: Chain | None = None
-    restores: list[Phase] = field(default_factory=list)
+    restores: tuple[Phase, ...] = ()
 
-    # Written by the device thread:
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One run of a request on the device: what is asked, the plan for its KV, and its state there.
+
+    Turns of one priority run in the order of `place_s` (see `request.place`), the lowest first. The turn ends
+    at `num_granted` tokens, the limit of its memory, even if its answer is not complete. `restored` are
+    evaluated arrays by name, which the turn has until its caches are built of them.
+    """
+
+    request: TurnRequest
+    plan: TurnPlan = field(default_factory=TurnPlan)
+    place_s: float = 0.0
+    restored: dict[str, mx.array] | None = None
+    num_granted: int = sys.maxsize
+
+    num_kept: int = field(init=False, default=0)  # as planned, if the session's KV still has these tokens
+    source: SessionKey | None = field(init=False)  # as planned, until the turn does not wait for it any more
+    spans: list[Span] = field(init=False)  # the blocks that have no snapshot yet
     num_reused: int = field(init=False, default=0)
     num_prefilled: int = field(init=False, default=0)
     num_cached: int = field(init=False, default=0)  # tokens that have KV
-    target: int = field(init=False, default=0)  # tokens that have KV once the prompt is done
     prefill_s: float = field(init=False, default=0.0)
     resident: ResidentKv | None = field(init=False, default=None)  # its session's KV, until the turn starts
     asks: bool = field(init=False, default=False)  # requests chunks; the prompt's last token waits for them
@@ -81,51 +90,43 @@ class Turn(TurnRequest):
     row: Row | None = field(init=False, default=None)
     cuts: deque[Phase] = field(init=False, default_factory=lambda: deque(maxlen=MOST_CUTS))
 
-    @classmethod
-    def of(cls, asked: TurnRequest, context: Tokens, place_s: float) -> Turn:
-        """Make a turn for a request; `context` is the request's context, then the tokens of earlier turns."""
-        return cls(
-            asked.key,
-            context,
-            policy=asked.policy,
-            priority=asked.priority,
-            answer=asked.answer,
-            sampling=asked.sampling,
-            embedding=asked.embedding,
-            place_s=place_s,
-        )
-
-    @property
-    def tenant(self) -> str:
-        """The session's tenant."""
-        return self.key.tenant
+    def __post_init__(self) -> None:
+        self.source, self.spans = self.plan.source, list(self.plan.spans)
 
     @property
     def scale(self) -> int:
         """How many times longer than usual the prompt's pieces are, which then run alone."""
-        return min(self.most_blocks, self.policy.scale)
+        return min(self.most_blocks, self.request.policy.scale)
 
     @property
-    def draws(self) -> bool:
-        """Whether the turn draws an answer after its prompt; the answer needs a batch row."""
-        return self.answer is not None
+    def num_left(self) -> int:
+        """How many tokens the answer may still get, by its token limit and the turn's granted memory."""
+        answer = self.request.answer
+        if answer is None:
+            return 0
+        return min(answer.max_tokens, self.num_granted - self.request.num_prompt) - len(answer.tokens)
 
     @property
-    def is_short(self) -> bool:
-        """Whether the answer's token limit is so low that it holds a batch row only for a short time."""
-        return self.answer is not None and self.answer.max_tokens <= SHORT_TOKENS
+    def cost(self) -> TurnCost:
+        """What the turn has done so far."""
+        done = self.num_cached, self.num_reused, self.num_prefilled
+        return TurnCost(*done, self.prefill_s, tuple(self.cuts), len(self.spans))
 
-    @property
-    def reusable(self) -> Tokens:
-        """The prefix of the context whose KV may be reused; later tokens must run, for their outputs."""
-        return self.context if self.embedding is None else self.context[:-2]
 
-    def tokens(self, end: int) -> Tokens:
-        """Return the first `end` tokens of the context followed by the answer."""
-        if end <= len(self.context) or self.answer is None:
-            return self.context[:end]
-        num_forced = len(self.context) - self.num_prompt
-        return (self.context + self.answer.tokens[num_forced:])[:end]
+@dataclass(frozen=True, slots=True)
+class TurnCost:
+    """What an ended turn has done: its session has, or would have, KV of `num_cached` tokens.
+
+    `num_prefilled` tokens of the prompt took `prefill_s` seconds. `cuts` are the times of its last snapshots;
+    `num_uncut` more found no room in the writer's queue.
+    """
+
+    num_cached: int
+    num_reused: int = 0
+    num_prefilled: int = 0
+    prefill_s: float = 0.0
+    cuts: tuple[Phase, ...] = ()
+    num_uncut: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,13 +188,13 @@ class KvRead:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The turn has ended. KV of its session's first `num_cached` tokens, `live_bytes`, stays on the device.
+    """The turn has ended. Its session's KV, of the first `cost.num_cached` tokens, stays on the device.
 
-    This KV can be truncated to any number of tokens that is at least `earliest`.
+    It takes `live_bytes`. This KV can be truncated to any number of tokens that is at least `earliest`.
     """
 
     turn: Turn
-    num_cached: int
+    cost: TurnCost
     live_bytes: int
     earliest: int = 0
 
@@ -204,6 +205,7 @@ class Faulted:
 
     turn: Turn
     error: Exception
+    cost: TurnCost
 
 
 @dataclass(frozen=True, slots=True)

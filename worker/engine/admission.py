@@ -16,7 +16,7 @@ from itertools import chain, count, zip_longest
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from worker.device.order import PRIORITY_S
+from worker.device.request import PRIORITY_S
 
 from .residency import Residency
 

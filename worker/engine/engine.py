@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cache.names.errors import CutOffError, LostPastError
+from cache.names.errors import CutOffError
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
 from cache.store import Forgotten
 from turnkeep_client.messages import Progress, joined
 from worker.batch.rows import Embedding
-from worker.device.order import place
-from worker.device.request import TurnRequest
+from worker.device.request import TurnRequest, place
 from worker.device.turn import (
     Copied,
     Dropped,
     Event,
     Faulted,
     Finished,
+    KvRead,
     LostKvError,
     NeedsKv,
     NoRoomError,
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from worker.observe.counters import Telemetry
 
     from .admission import Ledger
+    from .finding import TurnSnapshots
     from .port import Publish
 
 log = structlog.get_logger()
@@ -98,10 +99,9 @@ class Engine(EnginePort):
         self._kv = kv
         self._has_unopened = has_unopened
         self._residency = ledger.residency
-        self._grants = Grants(device, ledger, self._stop_run, kv, piece_tokens, max_tenant_bytes)
+        self._grants = Grants(device, ledger, kv, piece_tokens, max_tenant_bytes)
         self._runs = self._grants.runs
-        self._turns: dict[Turn, Run] = {}  # turns with reserved memory, and their runs
-        self._submitted: dict[Turn, None] = {}  # turns that are on the device, in order of submission
+        self._turns: dict[Turn, Run] = {}  # turns on the device, in order of submission, and their runs
         self._finder = Finder(device, store, ledger)
         self._saving = None
         if store is not None:
@@ -119,7 +119,7 @@ class Engine(EnginePort):
     @property
     def num_running(self) -> int:
         """Number of turns that have reserved memory."""
-        return len(self._turns)
+        return len(self.ledger.running)
 
     @property
     def num_waiting(self) -> int:
@@ -144,7 +144,8 @@ class Engine(EnginePort):
 
     def progress(self, key: SessionKey) -> Progress | None:
         """Return the progress of a session's running turn; None if no turn runs."""
-        return next((run.progress(turn) for turn, run in self._turns.items() if turn.key == key), None)
+        running = (run for run in self._runs.values() if run.key == key and self.ledger.reserved(run))
+        return next((run.progress for run in running), None)
 
     def most_tokens(self, most: int, policy: Policy = FULL) -> int:
         """Return the largest number of tokens, at most `most`, whose KV fits into the limit of KV memory."""
@@ -152,22 +153,32 @@ class Engine(EnginePort):
 
     async def run(
         self,
-        asked: TurnRequest,
+        request: TurnRequest,
         cancelled: Callable[[], bool],
         publish: Publish | None = None,
         phases: list[Phase] | None = None,
     ) -> TurnResult | None:
         """Run a request in one or more turns, until it is complete or cancelled; see `EnginePort.run`."""
         run = Run(
-            asked.key,
-            asked.priority,
-            place(monotonic(), asked.priority, asked.max_new),
-            asked=asked,
-            num_most=len(asked.context) + asked.max_new,
+            request.key,
+            request.priority,
+            place(monotonic(), request.priority, request.max_new),
+            request=request,
+            num_most=len(request.context) + request.max_new,
             cancelled=cancelled,
             phases=[] if phases is None else phases,
         )
-        await self._run_to_end(run, publish)
+        self._runs[run] = run
+        is_over = False
+        try:
+            while not is_over and await self._admitted(run):
+                is_over = await self._run_turn(run, publish)
+        finally:
+            if run.turn is not None:  # the device has not reported its end yet, which then ends the run
+                run.is_abandoned = True
+                self._device.cancel(run.turn)
+            else:
+                self._leave(run)
         return self._result(run) if run.started_s is not None else None
 
     async def embed(
@@ -175,9 +186,9 @@ class Engine(EnginePort):
     ) -> bytes:
         """Run a prompt, return its embedding or some logits, and drop its KV; see `EnginePort.embed`."""
         embedding = Embedding(logits_of)
-        asked = TurnRequest(key, tokens + _UNUSED, priority=priority, embedding=embedding)
+        request = TurnRequest(key, tokens + _UNUSED, priority=priority, embedding=embedding)
         try:
-            await self.run(asked, lambda: False)
+            await self.run(request, lambda: False)
         finally:
             self.forget(key)
         return embedding.vector
@@ -200,28 +211,6 @@ class Engine(EnginePort):
             why = "some sessions will be prefilled again: their KV is not on disk"
             log.warning(why, sessions=len(left), tokens=sum(left))
 
-    async def _run_to_end(self, run: Run, publish: Publish | None = None) -> None:
-        """Run a request's turns, one after another, until it needs no more; then release its memory."""
-        self._runs[run] = run
-        try:
-            await self._run_turns(run, publish)
-        finally:
-            if not run.is_abandoned:
-                self._grants.release(run)
-                del self._runs[run]
-
-    async def _run_turns(self, run: Run, publish: Publish | None) -> None:
-        is_over, context = False, run.asked.context
-        while not is_over:
-            asked_s = monotonic()
-            if run.is_stopped or not await self._admitted(run, len(context)):
-                break
-            run.phases.append(Phase("queue", asked_s, monotonic()))
-            turn = Turn.of(run.asked, context, run.place_s)
-            is_over = await self._run_turn(run, turn, publish)
-            if turn.answer is not None and not is_over:  # paused: the next turn continues from its tokens
-                context = context[: turn.num_prompt] + turn.answer.tokens
-
     def _at_work(self) -> set[SessionKey]:
         return {run.key for run in self._runs.values()}
 
@@ -230,7 +219,7 @@ class Engine(EnginePort):
         for run in self._runs.values():
             if run.key == key:
                 run.is_cancelled = True
-                self._stop_run(run)
+                self._grants.stop(run)
                 resolve(run.admitted, granted=False)
 
     def forget(self, key: SessionKey) -> None:
@@ -268,7 +257,7 @@ class Engine(EnginePort):
         """End every turn; each unfinished `run` raises `StoppingError` once its KV is copied for the SSD."""
         self._stopping = True
         for run in self._runs.values():
-            self._stop_run(run)
+            self._grants.stop(run)
             if run.admitted is not None and not run.admitted.done():
                 run.admitted.set_exception(StoppingError())
 
@@ -280,116 +269,172 @@ class Engine(EnginePort):
 
     def _handle_event(self, event: Event) -> None:
         match event:
-            case SnapshotCut():
-                if self._saving is not None:
-                    self._saving.save(event, self._turns.get(event.turn))
-            case Copied():
-                if self._saving is not None:
-                    self._saving.end_copy(event.turn)
-            case Starved():
-                if self._store is not None:
-                    self._store.free_memory()
+            case Prefilled(turn, num_cached):
+                self._turns[turn].num_cached = num_cached
+            case Sampled():
+                self._sampled(event)
+            case NeedsKv(turn):  # not in the queue of `events`: publishing those waits while NATS is away
+                self._turns[turn].needs.put_nowait(event)
+            case Finished() | Faulted():
+                self._end_turn(event)
             case Dropped(keys):  # turns of these sessions that are not submitted yet reuse less
                 for key in keys:
                     self._residency.pop(key)
                 self._grants.decide()
-            case _:
-                self._handle_turn(event)
+            case SnapshotCut(turn) if self._saving is not None:
+                self._saving.save(event, self._turns.get(turn))
+            case Copied(turn) if self._saving is not None:
+                self._saving.end_copy(turn)
+            case Starved() if self._store is not None:
+                self._store.free_memory()
 
-    def _handle_turn(self, event: Prefilled | Sampled | NeedsKv | Finished | Faulted) -> None:
-        turn = event.turn
-        run = self._turns.get(turn)
-        match event:
-            case Prefilled(_, num_cached):
-                if run is not None:
-                    run.num_cached = num_cached
-                return
-            case NeedsKv():
-                # Not in the queue of `events`: publishing their chunks waits while NATS is away.
-                if run is not None and not run.is_abandoned:
-                    run.needs.put_nowait(event)
-                return
-            case Sampled(_, chunk):
-                self._telemetry.generated_tokens += 1
-                self._telemetry.tenants.count_tokens("generated", turn.tenant)
-                if run is not None:
-                    run.num_generated = chunk.i + 1
-                    run.num_lost = 0
-                    self._grants.grow(run, turn.num_prompt + chunk.i + 1)
-            case Finished(_, num_cached, _, earliest):
-                self._residency.pop(turn.key)
-                if run is not None and run.is_forgotten:
-                    if sum(one.key == turn.key for one in self._submitted) == 1:
-                        self._device.drop(turn.key)  # else the session's next turn has taken its KV
-                elif num_cached:
-                    tokens, size_bytes = turn.tokens(num_cached), self.size_bytes(num_cached, turn.policy)
-                    self._residency.put(turn.key, tokens, size_bytes, earliest, turn.policy)
-                    if self.ledger.is_reserved(turn.key):  # by this turn, or the session's next one
-                        self._residency.use(turn.key)
-                    if self._saving is not None and turn.chain is not None:
-                        self._saving.end_turn(turn)
-            case Faulted():
-                self._residency.pop(turn.key)
-        if run is None:
-            return
+    def _sampled(self, event: Sampled) -> None:
+        run, request = self._turns[event.turn], event.turn.request
+        self._telemetry.generated_tokens += 1
+        self._telemetry.tenants.count_tokens("generated", request.tenant)
+        run.drew(event.chunk.i)
+        self._grants.grow(run, request.num_prompt + event.chunk.i + 1)
         run.events.put_nowait(event)
-        if isinstance(event, Finished | Faulted):
-            resumes = isinstance(event, Finished) or run.may_start_again(event.error)
-            # Release its memory at once, not only when the task that waits for the turn runs.
-            self._end_turn(run, turn, resumes=resumes and not self._is_over(run, turn))
 
-    def _is_over(self, run: Run, turn: Turn) -> bool:
-        """Say whether an ended turn is complete or must not be continued."""
-        answer_is_over = turn.answer is None or turn.answer.finish_reason is not None
-        return self._stopping or run.is_stopped or (answer_is_over and turn.num_cached >= turn.target)
-
-    def _end_turn(self, run: Run, turn: Turn, *, resumes: bool) -> None:
-        """Release an ended turn's memory; if `resumes`, also request memory for the run's next turn."""
-        del self._turns[turn]
-        self._submitted.pop(turn, None)
+    def _end_turn(self, end: Finished | Faulted) -> None:
+        """Release an ended turn's memory at once; if its run goes on, request memory for its next turn."""
+        run, request = self._turns.pop(end.turn), end.turn.request
+        self._residency.pop(request.key)
+        if isinstance(end, Finished):
+            self._keep(run, end)
         run.turn = None
-        if resumes and not run.is_abandoned:
-            num = len(turn.context) if turn.answer is None else turn.num_prompt + len(turn.answer.tokens)
-            self._grants.ask(run, num)
-            return
-        self._grants.release(run)
+        run.events.put_nowait(end)
+        goes_on = isinstance(end, Finished) or run.may_start_again(end.error)
         if run.is_abandoned:
-            del self._runs[run]
+            self._leave(run)
+        elif goes_on and not self._is_over(run, end):
+            run.request = request.continued()
+            self._grants.ask(run)
+        else:
+            self._grants.release(run)
 
-    async def _run_turn(self, run: Run, turn: Turn, publish: Publish | None) -> bool:
-        """Run a turn whose memory is granted; return False if another turn must continue its request."""
-        run.turn = turn
-        run.num_cached = 0
-        self._turns[turn] = run
+    def _keep(self, run: Run, end: Finished) -> None:
+        """Record the KV that a turn has left on the device; drop it if its session was forgotten."""
+        request, num_cached = end.turn.request, end.cost.num_cached
+        if run.is_forgotten:
+            if not any(turn.request.key == request.key for turn in self._turns):
+                self._device.drop(request.key)  # else the session's next turn has taken its KV
+        elif num_cached:
+            size_bytes = self.size_bytes(num_cached, request.policy)
+            tokens = request.tokens(num_cached)
+            self._residency.put(request.key, tokens, size_bytes, end.earliest, request.policy)
+            if self.ledger.is_reserved(request.key):  # by this turn, or the session's next one
+                self._residency.use(request.key)
+            if self._saving is not None and end.turn.plan.chain is not None:
+                self._saving.end_turn(request.key, end.cost.num_uncut)
+
+    def _is_over(self, run: Run, end: Finished | Faulted) -> bool:
+        """Say whether an ended turn is complete or must not be continued."""
+        request = end.turn.request
+        is_complete = request.is_drawn and end.cost.num_cached >= request.target
+        return self._stopping or run.is_stopped or is_complete
+
+    def _leave(self, run: Run) -> None:
+        """Release the memory of a run that needs no more."""
+        self._grants.release(run)
+        del self._runs[run]
+
+    async def _admitted(self, run: Run) -> bool:
+        """Wait for the memory that a turn is likely to need; return False if the run is cancelled."""
+        asked_s = monotonic()
+        if run.is_stopped:
+            return False
+        if run.admitted is None:
+            if self._stopping:
+                raise StoppingError
+            self._grants.ask(run)
         try:
-            begun_s = monotonic()
-            busy = {other.key for other in self._turns}
-            await self._finder.find(turn, run, busy, self._submitted)
-            num_found = max(turn.num_kept, turn.num_restored)
+            is_admitted = run.admitted is not None and await run.admitted
+        finally:
+            run.admitted = None
+        if is_admitted:
+            run.phases.append(Phase("queue", asked_s, monotonic()))
+        return is_admitted
+
+    async def _run_turn(self, run: Run, publish: Publish | None) -> bool:
+        """Run a turn whose memory is granted; return False if another turn must continue its request."""
+        begun_s, run.num_cached = monotonic(), 0
+        async with self._finder.found(run, self._turns) as (turn, snapshots):
+            restores, num_found = turn.plan.restores, max(turn.plan.num_kept, turn.plan.num_restored)
             run.begin(num_found)
-            found_s = turn.restores[0].start_s if turn.restores else monotonic()
-            run.phases += [Phase("kv_search", begun_s, found_s, num_found), *turn.restores]
-            num_restored = sum(phase.num_tokens for phase in turn.restores)
-            self._telemetry.tenants.count_tokens("restored", turn.tenant, num_restored)
+            found_s = restores[0].start_s if restores else monotonic()
+            run.phases += [Phase("kv_search", begun_s, found_s, num_found), *restores]
+            num_restored = sum(phase.num_tokens for phase in restores)
+            self._telemetry.tenants.count_tokens("restored", run.key.tenant, num_restored)
             if self._stopping:
                 raise StoppingError
             if run.waits_no_more():
-                self._end_turn(run, turn, resumes=not run.is_stopped)
+                if not run.is_stopped:
+                    self._grants.ask(run)
                 return run.is_stopped
             run.started_s = run.started_s or monotonic()
-            turn.num_granted = run.num_granted
             async with task_group() as reads:
-                reads.start_soon(self._serve, run, reads)
-                is_over = await self._follow(run, turn, publish)
+                if snapshots is not None:
+                    reads.start_soon(self._serve, run, snapshots, reads)
+                end = await self._follow(run, turn, publish)
                 reads.cancel_scope.cancel()
-            return is_over
+        return self._settled(run, end)
+
+    async def _follow(self, run: Run, turn: Turn, publish: Publish | None) -> Finished | Faulted:
+        """Submit a turn and publish its tokens until it ends; return how it has ended."""
+        submitted_s, drawn_s = monotonic(), None
+        run.turn, self._turns[turn] = turn, run
+        self._device.submit(turn)
+        while True:
+            events = [await run.events.get()]
+            while not run.events.empty():
+                events.append(run.events.get_nowait())
+            chunks = [event.chunk for event in events if isinstance(event, Sampled)]
+            if chunks:
+                drawn_s = drawn_s or monotonic()
+                run.first_token_s = run.first_token_s or monotonic()
+                if publish is not None:
+                    await publish(joined(chunks))
+            end = events[-1]
+            if not isinstance(end, Sampled):
+                run.phases += on_device(turn.request, end.cost, submitted_s, drawn_s)
+                return end
+
+    def _settled(self, run: Run, end: Finished | Faulted) -> bool:
+        """Count an ended turn, or raise its error; return False if another turn must continue its request."""
+        request, cost = end.turn.request, end.cost
+        live_bytes = end.live_bytes if isinstance(end, Finished) else 0
+        if isinstance(end, Faulted) and not (isinstance(end.error, LostKvError) and self._is_over(run, end)):
+            if run.admitted is not None:
+                return False
+            match end.error:
+                case CutOffError() as error:
+                    raise error
+                case NoRoomError() as error:
+                    raise NoMemoryError(str(error)) from error
+                case error:
+                    raise DeviceFaultError(repr(error)) from error
+        self._finder.rates.prefilled(cost.num_prefilled, cost.prefill_s)
+        run.count(request, cost, live_bytes)
+        if self._stopping and not (request.is_drawn and run.is_complete):
+            raise StoppingError
+        return run.admitted is None
+
+    async def _serve(self, run: Run, snapshots: TurnSnapshots, reads: TaskGroup) -> None:
+        """Start a read from SSD for each KV request of a run's turn, until cancelled.
+
+        Must be a task: with sniffio installed, anyio cannot start a task from a callback of the loop.
+        """
+        while True:
+            reads.start_soon(self._read, await run.needs.get(), snapshots)
+
+    async def _read(self, needs: NeedsKv, snapshots: TurnSnapshots) -> None:
+        kv = KvRead()
+        try:
+            kv = await snapshots.read(needs)
         finally:
-            self._finder.release(run)
-            if turn in self._submitted:  # the device has not reported its end yet
-                run.is_abandoned = True
-                self._device.cancel(turn)
-            elif turn in self._turns:
-                self._end_turn(run, turn, resumes=False)
+            self._device.give(needs.turn, kv)  # even after an error: a prompt waits
+        self._telemetry.recalled_tokens += sum(span.num_tokens for span in kv.spans)
 
     def _result(self, run: Run) -> TurnResult:
         result = run.result()
@@ -400,73 +445,3 @@ class Engine(EnginePort):
         tenants.count_tokens("cached", run.key.tenant, num_cached)
         tenants.count_tokens("prefilled", run.key.tenant, num_prefilled)
         return result
-
-    async def _follow(self, run: Run, turn: Turn, publish: Publish | None) -> bool:
-        """Submit a turn and publish its tokens until it ends.
-
-        Returns False if another turn must continue the request.
-        """
-        submitted_s, drawn_s = monotonic(), None
-        self._submitted[turn] = None
-        self._device.submit(turn)
-        while True:
-            events = [await run.events.get()]
-            while not run.events.empty():
-                events.append(run.events.get_nowait())
-            sampled = [event for event in events if isinstance(event, Sampled)]
-            if sampled:
-                drawn_s = drawn_s or monotonic()
-                run.first_token_s = run.first_token_s or monotonic()
-                if publish is not None:
-                    await publish(joined([event.chunk for event in sampled]))
-            if isinstance(events[-1], Faulted | Finished):
-                run.phases += on_device(turn, submitted_s, drawn_s)
-            end = events[-1]
-            if isinstance(end, Faulted) and isinstance(end.error, LostKvError) and self._is_over(run, turn):
-                end = Finished(turn, turn.num_cached, 0)  # the answer is complete, only its KV is lost
-            match end:
-                case Faulted(_, NoRoomError() as error):
-                    raise NoMemoryError(str(error)) from error
-                case Faulted(_, LostPastError() | LostKvError()) if run.admitted is not None:
-                    return False
-                case Faulted(_, CutOffError() as error):
-                    raise error
-                case Faulted(_, error):
-                    raise DeviceFaultError(repr(error)) from error
-                case Finished(_, num_cached, live_bytes):
-                    self._finder.rates.prefilled(turn.num_prefilled, turn.prefill_s)
-                    run.count(turn, num_cached, live_bytes)
-                    over = turn.answer is None or turn.answer.finish_reason is not None
-                    if self._stopping and not (over and run.is_complete):
-                        raise StoppingError
-                    return run.admitted is None
-
-    async def _serve(self, run: Run, reads: TaskGroup) -> None:
-        """Start a read from SSD for each KV request of a run's turn, until cancelled.
-
-        Must be a task: with sniffio installed, anyio cannot start a task from a callback of the loop.
-        """
-        while True:
-            reads.start_soon(self._read, await run.needs.get(), run)
-
-    async def _read(self, needs: NeedsKv, run: Run) -> None:
-        num_recalled = await self._finder.read(needs, run)
-        self._telemetry.recalled_tokens += num_recalled
-
-    async def _admitted(self, run: Run, num_context: int) -> bool:
-        """Wait for the memory that a turn is likely to need; return False if the run is cancelled."""
-        if run.admitted is None:
-            if self._stopping:
-                raise StoppingError
-            self._grants.ask(run, num_context)
-        try:
-            return run.admitted is not None and await run.admitted
-        finally:
-            run.admitted = None
-
-    def _stop_run(self, run: Run) -> None:
-        """End a run's turn and keep the tokens drawn; a turn not yet submitted is never submitted."""
-        run.is_halted = True
-        if run.turn in self._submitted:
-            self._device.cancel(run.turn)
-        resolve(run.room, granted=False)

@@ -1,19 +1,20 @@
 """Finds the KV that a turn can reuse: its own or another session's KV on the device, or a prefix on SSD.
 
-Owns the resources of a turn until the turn ends: snapshots protected from eviction from disk, and device
-memory reserved for a restore. Event loop only.
+Makes the `Turn` with its plan, and owns its resources until the turn ends: snapshots protected from eviction
+from disk, and device memory reserved for a restore. Event loop only.
 """
 
 from __future__ import annotations
 
 import asyncio
-from itertools import chain
+from contextlib import asynccontextmanager
+from itertools import chain as chained
 from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from cache.names.blocks import Span
 from worker.device.memory import GROWTH_TOKENS
-from worker.device.turn import KvRead
+from worker.device.turn import KvRead, Turn, TurnPlan
 from worker.observe.traces import Phase
 
 from .rates import Rates
@@ -21,16 +22,17 @@ from .residency import LEAST_SHARED
 from .run import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import AsyncIterator, Collection
 
     import mlx.core as mx
 
     from cache.names.policy import Policy
-    from cache.names.tokens import Chain
-    from cache.store import Store
+    from cache.names.tokens import Chain, Tokens
+    from cache.store import Store, StoredPast
     from turnkeep_client.subjects import SessionKey
     from worker.device.device import Device
-    from worker.device.turn import NeedsKv, Turn
+    from worker.device.request import TurnRequest
+    from worker.device.turn import NeedsKv
 
     from .admission import Ledger
     from .run import Run
@@ -46,6 +48,42 @@ PATIENCE_S: Final = 30.0
 _RESTORE_TRIES: Final = 2
 
 
+class TurnSnapshots:
+    """The snapshots of a turn's context, protected from eviction until `release`."""
+
+    def __init__(self, store: Store, chain: Chain, context: Tokens) -> None:
+        self._store = store
+        self._chain = chain
+        self._context = context
+        self._prefix = store.hold(chain, context)
+        self._past: StoredPast | None = None
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """The positions where the stored pieces of the last, partial block start and end."""
+        return self._prefix.edges
+
+    def release(self) -> None:
+        """End the protection."""
+        if self._past is not None:
+            self._store.end_past(self._past)
+        self._store.release(self._prefix)
+
+    async def read(self, needs: NeedsKv) -> KvRead:
+        """Read from SSD the KV that the running turn requests."""
+        past, spans = None, tuple[Span, ...]()
+        tensors: dict[str, mx.array] = {}
+        if needs.num_past:
+            past = await self._store.past(self._chain, self._context, needs.num_past, PATIENCE_S)
+            prefix = self._store.hold(self._chain, self._context)
+            self.release()
+            self._prefix, self._past = prefix, past
+        if needs.spans:
+            tokens = needs.turn.request.tokens(needs.spans[-1].end)
+            spans, tensors = await self._store.recall(self._chain, tokens, needs.spans)
+        return KvRead(past, spans, tensors)
+
+
 class Finder:
     """Finds reusable KV for the turns of one device."""
 
@@ -57,117 +95,117 @@ class Finder:
         #: The measured speeds of restoring and prefilling.
         self.rates = Rates()
 
-    def release(self, run: Run) -> None:
-        """End a run's protection of snapshots on disk, and its reservation of device memory."""
-        if self._store is not None and run.past is not None:
-            self._store.end_past(run.past)
-        if self._store is not None and run.prefix is not None:
-            self._store.release(run.prefix)
-        if run.room is not None:
-            self._device.release_room(run.key)
-        run.prefix = run.past = run.room = None
+    @asynccontextmanager
+    async def found(
+        self, run: Run, submitted: Collection[Turn]
+    ) -> AsyncIterator[tuple[Turn, TurnSnapshots | None]]:
+        """Find the longest reusable KV for a run's next turn, restore it if it is on SSD, and make the turn.
 
-    async def find(
-        self, turn: Turn, run: Run, busy: Collection[SessionKey], submitted: Iterable[Turn]
-    ) -> None:
-        """Find the longest reusable KV for a turn, restore it if it is on SSD, and set the turn's fields.
-
-        `busy` are the sessions whose turns have reserved memory; `submitted` are the turns on the device.
+        `submitted` are the turns on the device. Until the context ends, the turn's snapshots are protected
+        from eviction, and memory for a restore is reserved. Without a store there are none.
         """
-        resident = self._residency.tokens(turn.key)
+        request, snapshots = run.request, None
+        try:
+            plan, num_usable, num_found = self._on_device(request, submitted)
+            if self._store is None or request.embedding is not None:
+                turn = Turn(request, plan, run.place_s, num_granted=run.num_granted)
+            else:
+                found = num_usable, num_found
+                turn, snapshots = await self._on_disk(self._store, run, plan, *found)
+            yield turn, snapshots
+        finally:
+            if snapshots is not None:
+                snapshots.release()
+            if run.room is not None:
+                self._device.release_room(run.key)
+            run.room = None
+
+    def _on_device(self, request: TurnRequest, submitted: Collection[Turn]) -> tuple[TurnPlan, int, int]:
+        """Plan which KV on the device a turn reuses; return how many tokens' KV it can use, and will find."""
         # KV that cannot be trimmed must leave the context's last token for the turn to run.
-        num_usable = len(turn.context) - (not self._device.kv(turn.policy).is_plain)
-        num_usable = min(num_usable, len(turn.reusable))
-        num_kept = min(resident.num_common(turn.context), num_usable)
-        turn.num_kept = self._residency.num_usable(turn.key, num_kept, turn.policy)
-        turn.source, num_shared = self._find_source(turn, busy, submitted)
-        if self._store is None or turn.embedding is not None:
-            return
-        found = max(turn.num_kept, num_shared)
-        least = _least(found)
-        turn.chain = self._store.chain(turn.key.tenant, turn.policy, turn.context)
-        if num_usable > least and not self._device.kv(turn.policy).is_plain:  # for example after a rewind
-            usable = turn.context[:num_usable]
-            await self._store.settle(turn.chain, usable, least, SETTLE_S, run.waits_no_more)
+        num_usable = len(request.context) - (not self._device.kv(request.policy).is_plain)
+        num_usable = min(num_usable, len(request.reusable))
+        num_kept = min(self._residency.tokens(request.key).num_common(request.context), num_usable)
+        num_kept = self._residency.num_usable(request.key, num_kept, request.policy)
+        source, num_shared = self._find_source(request, num_kept, submitted)
+        return TurnPlan(num_kept, source=source), num_usable, max(num_kept, num_shared)
+
+    async def _on_disk(
+        self, store: Store, run: Run, plan: TurnPlan, num_usable: int, num_found: int
+    ) -> tuple[Turn, TurnSnapshots]:
+        """Restore a turn's KV if the disk has more of it, and plan which of it to save."""
+        request, phases = run.request, list[Phase]()
+        num_restored, tensors = 0, None
+        usable, least = request.context[:num_usable], _least(num_found)
+        chain = store.chain(request.tenant, request.policy, request.context)
         if num_usable > least:
-            await self._fetch(self._store, turn.chain, turn, num_usable, found)
-            await self._restore(self._store, turn.chain, turn, run, num_usable, found)
-        self._hold(self._store, turn.chain, turn, run)
+            if not self._device.kv(request.policy).is_plain:  # for example after a rewind
+                await store.settle(chain, usable, least, SETTLE_S, run.waits_no_more)
+            phases += await self._fetch(store, chain, usable, num_found)
+            num_restored, tensors = await self._restore(store, chain, run, usable, num_found, phases)
+        snapshots = TurnSnapshots(store, chain, request.context)
+        spans = store.wanted(chain, request.context[: request.target - request.target % chain.block])
+        plan = TurnPlan(
+            plan.num_kept,
+            num_restored,
+            plan.source if tensors is None else None,
+            tuple(spans),
+            snapshots.edges,
+            chain,
+            tuple(phases),
+        )
+        return Turn(request, plan, run.place_s, tensors, run.num_granted), snapshots
 
     async def _restore(
-        self, store: Store, chain: Chain, turn: Turn, run: Run, num_usable: int, num_found: int
-    ) -> None:
-        """Restore the longest stored prefix, if that is faster than prefilling its tokens that lack KV."""
+        self, store: Store, chain: Chain, run: Run, usable: Tokens, num_found: int, phases: list[Phase]
+    ) -> tuple[int, dict[str, mx.array] | None]:
+        """Restore the longest stored prefix, if that is faster than prefilling its tokens that lack KV.
+
+        Returns how many tokens it has, and its arrays; (0, None) if nothing was restored. Adds the phases of
+        the reads to `phases`.
+        """
+        policy = run.request.policy
         for _ in range(_RESTORE_TRIES):
-            match = store.match(chain, turn.context[:num_usable])
+            match = store.match(chain, usable)
             found_s = monotonic()
             # Includes memory for the turn's first tokens, so that the caches need not be copied to grow.
-            room_tokens = min(len(turn.context) + 1, match.num_tokens + GROWTH_TOKENS)
-            size_bytes = self._device.kv(turn.policy).held(match.num_tokens)
+            room_tokens = min(len(run.request.context) + 1, match.num_tokens + GROWTH_TOKENS)
+            size_bytes = self._device.kv(policy).held(match.num_tokens)
             is_better = match.num_tokens > _least(num_found) and self.rates.should_restore(
                 size_bytes, match.num_tokens - num_found
             )
             has_room = False
             try:
-                has_room = is_better and await self._has_room(run, turn.policy, room_tokens)
+                has_room = is_better and await self._has_room(run, policy, room_tokens)
             finally:  # the wait may be cancelled
                 if not has_room:
                     store.release(match)
             if not has_room:
-                return
+                break
             restored = await store.load(match, room_tokens=room_tokens)
             if restored is not None:
                 self.rates.restored(restored.size_bytes, restored.seconds)
-                turn.restores.append(Phase("restore", found_s, monotonic(), restored.num_tokens))
+                phases.append(Phase("restore", found_s, monotonic(), restored.num_tokens))
                 if restored.num_tokens > num_found:
-                    turn.restored, turn.num_restored = restored.tensors, restored.num_tokens
-                    turn.source = None
-                return
+                    return restored.num_tokens, restored.tensors
+        return 0, None
 
-    async def _fetch(self, store: Store, chain: Chain, turn: Turn, num_usable: int, num_found: int) -> None:
+    async def _fetch(self, store: Store, chain: Chain, usable: Tokens, num_found: int) -> list[Phase]:
         """Fetch blocks of the context that only the remote tier has, if that is faster than prefilling."""
         asked_s = monotonic()
-        there = await store.find_remote(chain, turn.context[:num_usable])
+        there = await store.find_remote(chain, usable)
         if there is None:
-            return
-        held = self._device.kv(turn.policy).held
+            return []
+        held = self._device.kv(chain.policy).held
         size_bytes = held(there.num_tokens) - held(there.num_stored)
-        if self.rates.should_fetch(size_bytes, there.num_tokens - max(there.num_stored, num_found)):
-            num_bytes, seconds = await store.fetch(there)
-            self.rates.fetched(num_bytes, seconds)
-            turn.restores.append(Phase("fetch", asked_s, monotonic()))
-
-    def _hold(self, store: Store, chain: Chain, turn: Turn, run: Run) -> None:
-        """Protect a context's stored blocks from eviction until the turn ends; set which blocks to store."""
-        run.prefix = store.hold(chain, turn.context)
-        turn.edges = run.prefix.edges
-        end = len(turn.context) - (turn.answer is None)  # an append does not run its last token
-        turn.spans = store.wanted(chain, turn.context[: end - end % chain.block])
-
-    async def read(self, needs: NeedsKv, run: Run) -> int:
-        """Read from SSD the KV that a running turn requests; return how many tokens of chunks were read.
-
-        The snapshots that the prompt reads are protected from eviction until the turn ends.
-        """
-        turn, past, spans = needs.turn, None, tuple[Span, ...]()
-        tensors: dict[str, mx.array] = {}
-        try:
-            if self._store is None or turn.chain is None:
-                raise AssertionError("without a store no turn needs KV from it")
-            if needs.num_past:
-                past = await self._store.past(turn.chain, turn.context, needs.num_past, PATIENCE_S)
-                held = self._store.hold(turn.chain, turn.context)
-                self.release(run)
-                run.prefix, run.past = held, past
-            if needs.spans:
-                tokens = turn.tokens(needs.spans[-1].end)
-                spans, tensors = await self._store.recall(turn.chain, tokens, needs.spans)
-        finally:
-            self._device.give(turn, KvRead(past, spans, tensors))  # even after an error: a prompt waits
-        return sum(span.num_tokens for span in spans)
+        if not self.rates.should_fetch(size_bytes, there.num_tokens - max(there.num_stored, num_found)):
+            return []
+        num_bytes, seconds = await store.fetch(there)
+        self.rates.fetched(num_bytes, seconds)
+        return [Phase("fetch", asked_s, monotonic())]
 
     def _find_source(
-        self, turn: Turn, busy: Collection[SessionKey], submitted: Iterable[Turn]
+        self, request: TurnRequest, num_kept: int, submitted: Collection[Turn]
     ) -> tuple[SessionKey | None, int]:
         """Find the tenant's session whose KV, on the device or in prefill, covers the longest common prefix.
 
@@ -176,22 +214,23 @@ class Finder:
         """
         if not self._device.trimmable:  # such KV cannot be truncated to a prefix
             return None, 0
-        found, most, context = None, turn.num_kept + LEAST_SHARED - 1, turn.reusable
+        found, most, context = None, num_kept + LEAST_SHARED - 1, request.reusable
         if len(context) <= most:
             return None, 0
-        alike = self._residency.alike(turn.key.tenant, context)
+        busy = {claim.key for claim in self._ledger.running}
+        alike = self._residency.alike(request.tenant, context)
         idle = ((key, self._residency.tokens(key)) for key in alike if key not in busy)
-        others = (other for other in submitted if other.key != turn.key)  # not its own abandoned turn
-        running = ((other.key, other.context) for other in others if other.policy == turn.policy)
-        for key, tokens in chain(idle, running):
-            if key.tenant != turn.key.tenant or min(len(tokens), len(context)) <= most:
+        others = (turn.request for turn in submitted if turn.request.key != request.key)  # not its abandoned
+        running = ((other.key, other.context) for other in others if other.policy == request.policy)
+        for key, tokens in chained(idle, running):
+            if key.tenant != request.tenant or min(len(tokens), len(context)) <= most:
                 continue
             # Compare one token first: most sessions differ there.
             if not (tokens.holds(most) and context.holds(most)):
                 continue
             if tokens[most] != context[most] or (num := tokens.num_common(context)) <= most:
                 continue
-            if key in busy or self._residency.num_usable(key, num, turn.policy):
+            if key in busy or self._residency.num_usable(key, num, request.policy):
                 found, most = key, num
         return found, most if found else 0
 

@@ -16,8 +16,6 @@ from .admission import Admission, Claim
 from .run import Run, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from cache.kv.size import KvSize
     from worker.device.device import Device
 
@@ -36,16 +34,13 @@ class Grants:
         self,
         device: Device,
         ledger: Ledger,
-        stop: Callable[[Run], None],
         kv: KvSize,
         piece_tokens: int,
         max_tenant_bytes: int | None,
     ) -> None:
-        """`stop`, called to pause a run, ends the run's turn and keeps the tokens so far."""
         self.runs: dict[Claim, Run] = {}
         self._device = device
         self._ledger = ledger
-        self._stop = stop
         self._kv = kv
         self._piece_tokens = piece_tokens
         self._admission = Admission(ledger, max_tenant_bytes)
@@ -59,10 +54,11 @@ class Grants:
         """Grant freed memory to waiting runs."""
         self._apply(self._admission.decide())
 
-    def ask(self, run: Run, num_tokens: int) -> None:
-        """Request memory for a run's next turn of `num_tokens` tokens, and release the run's reservation."""
+    def ask(self, run: Run) -> None:
+        """Request memory for a run's next turn, and release the run's reservation."""
+        num_likely = grown(len(run.request.context) + LIKELY_TOKENS)
         run.is_halted = False
-        run.num_granted, run.num_asked = 0, min(grown(num_tokens + LIKELY_TOKENS), run.num_most)
+        run.num_granted, run.num_asked = 0, min(num_likely, run.num_most)
         run.admitted = asyncio.get_running_loop().create_future()
         self._apply(self._admission.begin(run, self._price(run)))
 
@@ -71,8 +67,10 @@ class Grants:
         # A rewound session keeps its memory until its turn ends: trimming frees nothing.
         num_tokens = max(run.num_asked, len(self._ledger.residency.tokens(run.key)))
         # Caches grow by more than a token at a time: many short prompts hold more than their tokens' KV.
-        allocated = self._kv.under(run.policy).held(grown(num_tokens), ahead=self._piece_tokens)
-        return max(min(allocated, self._ledger.max_bytes), self._kv.under(run.policy).held(num_tokens))
+        allocated = self._kv.under(run.request.policy).held(grown(num_tokens), ahead=self._piece_tokens)
+        return max(
+            min(allocated, self._ledger.max_bytes), self._kv.under(run.request.policy).held(num_tokens)
+        )
 
     def grow(self, run: Run, num_tokens: int) -> None:
         """Request more memory for a run at `num_tokens` tokens, if it may soon need more than it has.
@@ -89,6 +87,13 @@ class Grants:
         """Release a run's memory; its session now counts as idle, with its resident KV."""
         self._apply(self._admission.release(run))
 
+    def stop(self, run: Run) -> None:
+        """End a run's turn and keep the tokens drawn; a turn not yet submitted is never submitted."""
+        run.is_halted = True
+        if run.turn is not None:
+            self._device.cancel(run.turn)
+        resolve(run.room, granted=False)
+
     def _apply(self, decision: Decision) -> None:
         for key in decision.dropped:
             self._device.drop(key)
@@ -101,4 +106,4 @@ class Grants:
         for claim in decision.paused:
             run = self.runs[claim]
             log.info("pausing a turn for want of memory", session=str(claim.key))
-            self._stop(run)
+            self.stop(run)

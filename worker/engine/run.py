@@ -1,6 +1,6 @@
-"""Holds the state of one call of `Engine.run`: its request, resources and progress. Event loop only.
+"""Holds the state of one call of `Engine.run`: its request, memory and events. Event loop only.
 
-The engine owns the runs. `admission` orders them as `Claim`s; `finding` sets the resources that they hold.
+The engine owns the runs. `admission` orders them as `Claim`s, `grants` gives them memory, `finding` finds KV.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ from .port import TurnResult
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cache.names.policy import Policy
-    from cache.store import HeldPrefix, StoredPast
     from worker.device.request import TurnRequest
-    from worker.device.turn import NeedsKv, Turn, TurnEvent
+    from worker.device.turn import NeedsKv, Turn, TurnCost, TurnEvent
 
 #: How often a turn may start again after failed evaluations, if no token was drawn in between; or because the
 #: disk lacks KV, if no more of it was found in between.
@@ -41,13 +39,12 @@ def resolve(waiting: asyncio.Future[bool] | None, *, granted: bool) -> None:
 class Run(Claim):
     """A request's turn on the device, or several turns if it is paused and continued.
 
-    The session may grow to `num_most` tokens, has memory for `num_granted`, and requests it for `num_asked`.
-    The future `admitted` is the request for that memory, `room` the request for a restore's memory; the
-    result True grants it. The snapshots `prefix` and `past` stay on disk until the turn ends; `needs` are
-    requests for KV that the device has sent and nobody has read yet.
+    `request` is what is left to do. The session may grow to `num_most` tokens, has memory for `num_granted`,
+    and requests it for `num_asked`. The future `admitted` is the request for that memory, `room` the request
+    for a restore's memory; the result True grants it.
     """
 
-    asked: TurnRequest
+    request: TurnRequest
     num_most: int
     cancelled: Callable[[], bool]
     phases: list[Phase]
@@ -55,11 +52,9 @@ class Run(Claim):
     num_granted: int = 0
     admitted: asyncio.Future[bool] | None = None
     room: asyncio.Future[bool] | None = None
-    prefix: HeldPrefix | None = None
-    past: StoredPast | None = None
-    needs: asyncio.Queue[NeedsKv] = field(default_factory=asyncio.Queue)
-    turn: Turn | None = None
+    turn: Turn | None = None  # the turn on the device
     events: asyncio.Queue[TurnEvent] = field(default_factory=asyncio.Queue)  # not handled yet
+    needs: asyncio.Queue[NeedsKv] = field(default_factory=asyncio.Queue)  # requests for KV, not read yet
     num_cached: int = 0  # tokens of the turn's context that have KV
     num_generated: int = 0
     is_halted: bool = False  # must end, or pause
@@ -78,14 +73,18 @@ class Run(Claim):
     first_token_s: float | None = None
 
     @property
-    def policy(self) -> Policy:
-        """The session's cache policy."""
-        return self.asked.policy
-
-    @property
     def is_stopped(self) -> bool:
         """Whether the run was cancelled and must end."""
         return self.is_cancelled or self.cancelled()
+
+    @property
+    def progress(self) -> Progress:
+        """The progress of the run's turn: its tokens with KV, and its drawn tokens."""
+        return Progress(
+            cached_tokens=self.num_cached,
+            context_tokens=len(self.request.context),
+            generated_tokens=self.num_generated,
+        )
 
     def begin(self, num_found: int) -> None:
         """Note that a turn of the run begins with the KV of `num_found` tokens."""
@@ -93,27 +92,23 @@ class Run(Claim):
         if num_found > self.num_found:
             self.num_found, self.num_gaps = num_found, 0
 
-    def progress(self, turn: Turn) -> Progress:
-        """Return the progress of the run's `turn`: its tokens with KV, and its drawn tokens."""
-        return Progress(
-            cached_tokens=self.num_cached,
-            context_tokens=len(turn.context),
-            generated_tokens=self.num_generated,
-        )
+    def drew(self, index: int) -> None:
+        """Note that the device has drawn the answer's token number `index`, from 0."""
+        self.num_generated, self.num_lost = index + 1, 0
 
     def waits_no_more(self) -> bool:
         """Say whether the run must stop waiting, since it must end or pause."""
         return self.is_halted or self.is_stopped
 
-    def count(self, turn: Turn, num_cached: int, live_bytes: int) -> None:
+    def count(self, request: TurnRequest, cost: TurnCost, live_bytes: int) -> None:
         """Add an ended turn to the run's cost. Tokens that are prefilled again after a pause count once."""
-        if self.num_covered < turn.num_prompt:
-            num_reused = min(turn.num_reused, turn.num_prompt)
+        if self.num_covered < request.num_prompt:
+            num_reused = min(cost.num_reused, request.num_prompt)
             self.num_reused = num_reused if self.num_reused is None else min(self.num_reused, num_reused)
-            self.num_covered = max(self.num_covered, min(num_cached, turn.num_prompt))
-        self.prefill_s += turn.prefill_s
+            self.num_covered = max(self.num_covered, min(cost.num_cached, request.num_prompt))
+        self.prefill_s += cost.prefill_s
         self.live_bytes = live_bytes
-        self.is_complete = num_cached >= turn.target
+        self.is_complete = cost.num_cached >= request.target
 
     def may_start_again(self, error: Exception) -> bool:
         """Count a failed turn's error, and say whether the turn may start again.
@@ -144,11 +139,11 @@ class Run(Claim):
         )
 
 
-def on_device(turn: Turn, submitted_s: float, drawn_s: float | None) -> list[Phase]:
+def on_device(request: TurnRequest, cost: TurnCost, submitted_s: float, drawn_s: float | None) -> list[Phase]:
     """List an ended turn's phases on the device, for traces; its first token was drawn at `drawn_s`."""
     now_s = monotonic()
-    phases = [Phase("prefill", submitted_s, drawn_s or now_s, turn.num_prefilled)]
-    if drawn_s is not None:
-        num_drawn = len(turn.answer.tokens) - (len(turn.context) - turn.num_prompt) if turn.answer else 0
-        phases.append(Phase("decode", drawn_s, now_s, num_drawn))
-    return [*phases, *turn.cuts]
+    phases = [Phase("prefill", submitted_s, drawn_s or now_s, cost.num_prefilled)]
+    if drawn_s is not None and request.answer is not None:
+        num_forced = len(request.context) - request.num_prompt
+        phases.append(Phase("decode", drawn_s, now_s, len(request.answer.tokens) - num_forced))
+    return [*phases, *cost.cuts]

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from cache.names.errors import CutOffError
-from worker.device.turn import SnapshotCut, Turn
+from worker.device.request import TurnRequest
+from worker.device.turn import SnapshotCut, Turn, TurnPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,25 +72,26 @@ class Saving:
         """Queue a snapshot in the store; `run` is the run of its turn, None for an idle session."""
         if run.is_forgotten if run is not None else cut.turn is not self._copied:
             return  # the session may have been erased
+        request, chain = cut.turn.request, cut.turn.plan.chain
         try:
-            tokens = cut.turn.tokens(cut.span.end)
-            chain = cut.turn.chain or self._store.chain(cut.turn.tenant, cut.turn.policy)
-            if self._store.save(chain, tokens, cut.span, cut.tensors) and cut.turn is self._copied:
-                self._lacking[cut.turn.key] = 0.0
+            tokens = request.tokens(cut.span.end)
+            is_queued = chain is not None and self._store.save(chain, tokens, cut.span, cut.tensors)
+            if is_queued and cut.turn is self._copied:
+                self._lacking[request.key] = 0.0
         except Exception:
             # An exception would skip the next event of the step, which may be the turn's end.
-            log.exception("a snapshot was not saved", session=str(cut.turn.key))
+            log.exception("a snapshot was not saved", session=str(request.key))
 
-    def end_turn(self, turn: Turn) -> None:
-        """Note the session of a turn that has ended if the index lacks some of its KV.
+    def end_turn(self, key: SessionKey, num_uncut: int) -> None:
+        """Note a session whose turn has ended if the index lacks some of its KV.
 
-        The turn's `spans` that found no room in the queue count as dropped.
+        The turn's `num_uncut` snapshots that found no room in the queue count as dropped.
         """
-        self.discard(turn.key)
-        if turn.spans:
-            self._store.skip(len(turn.spans))
-        if self._missing(turn.key):
-            self._note(turn.key)
+        self.discard(key)
+        if num_uncut:
+            self._store.skip(num_uncut)
+        if self._missing(key):
+            self._note(key)
 
     def end_copy(self, turn: Turn) -> None:
         """Note that the device has copied what it could of an idle session."""
@@ -100,7 +102,7 @@ class Saving:
     def discard(self, key: SessionKey) -> None:
         """Save nothing more of a session whose KV has left the device or must not be stored."""
         self._lacking.pop(key, None)
-        if self._copied is not None and self._copied.key == key:
+        if self._copied is not None and self._copied.request.key == key:
             self._copied = None
 
     async def run(self) -> None:
@@ -173,7 +175,8 @@ class Saving:
         if not num_fitting and not self._store.is_idle:
             return False
         chain = self._store.chain(key.tenant, policy, tokens)
-        self._copied = Turn(key, tokens, policy=policy, chain=chain, spans=spans[: max(num_fitting, 1)])
+        plan = TurnPlan(chain=chain, spans=tuple(spans[: max(num_fitting, 1)]))
+        self._copied = Turn(TurnRequest(key, tokens, policy), plan)
         self._lacking[key] = time.monotonic() + _RETRY_S
         self._copy_spans(self._copied)
         return True

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from anyio import Event, move_on_after
 
-from worker.device.order import SHORT_TOKENS, has_place, place
+from worker.device.request import SHORT_TOKENS, has_place, place
 from worker.engine.port import StoppingError
 from worker.process.clock import monotonic
 
