@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import mlx.core as mx
@@ -30,6 +29,7 @@ from .room import Room, RoomRequest
 from .scheduler import Scheduler
 from .served_model import ServedModel
 from .step_chooser import StepChooser
+from .step_figures import StepFigures
 from .turn import (
     Copied,
     Dropped,
@@ -41,7 +41,6 @@ from .turn import (
     Prefilled,
     ResidentKv,
     Sampled,
-    StepReport,
     Turn,
 )
 
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 
     from .scheduler import Step
     from .step_chooser import ChosenStep
-    from .turn import KvRead
+    from .turn import KvRead, StepReport
 
 log = structlog.get_logger()
 
@@ -63,14 +62,6 @@ log = structlog.get_logger()
 _MOST_LOST: Final = 3
 #: How many evaluations in a row may report one failure: command buffers in flight report it again.
 _MOST_REPORTS: Final = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Cost:
-    """The time at which a step began, and the bytes that MLX held then."""
-
-    began_s: float
-    active_bytes: int
 
 
 class Runner:
@@ -120,8 +111,7 @@ class Runner:
         self._paging = Paging(self._scheduler, self._batch, block_tokens, self._emit)
         self._events: list[Event] = []
         self._turns: dict[Turn, None] = {}  # submitted and not ended, in order of submission
-        self._peak = 0
-        self._num_decoded = 0
+        self._figures = StepFigures(self._batch.speculation)
         self._num_lost = 0  # failed evaluations since the last step that succeeded
         if device.warms_up:
             self.served.warm_up(block_tokens)
@@ -153,15 +143,15 @@ class Runner:
 
     def _step(self, *, undisturbed: bool) -> float:
         """Choose, run and report a step; then make snapshots while the event loop publishes the tokens."""
-        cost = self._begin_cost()
+        self._figures.begin()
         choice = self._chooser.choose()
         self._run_step(choice.step, undisturbed=undisturbed)
         self._give_up(choice)
-        step_s = time.perf_counter() - cost.began_s
+        step_s = self._figures.step_s
         self._start_ready()
-        self._hand_over(
-            len(choice.step.decode), step_s, choice.scratch_bytes, self._learn(choice, step_s, cost)
-        )
+        measured_bytes = self._figures.measured_bytes()
+        self._learn(choice, step_s, measured_bytes)
+        self._hand_over(choice, step_s, measured_bytes)
         self.cutter.cut_blocks(choice.step)
         self._ask(choice.step)
         return choice.pause_s
@@ -172,19 +162,12 @@ class Runner:
             if turn.request.policy.recall and turn in self._scheduler:
                 self._guarded(turn, self._paging.ask)
 
-    def _begin_cost(self) -> _Cost:
-        self._peak = max(self._peak, mx.get_peak_memory())  # for example a restore between two steps
-        mx.reset_peak_memory()
-        return _Cost(time.perf_counter(), mx.get_active_memory())
-
-    def _learn(self, choice: ChosenStep, step_s: float, cost: _Cost) -> int:
-        """Correct later estimates by a step's time and memory; return its bytes besides weights and KV."""
-        measured = mx.get_peak_memory() - max(cost.active_bytes, mx.get_active_memory())
+    def _learn(self, choice: ChosenStep, step_s: float, measured_bytes: int) -> None:
+        """Correct later estimates by a step's time and memory."""
         num_tokens = sum(num for _, num in choice.step.prefill)
         if num_tokens or not self._batch.has_drafted:  # a step with prompts has no costly drafts
             self._pace.learn(len(choice.step.decode), num_tokens, step_s)
-        self._chooser.learn(choice, measured)
-        return measured
+        self._chooser.learn(choice, measured_bytes)
 
     def _give_up(self, choice: ChosenStep) -> None:
         """Fail the prompt `choice.hopeless`, if there is one, since it can never fit into memory."""
@@ -201,7 +184,7 @@ class Runner:
         except RuntimeError as error:
             self._survive(error)
         if self._events:
-            self._hand_over(0, 0.0, 0, 0)
+            self._hand_over()
 
     def submit(self, turn: Turn) -> None:
         """Add a turn. An error fails the turn and drops its KV; it never ends the thread."""
@@ -266,26 +249,10 @@ class Runner:
             " shorten the session, or raise device_memory"
         )
 
-    def _hand_over(self, num_rows: int, step_s: float, estimated: int, measured: int) -> None:
-        events, self._events = tuple(self._events), []
-        active = mx.get_active_memory()
-        self._peak = max(self._peak, mx.get_peak_memory(), active)
-        num_decoded, self._num_decoded = self._num_decoded, 0
-        self._report(
-            StepReport(
-                events,
-                num_rows,
-                num_decoded,
-                step_s,
-                active,
-                self._peak,
-                estimated,
-                measured,
-                self._batch.speculation.num_drafted,
-                self._batch.speculation.num_accepted,
-                self._batch.speculation.saved_s,
-            )
-        )
+    def _hand_over(self, choice: ChosenStep | None = None, step_s: float = 0.0, measured: int = 0) -> None:
+        report = self._figures.report(self._events, choice, step_s, measured)
+        self._events.clear()
+        self._report(report)
 
     def _guarded(self, turn: Turn, action: Callable[[Turn], None]) -> None:
         """Run `action` on a turn. An error fails the turn and drops its KV; it never ends the thread."""
@@ -458,7 +425,7 @@ class Runner:
             return
         for drawn in row.drawn:
             turn.num_cached += num_decoded
-            self._num_decoded += num_decoded
+            self._figures.num_decoded += num_decoded
             if num_decoded:
                 self.cutter.note_block(turn)
             self._emit(Sampled(turn, answer.push(*drawn)))

@@ -245,20 +245,21 @@ class NoRoomError(Exception):
 class StepReport:
     """The outcome of one step, and the device's memory after it.
 
-    `num_decoded` tokens were drawn for the `num_rows` answers that were running. Since the start,
-    `num_drafted` counts draft tokens, `num_accepted` accepted draft tokens, and `saved_s` the seconds that
-    drafts have saved.
-    `estimated_bytes` is the estimate for the step besides weights and KV, `measured_bytes` the measurement.
+    `num_decoded` tokens were drawn for the `num_rows` answers that were running. `estimated_bytes` is the
+    estimate for the step besides weights and KV, `measured_bytes` the measurement; `highest_bytes` are both
+    of the step with the highest measurement since the start. Since then, `num_drafted` counts draft tokens,
+    `num_accepted` accepted draft tokens, and `saved_s` the seconds that drafts have saved.
     """
 
-    events: tuple[Event, ...]
-    num_rows: int
-    num_decoded: int
-    step_s: float
-    active_bytes: int
-    peak_bytes: int
-    estimated_bytes: int
-    measured_bytes: int
-    num_drafted: int
-    num_accepted: int
-    saved_s: float
+    events: tuple[Event, ...] = ()
+    num_rows: int = 0
+    num_decoded: int = 0
+    step_s: float = 0.0
+    active_bytes: int = 0
+    peak_bytes: int = 0
+    estimated_bytes: int = 0
+    measured_bytes: int = 0
+    highest_bytes: tuple[int, int] = (0, 0)
+    num_drafted: int = 0
+    num_accepted: int = 0
+    saved_s: float = 0.0

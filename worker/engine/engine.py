@@ -45,7 +45,6 @@ from .grants import Grants
 from .port import DeviceFaultError, EnginePort, NoMemoryError, StoppingError, TurnResult
 from .run import Run, on_device, resolve
 from .saving import Saving
-from .step_figures import StepFigures
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,7 +108,8 @@ class Engine(EnginePort):
         loop = asyncio.get_running_loop()
         device.listen(lambda report: loop.call_soon_threadsafe(self._handle, report))
         self._stopping = False
-        self.steps = StepFigures(telemetry)
+        #: The last report of the device.
+        self.report = StepReport()
 
     @property
     def max_bytes(self) -> int:
@@ -263,7 +263,15 @@ class Engine(EnginePort):
 
     def _handle(self, report: StepReport) -> None:
         """Handle the device thread's report of one step."""
-        self.steps.note(report)
+        self.report, telemetry = report, self._telemetry
+        if report.num_rows:
+            telemetry.batch_size.observe(report.num_rows)
+            telemetry.decoding_s += report.step_s
+            per_token_s = report.step_s * report.num_rows / max(report.num_decoded, 1)
+            telemetry.time_per_output_token.observe(per_token_s, report.num_decoded)
+        telemetry.draft_tokens = report.num_drafted
+        telemetry.accepted_draft_tokens = report.num_accepted
+        telemetry.draft_saved_s = report.saved_s
         for event in report.events:
             self._handle_event(event)
 
