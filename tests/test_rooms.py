@@ -177,11 +177,11 @@ def test_the_worker_packages_process_and_observe_import_no_other_part_of_the_wor
     assert {floor: imported_floors("worker", floor) for floor in GROUND} == GROUND
 
 
-def test_sessions_import_of_engine_and_device_only_the_port_a_turn_s_request_and_the_order() -> None:
+def test_sessions_import_of_engine_and_device_only_the_port_and_a_turn_s_request() -> None:
     paths = (ROOT / "worker" / "sessions").glob("*.py")
     used = set().union(*(imports(path, of_types=True) for path in paths))
     seen = {tuple(one.split(".")[1:3]) for one in used if one.startswith(("worker.engine", "worker.device"))}
-    assert seen == {("engine", "port"), ("device", "request"), ("device", "order")}
+    assert seen == {("engine", "port"), ("device", "request")}
 
 
 def test_the_worker_imports_nothing_of_the_cache_but_cache_names_cache_kv_and_cache_store():
@@ -253,6 +253,61 @@ def test_worker_and_commands_start_tasks_only_in_task_groups_except_one_listed_m
 
 def attributes(path: Path) -> list[ast.Attribute]:
     return [node for node in parsed(path) if isinstance(node, ast.Attribute)]
+
+
+#: The classes of a request on its way through engine and device, by the names of their variables: the file
+#: that declares each, and the only packages that may write its fields.
+ON_THE_WAY = {
+    "request": ("worker/device/request.py", "TurnRequest", set()),
+    "plan": ("worker/device/turn.py", "TurnPlan", set()),
+    "turn": ("worker/device/turn.py", "Turn", {"device"}),
+    "row": ("worker/batch/rows.py", "Row", {"device", "batch"}),
+    "run": ("worker/engine/run.py", "Run", {"engine"}),
+}
+#: Variables of other classes that have a field of the same name.
+NOT_ON_THE_WAY = {"pages", "embedding", "cutter"}
+
+
+def fields_of(file: str, kind: str) -> set[str]:
+    """Return the fields that a dataclass declares."""
+    found = next(node for node in parsed(ROOT / file) if isinstance(node, ast.ClassDef) and node.name == kind)
+    return {node.target.id for node in found.body if isinstance(node, ast.AnnAssign)}
+
+
+def writers() -> dict[tuple[str, str], set[str]]:
+    """Return, for each variable and field that engine, device and batch assign, the files that do.
+
+    `self` counts as the variable of the class on the way that the file declares.
+    """
+    own = {file: name for name, (file, _, _) in ON_THE_WAY.items()}
+    found: dict[tuple[str, str], set[str]] = {}
+    for path in [
+        path for package in ("engine", "device", "batch") for path in (ROOT / "worker" / package).glob("*.py")
+    ]:
+        file = str(path.relative_to(ROOT))
+        for node in attributes(path):
+            name = ast.unparse(node.value).rpartition(".")[2]
+            if isinstance(node.ctx, ast.Store) and (name != "self" or file in own):
+                found.setdefault((own[file] if name == "self" else name, node.attr), set()).add(file)
+    return found
+
+
+def test_no_field_on_the_way_of_a_turn_is_written_on_both_threads() -> None:
+    """What crosses threads is a value: request, plan, event or command. A field of a run has one file."""
+    found = writers()
+    names = set().union(*(fields_of(file, kind) for file, kind, _ in ON_THE_WAY.values()))
+    strange = {name for name, field in found if field in names} - {*ON_THE_WAY, *NOT_ON_THE_WAY}
+    assert not strange, "give these variables the names of their classes"
+    for name, (file, kind, packages) in ON_THE_WAY.items():
+        by_field = {field: found.get((name, field), set()) for field in fields_of(file, kind)}
+        assert {one.split("/")[1] for files in by_field.values() for one in files} == packages, kind
+        assert kind != "Run" or max(map(len, by_field.values())) == 1, by_field
+
+
+def test_the_event_loop_reads_of_a_turn_only_its_request_and_its_plan() -> None:
+    nodes = [node for path in (ROOT / "worker" / "engine").glob("*.py") for node in attributes(path)]
+    read = {node.attr for node in nodes if ast.unparse(node.value).rpartition(".")[2] == "turn"}
+    assert read == {"request", "plan"}
 
 
 def circle(*, of_types: bool) -> str:

@@ -196,8 +196,8 @@ def told(decision: Decision) -> list[str]:
 def test_a_turn_larger_than_all_memory_never_fits_and_one_that_fits_later_waits() -> None:
     ledger = Ledger(CAPACITY)
     admission = Admission(ledger)
-    assert ledger.ever_fits(CAPACITY)
-    assert not ledger.ever_fits(CAPACITY + 1)
+    claim = Claim(key("a"), 0, 0.0)
+    assert (ledger.excess(claim, CAPACITY), ledger.excess(claim, CAPACITY + 1)) == (0, 1)
     first = begin(admission, "a", 60)
     begin(admission, "b", 60)
     assert said == []
@@ -597,7 +597,7 @@ async def test_an_abandoned_turn_keeps_its_memory_and_sends_the_next_turn_none_o
     assert engine.ledger.used_bytes >= engine.size_bytes(256), "the device still has it"
     again, following = answered(engine, "s", 20, 5, Sampling(1.0))
     await until(lambda: again.tokens)
-    assert engine.ledger.residency.num_idle == 0, "the next turn uses what the abandoned one has left"
+    assert engine.ledger.num_resident == 1, "the next turn uses what the abandoned one has left"
     outcome = await following
     assert outcome is not None
     assert len(again.tokens) == 5

@@ -126,6 +126,21 @@ def test_a_session_cancelled_while_it_waits_for_a_shared_prefix_keeps_its_own_kv
     assert waiting.num_prefilled == 0
 
 
+def test_a_session_cancelled_while_it_waits_ends_once_even_if_its_turn_cannot_start(make_rig, model) -> None:
+    rig = make_rig(model)
+    model.holds = lambda tokens: True
+    first = generate(with_end(7, 5), 8, name="a")
+    rig.device.submit(first)
+    assert model.arrived.acquire(timeout=20)
+    waiting = shared("b", [*with_end(4, 6), 10**6], 8, "a")
+    rig.device.submit(waiting)
+    rig.device.cancel(waiting)
+    model.holds = lambda tokens: False
+    model.go_on.release()
+    rig.finish(first, waiting)
+    assert isinstance(rig.end(waiting), Faulted)
+
+
 def test_a_changed_source_session_shares_only_equal_tokens_and_a_missing_one_shares_none(
     make_rig, model
 ) -> None:

@@ -199,8 +199,9 @@ class Formula:
     async def erase(self, *_: Any) -> Any:
         return SimpleNamespace(num_snapshots=0, settled=True)
 
-    def ever_fits(self, _: int) -> bool:
-        return True
+    @property
+    def max_bytes(self) -> int:
+        return 0
 
 
 class Outbox:

@@ -150,9 +150,6 @@ class Device(EnginePort):
     def size_bytes(self, num_tokens: int, policy: Policy = FULL) -> int:
         return num_tokens * _KV_BYTES
 
-    def ever_fits(self, size_bytes: int) -> bool:
-        return size_bytes <= _MOST_BYTES
-
     def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
         return _KV_BYTES * self.resident.get(key, as_tokens()).num_common(tokens)
 

@@ -222,10 +222,10 @@ class Runner:
     def cancel(self, turn: Turn) -> None:
         """End a turn and keep its tokens so far; no effect on a turn that has ended."""
         if turn in self._scheduler or turn in self._paging:
-            self._or_fault_all(turn, self._end)
+            self._guarded(turn, self._end, leaves_batch=True)
         elif self._sharing.stop_waiting(turn):
             self._guarded(turn, self._start)  # so that the session's KV stays resident
-            self._or_fault_all(turn, self._end)
+            self._guarded(turn, self._end, leaves_batch=True)
 
     def grant(self, turn: Turn, num_tokens: int) -> None:
         """Let a turn grow to `num_tokens` tokens."""
@@ -254,8 +254,11 @@ class Runner:
         self._events.clear()
         self._report(report)
 
-    def _guarded(self, turn: Turn, action: Callable[[Turn], None]) -> None:
-        """Run `action` on a turn. An error fails the turn and drops its KV; it never ends the thread."""
+    def _guarded(self, turn: Turn, action: Callable[[Turn], None], *, leaves_batch: bool = False) -> None:
+        """Run `action` on a turn. An error fails the turn and drops its KV; it never ends the thread.
+
+        If the turn leaves the batch, the error fails all running answers: merged KV may be half changed.
+        """
         if turn not in self._turns:  # it failed when another turn's evaluation failed
             return
         try:
@@ -263,7 +266,10 @@ class Runner:
         except machine.DeviceError:
             raise
         except Exception as error:  # noqa: BLE001  # whatever MLX or a model raises
-            self._fault_all((turn,), error)
+            turns = (turn, *self._scheduler.decoding) if leaves_batch else (turn,)
+            if leaves_batch:
+                self._batch.clear()
+            self._fault_all(turns, error)
 
     def _survive(self, error: RuntimeError) -> None:
         """Drop all KV if the error means that KV is lost; otherwise raise it, which ends the thread."""
@@ -307,7 +313,9 @@ class Runner:
         return False
 
     def _fault(self, turn: Turn, error: Exception) -> None:
-        self._turns.pop(turn, None)
+        if turn not in self._turns:  # it has ended
+            return
+        del self._turns[turn]
         if isinstance(error, LostPastError):
             log.warning("a turn lacks KV on disk", session=str(turn.request.key), error=str(error))
         elif not isinstance(error, NoRoomError | CutOffError | LostKvError):
@@ -430,13 +438,13 @@ class Runner:
                 self.cutter.note_block(turn)
             self._emit(Sampled(turn, answer.push(*drawn)))
             if answer.finish_reason is not None or turn.num_left <= 0:
-                self._or_fault_all(turn, self._end)
+                self._guarded(turn, self._end, leaves_batch=True)
                 return
 
     def _is_sound(self, turn: Turn) -> bool:
         """Say whether a row's tokens were drawn from finite logits; if not, fail the turn."""
         if turn.row is not None and not turn.row.is_sound:
-            self._or_fault_all(turn, self._break_off)
+            self._guarded(turn, self._break_off, leaves_batch=True)
             return False
         return True
 
@@ -444,20 +452,6 @@ class Runner:
         if turn.row is not None:
             self._batch.remove(turn.row)
         self._fault(turn, UnsoundError())
-
-    def _or_fault_all(self, turn: Turn, end: Callable[[Turn], None]) -> None:
-        """Call `end` to end a turn; if `end` raises, fail the turn and every running answer.
-
-        The answers fail because their merged KV may be half changed.
-        """
-        try:
-            end(turn)
-        except machine.DeviceError:
-            raise
-        except Exception as error:  # noqa: BLE001  # whatever MLX raises
-            turns = turn, *self._scheduler.decoding
-            self._batch.clear()
-            self._fault_all(turns, error)
 
     def _fault_all(self, turns: Iterable[Turn], error: Exception) -> None:
         """Fail `turns`; after an error that loses KV, fail every turn and drop all KV."""
@@ -484,5 +478,5 @@ class Runner:
             layers.shrink(caches)
             self.room.put(turn.request.key, ResidentKv(caches, turn.request.tokens(turn.num_cached)))
             live_bytes, earliest = layers.live_bytes(caches), layers.earliest(caches)
-        self._turns.pop(turn, None)
+        del self._turns[turn]
         self._emit(Finished(turn, turn.cost, live_bytes, turn.num_cached if earliest is None else earliest))

@@ -60,21 +60,23 @@ class Ledger:
     @property
     def used_bytes(self) -> int:
         """Bytes reserved by running turns and held by idle sessions."""
-        return self._reserved_bytes + self.residency.idle_bytes
+        in_use = sum(self.residency.size_bytes(key) for key in self.busy)
+        return self._reserved_bytes + self.residency.num_bytes - in_use
 
     @property
     def num_resident(self) -> int:
         """Number of sessions that hold KV on the device."""
-        return len(self._reserved) + self.residency.num_idle
+        return len(self._reserved) + len(self._idle())
+
+    @property
+    def busy(self) -> set[SessionKey]:
+        """The sessions of which a turn has reserved memory; all others are idle."""
+        return {claim.key for claim in self._reserved}
 
     @property
     def running(self) -> tuple[Claim, ...]:
         """The turns that have reserved memory."""
         return tuple(self._reserved)
-
-    def ever_fits(self, size_bytes: int) -> bool:
-        """Say whether a turn of this size could run alone on the device."""
-        return size_bytes <= self.max_bytes
 
     def reserved(self, claim: Claim) -> int:
         """Return the bytes that a turn has reserved."""
@@ -95,28 +97,28 @@ class Ledger:
         """
         if self.excess(claim, size_bytes) > 0:
             return None
-        self.residency.use(claim.key)
         self._reserved_bytes += size_bytes - self._reserved.pop(claim, 0)
         self._reserved[claim] = size_bytes
-        victims = []
+        victims: list[SessionKey] = []
+        idle = iter(self._idle())
         while self.used_bytes > self.max_bytes:
-            victims.append(self.residency.pop_oldest())
+            victims.append(next(idle))
+            self.residency.pop(victims[-1])
         return victims
 
     def release(self, claim: Claim) -> None:
         """End a turn's reservation, if it has one.
 
-        The turn's session then counts as idle, with the bytes of its resident KV; but not if its next turn
-        has reserved memory, while the device ran a turn that nobody waited for.
+        Unless its next turn has reserved memory by now, the session then counts as idle, with the bytes of
+        its resident KV, and as the most recently used one.
         """
         if claim in self._reserved:
             self._reserved_bytes -= self._reserved.pop(claim)
-            if not self.is_reserved(claim.key):
-                self.residency.unuse(claim.key)
+            self.residency.touch(claim.key)
 
-    def is_reserved(self, key: SessionKey) -> bool:
-        """Say whether a turn of this session has reserved memory."""
-        return any(claim.key == key for claim in self._reserved)
+    def _idle(self) -> list[SessionKey]:
+        busy = self.busy
+        return [key for key in self.residency.sessions() if key not in busy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class Admission:
     Otherwise the turn waits for older turns, and younger turns may use the remaining memory.
 
     New turns come next. Of the first turns of all priorities, the one with the lowest `place_s` (see
-    `sessions.order`) comes first; within a priority, tenants rotate, each with its lowest `place_s` first. A
+    `request.place`) comes first; within a priority, tenants rotate, each with its lowest `place_s` first. A
     new turn that would bring its tenant above `max_tenant_bytes` waits until it fits, or until it is the
     tenant's only turn; other turns of the tenant overtake it only if their `place_s` is at most 10 s higher.
 

@@ -134,10 +134,6 @@ class Engine(EnginePort):
         """Return the bytes of device memory that the KV of `num_tokens` takes."""
         return self._kv.under(policy).held(num_tokens)
 
-    def ever_fits(self, size_bytes: int) -> bool:
-        """Say whether a turn of this size could run alone on the device."""
-        return self.ledger.ever_fits(size_bytes)
-
     def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
         """Count the bytes of a session's KV on the device that cover a prefix of `tokens`."""
         return self._kv.under(policy).live(self._residency.tokens(key).num_common(tokens))
@@ -278,7 +274,7 @@ class Engine(EnginePort):
     def _handle_event(self, event: Event) -> None:
         match event:
             case Prefilled(turn, num_cached):
-                self._turns[turn].num_cached = num_cached
+                self._turns[turn].prefilled(num_cached)
             case Sampled():
                 self._sampled(event)
             case NeedsKv(turn):  # not in the queue of `events`: publishing those waits while NATS is away
@@ -331,8 +327,6 @@ class Engine(EnginePort):
             size_bytes = self.size_bytes(num_cached, request.policy)
             tokens = request.tokens(num_cached)
             self._residency.put(request.key, tokens, size_bytes, end.earliest, request.policy)
-            if self.ledger.is_reserved(request.key):  # by this turn, or the session's next one
-                self._residency.use(request.key)
             if self._saving is not None and end.turn.plan.chain is not None:
                 self._saving.end_turn(request.key, end.cost.num_uncut)
 
@@ -356,17 +350,14 @@ class Engine(EnginePort):
             if self._stopping:
                 raise StoppingError
             self._grants.ask(run)
-        try:
-            is_admitted = run.admitted is not None and await run.admitted
-        finally:
-            run.admitted = None
-        if is_admitted:
+        if is_admitted := await self._grants.granted(run):
             run.phases.append(Phase("queue", asked_s, monotonic()))
         return is_admitted
 
     async def _run_turn(self, run: Run, publish: Publish | None) -> bool:
         """Run a turn whose memory is granted; return False if another turn must continue its request."""
-        begun_s, run.num_cached = monotonic(), 0
+        begun_s = monotonic()
+        run.begin(0)
         async with self._finder.found(run, self._turns) as (turn, snapshots):
             restores, num_found = turn.plan.restores, max(turn.plan.num_kept, turn.plan.num_restored)
             run.begin(num_found)

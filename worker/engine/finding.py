@@ -217,7 +217,7 @@ class Finder:
         found, most, context = None, num_kept + LEAST_SHARED - 1, request.reusable
         if len(context) <= most:
             return None, 0
-        busy = {claim.key for claim in self._ledger.running}
+        busy = self._ledger.busy
         alike = self._residency.alike(request.tenant, context)
         idle = ((key, self._residency.tokens(key)) for key in alike if key not in busy)
         others = (turn.request for turn in submitted if turn.request.key != request.key)  # not its abandoned

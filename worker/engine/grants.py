@@ -62,6 +62,13 @@ class Grants:
         run.admitted = asyncio.get_running_loop().create_future()
         self._apply(self._admission.begin(run, self._price(run)))
 
+    async def granted(self, run: Run) -> bool:
+        """Wait for the memory that `ask` has requested; return False if the run is cancelled meanwhile."""
+        try:
+            return run.admitted is not None and await run.admitted
+        finally:
+            run.admitted = None
+
     def _price(self, run: Run) -> int:
         """Return the bytes to request for a run: the size of its KV at `num_asked` tokens."""
         # A rewound session keeps its memory until its turn ends: trimming frees nothing.

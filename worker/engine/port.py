@@ -101,9 +101,6 @@ class EnginePort(Protocol):
     def size_bytes(self, num_tokens: int, policy: Policy = FULL) -> int:
         """Return the bytes of device memory that the KV of `num_tokens` takes."""
 
-    def ever_fits(self, size_bytes: int) -> bool:
-        """Whether KV of this size fits onto a device that holds no other KV."""
-
     def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
         """Return the bytes of KV on the device that a session with these tokens can reuse."""
 

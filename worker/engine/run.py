@@ -92,6 +92,10 @@ class Run(Claim):
         if num_found > self.num_found:
             self.num_found, self.num_gaps = num_found, 0
 
+    def prefilled(self, num_cached: int) -> None:
+        """Note that the first `num_cached` tokens of the context have KV."""
+        self.num_cached = num_cached
+
     def drew(self, index: int) -> None:
         """Note that the device has drawn the answer's token number `index`, from 0."""
         self.num_generated, self.num_lost = index + 1, 0

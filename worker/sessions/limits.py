@@ -119,7 +119,7 @@ class Limits:
             )
         needed = self._engine.size_bytes(num_prompt + room, policy)
         smaller = "shorten the session" if policy.window is None else "open it with a smaller window"
-        if not self._engine.ever_fits(needed):
+        if needed > self._engine.max_bytes:
             raise RefusedError(
                 "memory_exceeded",
                 f"{num_prompt} tokens and room for {room} more take {needed} bytes of KV, the limit is "
