@@ -313,7 +313,7 @@ class Engine(EnginePort):
                     run.needs.put_nowait(event)
                 return
             case Sampled(_, chunk):
-                self._telemetry.generated_tokens += 1
+                self._telemetry.totals.generated_tokens += 1
                 self._telemetry.tenants.count_tokens("generated", turn.tenant)
                 if run is not None:
                     run.num_generated = chunk.i + 1
@@ -397,8 +397,8 @@ class Engine(EnginePort):
     def _result(self, run: Run) -> TurnResult:
         result = run.result()
         num_cached, num_prefilled = result.num_cached, result.num_prefilled
-        self._telemetry.cached_tokens += num_cached
-        self._telemetry.prefilled_tokens += num_prefilled
+        self._telemetry.totals.cached_tokens += num_cached
+        self._telemetry.totals.prefilled_tokens += num_prefilled
         tenants = self._telemetry.tenants
         tenants.count_tokens("cached", run.key.tenant, num_cached)
         tenants.count_tokens("prefilled", run.key.tenant, num_prefilled)
@@ -454,7 +454,7 @@ class Engine(EnginePort):
 
     async def _read(self, needs: NeedsKv, run: Run) -> None:
         num_recalled = await self._finder.read(needs, run)
-        self._telemetry.recalled_tokens += num_recalled
+        self._telemetry.totals.recalled_tokens += num_recalled
 
     async def _admitted(self, run: Run, num_context: int) -> bool:
         """Wait for the memory that a turn is likely to need; return False if the run is cancelled."""
