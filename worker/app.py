@@ -68,7 +68,7 @@ from .observe.tracing import start_traces
 from .process.concurrency import in_thread, shielded, step_in_thread, task_group
 from .process.constants import CONSTANTS
 from .process.datadir import DataDir
-from .process.keys import cache_access, remote_tier
+from .process.keys import cache_codec, remote_tier
 from .reports import Needs, State
 from .sessions.attachments import Attachments
 
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.js import JetStreamContext
 
-    from cache.store import Access, Tier
+    from cache.store import Codec, Tier
     from turnkeep_client.messages import Metrics
     from turnkeep_client.subjects import SessionKey
     from worker.cluster.erasures import Copies
@@ -190,8 +190,8 @@ class App:
                 weights_loaded=self._weights_loaded,
             )
             await self._start_traces(stack)
-            access = cache_access(settings)
-            tier = await step_in_thread(self._starting, remote_tier, settings, access)
+            codec = cache_codec(settings)
+            tier = await step_in_thread(self._starting, remote_tier, settings, codec)
             directory = self._directory or DataDir.open(
                 settings.data_dir, settings.worker, settings.nats_place
             )
@@ -206,7 +206,7 @@ class App:
             names = await streams.ensure(js, self._subjects, settings, self._constants)
             self._maker = await self._model.name()
             await self._members.name_model(digests_of(self._maker))
-            await self._open_store(directory, access, tier, stack)
+            await self._open_store(directory, codec, tier, stack)
             if self._store is None:
                 self._has_unopened = await in_thread(may_hold, directory.snapshots)
             await self._serve(nc, js, names)
@@ -252,7 +252,7 @@ class App:
     async def _open_store(
         self,
         directory: DataDir,
-        access: Access,
+        codec: Codec,
         tier: Tier | None,
         stack: contextlib.AsyncExitStack,
     ) -> None:
@@ -278,7 +278,7 @@ class App:
                 min_free_bytes=settings.min_free_disk,
                 keep_behind=self._constants.keep_behind,
                 model=self._model.loaded.name,
-                access=access,
+                codec=codec,
                 tier=tier,
             )
         except (OSError, CacheError, sqlite3.Error) as error:

@@ -15,7 +15,7 @@ from nats.js.errors import NotFoundError
 from raw_wire import LONG, Start, Wire, append, generate
 
 import turnkeep_client.wire
-from cache.names.marks import Erased
+from cache.names.marks import ErasureProgress
 from tests.simulation import device
 from tests.simulation.world import Server
 from turnkeep_client.messages import Append, Close, Closed, encode, failure
@@ -884,7 +884,7 @@ async def test_a_worker_away_for_longer_than_notes_are_kept_drops_all_kv_once_it
         return len(running) > 1
 
     monkeypatch.setattr(disk, "clear", clear)
-    disk.note_erased(Erased(app._erasures._log, 0, erasures.time() - 8 * 86400.0))
+    disk.note_erased(ErasureProgress(app._erasures._log, 0, erasures.time() - 8 * 86400.0))
     asked = await w.publish("busy", generate("g", **LONG))
     await app._erasures.note(SessionKey("default", "another"), disk[SessionKey("default", "idle")], 0, ("d",))
     await asyncio.sleep(1)

@@ -17,7 +17,7 @@ import structlog
 from cache.names.errors import CutOffError, LostPastError
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
-from cache.store import Forgotten
+from cache.store import ErasureResult
 from turnkeep_client.messages import Progress, joined
 from worker.batch.rows import Embedding
 from worker.device.order import place
@@ -255,7 +255,7 @@ class Engine(EnginePort):
             self.forget(key)
         return set(filter(is_meant, busy))
 
-    async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
+    async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> ErasureResult:
         """Drop a session's KV from the device and its snapshots from SSD, within 2 s.
 
         Keeps the snapshots of the first `shared` tokens. Everything that is not in use is dropped before the
@@ -263,7 +263,7 @@ class Engine(EnginePort):
         """
         self.forget(key)
         if self._store is None:
-            return Forgotten(0, settled=not self._has_unopened)
+            return ErasureResult(0, settled=not self._has_unopened)
         return await self._store.erase(key.tenant, tokens, _ERASE_S, shared=shared)
 
     def stop(self) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
-    from cache.store import Forgotten
+    from cache.store import ErasureResult
     from turnkeep_client.messages import Chunk, Progress
     from turnkeep_client.subjects import SessionKey
     from worker.device.request import TurnRequest
@@ -119,7 +119,7 @@ class EnginePort(Protocol):
         Returns those of them whose turn is under way; they keep their KV.
         """
 
-    async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
+    async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> ErasureResult:
         """Drop a session's KV from the device and its snapshots from SSD. Takes 2 s at most.
 
         The snapshots of the first `shared` tokens stay. The rest is dropped before the first await.

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from cache.names.tokens import Tokens
-    from cache.store import Forgotten
+    from cache.store import ErasureResult
     from turnkeep_client.messages import (
         CallPart,
         FinishReason,
@@ -391,7 +391,7 @@ async def erase_all(
     removed, whether all is settled, and of how many tokens of each sequence the KV stays.
     """
     shares: list[int] = []
-    done: list[Forgotten] = []
+    done: list[ErasureResult] = []
     for tokens, after in zip_longest(had, had[1:]):
         # No await between count and removal: a session that shares the tokens may be forgotten any time.
         shares.append(max(await shared(tokens), after.num_common(tokens) if after is not None else 0))

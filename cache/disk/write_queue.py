@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cache.names.identity import Identity
-    from cache.names.marks import Erased
+    from cache.names.marks import ErasureProgress
     from cache.names.snapshot import ModelLayout
 
     from .catalog import Catalog
@@ -132,7 +132,7 @@ class _Job:
 
 
 @dataclass(slots=True)
-class Freed:
+class FreedSpace:
     """What the removal of files did to the file system's free bytes, measured just before and after it."""
 
     removed_bytes: int
@@ -164,7 +164,7 @@ class Counts:
     written_bytes: int = 0
 
 
-class Writer(Generic[NodeT]):
+class WriteQueue(Generic[NodeT]):
     """The event loop's interface to the writer thread. Calls `on_end` on the event loop once per write."""
 
     def __init__(
@@ -188,7 +188,7 @@ class Writer(Generic[NodeT]):
         self.free_bytes = free_bytes
         self.quarantined_bytes = quarantined_bytes
         #: Called on the event loop after each removal of files.
-        self.on_removed: Callable[[Freed], None] = lambda _: None
+        self.on_removed: Callable[[FreedSpace], None] = lambda _: None
         self._folder = folder
         self._catalog = catalog
         self._on_end = on_end
@@ -269,7 +269,7 @@ class Writer(Generic[NodeT]):
             self._jobs.put(_Job(_nothing))
 
     def _put_removal(self, rows: list[Row], work: Callable[[], None]) -> None:
-        freed = Freed(sum(row.size_bytes for row in rows))
+        freed = FreedSpace(sum(row.size_bytes for row in rows))
         self.unlinking_bytes += freed.removed_bytes
         self._jobs.put(_Job(partial(self._removing, work, freed), partial(self._unlinked, freed)))
 
@@ -299,7 +299,7 @@ class Writer(Generic[NodeT]):
         if identity not in self._noted:
             self._jobs.put(_Job(partial(self._note_identity, identity, model)))
 
-    def note_erased(self, erased: Erased) -> None:
+    def note_erased(self, erased: ErasureProgress) -> None:
         """Queue a change of the catalog that stores how far a log's erasures are carried out."""
         self._jobs.put(_Job(partial(self._in_catalog, self._catalog.note_erased, [erased])))
 
@@ -345,7 +345,7 @@ class Writer(Generic[NodeT]):
         self._count(write)
         self._on_end(write)
 
-    def _unlinked(self, freed: Freed) -> None:
+    def _unlinked(self, freed: FreedSpace) -> None:
         self.unlinking_bytes -= freed.removed_bytes
         self.on_removed(freed)
 
@@ -441,7 +441,7 @@ class Writer(Generic[NodeT]):
             if write.fetched is not None:  # not synced: a load detects damage by a power failure
                 write.fetched.rename(path)
             elif encoded is not None:
-                snapshot_format.write(encoded, path, self._folder.access)
+                snapshot_format.write(encoded, path, self._folder.codec)
             if not self._end_if_abandoned(write):
                 self._folder.place(path, write.row.digest)
                 write.state = WriteState.DURABLE
@@ -458,7 +458,7 @@ class Writer(Generic[NodeT]):
         ):
             self._noted.add(identity)
 
-    def _removing(self, work: Callable[[], None], freed: Freed) -> None:
+    def _removing(self, work: Callable[[], None], freed: FreedSpace) -> None:
         with suppress(OSError):
             freed.before_bytes = self._folder.free_bytes()
         work()
@@ -482,10 +482,10 @@ class Writer(Generic[NodeT]):
     def _shorten(self, row: Row, layout: ModelLayout, identity: Identity, sizes: list[int]) -> None:
         path = self._folder.path(row.digest)
         try:
-            encoded = snapshot_format.shortened(path, row, layout, identity, self._folder.access)
+            encoded = snapshot_format.shortened(path, row, layout, identity, self._folder.codec)
             if encoded is not None:
                 with self._folder.placing(row.digest) as fresh:
-                    snapshot_format.write(encoded, fresh, self._folder.access)
+                    snapshot_format.write(encoded, fresh, self._folder.codec)
                     self._folder.place(fresh, row.digest)
             sizes.append(path.stat().st_size)
         except Exception as error:  # noqa: BLE001  # the thread must go on; the file stays valid

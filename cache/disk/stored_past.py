@@ -15,7 +15,7 @@ from cache.names.errors import LostPastError
 from cache.names.policy import PART
 from cache.names.snapshot import Only, layer_path
 
-from .restore import Wanted, restore
+from .chain_reader import Wanted, restore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from cache.names.policy import Policy
     from cache.names.snapshot import ModelLayout
 
+    from .chain_reader import ChainFile, ReadOutcome
     from .folder import Folder
-    from .readers import Readers
-    from .restore import ChainFile, ReadOutcome
+    from .read_threads import ReadThreads
 
     _Part: TypeAlias = tuple[Sequence[ChainFile], Future[ReadOutcome]]
 
@@ -52,7 +52,7 @@ class StoredPast:
     identity: bytes
     layout: ModelLayout
     policy: Policy
-    readers: Readers
+    readers: ReadThreads
     size_bytes: int = 0
     doubt: tuple[ChainFile, str] | None = None
     ahead: tuple[tuple[str, int], _Part] | None = None

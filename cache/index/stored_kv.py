@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from cache.disk.past import StoredPast
-from cache.disk.readers import Readers
-from cache.disk.restore import ChainFile, Wanted, release_thread, restore
+from cache.disk.chain_reader import ChainFile, Wanted, release_thread, restore
+from cache.disk.read_threads import ReadThreads
+from cache.disk.stored_past import StoredPast
 from cache.names.blocks import Span
 from cache.names.policy import FULL
 from cache.names.snapshot import CARRIER, Only, carried
@@ -26,16 +26,16 @@ from .prefixes import Prefixes
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from cache.disk.chain_reader import RestoredKv
     from cache.disk.folder import Folder
-    from cache.disk.restore import Restored
-    from cache.disk.writer import Writer
+    from cache.disk.write_queue import WriteQueue
     from cache.names.identity import Identity
     from cache.names.policy import Policy
     from cache.names.snapshot import ModelLayout
 
     from .index import Index
     from .nodes import Node
-    from .removal import Removal
+    from .remover import Remover
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -111,8 +111,8 @@ class Loading:
         self,
         folder: Folder,
         index: Index,
-        writer: Writer[Node],
-        removal: Removal,
+        writer: WriteQueue[Node],
+        removal: Remover,
         *,
         rejected: int,
         release: Callable[[Match], None],
@@ -125,11 +125,11 @@ class Loading:
         self._writer = writer
         self._removal = removal
         self._release = release
-        self._readers = Readers(_IO_THREADS, release_thread)
+        self._readers = ReadThreads(_IO_THREADS, release_thread)
         #: Whether the last load timed out: logged once per episode.
         self._hangs = False
 
-    async def load(self, form: Form, match: Match, room_tokens: int) -> Restored | None:
+    async def load(self, form: Form, match: Match, room_tokens: int) -> RestoredKv | None:
         """Read the KV that tokens after a match will see, and the state at its end; see `Store.load`."""
         carriers = form.carriers(match)
         num_carried = sum(span.num_tokens for span in carriers.values())
@@ -137,7 +137,7 @@ class Loading:
         files = form.files(match, seen, carriers, state=form.stateful)
         return await self._read(form, match, files, room_tokens=room_tokens, num_carried=num_carried)
 
-    async def recall(self, form: Form, match: Match, spans: tuple[Span, ...]) -> Restored | None:
+    async def recall(self, form: Form, match: Match, spans: tuple[Span, ...]) -> RestoredKv | None:
         """Read the KV of these spans only, for the layers to which the match's policy applies."""
         files = form.files(match, spans, {}, state=False)
         return await self._read(form, match, files, only=Only(match.policy, spans))
@@ -151,7 +151,7 @@ class Loading:
         room_tokens: int = 0,
         only: Only | None = None,
         num_carried: int = 0,
-    ) -> Restored | None:
+    ) -> RestoredKv | None:
         """Read the files of the `wanted` nodes, then release the match; None after a failure.
 
         A damaged file's snapshot is removed, with all snapshots that continue it.

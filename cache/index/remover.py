@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Literal
 
 import structlog
 
-from cache.disk.writer import DropReason, WriteState
+from cache.disk.write_queue import DropReason, WriteState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from cache.disk.rows import Row
-    from cache.disk.writer import Write, Writer
+    from cache.disk.write_queue import Write, WriteQueue
     from cache.names.identity import Identity
     from cache.names.snapshot import ModelLayout
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 _log = structlog.get_logger("turnkeep.cache")
 
 
-class Removal:
+class Remover:
     """Removes nodes from the index, and queues the removal of their files on the writer."""
 
-    def __init__(self, index: Index, writer: Writer[Node]) -> None:
+    def __init__(self, index: Index, writer: WriteQueue[Node]) -> None:
         self._index = index
         self._writer = writer
         #: Abandoned files that may be on disk, because a later save of the same snapshot was to replace them.

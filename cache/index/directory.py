@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from cache.disk.access import PLAIN
 from cache.disk.catalog import Catalog
+from cache.disk.codec import PLAIN
 from cache.disk.folder import Folder
-from cache.disk.writer import Writer
+from cache.disk.write_queue import WriteQueue
 
-from .reconciling import reconcile
+from .catalog_repair import reconcile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from cache.disk.access import Access
-    from cache.disk.writer import Write
-    from cache.names.marks import Erased
+    from cache.disk.codec import Codec
+    from cache.disk.write_queue import Write
+    from cache.names.marks import ErasureProgress
 
     from .index import Index
     from .nodes import Node
@@ -36,7 +36,7 @@ _MANY_ROWS: Final = 10_000
 
 
 @dataclass(slots=True)
-class Opened:
+class OpenDirectory:
     """The result of opening a directory. Folder and catalog are open, and belong to the writer from now on.
 
     `identities` are the model identities that have snapshots. `noted` are those that the catalog lists; if
@@ -48,16 +48,16 @@ class Opened:
     index: Index
     identities: set[bytes]
     noted: set[bytes]
-    erased: list[Erased]
+    erased: list[ErasureProgress]
     rejected: int
     quarantined_bytes: int
     free_bytes: int
 
     def writer(
         self, on_end: Callable[[Write[Node]], None], *, queue_bytes: int, monotonic: Callable[[], float]
-    ) -> Writer[Node]:
+    ) -> WriteQueue[Node]:
         """Start the writer thread for this directory, and return its interface."""
-        return Writer(
+        return WriteQueue(
             self.folder,
             self.catalog,
             queue_bytes=queue_bytes,
@@ -70,13 +70,13 @@ class Opened:
 
 
 def open_directory(
-    directory: Path, identity: bytes, model: str, clock: Callable[[], float], access: Access = PLAIN
-) -> Opened:
+    directory: Path, identity: bytes, model: str, clock: Callable[[], float], codec: Codec = PLAIN
+) -> OpenDirectory:
     """Lock a directory, build its index, and repair the catalog if it differs from the files. Blocking.
 
     Raises `DirectoryLockedError`, `SealedError`, `OSError`.
     """
-    folder = Folder(directory, access)
+    folder = Folder(directory, codec)
     with ExitStack() as stack:
         stack.callback(folder.close)
         folder.claim()
@@ -95,7 +95,7 @@ def open_directory(
             if model:
                 catalog.name_model(identity, model)
         noted = set(catalog.identities())
-        opened = Opened(
+        opened = OpenDirectory(
             folder,
             catalog,
             index,

@@ -75,7 +75,7 @@ class Wanted:
         states: States = ()
         if last.state:
             path = folder.path(last.digest)
-            states = snapshot_format.peek(path, last.digest, last.start, self.identity, folder.access)[1]
+            states = snapshot_format.peek(path, last.digest, last.start, self.identity, folder.codec)[1]
             self.model.check_states(states, self.num_tokens)
         return arrays.Blank(
             self.model.kv,
@@ -90,7 +90,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredKv:
     """The KV of the first `num_tokens` tokens: evaluated arrays, for `layers.rebuild` on the device thread.
 
     The arrays have unused room for more tokens, with undefined contents. Arrays of layers that see only some
@@ -110,7 +110,7 @@ class ReadOutcome:
     If `is_partial`, the next file is undamaged, but lacks sections that were evicted.
     """
 
-    restored: Restored | None
+    restored: RestoredKv | None
     num_read: int
     doubt: str | None
     is_partial: bool = False
@@ -156,7 +156,7 @@ def restore(
             if last.state and model.prove is not None:
                 model.prove(tensors, num_tokens)
             seconds, size_bytes = time.perf_counter() - started, sum(reading.sizes[:num_read])
-            restored = Restored(num_tokens, tensors, seconds, size_bytes)
+            restored = RestoredKv(num_tokens, tensors, seconds, size_bytes)
         except ValueError as error:
             num_read, doubt = len(files) - 1, str(error)
     if doubt is not None and not is_partial:
@@ -235,7 +235,7 @@ class _Reading:
             file.digest,
             file.start,
             self._identity,
-            self._folder.access,
+            self._folder.codec,
             layout=self._layout if file.carried is None else self._carrier_layout,
             places=self._places,
             carried=None if file.carried is None else (file.carried, self._carried),

@@ -25,8 +25,8 @@ from .index import Index
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from cache.disk.access import Access
     from cache.disk.catalog import Catalog
+    from cache.disk.codec import Codec
     from cache.disk.folder import Folder
     from cache.disk.rows import Columns
 
@@ -46,7 +46,7 @@ def reconcile(
     snapshot goes to quarantine. A file whose parent is missing is removed, since no search can find it.
     """
     stored = catalog.read()
-    if _is_in_order(stored, files, folder.access):
+    if _is_in_order(stored, files, folder.codec):
         index = Index(clock, stored)
         if index.is_whole:
             return index, 0, set()
@@ -54,7 +54,7 @@ def reconcile(
     return Index(clock, stored), doubtful, identities
 
 
-def _is_in_order(stored: list[Row], files: set[str], access: Access) -> bool:
+def _is_in_order(stored: list[Row], files: set[str], codec: Codec) -> bool:
     """Whether every row is intact and has a file, and every snapshot file has a row.
 
     SQLite has no checksums of its own, so all rows are verified, by column, without Python code for each.
@@ -65,21 +65,21 @@ def _is_in_order(stored: list[Row], files: set[str], access: Access) -> bool:
             return False
     except (TypeError, ValueError):  # fields of wrong types
         return False
-    there = {access.file_name(row.digest) for row in stored if row.size_bytes}  # gaps have no file
-    return there <= files and not any(map(access.digest_of, files - there))
+    there = {codec.file_name(row.digest) for row in stored if row.size_bytes}  # gaps have no file
+    return there <= files and not any(map(codec.digest_of, files - there))
 
 
 def _mended(
     folder: Folder, catalog: Catalog, rows: list[Row], files: set[str]
 ) -> tuple[list[Row], int, set[bytes]]:
-    access = folder.access
+    codec = folder.codec
     known = {
         row.digest: row
         for row in rows
-        if _is_right(row) and (access.file_name(row.digest) in files) == (row.size_bytes > 0)
+        if _is_right(row) and (codec.file_name(row.digest) in files) == (row.size_bytes > 0)
     }
     wrong = [row for row in rows if row.digest not in known]
-    strays = {digest for file in files if (digest := access.digest_of(file)) is not None} - known.keys()
+    strays = {digest for file in files if (digest := codec.digest_of(file)) is not None} - known.keys()
     adopted, identities = _adopted(folder, strays)
     doubtful = len(strays) - len(adopted)
     kept: dict[bytes, Row] = {}
@@ -106,7 +106,7 @@ def _adopted(folder: Folder, strays: set[bytes]) -> tuple[dict[bytes, Row], set[
     for digest in strays:
         try:
             path = folder.path(digest)
-            header, stat = read_header(path, folder.access), path.stat()
+            header, stat = read_header(path, folder.codec), path.stat()
         except (DoubtfulSnapshotError, OSError) as error:
             if is_lack(error):
                 raise

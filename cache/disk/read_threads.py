@@ -31,7 +31,7 @@ class _Job:
     future: Future[Any] = field(default_factory=Future)
 
 
-class Readers:
+class ReadThreads:
     """The I/O threads. A thread that has run a job calls `on_exit` before it ends."""
 
     def __init__(self, num_threads: int, on_exit: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
 """Reads and writes files, names and rows unencrypted; `sealing` overrides this for a directory with a key.
 
-`format`, `folder` and `catalog` use this module for every access. The module knows bytes and names, but
+`format`, `folder` and `catalog` use this module for every codec. The module knows bytes and names, but
 neither headers nor tensors.
 """
 
@@ -26,7 +26,7 @@ SEAL: Final = "sealed"
 _IS_DIGEST: Final = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}").fullmatch
 
 
-class Reader:
+class FileReader:
     """Reads an open file's contents from a position. Used by one thread."""
 
     def __init__(self, file: int) -> None:
@@ -55,7 +55,7 @@ class Reader:
         return bytes(found)
 
 
-class Writer:
+class FileWriter:
     """Writes a new file's contents. Used by one thread; its methods raise `OSError`."""
 
     def __init__(self, file: int) -> None:
@@ -71,7 +71,7 @@ class Writer:
         os.fsync(self._file)
 
 
-class Access:
+class Codec:
     """Reads and writes the files, names and catalog rows of a directory without encryption."""
 
     #: The contents of the file `SEAL`, which identify the key; empty without encryption.
@@ -94,13 +94,13 @@ class Access:
         """Return the size of a file, given the size of its contents."""
         return num_bytes
 
-    def reader(self, file: int, path: Path) -> Reader:  # noqa: ARG002  # subclasses use it
+    def reader(self, file: int, path: Path) -> FileReader:  # noqa: ARG002  # subclasses use it
         """Return a reader of an open file. Raises `DoubtfulSnapshotError`, `OSError`."""
-        return Reader(file)
+        return FileReader(file)
 
-    def writer(self, file: int, path: Path) -> Writer:  # noqa: ARG002
+    def writer(self, file: int, path: Path) -> FileWriter:  # noqa: ARG002
         """Return a writer for the open file of the snapshot whose digest is in `path`."""
-        return Writer(file)
+        return FileWriter(file)
 
     def hidden(self, digest: bytes) -> bytes:
         """Return a digest in the form that the catalog stores: unchanged here, encrypted in `Sealed`."""
@@ -130,7 +130,7 @@ class Access:
             raise SealedError(directory, "was written without a key; leave out cache_key_file")
 
 
-PLAIN: Final = Access()
+PLAIN: Final = Codec()
 
 
 def _has_contents(directory: Path) -> bool:

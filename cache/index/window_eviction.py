@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from .index import Index
     from .nodes import Node
-    from .removal import Removal
+    from .remover import Remover
 
 #: The most nodes that are checked in one step.
 _MOST_NODES: Final = 256
@@ -28,27 +28,27 @@ _MOST_NODES: Final = 256
 _MOST_SHORTENED: Final = 4
 
 
-class _Followed(NamedTuple):
-    """What `Behind` knows of a root that it follows: its snapshots' largest window, layout and identity."""
+class _WindowedRoot(NamedTuple):
+    """A followed root: the largest window, the layout and the identity of its snapshots."""
 
     windows: Policy
     layout: ModelLayout
     identity: Identity
 
 
-class Behind:
+class WindowEviction:
     """Evicts nodes that lie more than `keep_tokens` tokens before the end of every session; with None, none.
 
     A node is behind if its chain continues without a branch for `keep_tokens` more tokens, and for at least a
     window, and if no load or turn uses a node in this range. Nodes with sink tokens are never behind.
     """
 
-    def __init__(self, index: Index, removal: Removal, keep_tokens: int | None) -> None:
+    def __init__(self, index: Index, removal: Remover, keep_tokens: int | None) -> None:
         self._index = index
         self._removal = removal
         self._keep_tokens = keep_tokens
         #: The followed roots.
-        self._followed: dict[bytes, _Followed] = {}
+        self._followed: dict[bytes, _WindowedRoot] = {}
         #: Nodes that may be behind, to be checked.
         self._due: dict[Node, None] = {}
         if keep_tokens is not None:
@@ -67,12 +67,12 @@ class Behind:
             return
         if layout.states and layout.reach == FULL:
             return
-        self._followed[root] = _Followed(windows, layout, identity)
+        self._followed[root] = _WindowedRoot(windows, layout, identity)
         for node in self._index.children(root):
             self._due |= dict.fromkeys((*self._index.descendants(node), node))
 
     def evict(self, most: int) -> None:
-        """Evict up to `most` nodes that are behind (see `Behind`), or just their KV of windowed layers."""
+        """Evict up to `most` nodes that are behind or just their KV of windowed layers."""
         found: list[Node] = []
         for _ in range(min(len(self._due), _MOST_NODES)):
             if len(found) == most or self._removal.num_shortened == _MOST_SHORTENED:
@@ -102,7 +102,7 @@ class Behind:
         return False
 
     def _settled(self, node: Node) -> None:
-        """Queue nodes that may be behind (see `Behind`) after a node was stored, released or lost a child."""
+        """Queue nodes that may be behind after a node was stored, released or lost a child."""
         followed = self._followed.get(node.first.parent) if self._followed else None
         if followed is None:
             return

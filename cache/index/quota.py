@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 if TYPE_CHECKING:
-    from cache.disk.writer import Freed, Writer
+    from cache.disk.write_queue import FreedSpace, WriteQueue
 
-    from .behind import Behind
     from .index import Index
     from .nodes import Node
-    from .removal import Removal
+    from .remover import Remover
+    from .window_eviction import WindowEviction
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -45,15 +45,15 @@ class DiskUsage:
     evictable: int
 
 
-class Room:
+class Quota:
     """Keeps an index within the disk limits; `removal` does the evictions."""
 
     def __init__(
         self,
         index: Index,
-        writer: Writer[Node],
-        removal: Removal,
-        behind: Behind,
+        writer: WriteQueue[Node],
+        removal: Remover,
+        behind: WindowEviction,
         *,
         max_bytes: int,
         min_free_bytes: int,
@@ -96,7 +96,7 @@ class Room:
         self.check()
 
     def check(self) -> None:
-        """Schedule evictions if limits are exceeded, or if `Behind` may have snapshots to evict."""
+        """Schedule evictions if limits are exceeded, or if `WindowEviction` may have snapshots to evict."""
         if self._step is None and (self._behind or self._excess() > 0):
             self._step = self._loop.call_later(STEP_PAUSE_S, self._shrink)
 
@@ -132,7 +132,7 @@ class Room:
             self._no_effect_below = 0
         return self._no_effect_below > 0 and self._lacking() + size_bytes > 0
 
-    def _note_removed(self, freed: Freed) -> None:
+    def _note_removed(self, freed: FreedSpace) -> None:
         """Without effect, further evictions would only empty the cache: they wait until space is free."""
         lacks = freed.after_bytes < self.min_free_bytes and freed.removed_bytes > 0
         if not (lacks and freed.is_missing):
