@@ -560,9 +560,7 @@ class Session:
         while (known := await self.log.find_answered(request.id)) is not None:
             if (repeated := await self._repeated(request, pending, known)) is not None:
                 return repeated, history
-        if pending.cancelled and not isinstance(request, Generate):  # a generate may have published tokens
-            return withdrawn(pending, history, self.log.record.position), history
-        if pending.expired and not await self._is_streamed(pending):
+        if pending.stopped and not await self._is_streamed(pending):
             return withdrawn(pending, history, self.log.record.position), history
         if self.log.record.diverged is not None:
             return await self._end_diverged(request, pending, self.log.record.diverged)
