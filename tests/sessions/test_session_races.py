@@ -771,3 +771,24 @@ async def test_a_close_that_cancels_ends_the_running_and_the_waiting_request_bef
     await asyncio.wait_for(answering, 10)
     assert world.result(first).finish_reason == "cancelled"
     assert "cancelled before" in world.result(second).message
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+async def test_a_close_that_cancels_ends_the_request_whose_page_of_the_log_is_being_read(
+    world: World, monkeypatch: pytest.MonkeyPatch, is_read: bool
+) -> None:
+    """With `is_read` the session's log was read before."""
+    if is_read:
+        await world.ask(Append(id="before", text="one"))
+    seq, page = world.publish(Generate(id="a", text="one", max_tokens=9)), world.log.page
+
+    async def closed_behind_it(key: Any, kind: str, after: int) -> Any:
+        found = await page(key, kind, after)
+        if kind == "in":
+            monkeypatch.setattr(world.log, "page", page)
+            world.publish(Close(id="c", cancel=True))
+        return found
+
+    monkeypatch.setattr(world.log, "page", closed_behind_it)
+    await world.session.run()
+    assert world.result(seq).finish_reason == "cancelled"

@@ -28,7 +28,6 @@ from turnkeep_client.messages import (
     Generate,
     Generated,
     Open,
-    decode_request,
     decode_result,
     encode,
     failure,
@@ -166,9 +165,7 @@ class Session:
         """The first unanswered request that was read, else the delivered one; None if it is invalid."""
         if self.log.record.pending:
             return self.log.record.pending[0].request
-        with suppress(InvalidMessageError):
-            return decode_request(self.log.delivered.body) if self.log.delivered else None
-        return None
+        return self.log.delivered.request if self.log.delivered else None
 
     @property
     def first_waiting(self) -> int | None:
@@ -194,18 +191,14 @@ class Session:
         self._wake(self)
 
     def _end_before(self, delivery: Delivery) -> None:
-        """If the delivery is a close with `cancel`, cancel the waiting and running requests before it."""
-        if not self.log.record.pending:
-            return
-        request = None
-        with suppress(InvalidMessageError):
-            request = decode_request(delivery.body)
+        """If the delivery is a close with `cancel`, cancel the requests before it, also those being read."""
+        request = delivery.request
         if not (isinstance(request, Close) and request.cancel):
             return
         self.log.record.cancel_before(delivery.seq)
         if self.active is not None and self.active.cancelled:
             self._stop_active()
-        if self.log.record.pending[0].stopped:
+        if self.log.record.pending and self.log.record.pending[0].stopped:
             self._services.shares.admit(self.key)
 
     async def run(self) -> None:
@@ -560,9 +553,7 @@ class Session:
         while (known := await self.log.find_answered(request.id)) is not None:
             if (repeated := await self._repeated(request, pending, known)) is not None:
                 return repeated, history
-        if pending.cancelled and not isinstance(request, Generate):  # a generate may have published tokens
-            return withdrawn(pending, history, self.log.record.position), history
-        if pending.expired and not await self._is_streamed(pending):
+        if pending.stopped and not await self._is_streamed(pending):
             return withdrawn(pending, history, self.log.record.position), history
         if self.log.record.diverged is not None:
             return await self._end_diverged(request, pending, self.log.record.diverged)
