@@ -289,7 +289,6 @@ class World:
             attachments=self.attachments,
             outbox=self.outbox,  # type: ignore[arg-type]
             ack=self._release,
-            disown=lambda _: None,
             is_elsewhere=nothing,
             give_back=nothing,
             reading=Rotation(2),

@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 class Services:
     """The objects that every session uses.
 
-    `ack` acknowledges the deliveries of a session that has answered all its requests; `disown` notes that
-    another worker has stored a result of a session, `is_elsewhere` says whether another running worker has it
-    now, and `give_back` returns its deliveries. `shares` limits how many sessions of a tenant work at
-    once, `reading` how many logs are read at once, for whichever tenant. `build` is the header of every
-    result that names the worker, its version, device and precision.
+    `ack` acknowledges the deliveries of a session that has answered all its requests. `is_elsewhere` says
+    whether another running worker has a session now, and `give_back` returns its deliveries. `shares` limits
+    how many sessions of a tenant work at once, `reading` how many logs are read at once, for whichever
+    tenant. `build` is the header of every result that names the worker, its version, device and precision.
     """
 
     journal: Journal
@@ -44,7 +43,6 @@ class Services:
     telemetry: Telemetry
     attachments: Attachments
     ack: Callable[[SessionKey], Coroutine[Any, Any, None]]
-    disown: Callable[[SessionKey], None]
     is_elsewhere: Callable[[SessionKey], Awaitable[bool]]
     give_back: Callable[[SessionKey], Awaitable[None]]
     reading: Rotation

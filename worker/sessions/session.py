@@ -244,7 +244,7 @@ class Session:
                         return
                 else:
                     log.warning("this session was changed elsewhere; reading its log anew", why=str(error))
-                    self._drop_state()
+                    self.forget()
             except CutOffError:
                 self.log.reset(whole=True)  # a request needs an early part of the session
 
@@ -325,12 +325,7 @@ class Session:
         return _no_cancel(known.request.id, is_answered=True)
 
     def forget(self) -> None:
-        """Drop what this worker has of the session, and its ownership; the next `run` reads the log again."""
-        self._services.disown(self.key)
-        self._drop_state()
-
-    def _drop_state(self) -> None:
-        """Drop the session's state in memory and its KV on the device."""
+        """Drop the session's state in memory and its KV on the device; the next `run` reads the log again."""
         if self.log.server == self._services.journal.server:  # after a restart the log is mostly the same
             self._services.engine.forget(self.key)
         self.log.reset()
