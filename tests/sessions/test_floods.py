@@ -111,10 +111,10 @@ async def test_a_worker_that_stops_reads_no_further_waiting_sessions_from_the_lo
     """Otherwise it would read all sessions of a flood, and answer none."""
     fold, folded = SessionLog._fold, 0
 
-    async def counted(log: SessionLog, record: Record) -> None:
+    async def counted(log: SessionLog) -> Record:
         nonlocal folded
         folded += 1
-        await fold(log, record)
+        return await fold(log)
 
     monkeypatch.setattr(SessionLog, "_fold", counted)
     one = await wire(max_batch=1)
@@ -320,9 +320,9 @@ async def test_a_tenants_questions_about_many_sessions_do_not_delay_another_tena
     await one.send("s", append("warm"), tenant="quiet")
     await one.worker.stop()
 
-    async def slow(log: SessionLog, record: Record) -> None:
+    async def slow(log: SessionLog) -> Record:
         await asyncio.sleep(0.5)
-        await fold(log, record)
+        return await fold(log)
 
     async def ask(number: int) -> None:
         nonlocal num_answered

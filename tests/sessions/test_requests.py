@@ -220,7 +220,7 @@ async def test_a_cancel_is_confirmed_even_if_the_request_begins_to_run_at_the_sa
     """The session's task, not the cancel, then stores the request's result."""
 
     async def begun(session: Session, pending: Pending) -> bool:
-        session._stop_active()
+        session.stop_active()
         await pending.done.wait()
         if is_fenced:
             raise FencedError("it was begun meanwhile")

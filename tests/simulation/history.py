@@ -255,7 +255,7 @@ async def _read_anew(history: History) -> None:
         begun_s = history.loop.time()
         with worker._sessions.in_use(key) as session:
             await session.refresh()
-            session._services.journal.get = stored  # type: ignore[method-assign]  # sends no messages
+            session.services.journal.get = stored  # type: ignore[method-assign]  # sends no messages
             names = {request.id for request in found[key].requests.values()}
             known = {name: await session.log.find_answered(name) for name in names}
             answered = {name: one.at.in_seq for name, one in known.items() if one is not None}

@@ -93,6 +93,10 @@ class Pending:
             return self.invalid.request_id
         return self.request.id if self.request else None
 
+    def cancel(self) -> None:
+        """Mark the request as cancelled: it is not begun any more, and one that runs is to be ended."""
+        self.cancelled = True
+
     @property
     def stopped(self) -> bool:
         """Whether the request was cancelled or has expired, and so has to end as soon as possible."""
@@ -174,8 +178,9 @@ class Record:
         #: These tokens, in order, as histories, or as histories and the requests that would have extended
         #: them; None if they are not all known. Only reading a log with `whole` collects them.
         self.branches: list[tuple[History, Append | Generate | None]] | None = [] if whole else None
-        #: The last result's sequence, its request, and the result.
-        self.last: tuple[int, Pending, Result] | None = None
+        self._last: tuple[int, Pending, Result] | None = (
+            None  # the last result's sequence, request and result
+        )
         self._last_out = 0  # sequence of the entry of `out` that was read or stored last; 0 if unknown
         self._is_begun = False  # whether a result was read that changed the session
         self._is_unreadable = False  # whether `mark_diverged` was called before the first reading
@@ -223,6 +228,11 @@ class Record:
             self.history = self.history.shortened(tokens=self._num_committed > 0)
         self._num_since_checkpoint = 0
         return Checkpoint(in_seq, self.history, self.answered_ids.copy())
+
+    def take_last(self) -> tuple[Pending, Result] | None:
+        """Return the request and the result that was read last, once."""
+        last, self._last = self._last, None
+        return last[1:] if last else None
 
     @property
     def unread_seq(self) -> int:
@@ -343,7 +353,7 @@ class Record:
 
     def _cancel_early(self, pending: Pending) -> None:
         if pending.seq < self._cancelled_before and isinstance(pending.request, Append | Generate):
-            pending.cancelled = True
+            pending.cancel()
 
     def _add_request(self, entry: Entry, recorded: _EarlyResult | None, parts: History | str | None) -> None:
         if recorded is not None and self.pending and not changes_nothing(recorded.result):
@@ -369,8 +379,8 @@ class Record:
             self._last_position = 0 if isinstance(result, Closed) else result.position or 0
         self.proven_seq = entry.seq if proves else self.proven_seq
         self._num_since_checkpoint += 1
-        if self.last is None or self.last[0] < out.seq:
-            self.last = (out.seq, pending, result)
+        if self._last is None or self._last[0] < out.seq:
+            self._last = (out.seq, pending, result)
         if request is not None and _is_first(result):
             self.answered_ids.add(request.id, AnsweredAt(entry.seq, out.seq))
         before = self.history

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Final
 from anyio import Lock, sleep
 from msgspec.structs import replace
 
-from turnkeep_client.messages import encode, joined
+from turnkeep_client.messages import Chunk, Generated, encode, joined
 from worker.process.clock import time
 from worker.process.concurrency import task_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
-    from turnkeep_client.messages import Chunk
+    from turnkeep_client.messages import Result
     from turnkeep_client.subjects import SessionKey
     from worker.wire.chunks import AnswerChunks, Published
 
@@ -105,6 +105,17 @@ class AnswerStream:
             )
             self._is_heard, self._last_seq = seq > 0, seq or self._last_seq
             self._first_seq = self._first_seq if chunk.i else seq
+
+
+def unpublished(result: Result, published: Published) -> Chunk | None:
+    """Return the end of an answer's text that was not published, although all of its tokens were."""
+    chunks, tokens = published.chunks, result.tokens if isinstance(result, Generated) else ()
+    # Only if all chunks before it are there: a client that misses chunks reads the result instead.
+    if not isinstance(result, Generated) or published.num_tokens != len(tokens):
+        return None
+    text = result.text[sum(len(chunk.text) for chunk in chunks) :]
+    reasoning = result.reasoning[sum(len(chunk.reasoning) for chunk in chunks) :]
+    return Chunk(len(tokens), (), text, reasoning=reasoning)
 
 
 def _batches(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
