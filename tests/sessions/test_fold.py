@@ -50,8 +50,8 @@ from worker.process.rotation import Rotation
 from worker.sessions.attachments import Attachments
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.cancelling import cancel
-from worker.sessions.execution import Execution
 from worker.sessions.fold import Fold
+from worker.sessions.formats import Formats
 from worker.sessions.history import History
 from worker.sessions.limits import Limits
 from worker.sessions.services import Services
@@ -264,40 +264,37 @@ class World:
         self.fold = Fold(self._tokenizer, policy, self.model, takes_over=self.takes_over)
         self.outbox = Outbox()
         self.num_released = 0
-        parts: Any = {
-            "journal": self.log,
-            "telemetry": Telemetry(),
-            "fold": self.fold,
-        }
-        parts["engine"] = self.engine
         sizes = {"context_tokens": 10_000, "block_tokens": 32, "vocab_size": 2**20}
-        limits: Any = {
-            "limits": Limits(self.engine, policy, **sizes),  # type: ignore[arg-type]
-            "max_result_bytes": 2**20,
-            "own_sampling": {},
-            "token_ttl_s": 900.0,
-            "directory": "",
-            "erasures": SimpleNamespace(note=nothing),
-            "erase_elsewhere": alone,
-        }
         retention = Retention(self.log, closed_ttl_s=None, max_bytes=2**30)  # type: ignore[arg-type]
-        execution = Execution(tokenizer=self._tokenizer, retention=retention, **limits, **parts)
         self.tasks = Tasks()
         size = self.max_message_bytes
         self.attachments = Attachments(self.log, self._tokenizer, self.tasks, max_message_bytes=size)  # type: ignore[arg-type]
+        parts: Any = {
+            "journal": self.log,
+            "engine": self.engine,
+            "limits": Limits(self.engine, policy, **sizes),  # type: ignore[arg-type]
+            "outbox": self.outbox,
+            "erasures": SimpleNamespace(note=nothing),
+        }
         services = Services(
-            execution=execution,
+            fold=self.fold,
+            formats=Formats(self._tokenizer),
+            telemetry=Telemetry(),
             attachments=self.attachments,
-            outbox=self.outbox,  # type: ignore[arg-type]
             ack=self._release,
             disown=lambda _: None,
             is_elsewhere=nothing,
             give_back=nothing,
+            erase_elsewhere=alone,
             reading=Rotation(2),
             shares=Shares(4),
-            attempts=Attempts(self.log, 3),
+            attempts=Attempts(self.log, 3),  # type: ignore[arg-type]
             device_lock=SharedLock(),
             retention=retention,
+            max_result_bytes=2**20,
+            own_sampling={},
+            token_ttl_s=900.0,
+            directory="",
             model="tiny",
             worker="w",
             build="",

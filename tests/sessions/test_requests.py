@@ -18,6 +18,7 @@ from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Appended, Generated, Metrics
 from turnkeep_client.subjects import SessionKey
+from worker.sessions import cancelling
 from worker.sessions.record import Pending
 from worker.sessions.session import Session
 from worker.wire.consistent_reads import ConsistentReads
@@ -226,7 +227,7 @@ async def test_a_cancel_is_confirmed_even_if_the_request_begins_to_run_at_the_sa
             raise FencedError("it was begun meanwhile")
         return False
 
-    monkeypatch.setattr(Session, "_begun", begun)
+    monkeypatch.setattr(cancelling, "_is_begun", begun)
     w = await wire()
     seq = await w.publish("s", generate("a", **LONG))
     told = await w.control("s", {"type": "cancel", "id": "a"})

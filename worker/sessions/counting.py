@@ -66,11 +66,11 @@ def turn_times(key: SessionKey, pending: Pending, result: Result, model: str) ->
         attributes["gen_ai.usage.output_tokens"] = result.usage.completion_tokens
         attributes["gen_ai.usage.cache_read.input_tokens"] = result.usage.cached_tokens
         attributes["gen_ai.response.finish_reasons"] = (result.finish_reason,)
+        if result.resumed_tokens:
+            attributes["turnkeep.resumed_tokens"] = result.resumed_tokens
     elif isinstance(result, Appended):
         attributes["gen_ai.usage.input_tokens"] = result.tokens
         attributes["gen_ai.usage.cache_read.input_tokens"] = result.cached_tokens
-    if pending.num_resumed:
-        attributes["turnkeep.resumed_tokens"] = pending.num_resumed
     if result.repeat_of is not None:
         attributes["turnkeep.repeat_of"] = result.repeat_of
     end_s = monotonic()

@@ -16,21 +16,17 @@ from turnkeep_client.messages import DeadLetter, Generate, Open, encode
 from worker.engine.port import StoppingError
 
 from .attempts import AttemptNote
-from .results import failed
+from .execution import Execution
+from .results import Outcome, failed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from typing import TypeAlias
 
     from turnkeep_client.errors import ErrorCode
-    from turnkeep_client.messages import Result
 
-    from .history import History
     from .record import Pending
     from .services import Services
     from .session_log import SessionLog
-
-    Outcome: TypeAlias = tuple[Result, History]
 
 log = structlog.get_logger()
 
@@ -133,7 +129,7 @@ class Doubt:
         if keeps:
             return await self.failure(pending, "internal", message)
         record = self._log.record
-        return failed(pending, record.position, "internal", message), record.history
+        return Outcome(failed(pending, record.position, "internal", message), record.history)
 
     async def failure(self, pending: Pending, code: ErrorCode, why: str) -> Outcome:
         """Return a failure; or, if clients have seen a part of the answer, that part as the result.
@@ -145,11 +141,11 @@ class Doubt:
         if isinstance(request, Generate) and record.diverged is None:
             try:
                 if await self._log.is_streamed(pending):
-                    pending.given_up = why[:_MAX_WHY]
                     self._services.fold.check(history, request)
-                    return await self._services.execution.carry_out(self._log.key, request, pending, history)
+                    execution = Execution(self._services, self._log.key, pending, history)
+                    return await execution.carry_out(given_up=why[:_MAX_WHY])
             except InterruptionError:
                 raise
             except Exception:
                 log.exception("what was streamed of an answer cannot be recorded")
-        return failed(pending, self._log.record.position, code, why), history
+        return Outcome(failed(pending, self._log.record.position, code, why), history)

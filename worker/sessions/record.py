@@ -42,7 +42,7 @@ from .history import DivergedError, prefilled_by
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from turnkeep_client.messages import Change, Chunk, Request, Result
+    from turnkeep_client.messages import Change, Request, Result
     from worker.observe.traces import Phase
     from worker.wire.consistent_reads import Entry
 
@@ -55,36 +55,30 @@ log = structlog.get_logger()
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A request without a result.
-
-    `request` is None if the body is invalid; then `invalid` says why, and has the body's id, if any. If
-    the request repeats an answered id, `first` is the body of that id's first result. `stored` is the time at
-    which the log stored the request. `held` is the unpublished end of an answer that was ended early.
-    When the request was begun, `after` was the sequence of the session's last known result, `base` the
-    digest of its history, and `server` the NATS server process that it was read from. `change` has its
-    tokens, once they may have KV. `given_up` says why the answer ends with its published part, if it does.
-    Three fields are for spans: `parent` names the publisher's span, `phases` are the parts of the turn's
-    time, and the first `num_resumed` tokens of the answer come from another worker.
-    """
+    """A request without a result."""
 
     seq: int
+    #: None if the body is invalid; then `invalid` says why, and has the body's id, if any.
     request: Request | None
     invalid: InvalidMessageError | None
+    #: When the log stored the request.
     stored: datetime
     received_s: float = field(default_factory=monotonic)
-    cancelled: bool = False
-    expired: bool = False
-    held: Chunk | None = None
-    first: bytes = b""
+    #: Names the publisher's span.
     parent: Mapping[str, str] = field(default_factory=dict)
-    phases: list[Phase] = field(default_factory=list)
-    num_resumed: int = 0
-    given_up: str = ""
-    after: int = 0
-    base: str = ""
-    server: str = ""
-    change: Change | None = None
+    #: Set once the request has a result, or was read again.
     done: Event = field(default_factory=Event)
+    # Written by `cancel`.
+    cancelled: bool = False
+    # Written by the session, the last two when it begins the request: the sequence of its last known result,
+    # and the NATS server process that it was read from.
+    expired: bool = False
+    after: int = 0
+    server: str = ""
+    #: Written by the execution: the request's tokens, once they may have KV.
+    change: Change | None = None
+    #: Written by the engine: the parts of the turn's time, for its span.
+    phases: list[Phase] = field(default_factory=list)
 
     @property
     def id(self) -> str | None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import structlog
 from anyio import sleep
+from msgspec import structs
 
 from cache.names.errors import CutOffError, InterruptionError
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import Close, Closed, Generate, Open, decode_request, decode_result
+from turnkeep_client.messages import Close, Generate, Open, decode_request, decode_result
 from turnkeep_client.subjects import session_key
 from worker.engine.port import DeviceFaultError, NoMemoryError
 from worker.process.clock import monotonic, time
@@ -24,9 +24,10 @@ from worker.process.concurrency import task_group
 from worker.wire.fence import FencedError
 
 from .counting import count_result
+from .execution import Execution
 from .giving_up import Doubt
 from .history import RefusedError
-from .results import failed, withdrawn
+from .results import Outcome, failed, is_close, withdrawn
 from .session_log import SessionLog
 from .streaming import unpublished
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from cache.names.tokens import Tokens
-    from turnkeep_client.messages import Chunk, ForkPoint, Parent, Request, Result
+    from turnkeep_client.messages import Chunk, ForkPoint, Parent, Request
     from turnkeep_client.subjects import SessionKey
     from worker.wire.intake import Delivery
 
@@ -321,7 +322,7 @@ class Session:
             session_log.num_failures = 0
         self.forget()
 
-    async def _result(self, pending: Pending) -> tuple[Result, History]:
+    async def _result(self, pending: Pending) -> Outcome:
         """Return a request's result and the history after it.
 
         Raises only `InterruptionError`; other errors become a `failed` result.
@@ -335,7 +336,7 @@ class Session:
                 self._doubted_seq = pending.seq
                 raise FencedError("another worker has begun to answer what is refused here") from error
             refused = failed(pending, position, error.code, str(error), field=error.field, limit=error.limit)
-            return refused, history
+            return Outcome(refused, history)
         except NoMemoryError as error:
             return await self._doubt.failure(pending, "memory_exceeded", str(error))
         except DeviceFaultError as error:
@@ -348,7 +349,7 @@ class Session:
             log.exception("a request failed for an unknown reason")
             return await self._doubt.failure(pending, "internal", f"{type(error).__name__}: {error}")
 
-    async def _try(self, pending: Pending, history: History) -> tuple[Result, History]:
+    async def _try(self, pending: Pending, history: History) -> Outcome:
         request = pending.request
         if self._bad_name is not None:
             raise RefusedError("invalid_request", self._bad_name)
@@ -357,25 +358,26 @@ class Session:
             raise RefusedError("invalid_request", str(why), field=why.field if why else None)
         while (known := await self.log.find_answered(request.id)) is not None:
             if (repeated := await self._repeated(request, pending, known)) is not None:
-                return repeated, history
+                return repeated
         if pending.cancelled and not isinstance(request, Generate):  # a generate may have published tokens
-            return withdrawn(pending, history, self.log.record.position), history
+            return Outcome(withdrawn(pending, history, self.log.record.position), history)
         if pending.expired and not await self.log.is_streamed(pending):
-            return withdrawn(pending, history, self.log.record.position), history
+            return Outcome(withdrawn(pending, history, self.log.record.position), history)
         if self.log.record.diverged is not None:
             return await self._end_diverged(request, pending, self.log.record.diverged)
         self.services.fold.check(history, request)
         if isinstance(request, Open) and request.from_ is not None:
             parent = await self._parent(self.key, request.from_)
-            return self.services.execution.fork(request, request.from_, pending, parent)
+            return self._execution(pending, parent).fork(request, request.from_)
         if isinstance(request, Close):
             had = await self.log.all_tokens() if request.forget else ()
-            return await self.services.execution.close(
-                self.key, request, pending, history, had, self._count_shared
-            )
-        return await self.services.execution.carry_out(self.key, request, pending, history)
+            return await self._execution(pending, history).close(request, had, self._count_shared)
+        return await self._execution(pending, history).carry_out()
 
-    async def _end_diverged(self, request: Request, pending: Pending, why: str) -> tuple[Result, History]:
+    def _execution(self, pending: Pending, history: History) -> Execution:
+        return Execution(self.services, self.key, pending, history)
+
+    async def _end_diverged(self, request: Request, pending: Pending, why: str) -> Outcome:
         """Remove a session that this worker cannot continue, if a close asks to forget it; else refuse.
 
         Not all of its tokens are known, so some of their KV may stay.
@@ -385,10 +387,9 @@ class Session:
         position, had = self.log.record.position, await self.log.all_tokens()
         if request.expect_position not in (None, position):
             raise RefusedError("position_conflict", f"the session is at position {position}")
-        closed, history = await self.services.execution.close(
-            self.key, request, pending, self.history, had, self._count_shared
-        )
-        return msgspec.structs.replace(closed, position=position, settled=False), history
+        execution = self._execution(pending, self.history)
+        closed, history, *_ = await execution.close(request, had, self._count_shared)
+        return Outcome(structs.replace(closed, position=position, settled=False), history)
 
     async def _count_shared(self, tokens: Tokens) -> int:
         """Count the first ones of these tokens that another open session has too.
@@ -398,7 +399,7 @@ class Session:
         parent = None if self.log.is_doubted else self.history.parent
         return await self._num_shared(self.key, tokens, parent)
 
-    async def _repeated(self, request: Request, pending: Pending, known: AnsweredRequest) -> Result | None:
+    async def _repeated(self, request: Request, pending: Pending, known: AnsweredRequest) -> Outcome | None:
         """Answer a request whose id was used before with the first result of that id.
 
         Returns None if the first request has just left the log, with its session.
@@ -416,12 +417,10 @@ class Session:
             raise RefusedError(
                 "invalid_request", "this id was used before, and its result is gone from the log"
             )
-        pending.first = body
-        return msgspec.structs.replace(decode_result(body), seq=pending.seq, repeat_of=known.at.in_seq)
+        result = structs.replace(decode_result(body), seq=pending.seq, repeat_of=known.at.in_seq)
+        return Outcome(result, self.history, first=body)
 
-    async def commit(
-        self, pending: Pending, outcome: tuple[Result, History] | None, *, waits: bool = False
-    ) -> bool:
+    async def commit(self, pending: Pending, outcome: Outcome | None, *, waits: bool = False) -> bool:
         """Store a result and the history after it, then wake all tasks that wait for the result.
 
         Without an `outcome`, stores that the request was cancelled while it waited. Raises what
@@ -431,10 +430,9 @@ class Session:
         if result is None:
             return False
         count_result(self.services, self.key, pending, result, self.log.record.position)
-        is_closed = isinstance(result, Closed) and result.repeat_of is None
-        if is_closed and isinstance(pending.request, Close) and pending.request.forget:
+        if is_close(result) and isinstance(pending.request, Close) and pending.request.forget:
             self.services.retention.wake()
-        await self._end_tokens(pending, pending.held)
+        await self._end_tokens(pending, outcome.held if outcome else None)
         return True
 
     async def _end_tokens(self, pending: Pending, rest: Chunk | None) -> None:
@@ -445,5 +443,5 @@ class Session:
         """
         if isinstance(pending.request, Generate):
             says = rest is not None and (rest.text or rest.reasoning or rest.tool_calls)
-            rest = msgspec.structs.replace(rest, seq=pending.seq) if rest and says else None
+            rest = structs.replace(rest, seq=pending.seq) if rest and says else None
             await self.services.outbox.end(self.key, pending.request.id, pending.seq, rest)

@@ -19,7 +19,6 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BUILD_HEADER, CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER, PARTS_HEADER
 from turnkeep_client.messages import (
     Appended,
-    Closed,
     Failed,
     Generate,
     Generated,
@@ -38,7 +37,7 @@ from worker.wire.journal import TooLargeError
 from .attachments import SessionAttachments
 from .history import RefusedError
 from .record import Record, changes_nothing, pending_at
-from .results import failed, withdrawn
+from .results import Outcome, failed, is_close, withdrawn
 
 if TYPE_CHECKING:
     from cache.names.tokens import Tokens
@@ -366,7 +365,7 @@ class SessionLog:
         return None
 
     async def commit(
-        self, pending: Pending, outcome: tuple[Result, History] | None, *, waits: bool = False
+        self, pending: Pending, outcome: Outcome | None, *, waits: bool = False
     ) -> Result | None:
         """Store a result and the history after it; return what was stored, a failure if it was too large.
 
@@ -377,7 +376,7 @@ class SessionLog:
         `FencedError` if the log has a result that this worker did not know.
         """
         record = self.record
-        closes = outcome is not None and isinstance(outcome[0], Closed) and outcome[0].repeat_of is None
+        closes = outcome is not None and is_close(outcome.result)
         if closes:
             await self._attachments.finish()  # no checkpoint may be stored after the session was removed
         # If the ack of a close is late, the log must still have its result to show that it was stored.
@@ -390,22 +389,23 @@ class SessionLog:
             if waits and record.is_next(pending):
                 return None
             self.check_fresh()
-            # A withdrawal is not built earlier, as the result of another request may just have been stored.
-            result, history = outcome or (withdrawn(pending, record.history, record.position), record.history)
+            if is_withdrawal := outcome is None:
+                # Not built earlier, as the result of another request may just have been stored.
+                outcome = Outcome(withdrawn(pending, record.history, record.position), record.history)
             try:
-                out_seq = await self._store(pending, result, history)
+                out_seq = await self._store(pending, outcome)
             except TooLargeError as error:
-                history = self.record.history
                 message = f"the result is larger than the log takes ({error}); ask for fewer tokens at a time"
                 result = failed(pending, record.position, "invalid_request", message)
-                out_seq = await self._store(pending, result, history)
-            record.committed(pending, result, out_seq, history)
+                outcome = Outcome(result, self.record.history)
+                out_seq = await self._store(pending, outcome)
+            record.committed(pending, outcome.result, out_seq, outcome.history)
             pending.done.set()
-            if outcome is not None and not isinstance(result, Failed):
+            if not is_withdrawal and not isinstance(outcome.result, Failed):
                 record.proven_seq = pending.seq
                 if checkpoint := record.next_checkpoint(pending.seq):
                     self._attachments.add(checkpoint)
-            return result
+            return outcome.result
 
     async def survived(self) -> None:
         """Remove the session's attempt notes from the log, since this worker has survived the request."""
@@ -432,33 +432,14 @@ class SessionLog:
             )
         return bool(published.chunks)
 
-    async def _store(self, pending: Pending, result: Result, history: History) -> int:
+    async def _store(self, pending: Pending, outcome: Outcome) -> int:
         """Commit a result directly after the last known one.
 
         If the commit is refused only because of newer messages on `out` that are not valid results of this
         session, it skips them and tries again; otherwise it raises `FencedError`.
         """
         journal, record, server = self._services.journal, self.record, self.server
-        if result.repeat_of is None or not pending.first:
-            body = encode(result)
-        else:
-            body = encode_repeat(pending.first, seq=pending.seq, repeat_of=result.repeat_of)
-        headers = {MODEL_HEADER: self._services.model, BUILD_HEADER: self._services.build}
-        if not isinstance(result, Failed):
-            headers[HISTORY_HEADER] = history.digest()
-        if self._attachments.link is not None:
-            headers[CHECKPOINT_HEADER] = str(self._attachments.link)
-        if isinstance(result, Opened) and result.parent and result.repeat_of is None:
-            headers[PARTS_HEADER] = str(await self._attachments.store_base(pending.seq, history))
-        elif changes_nothing(result):
-            if pending.change is not None and result.repeat_of is None:  # so that any model can forget it
-                change = msgspec.json.encode(pending.change)
-                headers[PARTS_HEADER] = str(await self._attachments.store(change))
-        elif isinstance(result, Appended | Generated) and result.change and result.repeat_of is None:
-            packed = result.change.input
-            if len(packed) > self._services.execution.most_input:
-                headers[PARTS_HEADER] = str(await self._attachments.store(packed.encode()))
-                body = encode(replace(result, change=replace(result.change, input="")))
+        body, headers = await self._message(pending, outcome)
         while True:
             try:
                 return await journal.commit(self.key, body, record.out_seq, headers, server=server)
@@ -468,3 +449,26 @@ class SessionLog:
                 if not entries or record.add_results(entries) or self.is_stale or is_reset:
                     raise
                 self._services.telemetry.ignored["result"] += len(entries)
+
+    async def _message(self, pending: Pending, outcome: Outcome) -> tuple[bytes, dict[str, str]]:
+        """Return the body and the headers of a result; first store what is too long for them."""
+        result, history = outcome.result, outcome.history
+        headers = {MODEL_HEADER: self._services.model, BUILD_HEADER: self._services.build}
+        if not isinstance(result, Failed):
+            headers[HISTORY_HEADER] = history.digest()
+        if self._attachments.link is not None:
+            headers[CHECKPOINT_HEADER] = str(self._attachments.link)
+        if result.repeat_of is not None:
+            if outcome.first:
+                return encode_repeat(outcome.first, seq=pending.seq, repeat_of=result.repeat_of), headers
+        elif isinstance(result, Opened) and result.parent:
+            headers[PARTS_HEADER] = str(await self._attachments.store_base(pending.seq, history))
+        elif changes_nothing(result) and pending.change is not None:  # so that any model can forget it
+            change = msgspec.json.encode(pending.change)
+            headers[PARTS_HEADER] = str(await self._attachments.store(change))
+        elif isinstance(result, Appended | Generated) and result.change:
+            packed = result.change.input
+            if len(packed) > self._services.most_input:
+                headers[PARTS_HEADER] = str(await self._attachments.store(packed.encode()))
+                result = replace(result, change=replace(result.change, input=""))
+        return encode(result), headers
