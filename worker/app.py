@@ -46,8 +46,8 @@ from worker.process.wakefulness import keep_awake
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
 from worker.sessions.embedding import Embedder
-from worker.sessions.execution import Execution
 from worker.sessions.fold import Fold
+from worker.sessions.formats import Formats
 from worker.sessions.history import digests_of
 from worker.sessions.limits import Limits
 from worker.sessions.services import Services
@@ -496,49 +496,37 @@ class App:
             journal=journal,
             outbox=outbox,
             engine=self._engine,
-            execution=self._execution(journal, fold),
             fold=fold,
+            formats=Formats(loaded.tokenizer),
+            limits=Limits(
+                self._engine,
+                fold.policy,
+                context_tokens=self._model.context_tokens,
+                block_tokens=self._constants.block_tokens,
+                vocab_size=loaded.vocab_size,
+                refusal=loaded.no_answers if is_encoder(loaded.config) else None,
+                no_answers=loaded.no_answers,
+            ),
             telemetry=self._telemetry,
             attachments=Attachments(journal, loaded.tokenizer, asides, max_message_bytes=max_bytes),
-            ack=intake.ack,
-            is_elsewhere=self._owners.is_elsewhere,
-            give_back=intake.give_back,
-            reading=Rotation(_MAX_READINGS),
-            shares=Shares(settings.max_batch),
             attempts=self._attempts,
             retention=self._retention,
             device_lock=SharedLock(),
-            traces=self._traces,
+            shares=Shares(settings.max_batch),
+            reading=Rotation(_MAX_READINGS),
+            ack=intake.ack,
+            is_elsewhere=self._owners.is_elsewhere,
+            give_back=intake.give_back,
+            erase_elsewhere=self._owners.erase,
+            erasures=self._erasures,
+            directory=self._members.me.directory,
+            own_sampling=loaded.sampling,
+            token_ttl_s=self._constants.token_ttl_s,
+            max_result_bytes=max_bytes,
             model=loaded.name,
             worker=settings.worker,
             build=self._describe(loaded),
-        )
-
-    def _execution(self, journal: Journal, fold: Fold) -> Execution:
-        settings, loaded = self._settings, self._model.loaded
-        limits = Limits(
-            self._engine,
-            fold.policy,
-            context_tokens=self._model.context_tokens,
-            block_tokens=self._constants.block_tokens,
-            vocab_size=loaded.vocab_size,
-            refusal=loaded.no_answers if is_encoder(loaded.config) else None,
-            no_answers=loaded.no_answers,
-        )
-        return Execution(
-            journal=journal,
-            engine=self._engine,
-            fold=fold,
-            tokenizer=loaded.tokenizer,
-            telemetry=self._telemetry,
-            retention=self._retention,
-            limits=limits,
-            max_result_bytes=settings.max_message_bytes,
-            own_sampling=loaded.sampling,
-            token_ttl_s=self._constants.token_ttl_s,
-            directory=self._members.me.directory,
-            erasures=self._erasures,
-            erase_elsewhere=self._owners.erase,
+            traces=self._traces,
         )
 
     def _describe(self, loaded: LoadedModel) -> str:
