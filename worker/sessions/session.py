@@ -7,7 +7,6 @@ of the last result that the session knows, so it fails if another worker has sto
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -16,7 +15,7 @@ from msgspec import structs
 
 from cache.names.errors import CutOffError, InterruptionError
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import Close, Generate, Open, decode_request, decode_result
+from turnkeep_client.messages import Close, Generate, Open, decode_result
 from turnkeep_client.subjects import session_key
 from worker.engine.port import DeviceFaultError, NoMemoryError
 from worker.process.clock import monotonic, time
