@@ -95,7 +95,7 @@ SIZES = {
 }
 
 #: The packages of the gateway that translate an HTTP API to the common form in `turn`.
-DIALECTS = ("openai", "anthropic", "responses", "ollama")
+DIALECTS = ("openai", "anthropic", "responses", "ollama", "cohere")
 #: Modules of the worker that may use asyncio, to pass values from the device thread to the event loop.
 ASYNCIO = {"worker/app.py", "worker/engine"}
 BARE_TASKS = {"commands/stream.py"}
@@ -219,7 +219,11 @@ def test_only_the_listed_modules_import_mlx():
 def test_only_the_listed_modules_of_gateway_and_console_import_http_libraries():
     """The gateway's dialects, `boundaries` and `turn` do not import asyncio either."""
     of_gateway = {
-        f"gateway/http/{name}.py" for name in ("app", "bodies", "durable", "replies", "sending", "serving")
+        f"gateway/{name}.py"
+        for name in (
+            *("app", "server"),
+            *(f"http/{one}" for one in ("bodies", "durable", "errors", "handlers", "replies", "sending")),
+        )
     }
     of_console = {f"ops/console/{name}.py" for name in ("app", "door", "serving")}
     assert users("starlette", "uvicorn") == of_gateway | of_console
@@ -228,12 +232,16 @@ def test_only_the_listed_modules_of_gateway_and_console_import_http_libraries():
         assert "asyncio" not in tops(imports(path)), path
 
 
-def test_a_gateway_dialect_imports_only_dialects_and_the_shared_modules_turn_and_recorded():
-    flat = {path.stem for path in (ROOT / "gateway").glob("*.py")}
-    for name in DIALECTS:
-        used = set().union(*(imports(path) for path in (ROOT / "gateway" / name).glob("*.py")))
-        seen = {one.split(".")[1] for one in used if one.startswith("gateway.")}
-        assert seen & (flat | {"http"}) <= {"turn", "recorded"}, name
+def test_a_gateway_dialect_imports_only_dialects_and_form_turn_and_recorded_but_its_routes():
+    """`routes` imports of `http` only what defines routes; nothing but `app` imports a dialect's routes."""
+    shared = {"form", "turn", "recorded"}
+    for path in sorted((ROOT / "gateway").rglob("*.py")):
+        used = {one.split(".", 2)[1:][0] for one in imports(path) if one.startswith("gateway.")}
+        if path.parent.name in DIALECTS:
+            may = {*shared, *DIALECTS, *(("http",) if path.name == "routes.py" else ())}
+            assert used <= may, path
+        elif path.name != "app.py":
+            assert not used & {*DIALECTS}, path
 
 
 def test_only_the_listed_modules_import_nats_py():

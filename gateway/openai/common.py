@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
+from gateway.form import Events
 from gateway.turn import ALL_THAT_FITS, Whole, decoded, refused
 from turnkeep_client.content_blocks import Warned, printed
 
@@ -187,7 +188,7 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-class Stream:
+class Stream(Events):
     """Encodes the events that streams of chat and text completions share; each has the fields `head`."""
 
     #: A comment, which shows clients that the stream is alive. No blank line follows it: after an event with

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-import gateway.http.app
+import gateway.http.handlers
 import turnkeep_client.wire
 import worker.wire.connection
 from cache.names import marks, tokens
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
 
 #: The gateway's modules that read clocks.
-_TIMED: Final = (gateway.http.app, conversations, planning, presence, recovery, removal)
+_TIMED: Final = (gateway.http.handlers, conversations, planning, presence, recovery, removal)
 #: Limits: the worker reads one log at a time, answers one question, keeps no idle and no closed session.
 _TIGHT: Final[tuple[tuple[Any, str, Any], ...]] = (
     (app, "_MAX_READINGS", 1),
