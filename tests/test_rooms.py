@@ -301,6 +301,15 @@ def test_at_most_12_files_know_paged_sessions():
     assert len(knowing) <= 12, knowing
 
 
+def test_a_sampling_option_is_in_three_files() -> None:
+    """In the protocol's table, and where the worker applies it; all others are made from the table."""
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    paths = [path for path in (*modules(), *pages) if "reference" not in path.parts]
+    naming = {str(path.relative_to(ROOT)) for path in paths if re.search(r"\bmin_p\b", path.read_text())}
+    of_worker = {"worker/batch/row_sampler.py", "worker/batch/sampling.py"}
+    assert naming == {"protocol/turnkeep_client/sampling.py"} | of_worker
+
+
 def test_no_modules_import_each_other_in_a_circle():
     assert not circle(of_types=False)
 

@@ -13,26 +13,13 @@ from gateway.form import Loading
 from gateway.openai import common as openai
 from gateway.turn import Fault, Turn, Whole, as_whole, check, decoded, prefilled, refused
 from turnkeep_client.content_blocks import Warned, other_text
-from turnkeep_client.messages import Function, Message, ToolCall, encode
+from turnkeep_client.messages import OPTIONS, Function, Message, ToolCall, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_SAME: Final = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-)
-#: Ollama's options that have an effect, with the protocol's names for them.
-_OPTIONS: Final = dict(zip(_SAME, _SAME, strict=True)) | {
-    "num_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-}
+#: The options that have an effect, with the protocol's names for them.
+_OPTIONS: Final = {one.name_in("ollama"): name for name, one in OPTIONS.items()}
 #: Ollama's names of fields, by the protocol's names.
 NAMES: Final = {name: f"options.{theirs}" for theirs, name in _OPTIONS.items()} | {
     "response_format": "format"
