@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from cache.disk.codec import PLAIN, Codec
+from cache.disk.stored_past import StoredPast
+from cache.disk.write_queue import WriteState
+from cache.index.directory import OpenDirectory, open_directory
+from cache.index.quota import Quota
+from cache.index.remover import Remover
+from cache.index.stored_kv import Form, Loading, Match
+from cache.index.window_eviction import WindowEviction
+
 from .disk import format as snapshot_format
-from .disk.access import PLAIN, Access
 from .disk.folder import may_hold
 from .disk.header import NO_NAME
-from .disk.past import StoredPast
 from .disk.tier import SharedDirectory, Tier
-from .disk.writer import WriteState
-from .index.behind import Behind
-from .index.loading import Form, Loading, Match
-from .index.opening import Opened, open_directory
 from .index.remote import Remote, RemoteCounts
-from .index.removal import Removal
-from .index.room import Room
 from .index.stats import SnapshotStats
 from .names import blocks
 from .names.errors import KeyFileError
@@ -37,27 +38,28 @@ from .names.tokens import Chain, as_tokens, pack
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from .disk.restore import Restored
-    from .disk.writer import DropReason, Write
+    from cache.disk.chain_reader import RestoredKv
+    from cache.disk.write_queue import DropReason, Write
+
     from .index.nodes import Node
-    from .index.remote import Found
+    from .index.remote import RemotePrefix
     from .kv.arrays import Arrays
     from .names.blocks import Span
     from .names.identity import Identity
-    from .names.marks import Erased, Marks
+    from .names.marks import ErasureProgress, Marks
     from .names.policy import Policy
     from .names.snapshot import ModelLayout, Tensor
     from .names.tokens import Tokens
 
 __all__ = [
-    "Access",
-    "Forgotten",
+    "Codec",
+    "ErasureResult",
     "HeldPrefix",
     "Match",
     "Store",
     "StoredPast",
     "Tier",
-    "access_by",
+    "codec_by",
     "may_hold",
     "tier_at",
 ]
@@ -82,7 +84,7 @@ class HeldPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Forgotten:
+class ErasureResult:
     """The result of an erasure. `settled` is true if certainly no copy is left on disk or in the tier."""
 
     num_snapshots: int
@@ -93,8 +95,8 @@ def _start(span: Span) -> int:
     return span.start
 
 
-def access_by(key_file: Path | None) -> Access:
-    """Return an `Access` that encrypts with the key in `key_file`, or without a key file does not encrypt.
+def codec_by(key_file: Path | None) -> Codec:
+    """Return an `Codec` that encrypts with the key in `key_file`, or without a key file does not encrypt.
 
     Raises `KeyFileError`.
     """
@@ -107,17 +109,17 @@ def access_by(key_file: Path | None) -> Access:
     return Sealed(read_key(key_file))
 
 
-def tier_at(place: str, access: Access, *, max_bytes: int, min_free_bytes: int) -> Tier:
+def tier_at(place: str, codec: Codec, *, max_bytes: int, min_free_bytes: int) -> Tier:
     """Open a remote tier at `place`, the URL of an object store or a directory (made if missing). Blocking.
 
     The limits apply to a directory only. Raises `OSError`, `SealedError` if the files in a directory need
-    another key than that of `access`, and `ModuleNotFoundError` if the library for object stores is missing.
+    another key than that of `codec`, and `ModuleNotFoundError` if the library for object stores is missing.
     """
     if "://" in place:
         from .disk.objects import ObjectStore
 
         return ObjectStore(place)
-    return SharedDirectory(Path(place), access, max_bytes=max_bytes, min_free_bytes=min_free_bytes)
+    return SharedDirectory(Path(place), codec, max_bytes=max_bytes, min_free_bytes=min_free_bytes)
 
 
 class Store:
@@ -125,7 +127,7 @@ class Store:
 
     def __init__(
         self,
-        opened: Opened,
+        opened: OpenDirectory,
         *,
         identity: Identity,
         layout: ModelLayout,
@@ -151,9 +153,9 @@ class Store:
         self._model = model
         writer = self._writer = opened.writer(self._write_ended, queue_bytes=queue_bytes, monotonic=monotonic)
         self._monotonic = monotonic
-        removal = self._removal = Removal(index, writer)
-        behind = self._behind = Behind(index, removal, keep_behind)
-        self._room = Room(index, writer, removal, behind, max_bytes=max_bytes, min_free_bytes=min_free_bytes)
+        removal = self._removal = Remover(index, writer)
+        behind = self._behind = WindowEviction(index, removal, keep_behind)
+        self._room = Quota(index, writer, removal, behind, max_bytes=max_bytes, min_free_bytes=min_free_bytes)
         self._loading = Loading(
             opened.folder, index, writer, removal, rejected=opened.rejected, release=self.release
         )
@@ -180,7 +182,7 @@ class Store:
         model: str = "",
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
-        access: Access = PLAIN,
+        codec: Codec = PLAIN,
         tier: Tier | None = None,
     ) -> Store:
         """Lock the directory, reconcile the index with the files, and return the store.
@@ -191,10 +193,10 @@ class Store:
         snapshots that wait in memory for the disk; `min_free_bytes` of the file system stay free. KV that no
         layer sees is evicted once all sessions are `keep_behind` tokens past it; with None, only when disk
         space is needed. `model` is the model's name in listings. `clock` (seconds since 1970) orders uses,
-        `monotonic` times pauses after failed writes. `access` has the directory's key. Snapshots are copied
+        `monotonic` times pauses after failed writes. `codec` has the directory's key. Snapshots are copied
         to the `tier`, and can be fetched from it. Raises `DirectoryLockedError`, `SealedError`, `OSError`.
         """
-        opened = await asyncio.to_thread(open_directory, directory, identity.digest(), model, clock, access)
+        opened = await asyncio.to_thread(open_directory, directory, identity.digest(), model, clock, codec)
         return cls(
             opened,
             identity=identity,
@@ -264,7 +266,7 @@ class Store:
                 return
             await asyncio.sleep(_SETTLE_S)
 
-    async def find_remote(self, chain: Chain, tokens: Sequence[int]) -> Found | None:
+    async def find_remote(self, chain: Chain, tokens: Sequence[int]) -> RemotePrefix | None:
         """Find snapshots in the remote tier that extend the stored prefix of `tokens`; None if none."""
         if self._remote is None or self._closing:
             return None
@@ -272,7 +274,7 @@ class Store:
         edges, _ = prefixes.known(chain, as_tokens(tokens))
         return await self._remote.find(chain, as_tokens(tokens), edges[-1], prefixes.needed)
 
-    async def fetch(self, found: Found) -> tuple[int, float]:
+    async def fetch(self, found: RemotePrefix) -> tuple[int, float]:
         """Fetch snapshots from the remote tier into this directory; return the bytes, and the seconds needed.
 
         Skips a snapshot that cannot be fetched or does not fit, and all snapshots that continue it.
@@ -303,7 +305,7 @@ class Store:
             self._removal.discard_released(held)
         self._room.check()
 
-    async def load(self, match: Match, *, room_tokens: int = 0) -> Restored | None:
+    async def load(self, match: Match, *, room_tokens: int = 0) -> RestoredKv | None:
         """Read a match on I/O threads into evaluated arrays, with memory for `room_tokens` tokens in total.
 
         Reads only the KV that tokens after the match see. For a layer that sees only some tokens, the arrays
@@ -392,7 +394,7 @@ class Store:
         resumable = not form.stateful or any(tensor.of_state for tensor in tensors)
         name = Name(parent, span.start, tokens.packed(span.start), resumable)
         encoded = snapshot_format.encode(name, form.identity, form.layout.ordered(tensors))
-        size_bytes = self._folder.access.size_bytes(encoded.size_bytes)
+        size_bytes = self._folder.codec.size_bytes(encoded.size_bytes)
         reason = self._refusal(name, size_bytes)
         if reason is not None:
             self._writer.drop(reason)
@@ -455,7 +457,7 @@ class Store:
 
     async def erase(
         self, tenant: str, tokens: Sequence[int], timeout_s: float = 2.0, *, shared: int = 0
-    ) -> Forgotten:
+    ) -> ErasureResult:
         """Call `forget` at once, then wait at most `timeout_s` until the removal is durable.
 
         Removes copies in quarantine and in the remote tier too. The result is not settled if time ran out, if
@@ -494,16 +496,16 @@ class Store:
                     found.add(b"".join(reversed([node.tokens for node in last.chain()])))
         return found
 
-    def erased_up_to(self, log: str) -> Erased | None:
+    def erased_up_to(self, log: str) -> ErasureProgress | None:
         """Return how far this cache has carried out a log's erasures, by `note_erased`; None if unknown."""
         return self._erased.get(log)
 
-    def note_erased(self, erased: Erased) -> None:
+    def note_erased(self, erased: ErasureProgress) -> None:
         """Store how far this cache has carried out a log's erasures; on disk only after the queued ones."""
         self._erased[erased.log] = erased
         self._writer.note_erased(erased)
 
-    async def _erase(self, tenant: str, packed: bytes, shared: int, timeout_s: float) -> Forgotten:
+    async def _erase(self, tenant: str, packed: bytes, shared: int, timeout_s: float) -> ErasureResult:
         self._unsettled.add((tenant, packed, shared))
         num_snapshots = self._forget(tenant, packed, shared)
         erasing = None if self._remote is None else self._remote.erase(tenant, packed, shared)
@@ -517,7 +519,7 @@ class Store:
                 if erasing is not None:
                     is_remote_clean = await asyncio.shield(erasing)
         except TimeoutError:
-            return Forgotten(num_snapshots, settled=False)
+            return ErasureResult(num_snapshots, settled=False)
         finally:
             if erasure is None:
                 self._writer.erase(packed)  # although nobody waits for its end
@@ -527,7 +529,7 @@ class Store:
             self._unsettled.discard((tenant, packed, shared))
         # These files are not tried again: only another version of the program can read them.
         is_unknown = bool(self._index.children(NO_NAME.parent))
-        return Forgotten(num_snapshots, is_clean and not is_unknown)
+        return ErasureResult(num_snapshots, is_clean and not is_unknown)
 
     async def clear(self, timeout_s: float = 5.0) -> bool:
         """Remove everything from this directory: the snapshots of all tenants and models, and quarantine.

@@ -46,8 +46,8 @@ from worker.process.wakefulness import keep_awake
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
 from worker.sessions.embedding import Embedder
-from worker.sessions.execution import Execution
 from worker.sessions.fold import Fold
+from worker.sessions.formats import Formats
 from worker.sessions.history import digests_of
 from worker.sessions.limits import Limits
 from worker.sessions.services import Services
@@ -69,7 +69,7 @@ from .observe.tracing import start_traces
 from .process.concurrency import in_thread, shielded, step_in_thread, task_group
 from .process.constants import CONSTANTS
 from .process.datadir import DataDir
-from .process.keys import cache_access, remote_tier
+from .process.keys import cache_codec, remote_tier
 from .reports import Needs, State
 from .sessions.attachments import Attachments
 
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.js import JetStreamContext
 
-    from cache.store import Access, Tier
+    from cache.store import Codec, Tier
     from turnkeep_client.messages import Metrics
     from worker.cluster.erasures import Copies
     from worker.models.model import LoadedModel, Progress
@@ -190,8 +190,8 @@ class App:
                 weights_loaded=self._weights_loaded,
             )
             await self._start_traces(stack)
-            access = cache_access(settings)
-            tier = await step_in_thread(self._starting, remote_tier, settings, access)
+            codec = cache_codec(settings)
+            tier = await step_in_thread(self._starting, remote_tier, settings, codec)
             directory = self._directory or DataDir.open(
                 settings.data_dir, settings.worker, settings.nats_place
             )
@@ -206,7 +206,7 @@ class App:
             names = await streams.ensure(js, self._subjects, settings, self._constants)
             self._maker = await self._model.name()
             await self._members.name_model(digests_of(self._maker))
-            await self._open_store(directory, access, tier, stack)
+            await self._open_store(directory, codec, tier, stack)
             if self._store is None:
                 self._has_unopened = await in_thread(may_hold, directory.snapshots)
             await self._serve(nc, js, names)
@@ -252,7 +252,7 @@ class App:
     async def _open_store(
         self,
         directory: DataDir,
-        access: Access,
+        codec: Codec,
         tier: Tier | None,
         stack: contextlib.AsyncExitStack,
     ) -> None:
@@ -278,7 +278,7 @@ class App:
                 min_free_bytes=settings.min_free_disk,
                 keep_behind=self._constants.keep_behind,
                 model=self._model.loaded.name,
-                access=access,
+                codec=codec,
                 tier=tier,
             )
         except (OSError, CacheError, sqlite3.Error) as error:
@@ -496,49 +496,37 @@ class App:
             journal=journal,
             outbox=outbox,
             engine=self._engine,
-            execution=self._execution(journal, fold),
             fold=fold,
+            formats=Formats(loaded.tokenizer),
+            limits=Limits(
+                self._engine,
+                fold.policy,
+                context_tokens=self._model.context_tokens,
+                block_tokens=self._constants.block_tokens,
+                vocab_size=loaded.vocab_size,
+                refusal=loaded.no_answers if is_encoder(loaded.config) else None,
+                no_answers=loaded.no_answers,
+            ),
             telemetry=self._telemetry,
             attachments=Attachments(journal, loaded.tokenizer, asides, max_message_bytes=max_bytes),
-            ack=intake.ack,
-            is_elsewhere=self._owners.is_elsewhere,
-            give_back=intake.give_back,
-            reading=Rotation(_MAX_READINGS),
-            shares=Shares(settings.max_batch),
             attempts=self._attempts,
             retention=self._retention,
             device_lock=SharedLock(),
-            traces=self._traces,
+            shares=Shares(settings.max_batch),
+            reading=Rotation(_MAX_READINGS),
+            ack=intake.ack,
+            is_elsewhere=self._owners.is_elsewhere,
+            give_back=intake.give_back,
+            erase_elsewhere=self._owners.erase,
+            erasures=self._erasures,
+            directory=self._members.me.directory,
+            own_sampling=loaded.sampling,
+            token_ttl_s=self._constants.token_ttl_s,
+            max_result_bytes=max_bytes,
             model=loaded.name,
             worker=settings.worker,
             build=self._describe(loaded),
-        )
-
-    def _execution(self, journal: Journal, fold: Fold) -> Execution:
-        settings, loaded = self._settings, self._model.loaded
-        limits = Limits(
-            self._engine,
-            fold.policy,
-            context_tokens=self._model.context_tokens,
-            block_tokens=self._constants.block_tokens,
-            vocab_size=loaded.vocab_size,
-            refusal=loaded.no_answers if is_encoder(loaded.config) else None,
-            no_answers=loaded.no_answers,
-        )
-        return Execution(
-            journal=journal,
-            engine=self._engine,
-            fold=fold,
-            tokenizer=loaded.tokenizer,
-            telemetry=self._telemetry,
-            retention=self._retention,
-            limits=limits,
-            max_result_bytes=settings.max_message_bytes,
-            own_sampling=loaded.sampling,
-            token_ttl_s=self._constants.token_ttl_s,
-            directory=self._members.me.directory,
-            erasures=self._erasures,
-            erase_elsewhere=self._owners.erase,
+            traces=self._traces,
         )
 
     def _describe(self, loaded: LoadedModel) -> str:

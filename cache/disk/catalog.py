@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import structlog
 
-from cache.names.marks import Erased
+from cache.names.marks import ErasureProgress
 
 from . import private
+from .fsync import sync
 from .rows import Row, columns, proofs
-from .syncing import sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,7 +65,7 @@ class Catalog:
 
     def __init__(self, folder: Folder) -> None:
         self._path = folder.catalog
-        self._access = folder.access
+        self._codec = folder.codec
         #: Whether changes outlive the process.
         self._is_lasting = True
         self._db = self._open()
@@ -141,7 +141,7 @@ class Catalog:
     def _connect(self) -> sqlite3.Connection:
         with suppress(OSError):  # SQLite reports the error itself; its log gets the same mode
             os.close(private.opener(str(self._path), os.O_RDWR | os.O_CREAT))
-        # Opened on one thread, then used by the writer alone.
+        # OpenDirectory on one thread, then used by the writer alone.
         db = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
         # Otherwise SQLite maps its log's index into memory, and on a full copy-on-write disk (btrfs) a write
         # to that memory raises SIGBUS, which ends the process. Other processes read a copy: see `survey`.
@@ -167,7 +167,7 @@ class Catalog:
     def read(self) -> list[Row]:
         """Read all rows without verifying them; `reconciling` verifies them."""
         made = partial(tuple.__new__, Row)  # as `Row._make`, without a Python call for each row
-        return list(self._access.rows(list(map(made, self._db.execute("SELECT * FROM snapshot")))))
+        return list(self._codec.rows(list(map(made, self._db.execute("SELECT * FROM snapshot")))))
 
     def name_model(self, identity: bytes, name: str) -> None:
         """Store the name of the model with this identity."""
@@ -186,11 +186,11 @@ class Catalog:
             rows = [(identity, name) for identity in identities]
             db.executemany("INSERT OR IGNORE INTO model VALUES (?, ?)", rows)
 
-    def erased(self) -> list[Erased]:
-        """Read how far this cache has carried out the erasures in each log of requests; see `Erased`."""
-        return [Erased(*row) for row in self._db.execute("SELECT * FROM erased")]
+    def erased(self) -> list[ErasureProgress]:
+        """Read how far this cache has carried out the erasures in each log of requests."""
+        return [ErasureProgress(*row) for row in self._db.execute("SELECT * FROM erased")]
 
-    def note_erased(self, erased: Iterable[Erased]) -> None:
+    def note_erased(self, erased: Iterable[ErasureProgress]) -> None:
         """Store how far this cache has carried out the erasures in each of these logs of requests."""
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO erased VALUES (?, ?, ?)", erased)
@@ -214,20 +214,20 @@ class Catalog:
         """Add or replace the rows of snapshots; with `durable` they are on disk when this returns."""
         rows = list(rows)
         with self._transaction(durable=durable) as db:
-            db.executemany(_PUT, map(self._access.hidden_row, rows, proofs(columns(rows))))
+            db.executemany(_PUT, map(self._codec.hidden_row, rows, proofs(columns(rows))))
 
     def remove(self, rows: Iterable[Row]) -> None:
         """Delete rows. A deleted row's time of last use passes to its parent's row."""
         with self._transaction() as db:
             for row in rows:
-                digest, parent = map(self._access.hidden, (row.digest, row.parent))
+                digest, parent = map(self._codec.hidden, (row.digest, row.parent))
                 db.execute("DELETE FROM snapshot WHERE digest = ?", (digest,))
                 db.execute("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", (row.used, parent))
 
     def use(self, uses: Iterable[tuple[int, bytes]]) -> None:
         """Store times of last use, in pairs (time, digest). Using a snapshot counts for its whole chain."""
         with self._transaction() as db:
-            hidden = ((used, self._access.hidden(digest)) for used, digest in uses)
+            hidden = ((used, self._codec.hidden(digest)) for used, digest in uses)
             db.executemany("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", hidden)
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import structlog
 
 from cache.disk import header
-from cache.disk.readers import Readers
+from cache.disk.read_threads import ReadThreads
 from cache.disk.tier import IDENTITIES, Key
 from cache.names import blocks
 from cache.names.errors import DoubtfulSnapshotError
@@ -71,7 +71,7 @@ class RemoteCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RemotePrefix:
     """Snapshots in the tier that continue the prefix that this worker has stored.
 
     The stored prefix has `num_stored` tokens; with these snapshots it has `num_tokens`. `links` are the
@@ -113,7 +113,7 @@ class Remote:
         self._unnoted: deque[Key] = deque()
         #: Digests of snapshots that this process has put or fetched. The tier may have evicted some.
         self._there: set[bytes] = set()
-        self._readers = Readers(_THREADS, lambda: None)
+        self._readers = ReadThreads(_THREADS, lambda: None)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="turnkeep-tier", daemon=True)
         self._thread.start()
@@ -145,7 +145,7 @@ class Remote:
 
     async def find(
         self, chain: Chain, tokens: Tokens, num_stored: int, needed: Callable[[int, int, int], Sequence[int]]
-    ) -> Found | None:
+    ) -> RemotePrefix | None:
         """Find snapshots in the tier that extend the stored prefix of `num_stored` tokens; None if none.
 
         `needed` is `Prefixes.needed`, which says which blocks a session needs to resume.
@@ -168,13 +168,13 @@ class Remote:
             for number, start in starts.items()
         )
         missing = (link for link in links if not self._is_here(link[1]))
-        return Found(num_stored, num_tokens, tuple(missing), tuple(unseen))
+        return RemotePrefix(num_stored, num_tokens, tuple(missing), tuple(unseen))
 
     def _is_here(self, digest: bytes) -> bool:
         node = self._index.get(digest)
         return node is not None and not node.is_hollow
 
-    async def fetch(self, found: Found) -> tuple[int, float]:
+    async def fetch(self, found: RemotePrefix) -> tuple[int, float]:
         """Fetch snapshots into this worker's directory; return the bytes, and the seconds needed.
 
         The first snapshot that is missing, damaged or refused ends the fetch: later ones need it.
@@ -301,10 +301,10 @@ class Remote:
             self._pause_s = self._paused_until = 0.0
 
     def _stem(self, digest: bytes) -> str:
-        return self._folder.access.file_name(digest).partition(".")[0]
+        return self._folder.codec.file_name(digest).partition(".")[0]
 
     def _key(self, parent: bytes, digest: bytes) -> Key:
-        return Key(self._stem(parent), self._folder.access.file_name(digest))
+        return Key(self._stem(parent), self._folder.codec.file_name(digest))
 
     def _note_identities(self) -> None:
         while self._unnoted:
@@ -372,14 +372,14 @@ class Remote:
         """Map the file name of each prefix of `rest`, as a piece after `parent`, to (digest, tokens)."""
         ends = range(TOKEN_BYTES, len(rest) + 1, TOKEN_BYTES)
         digests = ((blocks.link(parent, rest[:end]), end // TOKEN_BYTES) for end in ends)
-        return {self._folder.access.file_name(digest): (digest, num) for digest, num in digests}
+        return {self._folder.codec.file_name(digest): (digest, num) for digest, num in digests}
 
     def _get(self, parent: bytes, digest: bytes, wanted: Event) -> tuple[Name, Path, int] | None:
         key, path = self._key(parent, digest), self._folder.fetched(digest, next(self._numbers))
         if not self._tier.get(key, path):
             return None
         try:
-            name = header.read_name(path, self._folder.access)
+            name = header.read_name(path, self._folder.codec)
         except DoubtfulSnapshotError as error:
             _log.warning("remote_snapshot_doubtful", digest=digest.hex(), reason=error.reason)
             path.unlink(missing_ok=True)

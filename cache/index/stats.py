@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from cache.disk.writer import Counts
+    from cache.disk.write_queue import Counts
 
     from .index import Index
+    from .quota import Quota
     from .remote import RemoteCounts
-    from .room import Room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class SnapshotStats:
         cls,
         counts: Counts,
         index: Index,
-        room: Room,
+        room: Quota,
         *,
         restored_bytes: int,
         rejected: int,

@@ -14,7 +14,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from cache.names.policy import FULL
-from cache.names.snapshot import ITEM_BYTES, Place, layer_path, section, seen
+from cache.names.snapshot import ITEM_BYTES, TensorBuffers, layer_path, section, seen
 
 from . import cuda
 
@@ -97,14 +97,16 @@ class Blank:
         # buffer. Writes to CUDA's managed memory are slow, so there numpy owns the memory until `arrays`.
         self._in_place = not mx.cuda.is_available()
         self._owners: dict[str, Any] = _blank(self._specs) if self._in_place else self._plain()
-        self.places: list[Place] = [
-            Place(_rows(self._owners.get(name), heads), dim * ITEM_BYTES[dtype], section(name, reach), held)
+        self.places: list[TensorBuffers] = [
+            TensorBuffers(
+                _rows(self._owners.get(name), heads), dim * ITEM_BYTES[dtype], section(name, reach), held
+            )
             for (name, dtype, (heads, dim)), reach, held in zip(layout, reaches, spans, strict=True)
         ]
         self.carried = self._take_carried(len(layout) - num_carriable, num_carried)
         self.state: list[memoryview] = [_memory(self._owners[name]) for name, _, _ in states]
 
-    def _take_carried(self, start: int, num_tokens: int) -> list[Place]:
+    def _take_carried(self, start: int, num_tokens: int) -> list[TensorBuffers]:
         """Split the buffers of the tensors from number `start` on, at position `num_tokens`.
 
         Returns the buffers for the tokens before this position; `places` keeps the others.

@@ -247,7 +247,7 @@ class Name(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorBuffers:
     """Where a tensor is in memory: `rows` has one buffer for each head, with `token_bytes` bytes per token.
 
     Each buffer has the tokens of `spans`, in order. `section` is the tensor's section in a file, as the
@@ -259,7 +259,7 @@ class Place:
     section: tuple[Policy, str]
     spans: tuple[Span, ...]
 
-    def split(self, at: int) -> tuple[Place, Place]:
+    def split(self, at: int) -> tuple[TensorBuffers, TensorBuffers]:
         """Split this place in two: for the tokens before position `at`, and for those from `at` on."""
         before = tuple(Span(own.start, min(own.end, at)) for own in self.spans if own.start < at)
         after = tuple(Span(max(own.start, at), own.end) for own in self.spans if own.end > at)

@@ -22,7 +22,7 @@ import structlog
 from made_kv import BLOCK, LAYOUT, assert_sum_rule, identity, num_restored, save_all
 from test_cache_reach import POLICY, save
 
-from cache.index import loading
+from cache.index import stored_kv as loading
 from cache.names.errors import CacheError
 from cache.store import Store
 

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from collections.abc import Sequence
 
 from cache.disk import format as snapshot_format
-from cache.disk.access import PLAIN, Access
 from cache.disk.catalog import Catalog
+from cache.disk.codec import PLAIN, Codec
 from cache.disk.folder import Folder
 from cache.disk.rows import Row
 from cache.disk.sealing import Sealed
@@ -103,8 +103,8 @@ async def save(store: Store, tokens: list[int]) -> float:
 async def seal(folder: Path, rounds: int, num_tokens: int = 2_000) -> None:
     """Write and restore sessions, alternately without and with encryption; print the speeds."""
     stores = {
-        name: await opened(folder / name, LAYOUT, access)
-        for name, access in (("plain", PLAIN), ("sealed", Sealed(bytes(32))))
+        name: await opened(folder / name, LAYOUT, codec)
+        for name, codec in (("plain", PLAIN), ("sealed", Sealed(bytes(32))))
     }
     figures: dict[str, list[float]] = {
         f"{name} {deed}": [] for name in stores for deed in ("write", "restore")
@@ -179,9 +179,9 @@ def give_back_memory() -> None:
         trim(0)
 
 
-async def opened(folder: Path, layout: ModelLayout, access: Access = PLAIN) -> Store:
+async def opened(folder: Path, layout: ModelLayout, codec: Codec = PLAIN) -> Store:
     limits = {"max_bytes": 1 << 50, "queue_bytes": 1 << 50, "min_free_bytes": 0}
-    return await Store.open(folder, identity=IDENTITY, layout=layout, access=access, **limits)
+    return await Store.open(folder, identity=IDENTITY, layout=layout, codec=codec, **limits)
 
 
 def tokens_of(seed: int, number: int) -> list[int]:

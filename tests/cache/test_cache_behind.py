@@ -186,7 +186,7 @@ async def test_a_growing_sink_window_session_uses_constant_disk_space_in_an_encr
 ) -> None:
     sealing = pytest.importorskip("cache.disk.sealing")
     for end in (200, 400):
-        store = await open_store(keep_behind=KEEP, access=sealing.Sealed(bytes(32)), identity=identity())
+        store = await open_store(keep_behind=KEEP, codec=sealing.Sealed(bytes(32)), identity=identity())
         chain = store.chain("a", POLICY)
         await grown(store, chain, end, TOKENS)
         await settled(store)
@@ -213,7 +213,7 @@ def header_starts(store: Store) -> tuple[list[int], list[int]]:
     found: dict[bool, list[int]] = {False: [], True: []}
     for node in store._index:
         path = store._folder.path(node.digest)
-        num_sections = len(read_header(path, store._folder.access).sections)
+        num_sections = len(read_header(path, store._folder.codec).sections)
         assert num_sections == 2 - node.is_partial
         assert path.stat().st_size == node.size_bytes
         found[node.is_partial].append(node.start)
@@ -233,7 +233,7 @@ async def test_a_model_with_full_and_window_layers_drops_only_its_old_window_sec
     """Layers that see all tokens keep all KV, and after each restart the whole session is restored."""
     settings = {"layout": HYBRID, "keep_behind": KEEP}
     if is_sealed:
-        settings["access"] = pytest.importorskip("cache.disk.sealing").Sealed(bytes(32))
+        settings["codec"] = pytest.importorskip("cache.disk.sealing").Sealed(bytes(32))
     for end in (100, 200):
         store = await open_store(**settings)
         await grown_hybrid(store, end)

@@ -15,7 +15,7 @@ from cache.disk import format as snapshot_format
 from cache.disk.header import read_header
 from cache.names.blocks import Span
 from cache.names.policy import Policy
-from cache.names.snapshot import CARRIED, ModelLayout, Name, Place, Tensor, carried, seen
+from cache.names.snapshot import CARRIED, ModelLayout, Name, Tensor, TensorBuffers, carried, seen
 from cache.names.tokens import pack
 
 POLICY = Policy(2, 6, 64)
@@ -83,7 +83,7 @@ def test_every_sixteenth_block_is_stored_with_the_sketches_of_sixteen_blocks() -
 
 def test_splitting_a_buffer_at_a_position_divides_its_spans_and_memory() -> None:
     rows = (memoryview(bytes(range(12))),)
-    before, after = Place(rows, 2, POLICY, (Span(0, 2), Span(10, 14))).split(11)
+    before, after = TensorBuffers(rows, 2, POLICY, (Span(0, 2), Span(10, 14))).split(11)
     assert [*before.segments(Span(8, 16))] == [(None, 2), (2, 1), (None, 5)]
     assert [*after.segments(Span(8, 16))] == [(None, 3), (0, 3), (None, 2)]
     assert bytes(after.rows[0]) == bytes(range(6, 12))

@@ -112,7 +112,7 @@ def test_a_disk_that_hangs_on_reads_blocks_neither_other_loads_nor_the_exit(faul
 async def test_confirmed_evictions_and_erasures_survive_a_power_failure(
     faulty_disk, base, open_store
 ) -> None:
-    """Erased tokens do not reappear in SQLite's log either."""
+    """ErasureProgress tokens do not reappear in SQLite's log either."""
     found = run(faulty_disk, "powerless", base)
     store = await open_store(directory=base / "gaps")
     assert store.match(store.chain("a", POLICY), ONE * 10).num_tokens == 100

@@ -24,7 +24,7 @@ from structlog.testing import capture_logs
 from cache.disk import format as snapshot_format
 from cache.disk.catalog import Catalog
 from cache.disk.folder import QUARANTINE_FILES, Folder
-from cache.disk.readers import Readers
+from cache.disk.read_threads import ReadThreads
 from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.snapshot import Tensor
@@ -600,7 +600,7 @@ async def test_a_folder_in_the_place_of_a_snapshot_file_is_moved_to_quarantine(
 
 async def test_while_a_read_hangs_all_reads_fail_at_once() -> None:
     """Reads behind it would occupy the other threads too."""
-    answers, readers = threading.Event(), Readers(2, lambda: None)
+    answers, readers = threading.Event(), ReadThreads(2, lambda: None)
     try:
         for work, limit_s in ((answers.wait, 0.05), (int, 60.0)):
             with pytest.raises(TimeoutError, match="does not answer"):

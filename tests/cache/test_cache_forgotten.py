@@ -20,7 +20,7 @@ from cache.names.blocks import Span
 from cache.names.identity import FORMAT_VERSION
 from cache.names.marks import Marks
 from cache.names.tokens import as_tokens, pack
-from cache.store import Forgotten
+from cache.store import ErasureResult
 
 #: Numbers that occur nowhere else, so that a search finds their bytes wherever they are left.
 TOKENS = [0x5A5A0000 + i for i in range(10)]
@@ -180,12 +180,12 @@ async def test_an_erase_keeps_the_snapshots_of_first_tokens_that_are_marked_as_s
     open_store, tmp_path
 ) -> None:
     store = await stored(open_store, TOKENS)
-    assert await store.erase("a", TOKENS, 10, shared=9) == Forgotten(1, settled=True)
+    assert await store.erase("a", TOKENS, 10, shared=9) == ErasureResult(1, settled=True)
     found = store.match("a", TOKENS)
     store.release(found)
     assert found.num_tokens == 8
     assert not traces(tmp_path / "cache", TOKENS[8:])
-    assert await store.erase("a", TOKENS[:9], 10) == Forgotten(2, settled=True)
+    assert await store.erase("a", TOKENS[:9], 10) == ErasureResult(2, settled=True)
     assert not traces(tmp_path / "cache", TOKENS)
 
 

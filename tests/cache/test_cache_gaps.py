@@ -17,7 +17,7 @@ from test_cache_reach import POLICY, assert_restored, save, tensors_of
 from cache.admin import archive, pruning, survey
 from cache.disk import format as snapshot_format
 from cache.disk.folder import Folder
-from cache.index import gaps
+from cache.index import gap_rules
 from cache.index.nodes import Node
 from cache.names.errors import CacheError, CutOffError
 from cache.names.policy import FULL, Policy
@@ -94,7 +94,7 @@ async def test_sinks_of_more_than_one_block_are_not_evicted_while_a_session_need
     assert match.num_tokens == 200
     assert any(node.is_gap for node in match.nodes)
     needed = {0, 4, 8, 188, 192, 196}
-    assert {node.start for node in gaps.needed_by(match.nodes[-1])} == needed
+    assert {node.start for node in gap_rules.needed_by(match.nodes[-1])} == needed
     store.set_limits(max_bytes=0)
     for _ in range(20):
         store._room._shrink()
@@ -318,7 +318,7 @@ async def test_finding_the_blocks_that_a_session_needs_does_not_visit_the_blocks
             for node in chain(held.last)
             if node.start < POLICY.sink or node.end > held.last.start - POLICY.window
         ]
-        assert {*gaps.needed_by(held.last)} == {*slow}
+        assert {*gap_rules.needed_by(held.last)} == {*slow}
         assert store.stats().held_bytes == sum(node.size_bytes for node in slow)
         seen.clear()
         assert store.stats().held_bytes > 0

@@ -13,7 +13,7 @@ from made_kv import BLOCK, assert_is_kv_of, identity, save_all
 from structlog.testing import capture_logs
 
 from cache.disk.rows import Row
-from cache.index import reconciling
+from cache.index import catalog_repair as reconciling
 from cache.index.index import Index
 from cache.names import blocks
 from cache.names.snapshot import Name

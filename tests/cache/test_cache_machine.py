@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from made_kv import LAYOUT, assert_is_kv_of, assert_sum_rule, identity, save_all
 
 from cache.disk import format as snapshot_format
-from cache.disk.access import PLAIN
+from cache.disk.codec import PLAIN
 from cache.names import blocks
 from cache.names.tokens import num_common, pack
 from cache.store import Store
@@ -48,7 +48,7 @@ class Driven(RuleBasedStateMachine):
 
     max_bytes = 1 << 30
     queue_bytes = 1 << 30
-    access = PLAIN
+    codec = PLAIN
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Driven(RuleBasedStateMachine):
                 min_free_bytes=0,
                 clock=lambda: self.wall,
                 monotonic=lambda: self.now,
-                access=self.access,
+                codec=self.codec,
             )
         )
 
@@ -80,7 +80,7 @@ class Driven(RuleBasedStateMachine):
         assert self.run(self.store.barrier(10))
 
     def files(self) -> set[str]:
-        found = map(self.access.digest_in, (self.directory / "snapshots").iterdir())
+        found = map(self.codec.digest_in, (self.directory / "snapshots").iterdir())
         return {digest.hex() for digest in found}
 
     def teardown(self) -> None:
@@ -246,7 +246,7 @@ class Faithful(Driven):
         digest = blocks.root(identity().digest(), tenant)
         for start, end in pairwise((*cuts, len(tokens))):
             digest = blocks.link(digest, pack(tokens[start:end]))
-        path = self.directory / "snapshots" / self.access.file_name(digest)
+        path = self.directory / "snapshots" / self.codec.file_name(digest)
         whole = bytearray(path.read_bytes())
         whole[-1] ^= 1 if node not in self.bad else 0
         path.write_bytes(whole)
@@ -260,9 +260,7 @@ class Faithful(Driven):
         if lose_the_catalog:
             for path in self.directory.glob("index.sqlite*"):
                 path.unlink()
-            if (
-                self.access is not PLAIN
-            ):  # such a small file is one encrypted chunk: the header is damaged too
+            if self.codec is not PLAIN:  # such a small file is one encrypted chunk: the header is damaged too
                 bad = self.bad & self.nodes
                 self.nodes -= bad.union(*map(self.below, bad))
                 self.bad.clear()
@@ -388,7 +386,7 @@ class WithKey(Faithful):
 
     def __init__(self) -> None:
         super().__init__()
-        self.access = pytest.importorskip("cache.disk.sealing").Sealed(bytes(32))
+        self.codec = pytest.importorskip("cache.disk.sealing").Sealed(bytes(32))
 
 
 FEW = settings(

@@ -47,7 +47,7 @@ def open_to_others(directory: Path) -> list[str]:
     )
 
 
-def take(directory: Path, source: Path) -> archive.Transferred:
+def take(directory: Path, source: Path) -> archive.Transfer:
     return archive.import_files(directory, source, max_bytes=1 << 30, min_free_bytes=0)
 
 

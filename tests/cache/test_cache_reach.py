@@ -15,7 +15,7 @@ from cache.disk.header import read_header
 from cache.kv import layers
 from cache.names.blocks import Span
 from cache.names.policy import FULL, Policy
-from cache.names.snapshot import ModelLayout, Place, seen
+from cache.names.snapshot import ModelLayout, TensorBuffers, seen
 
 POLICY = Policy(2, 6)
 #: Layer 0 sees all tokens, layer 1 its sinks and a window.
@@ -55,7 +55,7 @@ def file_of(store, node):
 
 
 def test_a_restore_buffer_gives_the_offset_of_each_part_of_a_span_or_none_if_it_is_not_visible() -> None:
-    place = Place((), 0, Policy(2, 6), seen(Policy(2, 6), 20))
+    place = TensorBuffers((), 0, Policy(2, 6), seen(Policy(2, 6), 20))
     assert [*place.segments(Span(0, 4))] == [(0, 2), (None, 2)]
     assert [*place.segments(Span(4, 8))] == [(None, 4)]
     assert [*place.segments(Span(12, 16))] == [(None, 2), (2, 2)]

@@ -17,7 +17,7 @@ from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identi
 from test_cache_reach import assert_restored, save
 
 from cache.disk import tier as tier_module
-from cache.disk.access import PLAIN
+from cache.disk.codec import PLAIN
 from cache.disk.objects import ObjectStore
 from cache.disk.tier import Key, SharedDirectory, Tier
 from cache.index import remote
@@ -324,11 +324,11 @@ async def test_an_encrypted_tier_can_only_be_opened_with_its_key(open_store: Any
 
     key = Sealed(b"k" * 32)
     tier = SharedDirectory(tmp_path / "tier", key, max_bytes=1 << 30, min_free_bytes=0)
-    one = await open_store(tmp_path / "one", tier=tier, access=key)
+    one = await open_store(tmp_path / "one", tier=tier, codec=key)
     await put(one, TOKENS)
     names = one.chain("a").names(as_tokens(TOKENS))
     assert not any(name.hex() in str(path) for name in names for path in in_tier(tmp_path))
-    two = await open_store(tmp_path / "two", tier=tier, access=key)
+    two = await open_store(tmp_path / "two", tier=tier, codec=key)
     assert await fetched(two, TOKENS) == 10
     for other in (PLAIN, Sealed(b"o" * 32)):
         with pytest.raises(SealedError):

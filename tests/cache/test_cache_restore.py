@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from made_kv import assert_is_kv_of, save_all
 
-from cache.disk import restore
+from cache.disk import chain_reader as restore
 from cache.kv import arrays
 from cache.kv.arrays import Blank
 

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from cache.disk import format as snapshot_format
 from cache.disk.folder import Folder
-from cache.index.room import EVICT_LIMIT
+from cache.index.quota import EVICT_LIMIT
 
 TOKENS = list(range(10))
 

@@ -7,7 +7,7 @@ import pytest
 from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identity, kv
 
 from cache.disk import format as snapshot_format
-from cache.disk.access import PLAIN
+from cache.disk.codec import PLAIN
 from cache.disk.tier import SharedDirectory
 from cache.kv.arrays import Blank
 from cache.names import blocks

@@ -16,7 +16,7 @@ from cache.disk.folder import Folder
 from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.errors import DirectoryLockedError
-from cache.names.marks import Erased, Marks
+from cache.names.marks import ErasureProgress, Marks
 from cache.names.tokens import Chain, as_tokens, pack
 
 TOKENS = list(range(10))
@@ -355,10 +355,10 @@ async def test_erasing_by_the_hashes_of_a_sequence_of_tokens_removes_no_other_se
 async def test_a_directory_remembers_the_log_position_up_to_which_it_has_erased(open_store) -> None:
     store = await open_store()
     assert store.erased_up_to("log") is None
-    store.note_erased(Erased("log", 5, 1.5))
-    store.note_erased(Erased("log", 7, 2.5))
+    store.note_erased(ErasureProgress("log", 5, 1.5))
+    store.note_erased(ErasureProgress("log", 7, 2.5))
     assert await store.close()
-    assert (await open_store()).erased_up_to("log") == Erased("log", 7, 2.5)
+    assert (await open_store()).erased_up_to("log") == ErasureProgress("log", 7, 2.5)
 
 
 async def test_forgetting_tokens_cancels_their_queued_snapshots(open_store, tmp_path, gate) -> None:

@@ -16,7 +16,7 @@ from engine_process import Process
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import WIDE, prompt
 
-from cache.disk.access import PLAIN, Access
+from cache.disk.codec import PLAIN, Codec
 from cache.disk.sealing import Sealed
 from cache.kv import layers, paged
 from cache.names.blocks import Span
@@ -159,15 +159,15 @@ async def stored(process: Process, tokens: list[int], policy: Policy) -> np.ndar
     return np.array(arrays["1.values"])
 
 
-@pytest.mark.parametrize("access", [PLAIN, Sealed(bytes(range(32)))])
+@pytest.mark.parametrize("codec", [PLAIN, Sealed(bytes(range(32)))])
 async def test_a_prompt_after_a_restart_attends_to_kv_that_is_only_on_disk(
-    model, tmp_path, access: Access
+    model, tmp_path, codec: Codec
 ) -> None:
     tokens = prompt(50 * CHUNK)
-    async with engine_process.open_process(model, tmp_path, num_blocks=8, access=access) as process:
+    async with engine_process.open_process(model, tmp_path, num_blocks=8, codec=codec) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)
         await process.store.barrier(10)
-    async with engine_process.open_process(model, tmp_path, num_blocks=8, access=access) as process:
+    async with engine_process.open_process(model, tmp_path, num_blocks=8, codec=codec) as process:
         outcome, _, bits = await process.generate(tokens, 1, policy=POLICY)
         assert outcome.num_prefilled == 5 * CHUNK + 1
     expected = model(mx.array([tokens]), cache=make_prompt_cache(model))[0, -1]

@@ -16,7 +16,7 @@ from engine_process import Process, open_process
 from tiny_models import BLOCK, key
 
 from cache.disk import format as snapshot_format
-from cache.disk import writer
+from cache.disk import write_queue as writer
 from cache.names.policy import Policy
 from cache.names.tokens import as_tokens
 from worker.device.request import TurnRequest

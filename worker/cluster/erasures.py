@@ -16,7 +16,7 @@ import structlog
 from anyio import sleep
 from nats.js.errors import APIError
 
-from cache.names.marks import Erased, Marks
+from cache.names.marks import ErasureProgress, Marks
 from worker.process.clock import monotonic, time
 
 if TYPE_CHECKING:
@@ -59,10 +59,10 @@ class Copies(Protocol):
     async def clear(self) -> bool:
         """Erase all copies of KV; return false if this has to be tried again."""
 
-    def erased_up_to(self, log: str) -> Erased | None:
+    def erased_up_to(self, log: str) -> ErasureProgress | None:
         """Return the last argument of `note_erased` for the log with this name; None if there is none."""
 
-    def note_erased(self, erased: Erased) -> None:
+    def note_erased(self, erased: ErasureProgress) -> None:
         """Store the sequence up to which all notes of a log are carried out."""
 
 
@@ -76,7 +76,7 @@ class Erasures:
         self._copies = copies
         self._carried_out: set[int] = set()  # only notes behind one that must wait
         self._log = ""
-        self._noted: Erased | None = None  # the only record of it if there are no `copies`
+        self._noted: ErasureProgress | None = None  # the only record of it if there are no `copies`
         self._late: set[SessionKey] | None = None  # were at work as this worker began to drop all its KV
         self._cleaned_s = -_OFTEN_S
 
@@ -107,12 +107,12 @@ class Erasures:
     async def _look(self, let_go: LetGo) -> None:
         self._log = self._log or await self._journal.log_name()
         noted = self._copies.erased_up_to(self._log) if self._copies is not None else self._noted
-        known = noted or Erased(self._log, 0, time())
+        known = noted or ErasureProgress(self._log, 0, time())
         if time() - known.time_s > _KEPT_S and not await self._drop_all(let_go, known.seq):
             return
         done = await self._carry_out(let_go, known.seq)
         if noted is None or done > known.seq or not 0 < time() - known.time_s < _OFTEN_S:
-            self._noted = Erased(self._log, done, time())
+            self._noted = ErasureProgress(self._log, done, time())
             if self._copies is not None:
                 self._copies.note_erased(self._noted)
 

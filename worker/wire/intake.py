@@ -18,12 +18,15 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import nats.errors
 import structlog
 from anyio import Event, Lock, current_time, move_on_after, sleep
 
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import decode_request
 from turnkeep_client.subjects import ID_RULE, SessionKey
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
 
+    from turnkeep_client.messages import Request
     from worker.observe.counters import Telemetry
 
     from .consistent_reads import Entry
@@ -94,7 +98,7 @@ def is_of(delivery: Msg, entry: Entry | None) -> bool:
     return entry is not None and abs(entry.stored - delivery.metadata.timestamp) <= _SAME_TIME
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Delivery:
     """A request as the server delivered it.
 
@@ -108,6 +112,13 @@ class Delivery:
     body: bytes
     again: bool
     first_seq: int = 0
+
+    @cached_property
+    def request(self) -> Request | None:
+        """The request; None if its body is invalid."""
+        with contextlib.suppress(InvalidMessageError):
+            return decode_request(self.body)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
