@@ -25,10 +25,11 @@ from turnkeep_client.client import connect
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.log import BUILD_HEADER, words
 from turnkeep_client.subjects import SessionKey, Subjects
-from worker.cluster.members import Member, Members, address, recorded
+from worker.cluster.members import Members
 from worker.cluster.owners import Owners, chosen
 from worker.cluster.routing import Routing
 from worker.wire.consistent_reads import Entry
+from worker.wire.records import Member, address, recorded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

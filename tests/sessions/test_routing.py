@@ -13,9 +13,9 @@ from msgspec import structs
 
 from turnkeep_client.log import BUILD_HEADER
 from turnkeep_client.subjects import SessionKey
-from worker.cluster.members import Member
 from worker.cluster.owners import Owners
 from worker.cluster.routing import Routing
+from worker.wire.records import Member
 
 KEY = SessionKey("t", "s")
 NAMES = "abc"

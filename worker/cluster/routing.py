@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from worker.wire.consistent_reads import Entry
     from worker.wire.intake import Intake, Ring
     from worker.wire.journal import Journal
+    from worker.wire.records import Member
 
-    from .members import Member, Members
+    from .members import Members
     from .owners import Owner, Owners
 
 log = structlog.get_logger()

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from typing import Any
 
     from turnkeep_client.subjects import SessionKey
-    from worker.cluster.erasures import Erasures
     from worker.engine.port import EnginePort
     from worker.observe.counters import Telemetry
     from worker.observe.otlp import Traces
     from worker.process.rotation import Rotation
+    from worker.wire.erasures import Erasures
     from worker.wire.journal import Journal
     from worker.wire.outbox import Outbox
     from worker.wire.retention import Retention
