@@ -622,9 +622,10 @@ async def test_a_redelivery_during_a_look_up_counts_no_attempt_unless_another_wo
 
 def routing_with(**parts: Any) -> Any:
     """Make a `Routing` of which only these parts are used."""
-    members = SimpleNamespace(me=SimpleNamespace(boot="me", drains=False), others={})
+    me = SimpleNamespace(boot="me", drains=False)
+    members = SimpleNamespace(me=me, others={})
     unused = dict.fromkeys(("subjects", "journal", "intake", "tasks", "ring", "control", "erase"))
-    made = {**unused, "nc": None, "members": members, "owners": SimpleNamespace()} | parts
+    made = {**unused, "nc": None, "members": members, "owners": SimpleNamespace(takers=lambda: [me])} | parts
     return Routing(**made)
 
 
