@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from turnkeep_client.log import BUILD_HEADER
 from turnkeep_client.subjects import SessionKey
 from worker.cluster.owners import Owners
 from worker.cluster.routing import Routing
+from worker.wire.consistent_reads import Entry
 from worker.wire.records import Member
 
 KEY = SessionKey("t", "s")
@@ -44,8 +46,10 @@ class Cluster:
             at_work=self.at_work[name],
             num_sessions=load,
             room=lambda _: name not in self.full,
-            expects=lambda *_: True,
+            expects=lambda key, *_: key in self.at_work[name],
             deliver_late=self._taken(name),
+            note_unbegun=lambda _: None,
+            take=lambda delivery, _: self.took.append(name),
         )
         parts: Any = {"nc": None, "members": members, "journal": self, "intake": intake}
         owners: Any = Owners(**parts)
@@ -62,14 +66,21 @@ class Cluster:
 
     server = "s"
 
-    async def last(self, *_: Any) -> Any:
+    async def unanswered(self) -> list[SessionKey]:
+        return [KEY]
+
+    async def last(self, _: SessionKey, kind: str) -> Any:
+        if kind == "in":
+            return Entry(7, "in", datetime.now(UTC), b"", {})
         return SimpleNamespace(headers={BUILD_HEADER: f"worker={self.home}"}) if self.home else None
 
     async def first_request(self, _: Any) -> None:
         return None
 
     async def _ask(self, member: Member, verb: str, body: bytes, *_: Any) -> bytes:
-        assert verb == "deliver"
+        if verb != "deliver":
+            keys = self.at_work[member.worker] if verb == "at_work" else ()
+            return msgspec.json.encode([[key.tenant, key.session] for key in keys])
         self.num_asked += 1
         passed = json.loads(body)
         to = self.workers[member.worker]
@@ -147,3 +158,22 @@ async def test_a_worker_without_room_leaves_a_new_session_to_the_worker_that_got
     settled.full.add(owner)
     assert await settled.offer(sender)
     assert settled.took == [owner], "which has its KV, and returns the request until it has room"
+
+
+@pytest.mark.parametrize("drains", ["", "a", "b"])
+@pytest.mark.parametrize("home", ["", "a", "gone"])
+async def test_exactly_one_worker_takes_over_a_session_that_no_other_is_at_work_on(
+    home: str, drains: str
+) -> None:
+    cluster = Cluster(home=home, drains=drains)
+    cluster.remember(a="b", b="c", c="a")
+    for one in cluster.workers.values():
+        await one._take_unanswered()
+    assert len(cluster.took) == 1
+    assert cluster.took[0] not in drains
+    for name in NAMES:
+        busy = Cluster(home=home, drains=drains)
+        busy.at_work[name].add(KEY)
+        for one in busy.workers.values():
+            await one._take_unanswered()
+        assert not busy.took
