@@ -3,9 +3,7 @@
 Any worker may get a delivery from the shared consumer. If the session belongs to another worker (see
 `owners`), the delivery is passed on. That worker answers with a verdict: it has taken it, or not yet, or the
 session belongs elsewhere. The worker that is named then takes the delivery, even if it knows nothing of the
-session. So a delivery is passed on twice at most.
-
-A worker that is alone asks nobody.
+session. So a delivery is passed on twice at most. A worker that is alone asks nobody.
 """
 
 from __future__ import annotations
@@ -358,8 +356,7 @@ class Routing:
     async def _take_over(self) -> None:
         """Take over from each worker that ends."""
         while True:
-            gone = await self._members.gone()
-            await self._take_unanswered(has_stopped=not gone.serves)
+            await self._take_unanswered(has_stopped=not (await self._members.gone()).serves)
 
     async def _take_unanswered(self, *, has_stopped: bool = False) -> None:
         """Take the sessions of this worker with requests that no running worker has.
