@@ -264,7 +264,7 @@ class Engine(EnginePort):
         self.forget(key)
         if self._store is None:
             return ErasureResult(0, settled=not self._has_unopened)
-        return await self._store.erase(key.tenant, tokens, _ERASE_S, shared=shared)
+        return await self._store.eraser.erase(key.tenant, tokens.packed(), _ERASE_S, shared=shared)
 
     def stop(self) -> None:
         """End every turn; each unfinished `run` raises `StoppingError` once its KV is copied for the SSD."""
@@ -290,7 +290,7 @@ class Engine(EnginePort):
                     self._saving.end_copy(event.turn)
             case Starved():
                 if self._store is not None:
-                    self._store.free_memory()
+                    self._store.queue.free_memory()
             case Short(num_bytes, but):  # also drops KV of turns not submitted yet: they then reuse less
                 self._grants.drop_idle(num_bytes, {but, *(turn.key for turn in self._submitted)})
                 self._device.made_room()
