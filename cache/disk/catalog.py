@@ -165,7 +165,7 @@ class Catalog:
         return db
 
     def read(self) -> list[Row]:
-        """Read all rows without verifying them; `reconciling` verifies them."""
+        """Read all rows without verifying them; `catalog_repair` verifies them."""
         made = partial(tuple.__new__, Row)  # as `Row._make`, without a Python call for each row
         return list(self._codec.rows(list(map(made, self._db.execute("SELECT * FROM snapshot")))))
 

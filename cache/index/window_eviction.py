@@ -1,7 +1,7 @@
 """Evicts KV that lies far before the windows of all sessions, even if there is disk space.
 
 A session whose layers see only a window of tokens can grow for ever, and its KV on disk would grow too. So
-snapshots (nodes of the index) far before the window are evicted, in steps that `room` schedules. Belongs to
+snapshots (nodes of the index) far before the window are evicted, in steps that `quota` schedules. Belongs to
 the event loop. Knows no files.
 """
 

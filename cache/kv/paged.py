@@ -249,7 +249,7 @@ class PagedCache(RingCache):
         """Write a chunk's keys and values, (1, KV heads, `CHUNK`, size), to a slot."""
         missing = slot + 1 - self.num_slots
         if missing > 0:
-            self._make_room(keys, values, self.capacity)
+            self._allocate(keys, values, self.capacity)
             self._extend(keys, values, self.capacity + (slot + 1) * CHUNK)
         place = slice(self.capacity + slot * CHUNK, self.capacity + (slot + 1) * CHUNK)
         for side, new in ((self.keys, keys), (self.values, values)):
