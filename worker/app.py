@@ -173,7 +173,7 @@ class App:
         news = {name: getattr(settings, name) for name in _RELOADED}
         self._settings = dataclasses.replace(self._settings, **news)
         if self._store is not None:
-            self._store.set_limits(max_bytes=settings.max_disk, min_free_bytes=settings.min_free_disk)
+            self._store.quota.set_limits(max_bytes=settings.max_disk, min_free_bytes=settings.min_free_disk)
         log.info("read the settings again", changed=sorted(changed & _RELOADED))
 
     async def run(self) -> None:
@@ -285,10 +285,10 @@ class App:
             log.error("serving without snapshots: they cannot be opened", reason=str(error))  # noqa: TRY400
             return
         discard = settings.snapshots == "temporary"
-        if discard and not await self._store.clear():
+        if discard and not await self._store.eraser.clear():
             log.warning("snapshots of an earlier run are still being removed")
         stack.push_async_callback(shielded, self._store.close, discard=discard)
-        device.cut_snapshots(self._store.room)
+        device.cut_snapshots(self._store.queue.vacant_bytes)
 
     async def _serve(self, nc: Client, js: JetStreamContext, names: Streams) -> None:
         """Serve requests until `stop` is called. Raises `WorkerError` if a part of the worker ends earlier.
@@ -449,7 +449,7 @@ class App:
 
     @property
     def _copies(self) -> Copies | None:
-        return self._store
+        return None if self._store is None else self._store.eraser
 
     def _embedder(self, services: Services) -> Embedder:
         loaded = self._model.loaded

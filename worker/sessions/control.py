@@ -179,8 +179,7 @@ class Control:
             return UNSET
         tokens = history.tokens
         try:
-            match = self._store.match(self._store.chain(key.tenant, history.policy, tokens), tokens)
+            match = self._store.kv.find(self._store.kv.chain(key.tenant, history.policy, tokens), tokens)
         except CutOffError:
             return UNSET  # tokens that the history leaves out have no snapshots any more
-        self._store.release(match)
         return match.nodes[-1].digest.hex() if match.nodes else UNSET
