@@ -394,7 +394,7 @@ class App:
         cancelled once all sessions have ended.
         """
         settings, constants = self._settings, self._constants
-        loaded, subjects = self._model.loaded, self._subjects
+        subjects = self._subjects
         self._engine = self._make_engine()
         members, outbox = self._members, Outbox(nc, subjects)
         journal = Journal(nc, js, subjects, is_alone=lambda: members.is_alone, model=digests_of(self._maker))
@@ -410,14 +410,9 @@ class App:
         services = self._services(journal, outbox, intake, asides)
         self._sessions = Sessions(services, work, idle_timeout_s=constants.idle_timeout_s)
         self._undelivered = Undelivered(journal, intake, members, owners, ack_wait_s=constants.ack_wait_s)
+        embedder = self._embedder(services)
         control = Control(
-            self._sessions,
-            self._engine,
-            self._store,
-            subjects,
-            services.fold,
-            self._embedder(services),
-            model=loaded.name,
+            *(services, self._sessions, self._store, subjects, embedder),
             metrics=lambda: self._metrics(intake),
         )
         self._overheard = Overheard(nc, members)
@@ -454,17 +449,10 @@ class App:
         loaded = self._model.loaded
         told = loaded.config, loaded.folder
         return Embedder(
-            self._engine,
-            loaded.tokenizer,
-            services.shares,
-            services.fold.tokenising,
+            services,
             refusal=no_embeddings(loaded.model, *told),
             judging=judging(loaded.tokenizer, *told),
-            model=loaded.name,
             size=text_config(loaded.config).get("hidden_size") or 0,
-            context_tokens=self._model.context_tokens,
-            vocab_size=loaded.vocab_size,
-            max_bytes=self._settings.max_message_bytes,
         )
 
     def _make_engine(self) -> Engine:

@@ -601,7 +601,7 @@ async def test_a_session_is_released_once_all_of_its_requests_are_answered(world
         world.ring(seq, again=True)
     await world.session.run()
     assert world.num_released == 1
-    assert not world.session.has_work
+    assert not world.session.log.has_work
 
 
 @pytest.mark.parametrize("cancel_after", [None, 4])

@@ -18,8 +18,7 @@ from turnkeep_client.messages import Model, Parent, SessionCache  # noqa: TC001 
 from worker.text.templates import Conversation
 
 from .answered_ids import AnsweredIds
-from .history import History
-from .policies import in_words, recorded
+from .history import History, in_words, recorded
 
 if TYPE_CHECKING:
     from worker.models.tokenizer import Tokenizer

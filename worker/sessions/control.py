@@ -26,8 +26,7 @@ from turnkeep_client.messages import (
 from worker.wire.fence import FencedError
 
 from .cancelling import cancel
-from .history import RefusedError
-from .policies import in_words
+from .history import RefusedError, in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,11 +36,10 @@ if TYPE_CHECKING:
     from cache.store import Store
     from turnkeep_client.messages import ControlReply, Failed, Metrics
     from turnkeep_client.subjects import SessionKey, Subjects
-    from worker.engine.port import EnginePort
 
     from .embedding import Embedder
-    from .fold import Fold
     from .history import History
+    from .services import Services
     from .session import Session
     from .sessions import Sessions
 
@@ -54,24 +52,21 @@ class Control:
 
     def __init__(
         self,
+        services: Services,
         sessions: Sessions,
-        engine: EnginePort,
         store: Store | None,
         subjects: Subjects,
-        fold: Fold,
         embedder: Embedder,
-        *,
-        model: str,
         metrics: Callable[[], Metrics],
     ) -> None:
-        """`info` replies contain `model`, the model's name, and the worker's current `metrics()`."""
+        """`info` replies contain the worker's current `metrics()`."""
+        self._engine = services.engine
+        self._fold = services.fold
+        self._model = services.model
         self._sessions = sessions
-        self._engine = engine
         self._store = store
         self._subjects = subjects
-        self._fold = fold
         self._embedder = embedder
-        self._model = model
         self._metrics = metrics
 
     async def answer(self, subject: str, body: bytes) -> ControlReply:
@@ -103,8 +98,8 @@ class Control:
         except FencedError:
             return failure(None, "internal", _CONTINUED)
         history = session.history
-        if session.diverged is not None:
-            return failure(None, "history_diverged", session.diverged)
+        if (why := session.log.record.diverged) is not None:
+            return failure(None, "history_diverged", why)
         if isinstance(request, CountRequest):
             return await self._count(key.tenant, history, request)
         if (history.exists and not history.closed) or session.pending:
@@ -141,7 +136,8 @@ class Control:
         )
 
     async def _info(self, session: Session, request: InfoRequest) -> SessionInfo:
-        history, num_answered = session.history, session.num_answered  # both may change during an await
+        # Both may change during an await.
+        history, num_answered = session.history, len(session.log.record.answered_ids)
         if history.closed:  # waiting requests belong to the next session of this name
             history = self._fold.begin(datetime.now(UTC))
         waiting, num_waiting = await session.log.waiting(session.active, request.skip, request.limit)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 from cache.names.policy import FULL
 from turnkeep_client.errors import TokenLimit
+from turnkeep_client.messages import SessionCache
 
-from .history import RefusedError
-from .policies import chosen as policy_of
-from .policies import misfit
+from .history import RefusedError, recorded
 
 if TYPE_CHECKING:
     from cache.names.policy import Policy
@@ -73,12 +72,12 @@ class Limits:
             )
 
     def chosen(self, cache: CachePolicy) -> Policy:
-        """Return the policy that an `open` chooses.
+        """Return the policy that an `open` chooses, which is the default policy if it names none.
 
-        Raises `RefusedError` if the request contradicts itself.
+        Raises `RefusedError` for pinned spans that overlap or do not fit into the resident tokens.
         """
         try:
-            return policy_of(cache, self._default)
+            return self._default if cache.policy is None else recorded(SessionCache.of(cache))
         except ValueError as error:
             raise RefusedError("invalid_request", str(error), field="cache") from error
 
@@ -125,3 +124,29 @@ class Limits:
                 f"{num_prompt} tokens and room for {room} more take {needed} bytes of KV, the limit is "
                 f"{self._engine.max_bytes}: {smaller}, or raise device_memory",
             )
+
+
+def misfit(policy: Policy, *, block_tokens: int, context_tokens: int) -> str | None:
+    """Return why a worker with these block and context sizes cannot serve a policy; None if it can."""
+    if policy.window is None:
+        return None
+    if policy.window < block_tokens:
+        return (
+            f"a window of {policy.window} tokens is smaller than this worker's block: it must have"
+            f" {block_tokens} or more"
+        )
+    if policy.recall:
+        if (policy.most_tokens or 0) > context_tokens:
+            return (
+                f"{policy.most_tokens} resident tokens exceed the context: there may be {context_tokens};"
+                " with so many use the policy full"
+            )
+        if policy.pins and policy.pins[-1][1] > context_tokens:
+            return f"pins end at {policy.pins[-1][1]}; the context ends at {context_tokens}"
+        return None
+    if policy.sink + policy.window > context_tokens:
+        return (
+            f"a sink of {policy.sink} and a window of {policy.window} tokens exceed the context: together"
+            f" they may have {context_tokens}"
+        )
+    return None

@@ -10,7 +10,7 @@ import contextlib
 from collections import deque
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import structlog
 from anyio import Event
@@ -40,7 +40,7 @@ from .checkpoint import Checkpoint
 from .history import DivergedError, prefilled_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from turnkeep_client.messages import Change, Request, Result
     from worker.observe.traces import Phase
@@ -122,14 +122,16 @@ class Pending:
         return str(self.request.__struct_config__.tag) if self.request else "invalid"
 
 
+#: Approximate bytes of a session, and of each token (its id, and its text in the conversation).
+_SIZE_BYTES: Final = 12_000
+_TOKEN_BYTES: Final = 8
 #: Number of results between two checkpoints; opening a session replays about as many.
 _CHECKPOINT_EVERY: Final = 512
 #: Codes of failures that may follow a prefill. A request that ended with `internal` may crash a worker again.
 _AFTER_PREFILL: Final = {"expired", "memory_exceeded"}
 
 
-@dataclass(frozen=True, slots=True)
-class _EarlyResult:
+class _EarlyResult(NamedTuple):
     """A result that was read before its request."""
 
     result: Result
@@ -197,6 +199,12 @@ class Record:
         self.in_seq = self.out_seq = self._checkpoint_seq = self.first_in = checkpoint.in_seq
         self._is_begun = not self.history.closed  # a closing result may have left the log
         self.has_branched = True
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that the session takes, approximately."""
+        num_tokens = self.history.position - self.history.tokens.held_from
+        return _SIZE_BYTES + _TOKEN_BYTES * num_tokens + self.answered_ids.size_bytes
 
     @property
     def position(self) -> int:
@@ -353,33 +361,36 @@ class Record:
         if recorded is not None and self.pending and not changes_nothing(recorded.result):
             self._ignore(recorded.entry)  # a worker answers out of order only to cancel or expire a request
             recorded = None
-        if recorded is None:
-            self.pending.append(waiting := pending_at(entry))
-            self._cancel_early(waiting)
-            if isinstance(waiting.request, Close) and waiting.request.cancel:
-                self.cancel_before(entry.seq)
+        if recorded is not None:
+            self._add_answered(entry, recorded, parts)
             return
-        pending = pending_at(entry, decode_request)
-        request, result, out = pending.request, recorded.result, recorded.entry
-        changes = result.repeat_of is None and not changes_nothing(result)
-        if changes and isinstance(request, Close) and request.forget:
-            self._begin_behind(entry)
-        # A close of a session that does not exist belongs to a forgotten session, whose entries are gone: its
-        # digest proves nothing here. Neither does the digest of a repeat, or of a request that was cancelled
-        # behind an unanswered close.
-        is_of_forgotten = isinstance(result, Closed) and not self.history.exists
-        proves = HISTORY_HEADER in out.headers and not is_of_forgotten and changes
-        if changes:
-            self._last_position = 0 if isinstance(result, Closed) else result.position or 0
-        self.proven_seq = entry.seq if proves else self.proven_seq
+        self.pending.append(waiting := pending_at(entry))
+        self._cancel_early(waiting)
+        if isinstance(waiting.request, Close) and waiting.request.cancel:
+            self.cancel_before(entry.seq)
+
+    def _add_answered(self, entry: Entry, recorded: _EarlyResult, parts: History | str | None) -> None:
+        """Add a request that has a result."""
+        (result, out), pending = recorded, pending_at(entry)
+        request = pending.request
         self._num_since_checkpoint += 1
         if self._last is None or self._last[0] < out.seq:
             self._last = (out.seq, pending, result)
+        changes = result.repeat_of is None and not changes_nothing(result)
+        if changes and isinstance(request, Close) and request.forget:
+            self._begin_behind(entry)
         if request is not None and _is_first(result):
             self.answered_ids.add(request.id, AnsweredAt(entry.seq, out.seq))
         before = self.history
-        if self.diverged is None and changes:
-            self._replay(entry, request, recorded, parts, proves=proves)
+        if changes:
+            # A close of a session that does not exist belongs to a forgotten session, whose entries are gone:
+            # its digest proves nothing here. Neither does the digest of a repeat, or of a request that was
+            # cancelled behind an unanswered close.
+            proves = HISTORY_HEADER in out.headers and (before.exists or not isinstance(result, Closed))
+            self.proven_seq = entry.seq if proves else self.proven_seq
+            self._last_position = 0 if isinstance(result, Closed) else result.position or 0
+            if self.diverged is None:
+                self._replay(entry, request, recorded, parts, proves=proves)
         self._note_branch(before, request, result, None if changes else prefilled_by(parts))
 
     def _begin_behind(self, close: Entry) -> None:
@@ -417,47 +428,41 @@ class Record:
         proves: bool,
     ) -> None:
         """Extend the history by an answered request; if `proves`, compare it with the result's digest."""
-        result, out = recorded.result, recorded.entry
+        result, out = recorded
         if request is None or isinstance(result, UnknownResult):
-            self._diverge_by_version(entry, result, out)
+            what = f"with a {result.type}" if isinstance(result, UnknownResult) else "in a form"
+            version = words(out.headers.get(BUILD_HEADER, "")).get("version", "unknown")
+            self.diverged = (
+                f"a newer version ({version}) has answered the request at sequence {entry.seq}, {what} that"
+                " this version does not know: serve the session with that version, or go on in a new session"
+            )
             return
         base, packed = (None, parts) if isinstance(parts, str) else (parts, None)
+        why = ""
         if parts is None and PARTS_HEADER in out.headers and not isinstance(request, Open):
-            self._diverge("the tokens of a result's input are gone from the log", out)
-            return
-        try:
-            self.history = self._fold.replay(self.history, request, result, base, packed)
-        except DivergedError as error:
-            self._diverge(str(error), out)
-            return
-        if proves and self.history.digest() != out.headers[HISTORY_HEADER]:
-            self._diverge("the entries up to a result come to other tokens than it states", out)
+            why = "the tokens of a result's input are gone from the log"
+        else:
+            try:
+                self.history = self._fold.replay(self.history, request, result, base, packed)
+            except DivergedError as error:
+                why = str(error)
+        if not why and proves and self.history.digest() != out.headers[HISTORY_HEADER]:
+            why = "the entries up to a result come to other tokens than it states"
+        if why:
+            where = f"the log cannot be continued from sequence {out.seq} on"
+            self.diverged = f"{where}: {why}; go on in a new session"
 
     def _ignore(self, entry: Entry) -> None:
         self.num_foreign += 1
         if self.num_foreign == 1:
             log.warning("ignoring this and further entries that are no results here", seq=entry.seq)
 
-    def _diverge_by_version(self, request: Entry, result: Result, out: Entry) -> None:
-        """Note that a newer version has answered a request in a way that this version does not know."""
-        what = f"with a {result.type}" if isinstance(result, UnknownResult) else "in a form"
-        version = words(out.headers.get(BUILD_HEADER, "")).get("version", "unknown")
-        self.diverged = (
-            f"a newer version ({version}) has answered the request at sequence {request.seq}, {what} that"
-            " this version does not know: serve the session with that version, or go on in a new session"
-        )
 
-    def _diverge(self, why: str, entry: Entry) -> None:
-        self.diverged = (
-            f"the log cannot be continued from sequence {entry.seq} on: {why}; go on in a new session"
-        )
-
-
-def pending_at(entry: Entry, decode: Callable[[bytes], Request] = decode_request) -> Pending:
+def pending_at(entry: Entry) -> Pending:
     """Decode a request from the log. An invalid request becomes a `Pending` with an error."""
     try:
         parent = trace_headers(entry.headers)
-        return Pending(entry.seq, decode(entry.body), None, entry.stored, parent=parent)
+        return Pending(entry.seq, decode_request(entry.body), None, entry.stored, parent=parent)
     except InvalidMessageError as error:
         return Pending(entry.seq, None, error, entry.stored)
 

@@ -25,6 +25,7 @@ from turnkeep_client.messages import (
     Open,
     Opened,
     decode_request,
+    decode_result,
     encode,
     encode_repeat,
 )
@@ -232,7 +233,7 @@ class SessionLog:
         for entry in requests:
             if (link := record.parts_of(entry.seq)) is not None:
                 packed = await self._attachments.read(Link.parse(link))
-                opens = isinstance(pending_at(entry, decode_request).request, Open)
+                opens = isinstance(pending_at(entry).request, Open)
                 if packed is not None:
                     found[entry.seq] = self._attachments.base(packed) if opens else packed.decode()
         return found
@@ -363,6 +364,27 @@ class SessionLog:
             if answered.find(request_id) == found:
                 answered.drop(request_id)  # its session was forgotten
         return None
+
+    async def repeated(self, request: Request, pending: Pending) -> Outcome | None:
+        """Answer a request whose id was used before with the first result of that id; None for a new id.
+
+        Raises `RefusedError` for an id of another request.
+        """
+        get = self._services.journal.get
+        while (known := await self.find_answered(request.id)) is not None:
+            if request != known.request:
+                raise RefusedError(
+                    "id_conflict",
+                    f"the id {request.id!r} was used before for another request (sequence"
+                    f" {known.at.in_seq}); a new request needs a new id",
+                )
+            if (body := await get(known.at.out_seq)) is not None:
+                result = replace(decode_result(body), seq=pending.seq, repeat_of=known.at.in_seq)
+                return Outcome(result, self.record.history, first=body)
+            if await get(known.at.in_seq) is not None:
+                why = "this id was used before, and its result is gone from the log"
+                raise RefusedError("invalid_request", why)
+        return None  # the first request has just left the log, with its session
 
     async def commit(
         self, pending: Pending, outcome: Outcome | None, *, waits: bool = False

@@ -170,8 +170,8 @@ class Sessions:
                     break
                 except FencedError:  # its task has not noticed yet that another worker continued it
                     await sleep(_OVERTAKEN_S)
-            if parent.diverged is not None:
-                raise RefusedError("history_diverged", f"{of.session} cannot be forked: {parent.diverged}")
+            if (why := parent.log.record.diverged) is not None:
+                raise RefusedError("history_diverged", f"{of.session} cannot be forked: {why}")
             history = parent.history
             if history.closed or not history.exists:
                 gone = "was closed" if history.closed else "does not exist"
@@ -236,16 +236,16 @@ class Sessions:
 
     def _update_size(self, session: Session) -> None:
         """Update the counted size of a session after it was read or has answered."""
-        size_bytes = session.size_bytes if self._sessions.get(session.key) is session else 0
+        size_bytes = session.log.record.size_bytes if self._sessions.get(session.key) is session else 0
         self._size_bytes += size_bytes - session.counted_bytes
         session.counted_bytes = size_bytes
 
     def _is_idle(self, key: SessionKey) -> bool:
         session = self._sessions[key]
-        return not (key in self._at_work or session.has_work or session.num_users)
+        return not (key in self._at_work or session.log.has_work or session.num_users)
 
     def _wake(self, session: Session) -> None:
-        if session.key not in self._at_work and session.has_work and not self._stopping.is_set():
+        if session.key not in self._at_work and session.log.has_work and not self._stopping.is_set():
             self._at_work.add(session.key)
             self._tasks.start_soon(self._run, session, name=str(session.key))
 
