@@ -42,7 +42,7 @@ from worker.models.model_files import text_config
 from worker.models.pooling import is_encoder, judging, no_embeddings
 from worker.process.rotation import Rotation
 from worker.process.wakefulness import keep_awake
-from worker.sessions.attempts import Attempts, SharedLock
+from worker.sessions.attempts import Attempts
 from worker.sessions.control import Control
 from worker.sessions.embedding import Embedder
 from worker.sessions.fold import Fold
@@ -65,12 +65,11 @@ from .metrics_message import collect
 from .model_start import ModelStart, WorkerError
 from .observe.counters import Telemetry
 from .observe.tracing import start_traces
-from .process.concurrency import in_thread, shielded, step_in_thread, task_group
+from .process.concurrency import SharedLock, in_thread, shielded, step_in_thread, task_group
 from .process.constants import CONSTANTS
 from .process.datadir import DataDir
 from .process.keys import cache_access, remote_tier
 from .reports import Needs, State
-from .sessions.attachments import Attachments
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -483,7 +482,6 @@ class App:
         )
         goes_on = settings.other_model == "continue"
         fold = Fold(loaded.tokenizer, settings.cache_policy, self._maker, takes_over=goes_on)
-        max_bytes = settings.max_message_bytes
         return Services(
             journal=journal,
             outbox=outbox,
@@ -500,7 +498,7 @@ class App:
                 no_answers=loaded.no_answers,
             ),
             telemetry=self._telemetry,
-            attachments=Attachments(journal, loaded.tokenizer, asides, max_message_bytes=max_bytes),
+            asides=asides,
             attempts=self._attempts,
             retention=self._retention,
             device_lock=SharedLock(),
@@ -515,7 +513,7 @@ class App:
             directory=self._members.me.directory,
             own_sampling=loaded.sampling,
             token_ttl_s=self._constants.token_ttl_s,
-            max_result_bytes=max_bytes,
+            max_result_bytes=settings.max_message_bytes,
             model=loaded.name,
             worker=settings.worker,
             build=self._describe(loaded),

@@ -46,9 +46,9 @@ from worker.device.request import TurnRequest
 from worker.engine.port import TurnResult
 from worker.models.tokenizer import Tokenizer
 from worker.observe.counters import Telemetry
+from worker.process.concurrency import SharedLock
 from worker.process.rotation import Rotation
-from worker.sessions.attachments import Attachments
-from worker.sessions.attempts import Attempts, SharedLock
+from worker.sessions.attempts import Attempts
 from worker.sessions.cancelling import cancel
 from worker.sessions.fold import Fold
 from worker.sessions.formats import Formats
@@ -267,8 +267,6 @@ class World:
         sizes = {"context_tokens": 10_000, "block_tokens": 32, "vocab_size": 2**20}
         retention = Retention(self.log, closed_ttl_s=None, max_bytes=2**30)  # type: ignore[arg-type]
         self.tasks = Tasks()
-        size = self.max_message_bytes
-        self.attachments = Attachments(self.log, self._tokenizer, self.tasks, max_message_bytes=size)  # type: ignore[arg-type]
         parts: Any = {
             "journal": self.log,
             "engine": self.engine,
@@ -280,7 +278,7 @@ class World:
             fold=self.fold,
             formats=Formats(self._tokenizer),
             telemetry=Telemetry(),
-            attachments=self.attachments,
+            asides=self.tasks,
             ack=self._release,
             disown=lambda _: None,
             is_elsewhere=nothing,
@@ -291,7 +289,7 @@ class World:
             attempts=Attempts(self.log, 3),  # type: ignore[arg-type]
             device_lock=SharedLock(),
             retention=retention,
-            max_result_bytes=2**20,
+            max_result_bytes=self.max_message_bytes,
             own_sampling={},
             token_ttl_s=900.0,
             directory="",

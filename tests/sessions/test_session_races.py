@@ -29,10 +29,11 @@ from turnkeep_client.messages import (
 )
 from worker.engine.port import DeviceFaultError
 from worker.models.tokenizer import Tokenizer
+from worker.process.concurrency import SharedLock
 from worker.sessions import answered_ids, cancelling
-from worker.sessions.attempts import AttemptNote, SharedLock
+from worker.sessions.attempts import AttemptNote
 from worker.sessions.cancelling import cancel
-from worker.sessions.record import Pending
+from worker.sessions.pending import Pending
 from worker.wire.chunks import Published
 from worker.wire.fence import FencedError
 from worker.wire.retention import Retention

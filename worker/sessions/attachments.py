@@ -22,14 +22,11 @@ from .answered_ids import AnsweredIds
 from .checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from anyio.abc import TaskGroup
-
     from turnkeep_client.subjects import SessionKey
-    from worker.models.tokenizer import Tokenizer
     from worker.wire.consistent_reads import Entry
-    from worker.wire.journal import Journal
 
     from .history import History
+    from .services import Services
 
 log = structlog.get_logger()
 
@@ -37,18 +34,6 @@ log = structlog.get_logger()
 _PART_BYTES: Final = 128 * 2**10
 #: Longest pause between two attempts to store a value that a result names.
 _MAX_PAUSE_S: Final = 5.0
-
-
-class Attachments:
-    """The journal, tokenizer and task group that a worker's `SessionAttachments` share. Event loop only."""
-
-    def __init__(
-        self, journal: Journal, tokenizer: Tokenizer, tasks: TaskGroup, *, max_message_bytes: int
-    ) -> None:
-        self.journal = journal
-        self.tokenizer = tokenizer
-        self.tasks = tasks
-        self.part_bytes = min(_PART_BYTES, max_message_bytes // 2)
 
 
 class Found(NamedTuple):
@@ -61,11 +46,12 @@ class Found(NamedTuple):
 class SessionAttachments:
     """Stores and reads the checkpoints and other long values of one session. Event loop only."""
 
-    def __init__(self, key: SessionKey, attachments: Attachments) -> None:
+    def __init__(self, key: SessionKey, services: Services) -> None:
         self.key = key
         #: Link to the last stored checkpoint; every later result has it in a header.
         self.link: Link | None = None
-        self._shared = attachments
+        self._services = services
+        self._journal = services.journal
         self._storing: TaskHandle[None] | None = None
         self._ended = False
 
@@ -74,7 +60,7 @@ class SessionAttachments:
         if not self._ended and (
             self._storing is None or self._storing.status is not TaskHandle.Status.PENDING
         ):
-            self._storing = self._shared.tasks.start_soon(
+            self._storing = self._services.asides.start_soon(
                 self._store_checkpoint, checkpoint, name=f"checkpoint {self.key}"
             )
 
@@ -117,7 +103,7 @@ class SessionAttachments:
     async def read(self, link: Link | None) -> bytes | None:
         """Read a stored value; None if it has left the log, or does not match the digest in `link`."""
         parts: list[bytes] = []
-        async for message in backwards(link, self._shared.journal.get):
+        async for message in backwards(link, self._journal.get):
             if message is None:
                 return None
             parts.append(message.part)
@@ -125,19 +111,18 @@ class SessionAttachments:
 
     def base(self, packed: bytes) -> History | None:
         """Decode the history that a fork starts with; None if the bytes are not a checkpoint."""
-        found = Checkpoint.unpack(packed, self._shared.tokenizer)
+        found = Checkpoint.unpack(packed, self._services.formats.tokenizer)
         return found.history if found else None
 
     async def find(self) -> Found | None:
         """Read the checkpoint that the last result links to; None if that fails or the log contradicts it."""
-        journal = self._shared.journal
-        named = await journal.last(self.key, "out")
+        named = await self._journal.last(self.key, "out")
         text = named.headers.get(CHECKPOINT_HEADER) if named else None
         if named is None or text is None:
             return None
         link = Link.parse(text)
         packed = await self.read(link)
-        checkpoint = Checkpoint.unpack(packed, self._shared.tokenizer) if packed else None
+        checkpoint = Checkpoint.unpack(packed, self._services.formats.tokenizer) if packed else None
         found = await self._confirmed(checkpoint, named) if checkpoint else None
         if found is None:
             log.warning("reading a session's whole log: its checkpoint is not one of this log")
@@ -150,11 +135,12 @@ class SessionAttachments:
 
         Returns None if a message could not be stored.
         """
-        attachments, link = self._shared, None
-        for start in range(0, max(len(value), 1), attachments.part_bytes):
-            part = value[start : start + attachments.part_bytes]
+        link = None
+        size = part_bytes(self._services.max_result_bytes)
+        for start in range(0, max(len(value), 1), size):
+            part = value[start : start + size]
             message = CheckpointMessage(part, before=str(link) if link else "").pack()
-            seq = await attachments.journal.store_checkpoint(self.key, message)
+            seq = await self._journal.store_checkpoint(self.key, message)
             if seq is None:
                 return None
             link = Link(seq, digest(message))
@@ -167,7 +153,7 @@ class SessionAttachments:
         request, must be first results: later ones of a request do not count. The checkpoint's request must
         still be in the log: a crash can leave the checkpoint of a removed session there.
         """
-        journal = self._shared.journal
+        journal = self._journal
         if await journal.get(checkpoint.in_seq) is None:
             return None
         naming = answers(named)
@@ -192,3 +178,8 @@ class SessionAttachments:
         if not confirmed or checkpoint.history.digest() != history:
             return None
         return Found(checkpoint, results)
+
+
+def part_bytes(max_message_bytes: int) -> int:
+    """Return the size of the parts of a value, so that each fits into one message."""
+    return min(_PART_BYTES, max_message_bytes // 2)

@@ -10,18 +10,16 @@ decides by these notes.
 from __future__ import annotations
 
 import contextlib
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
-from anyio import Event
 from msgspec import Struct
 from msgspec.structs import replace
 
 from worker.process.concurrency import task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from turnkeep_client.subjects import SessionKey
     from worker.wire.journal import Journal
@@ -100,8 +98,8 @@ class Attempts:
         """Store, for each session in `firsts`, that no worker has begun the request at the given sequence.
 
         Call this for requests that a stopping worker returns to the server: without a note, the next worker
-        would count their second delivery as an attempt. Does nothing for a request that has left the log, or
-        if the session's note counts attempts at a request that has not.
+        would count their second delivery as an attempt. Does nothing for a request that has left the log, if
+        the session's note is of this request, or counts attempts at a request that has not left the log.
         """
         async with task_group() as tasks:
             for key, seq in firsts.items():
@@ -110,44 +108,5 @@ class Attempts:
     async def _excuse(self, key: SessionKey, seq: int) -> None:
         last = await self.note(key)
         counts = last.attempts > 0 and await self._journal.entry(last.seq) is not None
-        if not counts and await self._journal.entry(seq) is not None:
+        if not counts and last.seq != seq and await self._journal.entry(seq) is not None:
             await self.store(key, AttemptNote(seq))
-
-
-class SharedLock:
-    """A shared/exclusive lock, for work that must run alone. Event loop only."""
-
-    def __init__(self) -> None:
-        self._num = 0
-        self._is_shut = False  # while a request runs alone, or waits for the others to end
-        self._changed = Event()
-
-    @asynccontextmanager
-    async def enter(self, stopped: Callable[[], bool], *, alone: bool = False) -> AsyncIterator[None]:
-        """Hold the lock inside the block: shared with others, or exclusively if `alone`.
-
-        A caller whose `stopped()` is true enters without waiting, since it will not do the work. Call
-        `recheck` when the result of `stopped()` may have changed.
-        """
-        while self._is_shut and not stopped():
-            await self._changed.wait()
-        shuts = alone and not self._is_shut
-        self._is_shut = self._is_shut or shuts
-        try:
-            while shuts and self._num and not stopped():
-                await self._changed.wait()
-            self._num += 1
-            try:
-                yield
-            finally:
-                self._num -= 1
-        finally:
-            if shuts:
-                self._is_shut = False
-            if shuts or not self._num:
-                self.recheck()
-
-    def recheck(self) -> None:
-        """Wake all waiting callers, in the order of their arrival, to check whether they can go on."""
-        changed, self._changed = self._changed, Event()
-        changed.set()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Result
     from turnkeep_client.subjects import SessionKey
 
-    from .record import Pending
+    from .pending import Pending
     from .services import Services
 
 log = structlog.get_logger()

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from worker.wire.chunks import Published
 
     from .history import History, Input
-    from .record import Pending
+    from .pending import Pending
     from .services import Services
 
 log = structlog.get_logger()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.errors import ErrorCode
 
-    from .record import Pending
+    from .pending import Pending
     from .services import Services
     from .session_log import SessionLog
 
@@ -45,11 +45,6 @@ class Doubt:
         self._services = services
         self._begun_seq = 0  # the request that this worker has begun last, and survived until now
         self._tried_seq = 0  # the request for which this worker has stored a note
-        self._uncounted_seq = 0  # the request whose attempt this worker has last survived
-
-    def may_count(self, seq: int) -> bool:
-        """Whether the log has, or may have, a note of attempts at the request at `seq`."""
-        return self._log.is_doubted or self._uncounted_seq == seq
 
     async def attempt(self, pending: Pending, answer: Callable[[Pending], Awaitable[Outcome]]) -> Outcome:
         """Return what `answer(pending)` returns, or give up if the request has crashed too many workers."""
@@ -103,7 +98,6 @@ class Doubt:
         num_tokens = (await self._log.published(pending)).num_tokens
         await self._store(AttemptNote(pending.seq, attempts - 1, num_tokens))
         self._tried_seq = self._begun_seq = 0
-        self._uncounted_seq = pending.seq
 
     async def give_up(
         self, pending: Pending, num_attempts: int, reason: str, *, keeps: bool = True

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from worker.text.answer import Answer
 
     from .history import History, Input
-    from .record import Pending
+    from .pending import Pending
 
 
 class Outcome(NamedTuple):

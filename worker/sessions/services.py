@@ -9,18 +9,20 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
     from typing import Any
 
+    from anyio.abc import TaskGroup
+
     from turnkeep_client.subjects import SessionKey
     from worker.cluster.erasures import Erasures
     from worker.engine.port import EnginePort
     from worker.observe.counters import Telemetry
     from worker.observe.otlp import Traces
+    from worker.process.concurrency import SharedLock
     from worker.process.rotation import Rotation
     from worker.wire.journal import Journal
     from worker.wire.outbox import Outbox
     from worker.wire.retention import Retention
 
-    from .attachments import Attachments
-    from .attempts import Attempts, SharedLock
+    from .attempts import Attempts
     from .fold import Fold
     from .formats import Formats
     from .limits import Limits
@@ -43,7 +45,6 @@ class Services:
     formats: Formats
     limits: Limits
     telemetry: Telemetry
-    attachments: Attachments
     attempts: Attempts
     retention: Retention
     device_lock: SharedLock
@@ -64,6 +65,8 @@ class Services:
     #: Notes of what was erased, and the name of this worker's data directory in them.
     erasures: Erasures
     directory: str
+    #: Runs tasks beside those of the sessions, until these have ended.
+    asides: TaskGroup
     #: The sampling options that the model's authors recommend.
     own_sampling: Mapping[str, float]
     #: For how long the token stream keeps chunks.

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from worker.wire.intake import Delivery
 
     from .history import History
-    from .record import Pending, Record
+    from .pending import Pending
+    from .record import Record
     from .services import Services
 
 log = structlog.get_logger()
@@ -112,12 +113,6 @@ class Session:
     def is_read(self) -> bool:
         """Whether `history` is what the log says, as far as this worker knows."""
         return self.log.record.folded and not self.log.is_stale and self.log.record.diverged is None
-
-    @property
-    def first_waiting(self) -> int | None:
-        """The sequence of the first request without a result; None if an attempt at it may count."""
-        seq = self.log.next_seq
-        return None if seq is None or self._doubt.may_count(seq) else seq
 
     def ring(self, delivery: Delivery) -> None:
         """Note that the log has a request at the delivery's sequence, and start the session's task."""

@@ -37,7 +37,8 @@ from worker.wire.journal import TooLargeError
 
 from .attachments import SessionAttachments
 from .history import RefusedError
-from .record import Record, changes_nothing, pending_at
+from .pending import pending_at
+from .record import Record, changes_nothing
 from .results import Outcome, failed, is_close, withdrawn
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
     from .answered_ids import AnsweredAt
     from .history import History
-    from .record import Pending
+    from .pending import Pending
     from .services import Services
 
 
@@ -74,7 +75,7 @@ class SessionLog:
         self.num_failures = 0  # consecutive failures to read the log or answer, for unknown reasons
         self._delivered: Delivery | None = None  # the first delivery since the log was read
         self._services = services
-        self._attachments = SessionAttachments(key, services.attachments)
+        self._attachments = SessionAttachments(key, services)
         self._rung_seq = 0  # the newest request that is known to be in the log
         self._rung_server = self.server  # the server process that has that request
         self._lock = Lock(fast_acquire=True)
@@ -87,10 +88,10 @@ class SessionLog:
         return bool(record.pending) or record.has_more or behind
 
     @property
-    def next_seq(self) -> int | None:
-        """The sequence of the first request without a result, as far as it is known; None without one."""
-        if self.record.pending:
-            return self.record.pending[0].seq
+    def first_waiting(self) -> int | None:
+        """The sequence of the first request without a result; None if it may have crashed a worker."""
+        if self.is_doubted or self.record.pending:
+            return None if self.is_doubted else self.record.pending[0].seq
         known = (self._delivered.seq if self._delivered else 0, self._rung_seq)
         return next((seq for seq in known if seq > self.record.in_seq), None)
 
@@ -247,7 +248,7 @@ class SessionLog:
         if self.num_failures >= self._services.attempts.max_attempts:
             self.record.mark_diverged("its log cannot be read, this worker's log says why")
         self._attachments.end()
-        self._attachments = SessionAttachments(self.key, self._services.attachments)
+        self._attachments = SessionAttachments(self.key, self._services)
         server = self._services.journal.server
         self._note_rung(record.in_seq if self.server == server else 0)
         self.server = server

@@ -137,12 +137,12 @@ class Sessions:
                     self._evict(key)
 
     def first_waiting(self, keys: Iterable[SessionKey]) -> dict[SessionKey, int]:
-        """Return, by session, the first request without a result, unless an attempt at it may count.
+        """Return, by session, the first request without a result, unless it may have crashed a worker.
 
         Call this once the worker has stopped and all tasks have ended. `keys` are the sessions with requests
         here: of others, which another worker may run, some are only read.
         """
-        firsts = {key: self._sessions[key].first_waiting for key in keys if key in self._sessions}
+        firsts = {key: self._sessions[key].log.first_waiting for key in keys if key in self._sessions}
         return {key: seq for key, seq in firsts.items() if seq is not None}
 
     def stop(self) -> None:
