@@ -42,7 +42,6 @@ from worker.models.model_files import text_config
 from worker.models.pooling import is_encoder, judging, no_embeddings
 from worker.process.rotation import Rotation
 from worker.process.wakefulness import keep_awake
-from worker.sessions.attempts import Attempts
 from worker.sessions.control import Control
 from worker.sessions.embedding import Embedder
 from worker.sessions.fold import Fold
@@ -153,7 +152,6 @@ class App:
         self._fatal = ""
         self._nc: Client | None = None
         self._members: Members
-        self._attempts: Attempts
         self.ready = Event()
 
     def stop(self) -> None:
@@ -317,7 +315,7 @@ class App:
                 asides.cancel_scope.cancel()
             with move_on_after(_NOTES_S):
                 unbegun = self._owners.first_routed() | intake.first_returned()
-                await self._attempts.excuse(unbegun | sessions.first_waiting(intake.at_work))
+                await sessions.excuse(unbegun, intake.at_work)
             await self._members.leave()
             await self._owners.return_routed()
             await intake.return_anchors()
@@ -473,13 +471,7 @@ class App:
             await intake.ack(key)
             await self._owners.settle(key)
 
-        settings, loaded, me = self._settings, self._model.loaded, self._members.me.boot
-        self._attempts = Attempts(
-            *(journal, self._constants.max_attempts),
-            me=me,
-            runs=self._members.runs,
-            num_busy=self._owners.num_busy,
-        )
+        settings, loaded, members = self._settings, self._model.loaded, self._members
         goes_on = settings.other_model == "continue"
         fold = Fold(loaded.tokenizer, settings.cache_policy, self._maker, takes_over=goes_on)
         return Services(
@@ -499,7 +491,10 @@ class App:
             ),
             telemetry=self._telemetry,
             asides=asides,
-            attempts=self._attempts,
+            max_attempts=self._constants.max_attempts,
+            boot=members.me.boot,
+            runs=members.runs,
+            num_busy=self._owners.num_busy,
             retention=self._retention,
             device_lock=SharedLock(),
             shares=Shares(settings.max_batch),
@@ -510,7 +505,7 @@ class App:
             give_back=intake.give_back,
             erase_elsewhere=self._owners.erase,
             erasures=self._erasures,
-            directory=self._members.me.directory,
+            directory=members.me.directory,
             own_sampling=loaded.sampling,
             token_ttl_s=self._constants.token_ttl_s,
             max_result_bytes=settings.max_message_bytes,

@@ -48,7 +48,6 @@ from worker.models.tokenizer import Tokenizer
 from worker.observe.counters import Telemetry
 from worker.process.concurrency import SharedLock
 from worker.process.rotation import Rotation
-from worker.sessions.attempts import Attempts
 from worker.sessions.cancelling import cancel
 from worker.sessions.fold import Fold
 from worker.sessions.formats import Formats
@@ -286,7 +285,10 @@ class World:
             erase_elsewhere=alone,
             reading=Rotation(2),
             shares=Shares(4),
-            attempts=Attempts(self.log, 3),  # type: ignore[arg-type]
+            max_attempts=3,
+            boot="",
+            runs=nothing,
+            num_busy=nothing,
             device_lock=SharedLock(),
             retention=retention,
             max_result_bytes=self.max_message_bytes,

@@ -21,7 +21,9 @@ from tests.simulation.history import Outcome, patched, world
 from tests.simulation.loop import Process, _Task, run, simulated
 from tests.simulation.played import ROOT, simulate
 from turnkeep_client.messages import Generated, decode_chunk, decode_result
-from worker.sessions.attempts import AttemptNote, Attempts
+from worker.sessions import giving_up
+from worker.sessions.giving_up import AttemptNote
+from worker.sessions.services import Services
 from worker.wire import retention
 
 if TYPE_CHECKING:
@@ -71,13 +73,13 @@ def test_attempts_of_a_redelivered_request_are_not_counted_for_the_next_request(
             if subject.endswith(".commit") and supervisor.num_lives == 1:
                 supervisor.kill()
 
-        async def noted(self: Attempts, key: SessionKey) -> AttemptNote:
+        async def noted(services: Services, key: SessionKey) -> AttemptNote:
             if to_come:
                 publish()
-            return await note(self, key)
+            return await note(services, key)
 
-        note = Attempts.note
-        monkeypatch.setattr(Attempts, "note", noted)
+        note = giving_up._last_note
+        monkeypatch.setattr(giving_up, "_last_note", noted)
         server.on_stored = stored
         for _ in range(2):
             worker = supervisor.prepare()

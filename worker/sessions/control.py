@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 import structlog
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from cache.names.errors import CutOffError
 from turnkeep_client.errors import InvalidMessageError
@@ -115,16 +115,7 @@ class Control:
         if history.closed or not history.exists:
             history = self._fold.begin(datetime.now(UTC))
         try:
-            asked = Generate(
-                id="count",
-                messages=request.messages,
-                text=request.text,
-                tokens=request.tokens,
-                special_tokens=request.special_tokens,
-                raw=request.raw,
-                tools=request.tools,
-                chat_template_kwargs=request.chat_template_kwargs,
-            )
+            asked = Generate(id="count", **structs.asdict(request))
             extended = await self._fold.extended(tenant, history, asked)
         except (RefusedError, ValueError) as error:
             return failure(None, "invalid_request", str(error))

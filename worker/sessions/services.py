@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from worker.wire.outbox import Outbox
     from worker.wire.retention import Retention
 
-    from .attempts import Attempts
     from .fold import Fold
     from .formats import Formats
     from .limits import Limits
@@ -45,9 +44,17 @@ class Services:
     formats: Formats
     limits: Limits
     telemetry: Telemetry
-    attempts: Attempts
     retention: Retention
     device_lock: SharedLock
+    #: After so many attempts that may have crashed a worker, a request is given up.
+    max_attempts: int
+    #: Identifies this worker process (`Member.boot`).
+    boot: str
+    #: Says whether another worker process, of this `boot`, still runs.
+    runs: Callable[[str], Awaitable[bool]]
+    #: Counts the other running workers that have requests of a session. Their attempts have crashed none,
+    #: also if they seemed to have ended, as while a machine is asleep.
+    num_busy: Callable[[SessionKey], Awaitable[int]]
     #: How many sessions of a tenant work at once.
     shares: Shares
     #: How many logs are read at once, for whichever tenant.

@@ -278,7 +278,7 @@ class Session:
         """
         session_log, record = self.log, self.log.record
         session_log.num_failures += 1
-        is_last = session_log.num_failures >= self.services.attempts.max_attempts
+        is_last = session_log.num_failures >= self.services.max_attempts
         if is_last and record.folded and record.pending:
             pending = record.pending[0]
             reason = f"it failed for an unknown reason: {type(error).__name__}: {error}"

@@ -245,7 +245,7 @@ class SessionLog:
         After `max_attempts` failures, the next reading finds out no more than answered ids and positions.
         """
         record, self.record = self.record, Record(self._services.fold, whole=whole)
-        if self.num_failures >= self._services.attempts.max_attempts:
+        if self.num_failures >= self._services.max_attempts:
             self.record.mark_diverged("its log cannot be read, this worker's log says why")
         self._attachments.end()
         self._attachments = SessionAttachments(self.key, self._services)
@@ -347,10 +347,16 @@ class SessionLog:
         record, journal = self.record, self._services.journal
         async with self._lock:
             while not journal.is_alone and await journal.last_seq(self.key, "out") != record.out_seq:
-                entries, _ = await journal.page(self.key, "out", record.out_seq)
-                if not entries or record.add_results(entries):
+                if not await self._skips(record):
                     raise FencedError("its last result is not that which was read")
-                self._services.telemetry.ignored["result"] += len(entries)
+
+    async def _skips(self, record: Record) -> bool:
+        """Read on in `out`; return whether there are entries, none of which is a result of the session."""
+        entries, _ = await self._services.journal.page(self.key, "out", record.out_seq)
+        if not entries or record.add_results(entries):
+            return False
+        self._services.telemetry.ignored["result"] += len(entries)
+        return True
 
     async def find_answered(self, request_id: str) -> AnsweredRequest | None:
         """Find an id's first request and its result in the log; None if the id has no result."""
@@ -467,11 +473,10 @@ class SessionLog:
             try:
                 return await journal.commit(self.key, body, record.out_seq, headers, server=server)
             except FencedError:
-                entries, _ = await journal.page(self.key, "out", record.out_seq)
-                is_reset = record is not self.record  # by another task, perhaps for another server process
-                if not entries or record.add_results(entries) or self.is_stale or is_reset:
+                skips = await self._skips(record)
+                # It may be reset by another task, perhaps for another server process.
+                if not skips or self.is_stale or record is not self.record:
                     raise
-                self._services.telemetry.ignored["result"] += len(entries)
 
     async def _message(self, pending: Pending, outcome: Outcome) -> tuple[bytes, dict[str, str]]:
         """Return the body and the headers of a result; first store what is too long for them."""

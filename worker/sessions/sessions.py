@@ -22,11 +22,12 @@ from worker.process.clock import monotonic
 from worker.wire.fence import FencedError
 
 from .execution import erase_all
+from .giving_up import excuse
 from .history import RefusedError
 from .session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from anyio.abc import TaskGroup
 
@@ -136,14 +137,17 @@ class Sessions:
                 if session.used_s < horizon_s and self._is_idle(key):
                     self._evict(key)
 
-    def first_waiting(self, keys: Iterable[SessionKey]) -> dict[SessionKey, int]:
-        """Return, by session, the first request without a result, unless it may have crashed a worker.
+    async def excuse(self, returned: Mapping[SessionKey, int], keys: Iterable[SessionKey]) -> None:
+        """Store that nobody has begun the first requests of sessions, unless they may have crashed a worker.
 
         Call this once the worker has stopped and all tasks have ended. `keys` are the sessions with requests
-        here: of others, which another worker may run, some are only read.
+        here: of others, which another worker may run, some are only read. `returned` has the first requests
+        of sessions that are not in memory.
         """
         firsts = {key: self._sessions[key].log.first_waiting for key in keys if key in self._sessions}
-        return {key: seq for key, seq in firsts.items() if seq is not None}
+        await excuse(
+            self._services, {**returned, **{key: seq for key, seq in firsts.items() if seq is not None}}
+        )
 
     def stop(self) -> None:
         """Start no more tasks. Running turns continue until the engine is stopped."""
