@@ -30,7 +30,7 @@ from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import Append, Close, Closed, Generate, Message, Open, Rewind, encode
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import attachments, history, record
-from worker.sessions.checkpoint import _Body
+from worker.sessions.attachments import _Body
 from worker.sessions.session import Session
 from worker.text import conversation
 from worker.wire.consistent_reads import Entry

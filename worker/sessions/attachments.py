@@ -8,32 +8,117 @@ contradicts the checkpoint, it reads the whole log instead.
 
 from __future__ import annotations
 
+import zlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
 import structlog
 from anyio import TaskHandle, sleep
+from msgspec import Struct
 
+from cache.names.tokens import Boundary, Tokens
 from turnkeep_client.checkpoints import CheckpointMessage, Link, backwards, digest
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
+from turnkeep_client.messages import Model, Parent, SessionCache  # noqa: TC001  # msgspec looks them up
 from worker.process.concurrency import in_thread
+from worker.text.templates import Conversation
 from worker.wire.journal import answers
 
 from .answered_ids import AnsweredIds
-from .checkpoint import Checkpoint
+from .history import History, in_words, recorded
 
 if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
+    from worker.models.tokenizer import Tokenizer
     from worker.wire.consistent_reads import Entry
 
-    from .history import History
     from .services import Services
 
 log = structlog.get_logger()
 
+#: Increase it when the meaning of a field changes. Every version must still read the histories that forks
+#: start with: nothing else has their tokens.
+_VERSION: Final = 2
+#: Limit of a decompressed checkpoint: room for the ids or the texts of some millions of tokens.
+_MAX_BYTES: Final = 256 * 2**20
+#: zlib level: halves the size of token ids; some megabytes take a tenth of a second.
+_LEVEL: Final = 1
 #: Largest part of a value that one message has, in bytes; base64 and JSON add a third.
 _PART_BYTES: Final = 128 * 2**10
 #: Longest pause between two attempts to store a value that a result names.
 _MAX_PAUSE_S: Final = 5.0
+
+
+class _Body(Struct, frozen=True, array_like=True):
+    """The content of a checkpoint. `tokens` are the results of `Tokens.pack_shortened`.
+
+    `turnkeep sessions --verify` reads the fields by their position.
+    """
+
+    version: int
+    in_seq: int
+    exists: bool
+    closed: bool
+    conversation: bytes
+    tokens: tuple[bytes, bytes, bytes]
+    boundaries: tuple[Boundary, ...]
+    ids: bytes
+    cache: SessionCache | None
+    parent: Parent | None
+    tags: tuple[str, ...]
+    model: Model | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The state of a session after the request at `in_seq`; its history may be `History.shortened`."""
+
+    in_seq: int
+    history: History
+    answered: AnsweredIds
+
+    def pack(self) -> bytes:
+        """Encode the checkpoint; takes some milliseconds, so call it on a thread."""
+        history = self.history
+        body = _Body(
+            _VERSION,
+            self.in_seq,
+            history.exists,
+            history.closed,
+            history.conversation.pack(),
+            history.tokens.pack_shortened(),
+            tuple(history.tokens.boundaries),
+            self.answered.pack(),
+            in_words(history.policy) if history.exists else None,
+            history.parent,
+            history.tags,
+            history.model,
+        )
+        return zlib.compress(msgspec.msgpack.encode(body), _LEVEL)
+
+    @classmethod
+    def unpack(cls, packed: bytes, tokenizer: Tokenizer) -> Checkpoint | None:
+        """Decode a checkpoint; None if the bytes do not have the format of this version."""
+        try:
+            stream = zlib.decompressobj()
+            body = msgspec.msgpack.decode(stream.decompress(packed, _MAX_BYTES), type=_Body)
+            answered = AnsweredIds()
+            answered.load(body.ids)
+            history = History(
+                Conversation.unpack(tokenizer, body.conversation),
+                Tokens.unpack_shortened(*body.tokens, body.boundaries),
+                exists=body.exists,
+                closed=body.closed,
+                policy=recorded(body.cache),
+                parent=body.parent,
+                tags=body.tags,
+                model=body.model,
+            )
+        except (msgspec.MsgspecError, zlib.error, ValueError):
+            return None
+        is_sound = body.version == _VERSION and history.conversation.position == history.position
+        return cls(body.in_seq, history, answered) if is_sound else None
 
 
 class Found(NamedTuple):

@@ -27,6 +27,7 @@ from worker.wire.fence import FencedError
 
 from .cancelling import cancel
 from .history import RefusedError, in_words
+from .pending import pending_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +132,7 @@ class Control:
         history, num_answered = session.history, len(session.log.record.answered_ids)
         if history.closed:  # waiting requests belong to the next session of this name
             history = self._fold.begin(datetime.now(UTC))
-        waiting, num_waiting = await session.log.waiting(session.active, request.skip, request.limit)
+        waiting, num_waiting = await _waiting(session, request.skip, request.limit)
         key, active = session.key, session.active
         progress, policy = self._engine.progress(key), history.policy
         live_bytes = self._engine.live_bytes(key, history.tokens, policy)
@@ -171,3 +172,21 @@ class Control:
             return UNSET  # tokens that the history leaves out have no snapshots any more
         self._store.release(match)
         return match.nodes[-1].digest.hex() if match.nodes else UNSET
+
+
+async def _waiting(session: Session, skip: int, limit: int) -> tuple[list[str], int]:
+    """Return the ids of up to `limit` waiting requests after the first `skip`, and how many wait in all.
+
+    The active request does not wait. The number may include cancelled requests that were not read yet.
+    """
+    record, page = session.log.record, session.services.journal.page
+    names = [pending.id or "" for pending in record.pending if pending is not session.active]
+    after, num_more = record.in_seq, int(bool(record.pending))
+    while num_more:
+        entries, num_more = await page(session.key, "in", after)
+        unread = [entry for entry in entries if not record.has_result(entry.seq)]
+        names += [pending_at(entry).id or "" for entry in unread]
+        after = entries[-1].seq if entries else after
+        if len(names) >= skip + limit:
+            break
+    return names[skip:][:limit], len(names) + num_more

@@ -32,7 +32,7 @@ from turnkeep_client.messages import (
 )
 
 from .answered_ids import AnsweredAt, AnsweredIds
-from .checkpoint import Checkpoint
+from .attachments import Checkpoint
 from .history import DivergedError, prefilled_by
 from .pending import pending_at
 
@@ -84,16 +84,14 @@ class Record:
         self.folded = False
         #: Whether another worker has stored a result after the first reading: then this record is stale.
         self.overtaken = False
-        #: Whether the log has more requests after `in_seq`.
-        self.has_more = False
+        self.has_more = False  # whether the log has more requests after `in_seq`
         #: Sequence of the first request that counts: read first, the checkpoint's, or a close that forgets.
         self.first_in = 0
         self.in_seq = 0
         self.out_seq = 0
         #: Number of entries of `out` that answer no request: no worker publishes such entries.
         self.num_foreign = 0
-        #: Why this worker cannot continue the log; None if it can.
-        self.diverged: str | None = None
+        self.diverged: str | None = None  # why this worker cannot continue the log; None if it can
         #: Sequence of the last applied request whose result has a digest of the history; 0 if there is none.
         self.proven_seq = 0
         #: Whether there may be KV of tokens with which the present ones do not begin: those before a rewind,
@@ -102,20 +100,18 @@ class Record:
         #: These tokens, in order, as histories, or as histories and the requests that would have extended
         #: them; None if they are not all known. Only reading a log with `whole` collects them.
         self.branches: list[tuple[History, Append | Generate | None]] | None = [] if whole else None
-        self._last: tuple[int, Pending, Result] | None = (
-            None  # the last result's sequence, request and result
-        )
+        self._last: tuple[int, Pending, Result] | None = None  # the last result, and its sequence
         self._last_out = 0  # sequence of the entry of `out` that was read or stored last; 0 if unknown
         self._is_begun = False  # whether a result was read that changed the session
         self._is_unreadable = False  # whether `mark_diverged` was called before the first reading
-        self._lost_results: list[tuple[int, int]] = []  # (the last result before it, the lost one)
+        self._lost_out = 0  # the first result that the log has lost
         self._early: dict[int, _EarlyResult] = {}
         self._cancelled_before = 0  # a close at this sequence cancels the requests before it
         self._answered_unread: set[int] = set()  # unread requests that this worker has answered
         self._last_position = 0  # from the last result that changed the history
         self._checkpoint_seq = 0  # the request of the checkpoint that the record started from
         self._num_since_checkpoint = 0  # results since the last checkpoint
-        self._num_committed = 0  # results that this worker has stored
+        self._has_committed = False  # whether this worker has stored a result
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Start from a checkpoint, instead of the beginning of the log."""
@@ -155,7 +151,7 @@ class Record:
             return None
         if not self.whole:
             # Keep all tokens of a log that was just read: their blocks have no names yet.
-            self.history = self.history.shortened(tokens=self._num_committed > 0)
+            self.history = self.history.shortened(tokens=self._has_committed)
         self._num_since_checkpoint = 0
         return Checkpoint(in_seq, self.history, self.answered_ids.copy())
 
@@ -204,9 +200,9 @@ class Record:
         before, self._last_out = self._last_out, entry.seq
         fence = entry.headers.get(EXPECT_HEADER, "")
         if isinstance(result, Closed):
-            self._lost_results.clear()
+            self._lost_out = 0
         elif self._is_begun and before and fence.isdecimal() and int(fence) > before:
-            self._lost_results.append((before, int(fence)))
+            self._lost_out = self._lost_out or int(fence)
         self._is_begun = self._is_begun or (result is not None and not changes_nothing(result))
 
     def is_next(self, pending: Pending) -> bool:
@@ -247,8 +243,8 @@ class Record:
             for seq, early in self._early.items()
             if self.first_in < seq <= self.in_seq and not changes_nothing(early.result)
         ]
-        if self._lost_results and self.diverged is None:
-            self.mark_diverged(f"the log has lost the result at sequence {self._lost_results[0][1]}")
+        if self._lost_out and self.diverged is None:
+            self.mark_diverged(f"the log has lost the result at sequence {self._lost_out}")
         if lost and self.diverged is None:
             self.mark_diverged(f"the log has a result of the request at sequence {min(lost)}, which is gone")
 
@@ -271,7 +267,7 @@ class Record:
             if isinstance(pending.request, Close) and pending.request.forget:
                 self.answered_ids = AnsweredIds()
         self._num_since_checkpoint += 1
-        self._num_committed += 1
+        self._has_committed = True
         if pending.request is not None and _is_first(result):
             self.answered_ids.add(pending.request.id, AnsweredAt(pending.seq, out_seq))
 

@@ -23,11 +23,10 @@ from worker.process.clock import monotonic, time
 from worker.process.concurrency import task_group
 from worker.wire.fence import FencedError
 
-from .counting import count_result
 from .execution import Execution
 from .giving_up import Doubt
 from .history import RefusedError
-from .results import Outcome, failed, is_close, withdrawn
+from .results import Outcome, count_result, failed, is_close, withdrawn
 from .session_log import SessionLog
 from .streaming import unpublished
 
@@ -282,8 +281,12 @@ class Session:
         if is_last and record.folded and record.pending:
             pending = record.pending[0]
             reason = f"it failed for an unknown reason: {type(error).__name__}: {error}"
-            await self.commit(pending, await self._doubt.give_up(pending, session_log.num_failures, reason))
-            session_log.num_failures = 0
+            try:
+                outcome = await self._doubt.give_up(pending, session_log.num_failures, reason)
+                await self.commit(pending, outcome)
+                session_log.num_failures = 0
+            except Exception:
+                log.exception("a request could not be given up")
         self.forget()
 
     async def _result(self, pending: Pending) -> Outcome:

@@ -6,6 +6,7 @@ out, nor of other sessions.
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -190,16 +191,18 @@ class SessionLog:
         if not record.has_more:
             record.in_seq = max(record.in_seq, rung_seq)  # also if the entry was removed by now
 
-    async def _next_requests(self, record: Record) -> list[Entry]:
-        requests, num_more = await self._services.journal.page(self.key, "in", record.in_seq)
-        record.has_more = num_more > 0
+    async def _next_requests(self, record: Record, until: float = math.inf) -> list[Entry]:
+        """Read the next requests, up to the sequence `until`."""
+        entries, num_more = await self._services.journal.page(self.key, "in", record.in_seq)
+        requests = [entry for entry in entries if entry.seq <= until]
+        record.has_more = num_more > 0 and len(requests) == len(entries)
         return requests
 
-    async def _add_results(self, record: Record) -> bool:
-        """Read the next results; return whether the log has more of them."""
-        results, num_more = await self._services.journal.page(self.key, "out", record.out_seq)
-        record.add_results(results)
-        return num_more > 0
+    async def _add_results(self, record: Record, until: float = math.inf) -> bool:
+        """Read the next results, up to the sequence `until`; return whether the log has more of them."""
+        entries, num_more = await self._services.journal.page(self.key, "out", record.out_seq)
+        record.add_results(results := [entry for entry in entries if entry.seq <= until])
+        return num_more > 0 and len(results) == len(entries)
 
     async def _end_fold(self, record: Record) -> None:
         # Another worker may have removed the session meanwhile: removals begin with the first request.
@@ -267,17 +270,13 @@ class SessionLog:
             return history
         # The record may grow or be replaced meanwhile: read only up to its present end.
         last_in, last_out = record.in_seq, record.out_seq
-        journal, whole, more = self._services.journal, Record(self._services.fold, whole=True), 1
+        whole = Record(self._services.fold, whole=True)
         async with self._services.retention.lock(self.key):
-            while more:
-                results, more = await journal.page(self.key, "out", whole.out_seq)
-                whole.add_results(known := [entry for entry in results if entry.seq <= last_out])
-                more = more if len(known) == len(results) else 0
-            more = 1
-            while more and not whole.pending:
-                requests, more = await journal.page(self.key, "in", whole.in_seq)
-                requests = [entry for entry in requests if entry.seq <= last_in]
-                more = more if requests else 0
+            while await self._add_results(whole, last_out):
+                pass
+            whole.has_more = True
+            while whole.has_more and not whole.pending:
+                requests = await self._next_requests(whole, last_in)
                 whole.add_requests(requests, await self._parts(whole, requests))
         if whole.history.digest() != history.digest() or not whole.history.is_whole:
             raise CutOffError("the log no longer has all of the session")
@@ -301,23 +300,6 @@ class SessionLog:
                     extended = await in_thread(self._services.fold.extend, history, request)
                     found.append(extended.history.tokens)
         return [*found, record.history.tokens]
-
-    async def waiting(self, active: Pending | None, skip: int, limit: int) -> tuple[list[str], int]:
-        """Return the ids of up to `limit` waiting requests after the first `skip`, and how many wait in all.
-
-        The `active` request does not wait. The number may include cancelled requests that were not read yet.
-        """
-        names = [pending.id or "" for pending in self.record.pending if pending is not active]
-        after, num_more = self.record.in_seq, int(bool(self.record.pending))
-        while num_more:
-            entries, num_more = await self._services.journal.page(self.key, "in", after)
-            names += [
-                pending_at(entry).id or "" for entry in entries if not self.record.has_result(entry.seq)
-            ]
-            after = entries[-1].seq if entries else after
-            if len(names) >= skip + limit:
-                break
-        return names[skip:][:limit], len(names) + num_more
 
     async def find_waiting(self, request_id: str) -> Pending | None:
         """Find a request without a result: first among the pending ones, then in the rest of the log.
@@ -413,21 +395,15 @@ class SessionLog:
         async with self._lock, removal:
             if record is not self.record or not record.lacks_result(pending):
                 return None
-            if outcome is not None and pending not in record.pending:  # the record must have come to it
-                return None
             if waits and record.is_next(pending):
+                return None
+            if outcome is not None and pending not in record.pending:  # the record must have come to it
                 return None
             self.check_fresh()
             if is_withdrawal := outcome is None:
                 # Not built earlier, as the result of another request may just have been stored.
                 outcome = Outcome(withdrawn(pending, record.history, record.position), record.history)
-            try:
-                out_seq = await self._store(pending, outcome)
-            except TooLargeError as error:
-                message = f"the result is larger than the log takes ({error}); ask for fewer tokens at a time"
-                result = failed(pending, record.position, "invalid_request", message)
-                outcome = Outcome(result, self.record.history)
-                out_seq = await self._store(pending, outcome)
+            outcome, out_seq = await self._store(pending, outcome)
             record.committed(pending, outcome.result, out_seq, outcome.history)
             pending.done.set()
             if not is_withdrawal and not isinstance(outcome.result, Failed):
@@ -461,22 +437,34 @@ class SessionLog:
             )
         return bool(published.chunks)
 
-    async def _store(self, pending: Pending, outcome: Outcome) -> int:
-        """Commit a result directly after the last known one.
+    async def _store(self, pending: Pending, outcome: Outcome) -> tuple[Outcome, int]:
+        """Commit a result directly after the last known one; if it is too large, commit a failure.
 
-        If the commit is refused only because of newer messages on `out` that are not valid results of this
-        session, it skips them and tries again; otherwise it raises `FencedError`.
+        Returns what was committed, and its sequence. If the commit is refused only because of newer messages
+        on `out` that are not valid results of this session, it skips them and tries again; otherwise it
+        raises `FencedError`.
         """
-        journal, record, server = self._services.journal, self.record, self.server
+        record, server = self.record, self.server
         body, headers = await self._message(pending, outcome)
         while True:
             try:
-                return await journal.commit(self.key, body, record.out_seq, headers, server=server)
+                seq = await self._services.journal.commit(
+                    self.key, body, record.out_seq, headers, server=server
+                )
+            except TooLargeError as error:
+                if isinstance(outcome.result, Failed):
+                    raise
+                why = f"the result is larger than the log takes ({error}); ask for fewer tokens at a time"
+                result = failed(pending, record.position, "invalid_request", why)
+                outcome = Outcome(result, self.record.history)
+                body, headers = await self._message(pending, outcome)
             except FencedError:
                 skips = await self._skips(record)
                 # It may be reset by another task, perhaps for another server process.
                 if not skips or self.is_stale or record is not self.record:
                     raise
+            else:
+                return outcome, seq
 
     async def _message(self, pending: Pending, outcome: Outcome) -> tuple[bytes, dict[str, str]]:
         """Return the body and the headers of a result; first store what is too long for them."""

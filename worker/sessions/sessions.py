@@ -268,7 +268,7 @@ class Sessions:
                         break
                     except Exception as error:
                         log.exception("a session failed; trying again from its log")
-                        await self._fail(session, error)
+                        await session.fail(error)
                 with move_on_after(pause_s):
                     await self._stopping.wait()
                 pause_s = min(pause_s * 2, _MAX_RETRY_S)
@@ -276,13 +276,6 @@ class Sessions:
             self._at_work.discard(session.key)
             self._update_size(session)
             self._bound_memory()
-
-    async def _fail(self, session: Session, error: Exception) -> None:
-        try:
-            await session.fail(error)
-        except Exception:
-            log.exception("a request could not be given up")
-            session.forget()
 
 
 async def _read(other: Session) -> None:
