@@ -66,7 +66,7 @@ class AttemptNote(Struct, frozen=True, omit_defaults=True):
 class Doubt:
     """Attempts the requests of one session, or gives them up. Event loop only.
 
-    Of a session that cannot have crashed a worker, nothing is read or stored.
+    While the log has no doubt in the session, no note is read; one is stored only if an attempt is stopped.
     """
 
     def __init__(self, session_log: SessionLog, services: Services) -> None:
@@ -100,9 +100,8 @@ class Doubt:
                 self._begun_seq = pending.seq
                 return await answer(pending)
         except (StoppingError, CutOffError) as error:  # this worker has survived it
-            if self._log.is_doubted or isinstance(
-                error, StoppingError
-            ):  # else it goes on here, without a note
+            is_stopped = isinstance(error, StoppingError)
+            if self._log.is_doubted or is_stopped:  # else it goes on here, without a note
                 await self._uncount(pending, note)
             raise
 
@@ -111,8 +110,8 @@ class Doubt:
         seq = pending.seq
         is_mine = self._begun_seq == seq  # others may have counted that attempt
         is_first = is_mine or 0 < self._log.first_seq <= seq
-        runs_elsewhere = note.by != self._services.boot and await self._services.runs(note.by)
-        is_counted = is_mine or runs_elsewhere
+        services = self._services
+        is_counted = is_mine or (note.by != services.boot and await services.runs(note.by))
         if note.seq == seq and is_counted:
             return note
         return note.then(seq, (await self._log.published(pending)).num_tokens, is_first=is_first)
