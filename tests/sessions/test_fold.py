@@ -263,7 +263,12 @@ class World:
         self.fold = Fold(self._tokenizer, policy, self.model, takes_over=self.takes_over)
         self.outbox = Outbox()
         self.num_released = 0
-        sizes = {"context_tokens": 10_000, "block_tokens": 32, "vocab_size": 2**20}
+        sizes = {
+            "context_tokens": 10_000,
+            "block_tokens": 32,
+            "vocab_size": 2**20,
+            "max_result_bytes": self.max_message_bytes,
+        }
         retention = Retention(self.log, closed_ttl_s=None, max_bytes=2**30)  # type: ignore[arg-type]
         self.tasks = Tasks()
         parts: Any = {
@@ -291,7 +296,6 @@ class World:
             num_busy=nothing,
             device_lock=SharedLock(),
             retention=retention,
-            max_result_bytes=self.max_message_bytes,
             own_sampling={},
             token_ttl_s=900.0,
             directory="",

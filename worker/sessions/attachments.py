@@ -221,7 +221,7 @@ class SessionAttachments:
         Returns None if a message could not be stored.
         """
         link = None
-        size = part_bytes(self._services.max_result_bytes)
+        size = part_bytes(self._services.limits.max_result_bytes)
         for start in range(0, max(len(value), 1), size):
             part = value[start : start + size]
             message = CheckpointMessage(part, before=str(link) if link else "").pack()

@@ -55,7 +55,7 @@ class Embedder:
         self._engine = services.engine
         self._shares = services.shares
         self._tokenising = services.fold.tokenising
-        self._max_bytes = services.max_result_bytes
+        self._max_bytes = services.limits.max_result_bytes
         self._tokenizer = services.formats.tokenizer
         self._refusal = refusal
         self._judging = judging

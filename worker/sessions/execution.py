@@ -220,7 +220,7 @@ class Execution:
         splitter = await formats.splitter(tenant, f"{self._key}:{self._pending.seq}", request, prompt)
         grammar, warnings = await formats.grammar(tenant, request, prompt, splits=splitter is not None)
         warnings = extended.warnings + warnings
-        room = self._services.answer_bytes - min(len(extended.change.input), self._services.most_input)
+        room = self._limits.answer_bytes - min(len(extended.change.input), self._limits.most_input)
         tokenizer = formats.tokenizer
         answer = Answer(
             TextStream(tokenizer, request.stop, splitter.is_marker if splitter else None),

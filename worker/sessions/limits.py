@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 #: Limit of different cache policies, each of which takes memory, and slows down a forget. At the limit, only
 #: tenants that have chosen less than an equal share of them may choose further ones.
 MOST_POLICIES: Final = 64
+#: Bytes of a result and its headers besides the tokens of input and answer and their text. This includes
+#: text held back for a stop string: 256 characters of up to 6 bytes each as JSON.
+_RESULT_BYTES: Final = 4096
+_MOST_INPUT: Final = 8192
 
 
 @dataclass(slots=True, eq=False)
@@ -43,12 +47,24 @@ class Limits:
     block_tokens: int
     #: Token ids are below it.
     vocab_size: int
+    #: The most bytes of a result in the log, and of a reply.
+    max_result_bytes: int = 2**20
     #: Why no session can run.
     refusal: str | None = None
     #: Why none gets answers.
     no_answers: str | None = None
     #: The policies of all sessions opened, without the default and full, and the tenant that was first.
     _policies: dict[Policy, str] = field(default_factory=dict)
+
+    @property
+    def answer_bytes(self) -> int:
+        """The bytes that an answer and its input may take, so that the log takes its result."""
+        return max(self.max_result_bytes - _RESULT_BYTES, self.max_result_bytes // 4)
+
+    @property
+    def most_input(self) -> int:
+        """Most characters of an input's encoded tokens in a result; longer inputs are stored before it."""
+        return min(_MOST_INPUT, self.max_result_bytes // 16)
 
     def check_answer(self, request: Generate) -> None:
         """Refuse an answer of a model that makes none, or with a `logit_bias` of tokens that it lacks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from .formats import Formats
     from .limits import Limits
     from .shares import Shares
-
-#: Bytes of a result and its headers besides the tokens of input and answer and their text. This includes
-#: text held back for a stop string: 256 characters of up to 6 bytes each as JSON.
-_RESULT_BYTES: Final = 4096
-_MOST_INPUT: Final = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +73,8 @@ class Services:
     own_sampling: Mapping[str, float]
     #: For how long the token stream keeps chunks.
     token_ttl_s: float
-    max_result_bytes: int
     model: str
     worker: str
     #: A header of every result, which names the worker, its version, device and precision.
     build: str
     traces: Traces | None = None
-
-    @property
-    def answer_bytes(self) -> int:
-        """The bytes that an answer and its input may take, so that the log takes its result."""
-        return max(self.max_result_bytes - _RESULT_BYTES, self.max_result_bytes // 4)
-
-    @property
-    def most_input(self) -> int:
-        """Most characters of an input's encoded tokens in a result; longer inputs are stored before it."""
-        return min(_MOST_INPUT, self.max_result_bytes // 16)

@@ -484,7 +484,7 @@ class SessionLog:
             headers[PARTS_HEADER] = str(await self._attachments.store(change))
         elif isinstance(result, Appended | Generated) and result.change:
             packed = result.change.input
-            if len(packed) > self._services.most_input:
+            if len(packed) > self._services.limits.most_input:
                 headers[PARTS_HEADER] = str(await self._attachments.store(packed.encode()))
                 result = replace(result, change=replace(result.change, input=""))
         return encode(result), headers
