@@ -55,7 +55,7 @@ _FITTING: Final[Mapping[type[Request], type[Result]]] = {
 }
 #: The codes of failures that depend on the session's state, and thus come after all earlier requests.
 _REFUSALS: Final = {"history_diverged", "invalid_request", "position_conflict", "unknown_session"}
-#: The index of the tokens in a fork's base (`worker/sessions/checkpoint`), and a base's most unpacked bytes.
+#: The index of the tokens in a fork's base (`worker/sessions/attachments`), and a base's most unpacked bytes.
 _TOKENS: Final = 5
 _MAX_BYTES: Final = 256 * 2**20
 

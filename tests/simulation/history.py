@@ -24,7 +24,7 @@ from worker.cluster.erasures import Erasures
 from worker.observe import counters
 from worker.process import clock
 from worker.sessions import history as sessions_history
-from worker.sessions import record, services, sessions
+from worker.sessions import limits, record, sessions
 from worker.wire import consistent_reads, intake, retention
 
 from .actors import PLAIN, SUBJECTS, History, Plan, Read, Supervisor
@@ -177,7 +177,7 @@ def patched(history: History) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (record, "_CHECKPOINT_EVERY", plan.checkpoint_every),
-            (services, "_MOST_INPUT", 16),
+            (limits, "_MOST_INPUT", 16),
             (consistent_reads, "_BATCH", plan.batch),
             (turnkeep_client.wire, "READ_BATCH", plan.batch),
             (tokens, "_PART", 4),
@@ -260,7 +260,7 @@ async def _read_anew(history: History) -> None:
             known = {name: await session.log.find_answered(name) for name in names}
             answered = {name: one.at.in_seq for name, one in known.items() if one is not None}
             times_s = begun_s, history.loop.time()
-            history.read[key] = Read(*times_s, session.history, session.diverged, answered)
+            history.read[key] = Read(*times_s, session.history, session.log.record.diverged, answered)
 
     found = logs(stream)
     for key in found:
