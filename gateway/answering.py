@@ -11,7 +11,7 @@ from turnkeep_client.messages import Chunk, Generated
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .index import Asked
+    from .index import IndexedRequest
     from .planning import How
     from .recorded import Note
 
@@ -59,6 +59,6 @@ class Answering:
         self.stays = stays or bool(key_id)
         self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self.begun = asyncio.Event()
-        self.running: set[Asked] = set()
+        self.running: set[IndexedRequest] = set()
         self.is_abandoned = False
         self.following: asyncio.Task[None] | None = None

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import structs
 
@@ -40,7 +40,7 @@ from turnkeep_client.subjects import session_key
 from . import recorded
 from .answering import Answering, Begun, Found
 from .following import FIRST_PAUSE_S, LAST_PAUSE_S, MISTAKEN, first_copy, first_note, follow, standing
-from .index import Asked, Held, Index, append_id, tags
+from .index import Index, IndexedRequest, IndexedSession, append_id, tags
 from .pieces import ahead
 from .planning import new_name, plan_apart
 from .planning import plan as make_plan
@@ -67,15 +67,6 @@ log = logging.getLogger(__name__)
 _CATCH_UP_S: Final = 1.0
 #: Attempts to send a turn, the last one to a new session.
 _ATTEMPTS: Final = 4
-
-
-class _Sent(NamedTuple):
-    """The number of messages appended before a generate request, and the `position` after them."""
-
-    num_messages: int
-    position: int
-    num_prefilled: int
-    warnings: tuple[str, ...] = ()
 
 
 class Conversations:
@@ -195,14 +186,14 @@ class Conversations:
                     tell(result)
                     return
                 if plan.is_claimed and not number:  # the same answer has the id that its first client knows
-                    session, request = plan.asked.held.name, str(plan.asked.name)
+                    session, request = plan.asked.session.name, str(plan.asked.name)
                     answering.note = await first_note(self.client, session, request, answering.note)
                 if not attempt and not number:
                     differs = self._missing(turn, plan)
                     for other in range(1, turn.n):  # behind the first, whose session names all of them
                         self.beside(self._answer(turn, other, answering))
                 told = len(turn.messages or ())
-                tell(Found(plan.asked.held.name, plan.how, plan.position, plan.num_known, told, differs))
+                tell(Found(plan.asked.session.name, plan.how, plan.position, plan.num_known, told, differs))
                 result = await self._carry_out(alone, plan, answering, tell)
                 answering.on_end(plan.how, result)
                 tell(result)
@@ -267,104 +258,102 @@ class Conversations:
         self, turn: Turn, plan: Plan, answering: Answering, tell: Callable[[Event], None]
     ) -> Generated:
         """Send a turn as planned, pass its chunks to `tell`, add its result to the index, and return it."""
-        asked, held, is_known = plan.asked, plan.asked.held, True
-        asked.num_users += 1
+        asked, is_known = plan.asked, True
+        asked.join()
         answering.running.add(asked)
         if answering.is_abandoned:
             self._leave(asked, answering)
         try:
-            messages = () if turn.messages is None else turn.messages[plan.num_known :]
-            most = self.presence.max_message_bytes or sys.maxsize
-            header_bytes = min(recorded.num_bytes(answering.note), most // 2)
-            pieces = ahead(messages, plan.options, most, header_bytes)
-            await self._open(plan)
-            sent = await self._append(plan, pieces)
-            generation = self.client.session(held.name).generate(
-                messages=messages[sent.num_messages :] or None,
-                text=turn.text,
-                tokens=turn.tokens,
-                request_id=str(asked.name),
-                expect_position=sent.position,
-                headers=_headers(turn, plan, sent, answering.note),
-                **plan.options,
-            )
-            if answering.stays:
-                await generation.send()
-                if answering.key_id:  # another gateway may have stored the request before
-                    first = await first_copy(self.client, answering.key_id)
-                    answering.note = first.note if first else answering.note
-                self._begin(answering)
-                tell(Begun())
-            async for chunk in generation:
-                tell(chunk)
-            result = generation.result
-            if asked.state == "running":
-                self.index.answer(asked, result)
+            return await self._send(turn, plan, answering, tell)
         except RequestFailedError as error:
             self._note_failed(plan)
             raise self._learnt(plan, error) from None
         except Exception as error:
             self._note_failed(plan)
-            if not isinstance(error, MessageTooLargeError):  # such a request was never sent
-                self.index.cut(held, -1)  # whether it was answered is unknown
-                held.position, is_known = None, False
+            is_known = isinstance(error, MessageTooLargeError)  # such a request was never sent
+            if not is_known:
+                self.index.lose(asked.session, history=True)
             raise
-        else:
-            return _with_appended(result, sent)
         finally:
-            self._note_opened(asked)
+            asked.end_opening()
             self._leave(asked, answering)
             if plan.how != "repeated":
-                held.num_running -= 1
-                self.index.use(held, time.time())  # an answer may take longer than sessions may be idle
-                if asked.state == "running" or not is_known:
-                    pass  # the gateway stops, and the next finds the answer; or the session ends when idle
-                elif turn.messages is None:
-                    self.beside(remove(self.client, self.index, held, forget=False))
-                elif not held.marks and held.name in self.index.sessions and not answering.stays:
-                    self.beside(remove(self.client, self.index, held))
+                self.index.leave(asked.session, time.time())  # an answer may take longer than the idle time
+                if is_known and asked.state != "running":  # else the gateway stops, or the sweep finds it out
+                    self._release(turn, asked.session, stays=answering.stays)
 
-    async def _append(self, plan: Plan, pieces: list[Sequence[Message]]) -> _Sent:
-        """Append the messages that do not fit in the generate request. Raises `TurnkeepError`."""
-        asked, held = plan.asked, plan.asked.held
-        sent = _Sent(0, plan.position, 0)
-        for piece in pieces:
-            if not asked.num_users and not self._is_stopping():
-                raise RequestFailedError("expired", "its client has gone away", retryable=True)
-            boundary = plan.known[plan.num_known + sent.num_messages + len(piece)]
-            rendering = {} if sent.num_messages else _rendering(plan.options)
-            appended = await self._append_piece(asked, boundary, sent.position, piece, rendering)
-            self.index.append(held, boundary, appended)
-            num_new = 0 if appended.repeat_of is not None else appended.prefilled_tokens
-            sent = _Sent(
-                sent.num_messages + len(piece),
-                appended.position,
-                sent.num_prefilled + num_new,
-                sent.warnings + appended.warnings,
-            )
-            asked.bases, asked.expected = {boundary}, sent.position
-        asked.appending = None
-        return sent
+    async def _send(
+        self, turn: Turn, plan: Plan, answering: Answering, tell: Callable[[Event], None]
+    ) -> Generated:
+        """Open the session, append what does not fit in the generate request, and send that request."""
+        messages = () if turn.messages is None else turn.messages[plan.num_known :]
+        most = self.presence.max_message_bytes or sys.maxsize
+        header_bytes = min(recorded.num_bytes(answering.note), most // 2)
+        pieces = ahead(messages, plan.options, most, header_bytes)
+        await self._open(plan)
+        plan, appended = await self._append(plan, pieces)
+        asked = plan.asked
+        generation = self.client.session(asked.session.name).generate(
+            messages=(turn.messages or ())[plan.num_known :] or None,
+            text=turn.text,
+            tokens=turn.tokens,
+            request_id=str(asked.name),
+            expect_position=plan.position,
+            headers=_headers(turn, plan, answering.note),
+            **plan.options,
+        )
+        if answering.stays:
+            await generation.send()
+            if answering.key_id:  # another gateway may have stored the request before
+                first = await first_copy(self.client, answering.key_id)
+                answering.note = first.note if first else answering.note
+            self._begin(answering)
+            tell(Begun())
+        async for chunk in generation:
+            tell(chunk)
+        if asked.state == "running":
+            self.index.answer(asked, generation.result)
+        return _with_appended(generation.result, appended)
 
-    async def _append_piece(
-        self,
-        asked: Asked,
-        boundary: bytes,
-        position: int,
-        piece: Sequence[Message],
-        rendering: Mapping[str, Any],
-    ) -> Appended:
-        """Append messages; if an append with the same id has failed before, use a new id.
+    def _release(self, turn: Turn, session: IndexedSession, *, stays: bool) -> None:
+        """Close a turn's session if no later turn can continue it."""
+        is_useless = not session.marks and session.name in self.index.sessions and not stays
+        if turn.messages is None or is_useless:
+            self.beside(remove(self.client, self.index, session, forget=turn.messages is not None))
+
+    async def _append(self, plan: Plan, pieces: list[Sequence[Message]]) -> tuple[Plan, list[Appended]]:
+        """Append messages that do not fit in the generate request; return the plan for what is left.
 
         Raises `TurnkeepError`.
         """
-        key, attempt = session_key(self.client.tenant, asked.held.name), 0
+        asked, results = plan.asked, list[Appended]()
+        for piece in pieces:
+            if not asked.num_users and not self._is_stopping():
+                raise RequestFailedError("expired", "its client has gone away", retryable=True)
+            num_known = plan.num_known + len(piece)
+            rendering = {} if results else _rendering(plan.options)
+            results.append(await self._append_piece(plan, plan.known[num_known], piece, rendering))
+            plan = plan._replace(num_known=num_known, position=results[-1].position)
+        return plan, results
+
+    async def _append_piece(
+        self, plan: Plan, boundary: bytes, piece: Sequence[Message], rendering: Mapping[str, Any]
+    ) -> Appended:
+        """Append messages up to a boundary; if an append with the same id has failed before, use a new id.
+
+        Raises `TurnkeepError`.
+        """
+        asked, position, attempt = plan.asked, plan.position, 0
         while True:
-            asked.appending = append_id(boundary, position, attempt)
-            request = build(Append, asked.appending, messages=piece, expect_position=position, **rendering)
+            asked.begin_append(append_id(boundary, position, attempt))
+            request = build(Append, asked.append, messages=piece, expect_position=position, **rendering)
+            key = session_key(self.client.tenant, asked.session.name)
             result = await (await self.client.submit(key, request))
             if not isinstance(result, Failed) or result.repeat_of is None:
-                return expect(Appended, result)
+                appended = expect(Appended, result)
+                self.index.append(asked.session, boundary, appended)
+                asked.end_append(boundary, appended.position)
+                return appended
             attempt += 1
 
     async def _open(self, plan: Plan) -> None:
@@ -380,29 +369,32 @@ class Conversations:
                 raise RequestFailedError("id_conflict", "the first request failed", retryable=True)
         elif plan.how == "begun":
             if plan.reopens:
-                await self.client.session(asked.held.name).open(request_id=f"open-{asked.name.nonce}")
-            asked.held.position = 0
+                await self.client.session(asked.session.name).open(request_id=f"open-{asked.name.nonce}")
+            self.index.move(asked.session, 0)
         elif plan.how == "forked" and plan.parent is not None:
-            point = ForkPoint(plan.parent.name, plan.position, plan.parent_position)
-            names, own = tags(next(iter(asked.bases), b"")), f"open-{asked.name.nonce}"
-            try:
-                await self.client.session(asked.held.name).open(fork_of=point, tags=names, request_id=own)
-            except RequestFailedError as error:
-                if plan.is_apart and error.code in {
-                    "id_conflict",
-                    "invalid_request",
-                }:  # another gateway forked it first
-                    raise RequestFailedError("id_conflict", error.message, retryable=True) from None
-                if error.code == "position_conflict":
-                    await self._catch_up(plan.parent, plan.parent_position)
-                if error.code == "position_conflict" or error.retryable:
-                    raise
-                self.index.drop(plan.parent)
-                raise RequestFailedError("unknown_session", error.message, retryable=False) from None
-            asked.held.position = plan.position
-        self._note_opened(asked)
+            await self._fork(plan, plan.parent)
+            self.index.move(asked.session, plan.position)
+        asked.end_opening()
 
-    async def _catch_up(self, held: Held, position: int | None) -> None:
+    async def _fork(self, plan: Plan, parent: IndexedSession) -> None:
+        """Open the session as a fork; correct the index if that is refused. Raises `TurnkeepError`."""
+        asked = plan.asked
+        point = ForkPoint(parent.name, plan.position, plan.parent_position)
+        names, own = tags(next(iter(asked.bases), b"")), f"open-{asked.name.nonce}"
+        try:
+            await self.client.session(asked.session.name).open(fork_of=point, tags=names, request_id=own)
+        except RequestFailedError as error:
+            if plan.is_apart and error.code in {"id_conflict", "invalid_request"}:
+                # Another gateway forked it first.
+                raise RequestFailedError("id_conflict", error.message, retryable=True) from None
+            if error.code == "position_conflict":
+                await self._catch_up(parent, plan.parent_position)
+            if error.code == "position_conflict" or error.retryable:
+                raise
+            self.index.drop(parent)
+            raise RequestFailedError("unknown_session", error.message, retryable=False) from None
+
+    async def _catch_up(self, held: IndexedSession, position: int | None) -> None:
         """Wait up to a second for the result of another request, which moves a session's position.
 
         Without a result, record that the position is unknown.
@@ -412,49 +404,33 @@ class Conversations:
                 while held.num_running and held.position == position:  # noqa: ASYNC110  # its task signals nobody
                     await asyncio.sleep(FIRST_PAUSE_S)
         if held.position == position:
-            self._note_moved(held)
-
-    def _note_moved(self, held: Held) -> None:
-        """Record in the index that another gateway has continued a session, whose position is now unknown."""
-        if self.index.rewrites:
-            self.index.drop(held)
-        else:
-            held.position = None
-
-    def _note_opened(self, asked: Asked) -> None:
-        if asked.opening is not None:
-            asked.opening.set()
-            asked.opening = None
+            self.index.lose(held)
 
     def _note_failed(self, plan: Plan) -> None:
-        """Exclude a request's answer from reuse. If only a repeat failed, the first request may still run."""
-        plan.asked.is_certain, plan.asked.claim_until_s = False, 0.0
-        if plan.how != "repeated" or not plan.asked.held.num_running:
-            plan.asked.state = "failed"
+        plan.asked.fail(runs=plan.how == "repeated" and plan.asked.session.num_running > 0)
 
     def _learnt(self, plan: Plan, error: RequestFailedError) -> RequestFailedError:
         """Correct the index after a request was refused; return the error to raise."""
-        held = plan.asked.held
+        held = plan.asked.session
         if error.code == "position_conflict":
-            self._note_moved(held)
+            self.index.lose(held)  # another gateway has continued it
         elif error.code in MISTAKEN - {"id_conflict"}:
             self.index.drop(held)
             if error.code == "unknown_session" and not plan.is_apart:  # the log has the refused request there
-                held.position = 0
+                self.index.move(held, 0)
                 self.beside(remove(self.client, self.index, held))
         elif plan.how == "repeated":  # the recorded answer is no longer usable
             return RequestFailedError("id_conflict", error.message, retryable=False)
         return error
 
-    def _leave(self, asked: Asked, answering: Answering) -> None:
+    def _leave(self, asked: IndexedRequest, answering: Answering) -> None:
         if asked not in answering.running:
             return
         answering.running.discard(asked)
-        asked.num_users -= 1
-        if asked.num_users == 0 and asked.state == "running" and not self._is_stopping():
+        if asked.leave() and not self._is_stopping():
             self.beside(self._cancel(asked))
 
-    async def _cancel(self, asked: Asked) -> None:
+    async def _cancel(self, asked: IndexedRequest) -> None:
         """Ask the worker repeatedly to cancel an answer, until the answer ends or a client wants it again."""
         pause_s = 0.0
         if asked.opening is not None:
@@ -463,7 +439,7 @@ class Conversations:
             await asyncio.sleep(pause_s)
             pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LAST_PAUSE_S)
             with contextlib.suppress(TurnkeepError):  # there is no worker now, or it has not read the request
-                await self.client.session(asked.held.name).cancel(asked.appending or str(asked.name))
+                await self.client.session(asked.session.name).cancel(asked.append or str(asked.name))
 
 
 def _ignore(_how: How, _result: Generated) -> None:
@@ -474,11 +450,10 @@ def _found_again(found: Recorded) -> Found:
     return Found(found.session, "repeated", 0, 0, 0)
 
 
-def _headers(turn: Turn, plan: Plan, sent: _Sent, note: Note) -> dict[str, str]:
+def _headers(turn: Turn, plan: Plan, note: Note) -> dict[str, str]:
     # A fork's log has no messages of its parent, and a repeated request may be a fork's.
     has_parent = plan.how in {"forked", "repeated"}
-    num_before = plan.num_known + sent.num_messages
-    return recorded.headers(note, (turn.messages or ())[:num_before] if has_parent else None)
+    return recorded.headers(note, (turn.messages or ())[: plan.num_known] if has_parent else None)
 
 
 def _rendering(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -486,11 +461,14 @@ def _rendering(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options.get(name) for name in ("tools", "chat_template_kwargs")}
 
 
-def _with_appended(result: Generated, sent: _Sent) -> Generated:
+def _with_appended(result: Generated, appended: Sequence[Appended]) -> Generated:
     """Add a turn's appends to its result: count their tokens as prefilled, not cached; add their warnings."""
     used = result.usage
-    num_new = min(sent.num_prefilled, used.cached_tokens)
+    num_prefilled = sum(one.prefilled_tokens for one in appended if one.repeat_of is None)
+    num_new = min(num_prefilled, used.cached_tokens)
     counts = {"cached_tokens": -num_new, "prefilled_tokens": num_new}
     changed = {name: getattr(used, name) + count for name, count in counts.items()}
-    warnings = tuple(dict.fromkeys(sent.warnings + result.warnings))
-    return structs.replace(result, usage=structs.replace(used, **changed), warnings=warnings)
+    warnings = dict.fromkeys(
+        one for some in (*(one.warnings for one in appended), result.warnings) for one in some
+    )
+    return structs.replace(result, usage=structs.replace(used, **changed), warnings=tuple(warnings))
