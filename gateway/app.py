@@ -21,11 +21,11 @@ from .cohere.routes import DIALECT as COHERE
 from .connections import Connections
 from .http import guide
 from .http.access import Access, is_from_here
+from .http.answer_response import SHOWN
 from .http.durable import HEADERS
 from .http.errors import Errors
 from .http.handlers import Handlers, Route
 from .http.replies import as_json
-from .http.sending import SHOWN
 from .metrics import Counters
 from .ollama.routes import DIALECT as OLLAMA
 from .openai.routes import DIALECT as OPENAI

@@ -10,19 +10,19 @@ from uuid import uuid4
 from turnkeep_client.messages import Failed
 
 from . import boundaries
-from .following import key_reused
+from .idempotency import key_reused
 from .index import PREFIX, IndexedRequest, IndexedSession, RequestName
 
 if TYPE_CHECKING:
-    from .following import Standing
+    from .idempotency import KeyState
     from .index import Index
-    from .turn import Turn
+    from .turn import ClientTurn
 
 How = Literal["continued", "forked", "begun", "repeated"]
 
 
 class Plan(NamedTuple):
-    """How to send a `Turn`: to session `asked.session` at `position`, without its first `num_known` messages.
+    """How to send a turn: to session `asked.session` at `position`, without its first `num_known` messages.
 
     The session has those messages already. `known` has the digests of the conversation up to each message. A
     fork has a `parent` and, if known, the parent's position at the time of planning; `parent` is None if the
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
     is_claimed: bool = False
 
 
-def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
+def plan(index: Index, turn: ClientTurn, number: int, *, is_last: bool) -> Plan:
     """Decide how to send a turn; record the request in the index, so that no other turn uses the session.
 
     `number` is the number of the answer among the turn's `n`. The `is_last` attempt goes to a new session.
@@ -67,7 +67,7 @@ def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
     if parent is not None:
         index.use(parent, now_s)
         how = "forked"
-        # Without new messages the session stands at an answer's beginning, and must keep that position.
+        # Without new messages the session state at an answer's beginning, and must keep that position.
         if parent.position == position and not parent.num_running and num_known < len(known) - 1:
             session, how = parent, "continued"
     name = RequestName(*key, 0 if before is None else before.name.nonce + 1)
@@ -76,7 +76,7 @@ def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
     return Plan(asked, how, num_known, position, known, options, parent, parent.position if parent else None)
 
 
-def plan_apart(index: Index, turn: Turn, stands: Standing) -> Plan:
+def plan_apart(index: Index, turn: ClientTurn, state: KeyState) -> Plan:
     """Decide how to send a turn with an idempotency key, to a session that only this key uses.
 
     All gateways give the request the same id. Raises `RequestFailedError` if the session was opened for
@@ -84,25 +84,25 @@ def plan_apart(index: Index, turn: Turn, stands: Standing) -> Plan:
     """
     options, known, key = _named(turn, 0)
     place: tuple[int, IndexedSession | None, int] | None
-    if stands.opened is not None:
-        boundary, position = stands.opened
+    if state.opened is not None:
+        boundary, position = state.opened
         if boundary not in known:
             raise key_reused()
         place = known.index(boundary), None, position
     else:
         place = None if turn.messages is None else _place(index, known)
     num_known, parent, position = place or (0, None, 0)
-    session = index.sessions.get(stands.session) or IndexedSession(stands.session, None, time.time())
-    name = RequestName(*key, stands.num_failed)
+    session = index.sessions.get(state.session) or IndexedSession(state.session, None, time.time())
+    name = RequestName(*key, state.num_failed)
     asked = _noted(index, session, name, known[num_known], position, options)
-    failed = stands.last.result if stands.last else None
+    failed = state.last.result if state.last else None
     is_closed = isinstance(failed, Failed) and failed.code == "unknown_session"
     how: How = "begun" if place is None else "forked"
     made = Plan(asked, how, num_known, position, known, options, parent, parent.position if parent else None)
     return made._replace(is_apart=True, reopens=is_closed)
 
 
-def _named(turn: Turn, number: int) -> tuple[dict[str, Any], list[bytes], tuple[bytes, bytes]]:
+def _named(turn: ClientTurn, number: int) -> tuple[dict[str, Any], list[bytes], tuple[bytes, bytes]]:
     """Return a turn's options, the digests up to each message, and two digests that equal requests share."""
     options = dict(turn.options)
     if options.get("seed") is not None:

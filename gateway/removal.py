@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
 
     from .index import Index, IndexedSession
-    from .presence import Presence
+    from .latest_metrics import LatestMetrics
 
 _SWEEP_S: Final = 60.0
 
 
-async def sweep(client: Client, index: Index, presence: Presence, idle_s: float) -> None:
+async def sweep(client: Client, index: Index, latest: LatestMetrics, idle_s: float) -> None:
     """Remove sessions unused for `idle_s` seconds, and the oldest of too many, until cancelled."""
     while True:
         await asyncio.sleep(min(_SWEEP_S, idle_s / 4))
         before_s = time.time() - idle_s
         for session in index.old(before_s):
-            if not await presence.is_loaded():
+            if not await latest.is_loaded():
                 continue  # the close would load the model
             if session.position is None:
                 with contextlib.suppress(TurnkeepError):
