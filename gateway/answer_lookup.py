@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from . import event_ids, idempotency
+from . import event_ids, idempotency, logged_answers
 from .turn import Fault, fault_of, number_in, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Mapping
 
+    from .connections import Connections
     from .conversations import Conversations
     from .event_ids import Cursor
     from .logged_answers import LoggedAnswer
@@ -28,17 +29,19 @@ class LocatedAnswer(NamedTuple):
 class AnswerLookup:
     """Finds answers in the log, for any tenant and model."""
 
-    def __init__(self, of: Callable[[str, str], Awaitable[Conversations]], names: Sequence[str]) -> None:
-        """`of` returns the `Conversations` of a tenant with a model; `names` are all models."""
-        self._of = of
-        self._names = names
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
 
-    async def find(self, tenant: str, answer_id: str, *, conversation: bool = True) -> LocatedAnswer | None:
-        """Find an answer by its id, in all models; None if there is none. Raises `TurnkeepError`."""
+    async def find(
+        self, tenant: str, answer_id: str, *, conversation: bool = True, but: str | None = None
+    ) -> LocatedAnswer | None:
+        """Find an answer by its id, in all models `but` one; None without one. Raises `TurnkeepError`."""
         wanted = own_id(answer_id)
-        for name in self._names:
-            conversations = await self._of(tenant, name)
-            if found := await conversations.recorded({wanted}, conversation=conversation):
+        for name in self._connections.models:
+            if name == but:
+                continue
+            conversations = await self._connections.of(tenant, name)
+            if found := await logged_answers.find(conversations.client, {wanted}, conversation=conversation):
                 return LocatedAnswer(conversations, found[wanted])
         return None
 
@@ -78,16 +81,16 @@ class AnswerLookup:
         if not 0 < len(key) <= _MOST_KEY:
             raise refused(f"an Idempotency-Key has 1 to {_MOST_KEY} characters", "Idempotency-Key")
         wanted = idempotency.id_of(key)
-        for name in self._names:
-            if name != model and await (await self._of(tenant, name)).recorded({wanted}, conversation=False):
-                raise fault_of(idempotency.key_reused())
+        found = await self.find(tenant, wanted, conversation=False, but=model)
+        if found is not None:
+            raise fault_of(idempotency.key_reused())
         return wanted
 
     async def answers(self, tenant: str, answer_ids: set[str]) -> dict[str, LoggedAnswer]:
         """Find answers by their ids, in all models; return those found. Raises `TurnkeepError`."""
         found: dict[str, LoggedAnswer] = {}
-        for name in self._names:
-            found |= await (await self._of(tenant, name)).recorded(answer_ids)
+        for name in self._connections.models:
+            found |= await logged_answers.find((await self._connections.of(tenant, name)).client, answer_ids)
         return found
 
 

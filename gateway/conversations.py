@@ -131,10 +131,6 @@ class Conversations:
         self.beside(self._answer(turn, 0, feed))
         return feed
 
-    async def recorded(self, answer_ids: set[str], *, conversation: bool = True) -> dict[str, LoggedAnswer]:
-        """Find answers in the log by id, with the `conversation` before each. Raises `TurnkeepError`."""
-        return await logged_answers.find(self.client, answer_ids, conversation=conversation)
-
     def follow(self, found: LoggedAnswer) -> AnswerFeed:
         """Start to queue the events, from the first on, of an answer that is in the log."""
         feed = AnswerFeed(_ignore, found.note)

@@ -14,11 +14,11 @@ from turnkeep_client.messages import UNLOADED, Metrics
 from .turn import Fault, decoded, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from turnkeep_client.messages import Made
 
-    from .conversations import Conversations
+    from .connections import Connections
 
 
 class _Named(Struct):
@@ -68,10 +68,9 @@ class ServedModel(Struct, frozen=True):
 class Models:
     """The models behind one gateway."""
 
-    def __init__(self, of: Callable[[str, str], Awaitable[Conversations]], names: Sequence[str]) -> None:
-        """`of` returns the `Conversations` of a tenant with a model; a single model may be named ''."""
-        self._of = of
-        self.names = tuple(names)
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self.names = connections.models
 
     @property
     def are_several(self) -> bool:
@@ -115,7 +114,7 @@ class Models:
 
     async def _looked_at(self, tenant: str, model: str, *, now: bool) -> Metrics | None:
         try:
-            return await (await self._of(tenant, model)).latest.worker(now=now)
+            return await (await self._connections.of(tenant, model)).latest.worker(now=now)
         except NoWorkerError:
             if self.are_several:
                 return None

@@ -222,10 +222,7 @@ def test_only_the_listed_modules_of_gateway_and_console_import_http_libraries():
         f"gateway/{name}.py"
         for name in (
             *("app", "server"),
-            *(
-                f"http/{one}"
-                for one in ("answer_response", "bodies", "durable", "errors", "handlers", "replies")
-            ),
+            *(f"http/{one}" for one in ("answer_response", "bodies", "durable", "errors", "handlers")),
         )
     }
     of_console = {f"ops/console/{name}.py" for name in ("app", "door", "serving")}

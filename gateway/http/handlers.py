@@ -24,8 +24,8 @@ from turnkeep_client.errors import NoWorkerError
 
 from . import bodies
 from .answer_response import Accounting, AnswerResponse, unless_left
+from .bodies import as_json
 from .durable import DurableRead
-from .replies import as_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -70,8 +70,8 @@ class Handlers:
         self._explain = explain
         self._max_body_bytes = max_body_bytes
         self._patience_s = patience_s
-        self.listing = Models(connections.of, connections.models)
-        self._lookups = AnswerLookup(connections.of, connections.models)
+        self.listing = Models(connections)
+        self._lookups = AnswerLookup(connections)
 
     async def answer(self, form: Form, request: Request) -> Response:
         """Create an answer, or join one."""
@@ -85,7 +85,7 @@ class Handlers:
                 return as_json(loading.body)
             if cut := await self._lookups.cut(key.tenant, request.headers, digest):
                 turn = form.read(body)
-                return self._followed(form, *cut, key, running, stream=turn.stream)
+                return self._followed(form, *cut, self._accounting(key, running), stream=turn.stream)
             key_id = await self._lookups.key_id(key.tenant, request.headers, model)
             turn = await self._turn(key.tenant, form, body)
             if key_id and turn.n > 1:
@@ -95,7 +95,7 @@ class Handlers:
             turn = turn if turn.model else msgspec.structs.replace(turn, model=worker.model)
             await conversations.start()
             note = logged_answers.new_note(key_id or uuid4().hex, int(time.time()), turn, form.name, digest)
-            accounting = Accounting(key, self._counters, self._explain, running.pop_all())
+            accounting = self._accounting(key, running)
             stays = bool(turn.asked.get("background"))
             begin = partial(conversations.answer, turn, accounting.note, note, key_id, stays=stays)
             return AnswerResponse(form, turn, conversations, accounting, begin)
@@ -112,7 +112,8 @@ class Handlers:
         is_stream = is_stream or request.query_params.get("stream") == "true"
         if form.object and not is_stream:
             return as_json(_described(form, wanted, found.answer))
-        return self._followed(form, found, place, key, contextlib.ExitStack(), stream=is_stream)
+        accounting = self._accounting(key, contextlib.ExitStack())
+        return self._followed(form, found, place, accounting, stream=is_stream)
 
     async def cancel(self, form: Form, request: Request) -> Response:
         """End the answer `{id}`, which runs."""
@@ -206,22 +207,16 @@ class Handlers:
         kept = self._lookups.kept(key.tenant, wanted, form.name, conversation=form.object is not None)
         return key, wanted, await kept
 
+    def _accounting(self, key: Key, running: contextlib.ExitStack) -> Accounting:
+        return Accounting(key, self._counters, self._explain, running.pop_all())
+
     def _followed(
-        self,
-        form: Form,
-        found: LocatedAnswer,
-        after: Cursor | None,
-        key: Key,
-        running: contextlib.ExitStack,
-        *,
-        stream: bool,
+        self, form: Form, found: LocatedAnswer, after: Cursor | None, accounting: Accounting, *, stream: bool
     ) -> Response:
         conversations, answer = found
         turn = msgspec.structs.replace(answer.turn, stream=stream)
-        accounting = Accounting(key, self._counters, self._explain, running.pop_all())
-        return AnswerResponse(
-            form, turn, conversations, accounting, partial(conversations.follow, answer), after
-        )
+        follow = partial(conversations.follow, answer)
+        return AnswerResponse(form, turn, conversations, accounting, follow, after)
 
 
 def _described(form: Form, wanted: str, answer: LoggedAnswer) -> dict[str, Any]:
