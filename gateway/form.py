@@ -62,15 +62,6 @@ class AnswerObject(NamedTuple):
     read: Callable[[bytes, Mapping[str, LoggedAnswer]], ClientTurn]
 
 
-def _as_sent(body: bytes, _path: Mapping[str, str]) -> bytes:
-    """Return a request's body unchanged: the default for `complete` in a `Form`."""
-    return body
-
-
-def _never(_body: bytes) -> None:
-    """Return None: the default for `loading` in a `Form` whose requests all need an answer."""
-
-
 class Form(NamedTuple):
     """How the requests of some paths are read, and their answers, events and errors are written.
 
@@ -89,8 +80,8 @@ class Form(NamedTuple):
     media_type: str = EVENT_STREAM
     object: AnswerObject | None = None
     counted: Mapping[str, str] = {}
-    complete: Callable[[bytes, Mapping[str, str]], bytes] = _as_sent
-    loading: Callable[[bytes], Loading | None] = _never
+    complete: Callable[[bytes, Mapping[str, str]], bytes] = lambda body, _path: body
+    loading: Callable[[bytes], Loading | None] = lambda _body: None
 
     @property
     def is_marked(self) -> bool:

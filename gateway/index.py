@@ -8,6 +8,7 @@ and the tags of a fork's `open` contain the digest of the conversation up to the
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -17,7 +18,6 @@ from turnkeep_client.messages import STOPPED
 from . import boundaries
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Iterator
 
     from turnkeep_client.messages import Appended, Generated
@@ -175,11 +175,18 @@ class Index:
         self.asked: dict[tuple[bytes, bytes], IndexedRequest] = {}
         #: Whether the chat template has ever changed earlier text of a session.
         self.rewrites = False
-        self._held: dict[bytes, IndexedSession] = {}
+        self._by_boundary: dict[bytes, IndexedSession] = {}
 
     def add(self, session: IndexedSession) -> None:
         """Add a session as the most recently used."""
         self.sessions[session.name] = session
+
+    def begin(self, asked: IndexedRequest) -> None:
+        """Record a request that is about to be sent, as one of its session's that run."""
+        asked.opening = asyncio.Event()
+        self.add(asked.session)
+        self.enter(asked.session)
+        self.ask(asked)
 
     def enter(self, session: IndexedSession) -> None:
         """Count a request of a session, which no other request may continue until it ends."""
@@ -220,11 +227,11 @@ class Index:
 
     def find(self, boundary: bytes) -> tuple[IndexedSession, Mark] | None:
         """Return the session with the conversation of this digest, and its `Mark` there; None without one."""
-        session = self._held.get(boundary)
+        session = self._by_boundary.get(boundary)
         return None if session is None else (session, session.marks[boundary])
 
     def ask(self, asked: IndexedRequest) -> None:
-        """Record a request that is about to be sent."""
+        """Record a request."""
         if (before := self.asked.get(asked.name.key)) is not None:
             before.session.asked.discard(asked.name.key)
         self.asked[asked.name.key] = asked
@@ -275,13 +282,13 @@ class Index:
                 yield session
 
     def _mark(self, session: IndexedSession, boundary: bytes, mark: Mark) -> None:
-        other = self._held.get(boundary)
+        other = self._by_boundary.get(boundary)
         if other not in (None, session):
             if other.position == other.marks[boundary].position:
                 return  # the other session can continue from there without a fork
             del other.marks[boundary]
         session.marks[boundary] = mark
-        self._held[boundary] = session
+        self._by_boundary[boundary] = session
         if len(session.marks) > _MOST_MARKS:
             self._unmark(session, next(iter(session.marks)))
 
@@ -291,4 +298,4 @@ class Index:
             self._unmark(session, boundary)
 
     def _unmark(self, session: IndexedSession, boundary: bytes) -> None:
-        del session.marks[boundary], self._held[boundary]
+        del session.marks[boundary], self._by_boundary[boundary]

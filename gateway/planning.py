@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from uuid import uuid4
@@ -67,12 +66,14 @@ def plan(index: Index, turn: ClientTurn, number: int, *, is_last: bool) -> Plan:
     if parent is not None:
         index.use(parent, now_s)
         how = "forked"
-        # Without new messages the session state at an answer's beginning, and must keep that position.
+        # Without new messages the session stands at an answer's beginning, and must keep that position.
         if parent.position == position and not parent.num_running and num_known < len(known) - 1:
             session, how = parent, "continued"
     name = RequestName(*key, 0 if before is None else before.name.nonce + 1)
     is_certain = options.get("temperature") == 0 or options.get("seed") is not None
-    asked = _noted(index, session, name, known[num_known], position, options, is_certain=is_certain)
+    prefix, bases = options.get("prefix", ""), {known[num_known]}
+    asked = IndexedRequest(session, name, bases, position, prefix, is_certain=is_certain)
+    index.begin(asked)
     return Plan(asked, how, num_known, position, known, options, parent, parent.position if parent else None)
 
 
@@ -94,7 +95,8 @@ def plan_apart(index: Index, turn: ClientTurn, state: KeyState) -> Plan:
     num_known, parent, position = place or (0, None, 0)
     session = index.sessions.get(state.session) or IndexedSession(state.session, None, time.time())
     name = RequestName(*key, state.num_failed)
-    asked = _noted(index, session, name, known[num_known], position, options)
+    asked = IndexedRequest(session, name, {known[num_known]}, position, options.get("prefix", ""))
+    index.begin(asked)
     failed = state.last.result if state.last else None
     is_closed = isinstance(failed, Failed) and failed.code == "unknown_session"
     how: How = "begun" if place is None else "forked"
@@ -112,25 +114,6 @@ def _named(turn: ClientTurn, number: int) -> tuple[dict[str, Any], list[bytes], 
     else:
         known = boundaries.chain(turn.messages, options)
     return options, known, (known[-1], boundaries.options_digest(options, number))
-
-
-def _noted(
-    index: Index,
-    session: IndexedSession,
-    name: RequestName,
-    base: bytes,
-    position: int,
-    options: dict[str, Any],
-    *,
-    is_certain: bool = False,
-) -> IndexedRequest:
-    """Record a request in the index, as one of its session's that run."""
-    opening, prefix = asyncio.Event(), options.get("prefix", "")
-    asked = IndexedRequest(session, name, {base}, position, prefix, is_certain=is_certain, opening=opening)
-    index.add(session)
-    index.enter(session)
-    index.ask(asked)
-    return asked
 
 
 def _place(index: Index, known: list[bytes]) -> tuple[int, IndexedSession, int] | None:

@@ -157,7 +157,7 @@ def test_the_index_drops_all_positions_after_text_that_the_template_rewrote() ->
     index.drop(held)
     assert not index.sessions
     assert not index.asked
-    assert not index._held
+    assert not index._by_boundary
 
 
 def test_of_several_sessions_with_one_conversation_the_index_finds_one_that_needs_no_fork() -> None:
