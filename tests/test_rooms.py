@@ -222,7 +222,7 @@ def test_only_the_listed_modules_of_gateway_and_console_import_http_libraries():
         f"gateway/{name}.py"
         for name in (
             *("app", "server"),
-            *(f"http/{one}" for one in ("bodies", "durable", "errors", "handlers", "replies", "sending")),
+            *(f"http/{one}" for one in ("answer_response", "bodies", "durable", "errors", "handlers")),
         )
     }
     of_console = {f"ops/console/{name}.py" for name in ("app", "door", "serving")}
@@ -232,9 +232,9 @@ def test_only_the_listed_modules_of_gateway_and_console_import_http_libraries():
         assert "asyncio" not in tops(imports(path)), path
 
 
-def test_a_gateway_dialect_imports_only_dialects_and_form_turn_and_recorded_but_its_routes():
+def test_a_gateway_dialect_imports_only_dialects_and_form_turn_and_logged_answers_but_its_routes():
     """`routes` imports of `http` only what defines routes; nothing but `app` imports a dialect's routes."""
-    shared = {"form", "turn", "recorded"}
+    shared = {"form", "turn", "logged_answers"}
     for path in sorted((ROOT / "gateway").rglob("*.py")):
         used = {one.split(".", 2)[1:][0] for one in imports(path) if one.startswith("gateway.")}
         if path.parent.name in DIALECTS:

@@ -15,7 +15,7 @@ import gateway.http.handlers
 import turnkeep_client.wire
 import worker.wire.connection
 from cache.names import marks, tokens
-from gateway import conversations, planning, presence, recovery, removal
+from gateway import conversations, latest_metrics, planning, recovery, removal
 from turnkeep_client.messages import Closed, Opened, Rewound
 from turnkeep_client.subjects import CONSUMER
 from worker import app
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
 
 #: The gateway's modules that read clocks.
-_TIMED: Final = (gateway.http.handlers, conversations, planning, presence, recovery, removal)
+_TIMED: Final = (gateway.http.handlers, conversations, planning, latest_metrics, recovery, removal)
 #: Limits: the worker reads one log at a time, answers one question, keeps no idle and no closed session.
 _TIGHT: Final[tuple[tuple[Any, str, Any], ...]] = (
     (app, "_MAX_READINGS", 1),
