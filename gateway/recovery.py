@@ -10,7 +10,7 @@ import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from turnkeep_client.errors import InvalidMessageError, NotPermittedError
+from turnkeep_client.errors import InvalidMessageError, NotPermittedError, StreamError
 from turnkeep_client.messages import (
     Appended,
     Closed,
@@ -23,7 +23,6 @@ from turnkeep_client.messages import (
     decode_request,
     decode_result,
 )
-from turnkeep_client.stream import StreamError
 from turnkeep_client.subjects import session_key
 
 from . import boundaries
@@ -41,8 +40,8 @@ from .index import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from turnkeep_client.calls import Stored
     from turnkeep_client.client import Client
+    from turnkeep_client.log import Stored
     from turnkeep_client.messages import Result
     from turnkeep_client.subjects import SessionKey
 

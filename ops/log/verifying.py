@@ -41,8 +41,8 @@ from .sessions import is_named
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from turnkeep_client.calls import Stored
     from turnkeep_client.client import Client
+    from turnkeep_client.log import Stored
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
 
