@@ -26,7 +26,7 @@ GROUND = {"process": set(), "observe": {"process"}}
 #: also for types. Sessions know of the engine only its port, and of the device only what a turn asks for.
 FLOORS = {
     "worker": {
-        "sessions": {"cluster", "wire", "engine", "device", "text", "batch", "models"},
+        "sessions": {"wire", "engine", "device", "text", "batch", "models"},
         "cluster": {"wire"},
         "engine": {"device", "batch"},
         "device": {"text", "batch", "models"},

@@ -30,12 +30,10 @@ from turnkeep_client.messages import VERSION as PROTOCOL
 from turnkeep_client.redact import shown
 from turnkeep_client.subjects import Subjects
 from worker.cluster.endpoints import Endpoints
-from worker.cluster.erasures import Erasures
 from worker.cluster.members import Members
 from worker.cluster.overheard import Overheard
 from worker.cluster.owners import Owners
 from worker.cluster.routing import Routing
-from worker.cluster.undelivered import Undelivered
 from worker.engine.admission import Ledger
 from worker.engine.engine import Engine
 from worker.models import model
@@ -53,13 +51,16 @@ from worker.sessions.services import Services
 from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
 from worker.wire import streams
+from worker.wire.asks import Asks
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version, small_payload
 from worker.wire.credentials import over_tls, worker_options
 from worker.wire.discovery import Discovery
+from worker.wire.erasures import Erasures
 from worker.wire.intake import Intake
 from worker.wire.journal import Journal
 from worker.wire.outbox import Outbox
 from worker.wire.retention import Retention
+from worker.wire.undelivered import Undelivered
 
 from .metrics_message import collect
 from .model_start import ModelStart, WorkerError
@@ -80,8 +81,8 @@ if TYPE_CHECKING:
 
     from cache.store import Codec, Tier
     from turnkeep_client.messages import Metrics
-    from worker.cluster.erasures import Copies
     from worker.models.model import LoadedModel, Progress
+    from worker.wire.erasures import Copies
     from worker.wire.streams import Streams
 
     from .observe.otlp import Traces
@@ -412,10 +413,9 @@ class App:
             metrics=lambda: self._metrics(intake),
         )
         self._overheard = Overheard(nc, members)
+        asks = Asks(nc, js, journal, subjects, timeout_s=constants.token_ttl_s)
         endpoints = Endpoints(
-            *(nc, js, journal, subjects, control.answer, owners, self._overheard),
-            *(outbox, self._telemetry, asides),
-            ask_timeout_s=constants.token_ttl_s,
+            *(nc, subjects, asks, control.answer, owners, self._overheard, outbox, self._telemetry, asides)
         )
         routing = self._routing = Routing(
             *(nc, subjects, members, owners, journal, intake, asides),
@@ -423,7 +423,9 @@ class App:
             control=endpoints.control,
             erase=self._sessions.erase,
         )
-        self._undelivered = Undelivered(journal, intake, members, routing, ack_wait_s=constants.ack_wait_s)
+        self._undelivered = Undelivered(
+            *(journal, intake, routing.wake, lambda: members.is_first), ack_wait_s=constants.ack_wait_s
+        )
         return endpoints, intake, self._sessions
 
     def _make_intake(self, nc: Client, names: Streams, journal: Journal) -> Intake:

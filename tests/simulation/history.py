@@ -19,13 +19,13 @@ from gateway import conversations, latest_metrics, planning, recovery, removal
 from turnkeep_client.messages import Closed, Opened, Rewound
 from turnkeep_client.subjects import CONSUMER
 from worker import app
-from worker.cluster import endpoints, erasures
-from worker.cluster.erasures import Erasures
+from worker.cluster import endpoints
 from worker.observe import counters
 from worker.process import clock
 from worker.sessions import history as sessions_history
 from worker.sessions import limits, record, sessions
-from worker.wire import consistent_reads, intake, retention
+from worker.wire import consistent_reads, erasures, intake, retention
+from worker.wire.erasures import Erasures
 
 from .actors import PLAIN, SUBJECTS, History, Plan, Read, Supervisor
 from .checks import check, copies, is_imported, logs, unanswered, unforgotten

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from worker.wire.consistent_reads import Entry
     from worker.wire.intake import Intake, Ring
     from worker.wire.journal import Journal
+    from worker.wire.records import Member
 
-    from .members import Member, Members
+    from .members import Members
     from .owners import Owner, Owners
 
 log = structlog.get_logger()
@@ -248,14 +249,16 @@ class Routing:
 
         `owner` is the session's, if it is known; `sender` is the other worker that has the delivery, if any.
         """
-        me = self._members.me
+        takes = self._members.me in self._owners.takers()
         if key in self._intake.at_work:  # what was delivered before may be the request at work
-            return _LATER if me.drains and not _came_before(message) else _TAKEN
-        if not is_sent:
-            owner = owner or await self._owners.owner(key)
-            is_sent = owner.member.boot == sender  # which would not pass on what is its own
-        if owner is None or is_sent:
-            return _TAKEN if me in self._owners.takers() else _LATER
+            return _TAKEN if takes or _came_before(message) else _LATER
+        if is_sent:
+            return _TAKEN if takes else _LATER
+        if not takes:
+            owner = await self._owners.logged(key, self._owners.takers())
+        owner = owner or await self._owners.owner(key)
+        if owner.member.boot == sender and takes:  # the sender would not pass on what is its own
+            return _TAKEN
         if not self._owners.is_me(owner.member):
             return _Answer(Verdict.ELSEWHERE, owner.member.boot)
         other = self._relief(key, sender) if owner.is_free else ""

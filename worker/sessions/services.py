@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from turnkeep_client.subjects import SessionKey
-    from worker.cluster.erasures import Erasures
     from worker.engine.port import EnginePort
     from worker.observe.counters import Telemetry
     from worker.observe.otlp import Traces
     from worker.process.concurrency import SharedLock
     from worker.process.rotation import Rotation
+    from worker.wire.erasures import Erasures
     from worker.wire.journal import Journal
     from worker.wire.outbox import Outbox
     from worker.wire.retention import Retention

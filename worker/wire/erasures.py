@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from cache.names.tokens import Tokens
     from turnkeep_client.subjects import SessionKey
-    from worker.wire.consistent_reads import Entry
-    from worker.wire.journal import Journal
+
+    from .consistent_reads import Entry
+    from .journal import Journal
 
     LetGo = Callable[[Callable[[SessionKey], bool]], set[SessionKey]]
 
