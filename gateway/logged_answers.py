@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
     from typing import TypeAlias
 
-    from turnkeep_client.calls import Stored
     from turnkeep_client.client import Client
+    from turnkeep_client.log import Stored
     from turnkeep_client.messages import Chunk, ForkPoint, Request, Result
     from turnkeep_client.subjects import SessionKey
 
