@@ -30,7 +30,7 @@ class Index:
     A node is one snapshot; its parent is the snapshot that it continues. A root is a tenant's empty prefix,
     a chain the path from a root to a node. Only leaves are removed, so no chain lacks a node. Only the last
     node stores the time of last use and the holds (uses by loads and turns) of its chain; both pass to the
-    parent of a removed node. A node whose KV no session sees may lose its file and become a gap (see `gaps`).
+    parent of a removed node. A node whose KV no session sees may become a gap, without a file.
     """
 
     def __init__(self, clock: Callable[[], float], stored: Sequence[Row] = ()) -> None:

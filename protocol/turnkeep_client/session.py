@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from msgspec import UNSET
 
-from .calls import Call, ResultFeeds, Wire, expect
+from .calls import Call, ResultFeeds, expect
 from .errors import NoWorkerError, RequestFailedError, TurnkeepError
 from .formats import response_format as as_format
 from .generation import STOP_S, Generation
@@ -52,6 +52,7 @@ from .subjects import SessionKey, check_id
 
 if TYPE_CHECKING:
     from .sampling import Sampling
+    from .wire import NatsWire
 
 #: Chat messages, as `messages.Message` or as dicts in OpenAI's shape.
 Messages = Sequence[Message | Mapping[str, Any]]
@@ -72,7 +73,7 @@ class Session:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: NatsWire,
         feeds: ResultFeeds,
         key: SessionKey,
         control_timeout_s: float,
@@ -109,8 +110,7 @@ class Session:
         """
         asked = self._cache if cache is None and fork_of is None else cache and _fields(cache)
         request = build(Open, request_id, cache=asked, tags=list(tags), **{"from": fork_of})
-        call = self._call(request, timeout_s)
-        opened = expect(Opened, await call)
+        opened = expect(Opened, await self._call(request, timeout_s))
         self._is_begun = True
         return opened
 
@@ -198,7 +198,7 @@ class Session:
     ) -> Rewound:
         """Drop all tokens of the session from `position` on."""
         request = build(Rewind, request_id, position=position, expect_position=expect_position)
-        return expect(Rewound, await self._result_of(request, timeout_s))
+        return expect(Rewound, await self._call(request, timeout_s))
 
     async def fork(
         self,
@@ -268,7 +268,7 @@ class Session:
         With `cancel`, appends and generates without a result are cancelled first, even if no worker runs now.
         """
         request = build(Close, request_id, forget=forget or None, cancel=cancel or None)
-        return expect(Closed, await self._result_of(request, timeout_s))
+        return expect(Closed, await self._call(request, timeout_s))
 
     async def history(self, *, before: float = inf) -> History:
         """Read the conversation from the log, without failed requests and rewound parts.
@@ -313,24 +313,13 @@ class Session:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        request = CountRequest(
-            messages=asked.messages,
-            text=asked.text,
-            tokens=asked.tokens,
-            special_tokens=asked.special_tokens,
-            raw=asked.raw,
-            tools=asked.tools,
-            chat_template_kwargs=asked.chat_template_kwargs,
-        )
+        request = CountRequest(**{name: getattr(asked, name) for name in CountRequest.__struct_fields__})
         return expect(Counted, await self._control(request))
 
     def _beside(self, name: str) -> Session:
         """Return the session `name` of the same tenant."""
         key = SessionKey(self.key.tenant, check_id("session", name))
         return Session(self._wire, self._feeds, key, self._control_timeout_s)
-
-    async def _result_of(self, request: Request, timeout_s: float | None) -> Any:
-        return await self._call(request, timeout_s)
 
     def _call(
         self,

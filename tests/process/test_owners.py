@@ -305,9 +305,9 @@ async def test_forgetting_a_session_at_one_worker_erases_its_snapshots_at_anothe
 
     def stored(worker: Any) -> int:
         store = worker.app._store
-        match = store.match(store.chain("default", history.policy), history.tokens)
+        match = store.kv.match(store.kv.chain("default", history.policy), history.tokens)
         num = len(match.nodes)
-        store.release(match)
+        store.kv.release(match)
         return num
 
     async with asyncio.timeout(PATIENCE_S):
@@ -379,8 +379,8 @@ async def test_a_restarted_worker_erases_snapshots_of_sessions_forgotten_while_i
 
 
 def _stored(store: Any, tokens: Any) -> int:
-    match = store.match("default", tokens)
-    store.release(match)
+    match = store.kv.match(store.kv.chain("default"), tokens)
+    store.kv.release(match)
     return int(match.num_tokens)
 
 

@@ -16,7 +16,7 @@ from turnkeep_client.log import BUILD_HEADER, words
 from worker.cluster.owners import Owners
 from worker.cluster.routing import Routing
 from worker.process.setting_kinds import Tenants
-from worker.sessions.attempts import Attempts
+from worker.sessions.sessions import Sessions
 from worker.wire import intake, retention
 
 if TYPE_CHECKING:
@@ -253,14 +253,14 @@ async def test_a_request_that_waits_while_its_sessions_worker_stops_counts_no_at
     sessions: Callable[..., Awaitable[list[Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, *found = await sessions(append=True)
-    excuse = Attempts.excuse
+    excuse = Sessions.excuse
 
-    async def late(self: Attempts, firsts: Any) -> None:
-        if self is worker.app._attempts:
+    async def late(self: Sessions, *firsts: Any) -> None:
+        if self is worker.app._sessions:
             await asyncio.sleep(1)  # as if it took so long to end its turns
-        await excuse(self, firsts)
+        await excuse(self, *firsts)
 
-    monkeypatch.setattr(Attempts, "excuse", late)
+    monkeypatch.setattr(Sessions, "excuse", late)
     await stopping(worker)
     answered = await asyncio.gather(*(one.append(text="e") for one in found))
     assert [one.position for one in answered] == [2] * len(found)

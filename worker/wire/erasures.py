@@ -52,7 +52,7 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class Copies(Protocol):
-    """A worker's own snapshots; implemented by `cache.store.Store`."""
+    """A worker's own snapshots; implemented by `cache.index.eraser.Eraser`."""
 
     async def erase_marked(self, tenant: str, marks: Marks) -> bool:
         """Erase the copies of a forgotten token sequence; return false if this has to be tried again."""
