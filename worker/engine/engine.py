@@ -8,7 +8,6 @@ knows nothing of messages, the log or the order of a session's requests; a sessi
 from __future__ import annotations
 
 import asyncio
-import sys
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -17,23 +16,22 @@ import structlog
 from cache.names.errors import CutOffError, LostPastError
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
-from cache.store import Forgotten
+from cache.store import ErasureResult
 from turnkeep_client.messages import Progress, joined
 from worker.batch.rows import Embedding
 from worker.device.order import place
 from worker.device.request import TurnRequest
 from worker.device.turn import (
     Copied,
+    Dropped,
     Event,
     Faulted,
     Finished,
-    KvLost,
     LostKvError,
     NeedsKv,
     NoRoomError,
     Prefilled,
     Sampled,
-    Short,
     SnapshotCut,
     Starved,
     StepReport,
@@ -251,11 +249,11 @@ class Engine(EnginePort):
         Returns those of them whose turn is under way; they keep their KV.
         """
         busy = self._at_work()
-        for key in filter(is_meant, self._residency.keys() - busy):
+        for key in filter(is_meant, set(self._residency.sessions()) - busy):
             self.forget(key)
         return set(filter(is_meant, busy))
 
-    async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
+    async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> ErasureResult:
         """Drop a session's KV from the device and its snapshots from SSD, within 2 s.
 
         Keeps the snapshots of the first `shared` tokens. Everything that is not in use is dropped before the
@@ -263,8 +261,8 @@ class Engine(EnginePort):
         """
         self.forget(key)
         if self._store is None:
-            return Forgotten(0, settled=not self._has_unopened)
-        return await self._store.erase(key.tenant, tokens, _ERASE_S, shared=shared)
+            return ErasureResult(0, settled=not self._has_unopened)
+        return await self._store.eraser.erase(key.tenant, tokens.packed(), _ERASE_S, shared=shared)
 
     def stop(self) -> None:
         """End every turn; each unfinished `run` raises `StoppingError` once its KV is copied for the SSD."""
@@ -290,12 +288,11 @@ class Engine(EnginePort):
                     self._saving.end_copy(event.turn)
             case Starved():
                 if self._store is not None:
-                    self._store.free_memory()
-            case Short(num_bytes, but):  # also drops KV of turns not submitted yet: they then reuse less
-                self._grants.drop_idle(num_bytes, {but, *(turn.key for turn in self._submitted)})
-                self._device.made_room()
-            case KvLost():
-                self._grants.drop_idle(sys.maxsize, {turn.key for turn in self._submitted})
+                    self._store.queue.free_memory()
+            case Dropped(keys):  # turns of these sessions that are not submitted yet reuse less
+                for key in keys:
+                    self._residency.pop(key)
+                self._grants.decide()
             case _:
                 self._handle_turn(event)
 
@@ -313,7 +310,7 @@ class Engine(EnginePort):
                     run.needs.put_nowait(event)
                 return
             case Sampled(_, chunk):
-                self._telemetry.generated_tokens += 1
+                self._telemetry.totals.generated_tokens += 1
                 self._telemetry.tenants.count_tokens("generated", turn.tenant)
                 if run is not None:
                     run.num_generated = chunk.i + 1
@@ -397,8 +394,8 @@ class Engine(EnginePort):
     def _result(self, run: Run) -> TurnResult:
         result = run.result()
         num_cached, num_prefilled = result.num_cached, result.num_prefilled
-        self._telemetry.cached_tokens += num_cached
-        self._telemetry.prefilled_tokens += num_prefilled
+        self._telemetry.totals.cached_tokens += num_cached
+        self._telemetry.totals.prefilled_tokens += num_prefilled
         tenants = self._telemetry.tenants
         tenants.count_tokens("cached", run.key.tenant, num_cached)
         tenants.count_tokens("prefilled", run.key.tenant, num_prefilled)
@@ -454,7 +451,7 @@ class Engine(EnginePort):
 
     async def _read(self, needs: NeedsKv, run: Run) -> None:
         num_recalled = await self._finder.read(needs, run)
-        self._telemetry.recalled_tokens += num_recalled
+        self._telemetry.totals.recalled_tokens += num_recalled
 
     async def _admitted(self, run: Run, num_context: int) -> bool:
         """Wait for the memory that a turn is likely to need; return False if the run is cancelled."""

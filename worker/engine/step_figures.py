@@ -27,9 +27,9 @@ class StepFigures:
             self.estimated_bytes, self.measured_bytes = report.estimated_bytes, report.measured_bytes
         if report.num_rows:
             self._telemetry.batch_size.observe(report.num_rows)
-            self._telemetry.decoding_s += report.step_s
+            self._telemetry.totals.decoding_s += report.step_s
             per_token_s = report.step_s * report.num_rows / max(report.num_decoded, 1)
             self._telemetry.time_per_output_token.observe(per_token_s, report.num_decoded)
-        self._telemetry.draft_tokens = report.num_drafted
-        self._telemetry.accepted_draft_tokens = report.num_accepted
-        self._telemetry.draft_saved_s = report.saved_s
+        self._telemetry.totals.draft_tokens = report.num_drafted
+        self._telemetry.totals.accepted_draft_tokens = report.num_accepted
+        self._telemetry.totals.draft_saved_s = report.saved_s
