@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
 from uuid import uuid4
 
 from msgspec import UNSET
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from .sampling import Sampling
     from .wire import NatsWire
 
+#: After this time without a reply a control request is sent once more.
+AGAIN_S: Final = 2.0
 #: Chat messages, as `messages.Message` or as dicts in OpenAI's shape.
 Messages = Sequence[Message | Mapping[str, Any]]
 #: A cache policy, as `messages.CachePolicy` or as a dict of its fields.
@@ -373,8 +375,23 @@ class Session:
         return SessionCache(policy=info.policy) if info.cache is UNSET else info.cache
 
     async def _control(self, request: ControlRequest) -> ControlReply:
-        subject = self._wire.subjects.of(self.key, "ctl")
-        return decode_control_reply(await self._wire.ask(subject, encode(request), self._control_timeout_s))
+        """Ask the worker; without a reply ask again after 2, 4, 8 ... s, and return the first reply.
+
+        A worker that was killed keeps its connection until its memory is freed, and loses what it gets then.
+        """
+        subject, patience_s = self._wire.subjects.of(self.key, "ctl"), AGAIN_S
+        loop, asked = asyncio.get_running_loop(), list[asyncio.Task[bytes]]()
+        try:
+            while not (replied := [one for one in asked if one.done()]):
+                call = self._wire.ask(subject, encode(request), self._control_timeout_s)
+                asked.append(loop.create_task(call))
+                await asyncio.wait(asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                patience_s *= 2
+            return decode_control_reply(replied[0].result())
+        finally:
+            for one in asked:
+                one.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
 
 def _fields(cache: Cache) -> CachePolicy | dict[str, Any]:
