@@ -386,6 +386,8 @@ class Routing:
                 taken.append((key, entry, owner))
         await self._note_returned({entry.seq: key for key, entry, owner in taken if owner.is_free})
         for key, entry, _ in taken:
+            if not self._intake.room(key.tenant):  # deliveries have come meanwhile
+                continue
             again = not self._intake.expects(key, entry.seq)
             self._owners.remember(key, self._members.me.boot)
             lost = _lost(key, entry, again=again, first_seq=1 if has_stopped else 0)
