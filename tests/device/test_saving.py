@@ -112,7 +112,7 @@ async def test_a_worker_whose_device_hangs_or_died_stops_without_the_missing_sna
         if fault == "hangs":
             device.submit = lambda turn: None  # type: ignore[method-assign]
         else:
-            device._commands.put(lambda runner: 1 / 0)
+            device.commands.put(lambda runner: 1 / 0)
             await asyncio.to_thread(device._thread.join, 5)
         await asyncio.wait_for(process.engine.save_all(0.2 if fault == "hangs" else 30), 5)
 
