@@ -26,13 +26,13 @@ from cache.names.errors import CacheError, DirectoryLockedError
 from ops.log.copies import OWN
 from turnkeep_client.errors import TurnkeepError
 from worker.observe.logs import logs_on_stderr
+from worker.observe.progress import terminal_progress
 from worker.process.formatting import size, span
-from worker.process.keys import cache_access
+from worker.process.keys import cache_codec
 from worker.process.setting_kinds import parse_duration, parse_size
 
 from .flags import as_json, check_target, force_option, with_settings
 from .printing import table
-from .progress import terminal_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -149,9 +149,9 @@ def ls(where: _Where, as_json: bool) -> None:
     The list cannot name sessions or tenants: names on disk are salted digests of tenant and tokens.
     """
     place, settings, is_fresh = where.located()
-    found = survey.Survey() if is_fresh else survey.inspect(place, cache_access(settings))
+    found = survey.Survey() if is_fresh else survey.inspect(place, cache_codec(settings))
     others_bytes = found.foreign_bytes + found.quarantined_bytes
-    total = sum(usage.size_bytes for usage in found.usage) + others_bytes
+    total = sum(model.size_bytes for model in found.models) + others_bytes
     free = shutil.disk_usage(next(parent for parent in (place, *place.parents) if parent.exists())).free
     if as_json:
         figures = {
@@ -166,8 +166,8 @@ def ls(where: _Where, as_json: bool) -> None:
         click.echo(json.dumps(figures))
         return
     _print_chains(found, place)
-    for usage in found.usage:
-        click.echo(f"{_model(usage.model)}: {usage.num_files} files, {size(usage.size_bytes)}")
+    for model in found.models:
+        click.echo(f"{_model(model)}: {model.num_files} files, {size(model.size_bytes)}")
     click.echo(
         f"total {size(total)} of {size(settings.max_disk)} (max_disk), {size(others_bytes)} of it of other"
         " versions or in quarantine"
@@ -220,7 +220,7 @@ def verify(where: _Where, quarantine: bool, as_json: bool) -> None:
         found = survey.verify(
             place,
             lambda done, total: show(done, total, "verifying"),
-            cache_access(settings),
+            cache_codec(settings),
             quarantine=quarantine,
         )
     if as_json:
@@ -274,7 +274,7 @@ def prune(
     else:
         pruned = pruning.prune(
             place,
-            cache_access(settings),
+            cache_codec(settings),
             older_than_s=older_than_s,
             to_bytes=to_bytes,
             model=identity,
@@ -309,7 +309,7 @@ def export(
         raise click.UsageError("name the chains to export, or say --all")
     check_target(target, force=force)
     place, settings = where.existing()
-    carried = archive.export(place, None if everything else digests, target, cache_access(settings))
+    carried = archive.export(place, None if everything else digests, target, cache_codec(settings))
     click.echo(f"wrote {carried.num_files} files, {size(carried.size_bytes)}, to {target}")
 
 
@@ -331,7 +331,7 @@ def import_(where: _Where, source: Path, as_json: bool) -> None:
     carried = archive.import_files(
         place,
         source,
-        cache_access(settings),
+        cache_codec(settings),
         max_bytes=settings.max_disk,
         min_free_bytes=settings.min_free_disk,
         others=OWN,
@@ -347,7 +347,7 @@ def import_(where: _Where, source: Path, as_json: bool) -> None:
     click.echo(f"added {carried.num_files} files, {size(carried.size_bytes)}; skipped {len(carried.skipped)}")
 
 
-def _model(model: survey.Model) -> str:
+def _model(model: survey.StoredModel) -> str:
     return " ".join(filter(None, [model.name, model.identity[:12]]))
 
 

@@ -13,12 +13,12 @@ from cache.admin import archive
 from ops.log import copies, importing
 from turnkeep_client.errors import NoWorkerError, RequestFailedError
 from turnkeep_client.subjects import session_key
+from worker.observe.progress import terminal_progress
 from worker.process.formatting import size
-from worker.process.keys import cache_access
+from worker.process.keys import cache_codec
 
 from .cache import in_one_line
 from .flags import check_target, force_option, tenant_option, with_settings
-from .progress import terminal_progress
 from .talking import CLIENT_SETTINGS, no_session, talk
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def export(given: Given, session: str, target: Path, tenant: str, kv: bool, forc
                 if info.snapshot is UNSET:
                     raise copies.CopyError(f"the worker has stored no KV of {session} yet; leave out --kv")
                 place = settings.data_dir / "snapshots"
-                archive.export(place, [info.snapshot], snapshots, cache_access(settings))
+                archive.export(place, [info.snapshot], snapshots, cache_codec(settings))
             return copies.export(target, key, entries, parts, snapshots if kv else None)
 
     with in_one_line(target):

@@ -18,7 +18,7 @@ from worker.observe.bare_structlog import structlog
 from worker.observe.logs import configure
 from worker.process.children import PROGRAM, ending, start
 from worker.process.concurrency import task_group
-from worker.process.keys import cache_access
+from worker.process.keys import cache_codec
 from worker.process.settings import SettingsError
 from worker.wire.credentials import worker_options
 
@@ -99,7 +99,7 @@ def serve(
     if check:
         _check(settings, models)
     for one in models.values() or (settings,):
-        cache_access(one)  # raises if its key cannot be used
+        cache_codec(one)  # raises if its key cannot be used
     # Without --data-dir, a child would use the server of NATS_URL.
     own = given.but(data_dir=settings.data_dir, prefix=None if models else settings.prefix)
     manner = Manner(beside=_beside(own, gateway_port, console_port), until_eof=until_eof)
@@ -121,7 +121,7 @@ def _check(settings: Settings, models: Mapping[str, Settings]) -> None:
     from .doctor import examine
 
     worker_options(settings)
-    cache_access(settings)
+    cache_codec(settings)
     examine(settings, models, as_json=False)
 
 

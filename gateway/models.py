@@ -1,10 +1,9 @@
-"""Lists and describes the gateway's models as other servers do, and chooses the model for a request."""
+"""Finds the gateway's models with their workers' metrics, and chooses the model for a request."""
 
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import Struct
@@ -15,11 +14,11 @@ from turnkeep_client.messages import UNLOADED, Metrics
 from .turn import Fault, decoded, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from turnkeep_client.messages import Made
 
-    from .conversations import Conversations
+    from .connections import Connections
 
 
 class _Named(Struct):
@@ -32,11 +31,9 @@ class _Named(Struct):
 _NAMED: Final = msgspec.json.Decoder(_Named)
 #: Ollama's clients add this to the name of a model.
 _LATEST: Final = ":latest"
-#: The fields in which several other servers give a model's context length.
-_CONTEXT: Final = ("context_window", "max_model_len", "max_input_tokens")
 
 
-class Model(Struct, frozen=True):
+class ServedModel(Struct, frozen=True):
     """A model of this gateway, with its worker's latest metrics; None if no worker answers."""
 
     name: str
@@ -71,10 +68,9 @@ class Model(Struct, frozen=True):
 class Models:
     """The models behind one gateway."""
 
-    def __init__(self, of: Callable[[str, str], Awaitable[Conversations]], names: Sequence[str]) -> None:
-        """`of` returns the `Conversations` of a tenant with a model; a single model may be named ''."""
-        self._of = of
-        self.names = tuple(names)
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self.names = connections.models
 
     @property
     def are_several(self) -> bool:
@@ -93,17 +89,17 @@ class Models:
                 return one
         raise _no_model(named, self.names)
 
-    async def one(self, tenant: str, name: str) -> Model:
+    async def one(self, tenant: str, name: str) -> ServedModel:
         """Return one model. Raises `Fault`."""
         found = await self.all(tenant)
         if not self.are_several:  # a request may give the one model any name, which its answer repeats
-            return Model(name, found[0].worker)
+            return ServedModel(name, found[0].worker)
         for one in found:
             if one.name in (name, name.removesuffix(_LATEST)):
                 return one
         raise _no_model(name, [one.name for one in found])
 
-    async def all(self, tenant: str, *, now: bool = False) -> list[Model]:
+    async def all(self, tenant: str, *, now: bool = False) -> list[ServedModel]:
         """Return all models. If there are several, one whose worker does not answer has no metrics.
 
         Workers' metrics are up to a second old, unless `now`. Raises `NoWorkerError` if no worker answers.
@@ -112,13 +108,13 @@ class Models:
         if not any(found):
             raise NoWorkerError("no worker serves any of the models")
         return [
-            Model(name or (worker.model if worker else ""), worker)
+            ServedModel(name or (worker.model if worker else ""), worker)
             for name, worker in zip(self.names, found, strict=True)
         ]
 
     async def _looked_at(self, tenant: str, model: str, *, now: bool) -> Metrics | None:
         try:
-            return await (await self._of(tenant, model)).presence.worker(now=now)
+            return await (await self._connections.of(tenant, model)).latest.worker(now=now)
         except NoWorkerError:
             if self.are_several:
                 return None
@@ -129,45 +125,6 @@ def wanted(body: bytes) -> str:
     """Return the model's name in a request's body; empty if it has none. Raises `Fault`."""
     named = decoded(_NAMED, body)
     return named.model or named.name or ""
-
-
-def page(models: Sequence[Model]) -> dict[str, Any]:
-    """Return a list of models in the format of OpenAI and Anthropic."""
-    ends = {"first_id": models[0].name, "last_id": models[-1].name}
-    return {"object": "list", "data": [described(one) for one in models], "has_more": False, **ends}
-
-
-def page_v0(models: Sequence[Model]) -> dict[str, Any]:
-    """Return a list of models in the format of LM Studio."""
-    return {"object": "list", "data": [_described_v0(one) for one in models]}
-
-
-def described(model: Model) -> dict[str, Any]:
-    """Describe a model in fields of OpenAI, Anthropic and, for the context length, other servers."""
-    context = model.context_tokens
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": int(model.changed_s),
-        "owned_by": "turnkeep",
-        "type": "model",
-        "makes": model.makes,
-        "display_name": model.name,
-        "lifecycle": "active",
-        "created_at": f"{datetime.fromtimestamp(int(model.changed_s), UTC):%Y-%m-%dT%H:%M:%SZ}",
-        **({} if context is None else dict.fromkeys(_CONTEXT, context)),
-    }
-
-
-def _described_v0(model: Model) -> dict[str, Any]:
-    kind = "llm" if "answers" in model.makes else "embeddings"
-    fields = {"object": "model", "type": kind, "publisher": "turnkeep", "arch": "", "quantization": ""}
-    more: dict[str, Any] = {"state": "loaded" if model.is_loaded else "not-loaded"}
-    if model.context_tokens is not None:
-        more["max_context_length"] = model.context_tokens
-        if model.is_loaded:
-            more["loaded_context_length"] = model.context_tokens
-    return {"id": model.name, **fields, "compatibility_type": "mlx", **more}
 
 
 def _no_model(wanted: str, names: Sequence[str]) -> Fault:

@@ -1,117 +1,61 @@
-"""Converts workers' metrics messages to Prometheus metrics: names, types and labels. Pure.
+"""Converts workers' metrics messages to Prometheus metrics. Pure.
 
-A metric's name is the field of the metrics message, followed by the unit. Every metric of a worker has the
-labels `worker`, `model` and `device`.
+The fields of the message say which of them are exported, and how (`turnkeep_client.metrics`). A metric's name
+is the field's, followed by the unit. Every metric of a worker has the labels `worker`, `model` and `device`.
 """
 
 from __future__ import annotations
 
+import re
 from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+from msgspec.inspect import Metadata
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from turnkeep_client.messages import Histogram
+from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
+    from msgspec import Struct
     from prometheus_client.metrics_core import Metric
 
-    from turnkeep_client.messages import Metrics
+    from turnkeep_client.messages import Figure
     from turnkeep_client.wire import Backlog
 
     from .fleet import Sighting
 
 _WORKER: Final = ("worker", "model", "device")
 
-#: Name after `turnkeep_`, field of the message, help text, and a label for each level of a mapping.
-COUNTERS: Final[tuple[tuple[str, ...], ...]] = (
-    ("requests", "requests", "Requests with a result, by type and outcome.", "type", "outcome"),
-    ("ignored_entries", "ignored", "Entries and chunks that no worker can have published.", "kind"),
-    ("prefilled_tokens", "prefilled_tokens", "Prompt tokens that were run."),
-    ("cached_tokens", "cached_tokens", "Prompt tokens whose KV was reused."),
-    ("generated_tokens", "generated_tokens", "Tokens of answers."),
-    ("draft_tokens", "draft_tokens", "Tokens that were speculated."),
-    ("accepted_draft_tokens", "accepted_draft_tokens", "Speculated tokens that were right."),
-    ("recalled_tokens", "recalled_tokens", "Tokens whose KV an answer has recalled from SSD."),
-    ("decoding_seconds", "decoding_s", "Time in which answers were decoded."),
-    ("tenant_requests", "by_tenant.requests", "Requests with a result, by tenant.", "tenant", "outcome"),
-    (
-        "tenant_prefilled_tokens",
-        "by_tenant.prefilled_tokens",
-        "Prompt tokens that were run, by tenant.",
-        "tenant",
-    ),
-    (
-        "tenant_cached_tokens",
-        "by_tenant.cached_tokens",
-        "Prompt tokens whose KV was reused, by tenant.",
-        "tenant",
-    ),
-    ("tenant_restored_tokens", "by_tenant.restored_tokens", "Tokens read from disk, by tenant.", "tenant"),
-    ("tenant_generated_tokens", "by_tenant.generated_tokens", "Tokens of answers, by tenant.", "tenant"),
-    ("snapshots_accepted", "snapshots.accepted", "Snapshots given to the writer."),
-    ("snapshots_durable", "snapshots.durable", "Snapshots that were written and synced."),
-    ("snapshots_dropped", "snapshots.dropped", "Snapshots dropped before they were written.", "reason"),
-    ("snapshots_failed", "snapshots.failed", "Snapshots that could not be written."),
-    ("snapshots_cancelled", "snapshots.cancelled", "Snapshots of forgotten sessions."),
-    ("snapshots_evicted", "snapshots.evicted", "Snapshots evicted to make room."),
-    ("snapshots_rejected", "snapshots.rejected", "Snapshot files that failed a check."),
-    ("snapshots_timed_out", "snapshots.timed_out", "Restores that the disk did not answer in time."),
-    ("snapshots_written_bytes", "snapshots.written_bytes", "Bytes written to the disk."),
-    ("snapshots_restored_bytes", "snapshots.restored_bytes", "Bytes read from the disk."),
-    ("remote_put_bytes", "snapshots.remote_put_bytes", "Bytes put in the remote tier."),
-    ("remote_fetched_bytes", "snapshots.remote_fetched_bytes", "Bytes fetched from the remote tier."),
-    ("remote_dropped", "snapshots.remote_dropped", "Snapshots that were not put in the remote tier."),
-    ("remote_failed", "snapshots.remote_failed", "Calls of the remote tier that failed."),
-)
-GAUGES: Final[tuple[tuple[str, ...], ...]] = (
-    ("uptime_seconds", "uptime_s", "Time since the worker started."),
-    ("draft_saved_seconds", "draft_saved_s", "Time that speculation has saved."),
-    ("drains", "drains", "1 while the worker gives its sessions to the others."),
-    ("metrics_interval_seconds", "interval_s", "Time between two metrics messages."),
-    ("sessions", "sessions", "Sessions in memory."),
-    ("policy_sessions", "sessions_by_policy", "Sessions in memory, by cache policy.", "policy"),
-    ("tenant_sessions", "by_tenant.sessions", "Sessions with requests that wait or run.", "tenant"),
-    ("resident_sessions", "resident_sessions", "Sessions with KV on the device."),
-    ("running_sessions", "running", "Sessions with a turn on the device."),
-    ("waiting_sessions", "waiting", "Sessions that wait in the worker."),
-    ("memory_waiting_sessions", "waiting_for_memory", "Waiting sessions that lack only device memory."),
-    ("returned_requests", "returned", "Requests that wait in the log for their tenant's share."),
-    ("log_bytes", "log_bytes", "Size of the log's stream."),
-    ("log_max_bytes", "log_max_bytes", "Size at which the log refuses requests."),
-    ("resident_kv_bytes", "resident_kv_bytes", "KV on the device."),
-    ("kv_limit_bytes", "kv_limit_bytes", "Limit of KV on the device."),
-    ("context_tokens", "context_tokens", "Most tokens of a session with all of its KV."),
-    ("device_memory_bytes", "device_memory_bytes", "Limit of all memory on the device."),
-    ("mlx_active_bytes", "mlx_active_bytes", "Memory that MLX has in use."),
-    ("mlx_peak_bytes", "mlx_peak_bytes", "Most memory that MLX had in use."),
-    ("estimated_scratch_bytes", "estimated_scratch_bytes", "Scratch memory of a step, as estimated."),
-    ("measured_scratch_bytes", "measured_scratch_bytes", "Scratch memory of a step, as measured."),
-    ("process_bytes", "process_bytes", "Resident memory of the process."),
-    ("weight_bytes", "weight_bytes", "Size of the model's weights in memory."),
-    ("snapshots_in_flight", "snapshots.in_flight", "Snapshots queued for the disk."),
-    ("snapshots_in_flight_bytes", "snapshots.in_flight_bytes", "Size of the snapshots queued for the disk."),
-    ("snapshots_stored", "snapshots.stored", "Snapshots on the disk."),
-    ("snapshots_stored_bytes", "snapshots.stored_bytes", "Size of the snapshots on the disk."),
-    ("snapshots_capacity_bytes", "snapshots.capacity_bytes", "Disk space for snapshots."),
-    (
-        "snapshots_free_bytes",
-        "snapshots.free_bytes",
-        "Free disk space for snapshots; negative above a limit.",
-    ),
-    ("snapshots_held_bytes", "snapshots.held_bytes", "Disk space that must not be evicted now."),
-    ("snapshots_evictable_bytes", "snapshots.evictable_bytes", "Disk space that eviction can free."),
-)
-HISTOGRAMS: Final[tuple[tuple[str, ...], ...]] = (
-    ("queue_time_seconds", "queue_time", "From the log's time of a request until it runs."),
-    ("time_to_first_token_seconds", "time_to_first_token", "From a generate's arrival to its first token."),
-    ("time_per_output_token_seconds", "time_per_output_token", "Time between two tokens of an answer."),
-    ("request_duration_seconds", "request_duration", "From the log's time of a request to its result."),
-    ("batch_size", "batch_size", "Answers that a step decodes."),
-    ("event_loop_lag_seconds", "event_loop_lag", "How late the event loop runs a task that is due."),
+_FAMILIES: Final = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+
+def exported(
+    kind: type[Struct], path: str = "", prefix: str = "", *labels: str
+) -> Iterator[tuple[str, str, Figure]]:
+    """Yield, for each field of a message that is a figure, its name after `turnkeep_` and its path.
+
+    `path` and `prefix` are the beginnings of both for a part of the message, whose figures have `labels`.
+    """
+    for field in msgspec.inspect.type_info(kind).fields:  # type: ignore[attr-defined]  # of a Struct
+        if isinstance(field.type, Metadata) and (figure := (field.type.extra or {}).get("figure")):
+            own = re.sub("_s$", "_seconds", f"{prefix}{field.name}") + (figure.unit and f"_{figure.unit}")
+            figure = figure._replace(labels=(*labels, *figure.labels))
+            yield figure.name or own, f"{path}{field.name}", figure
+
+
+#: The figures of a worker's message.
+FIGURES: Final = (
+    *exported(Metrics),
+    *exported(SnapshotCounters, "snapshots.", "snapshots_"),
+    *exported(TenantFigures, "by_tenant.", "tenant_", "tenant"),
 )
 
 
@@ -125,20 +69,12 @@ def families(sightings: Sequence[Sighting], backlog: Backlog | None, *, connecte
     if backlog is not None:
         yield from _consumer(backlog)
     yield from _known(sightings)
-    figures = [one.metrics for one in sightings if one.up]
-    for name, field, text, *labels in COUNTERS:
-        counter = CounterMetricFamily(f"turnkeep_{name}", text, labels=(*_WORKER, *labels))
-        yield _filled(counter, field, figures)
-    for name, field, text, *labels in GAUGES:
-        gauge = GaugeMetricFamily(f"turnkeep_{name}", text, labels=(*_WORKER, *labels))
-        yield _filled(gauge, field, figures)
-    for name, field, text in HISTOGRAMS:
-        histogram = HistogramMetricFamily(f"turnkeep_{name}", text, labels=_WORKER)
-        for metrics in figures:
-            value = attrgetter(field)(metrics)
-            if isinstance(value, Histogram):
-                histogram.add_metric(_labels(metrics), _buckets(value), value.sum)
-        yield histogram
+    heard = [one.metrics for one in sightings if one.up]
+    for name, path, figure in FIGURES:
+        family = _FAMILIES[figure.kind](f"turnkeep_{name}", figure.text, labels=(*_WORKER, *figure.labels))
+        for metrics in heard:
+            _add(family, _labels(metrics), attrgetter(path)(metrics))
+        yield family
 
 
 def _consumer(backlog: Backlog) -> Iterator[Metric]:
@@ -173,23 +109,16 @@ def _labels(metrics: Metrics) -> tuple[str, str, str]:
     return metrics.worker, metrics.model, metrics.device
 
 
-def _filled(
-    family: CounterMetricFamily | GaugeMetricFamily, field: str, figures: Iterable[Metrics]
-) -> Metric:
-    for metrics in figures:
-        for labels, value in _values(attrgetter(field)(metrics)):
-            family.add_metric((*_labels(metrics), *labels), value)
-    return family
-
-
-def _values(value: Any) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yield the numbers of a field; if the field is a mapping, nested or not, each with the number's keys."""
-    if not isinstance(value, dict):
-        yield (), value
-        return
-    for key, inner in value.items():
-        for keys, number in _values(inner):
-            yield (key, *keys), number
+def _add(family: Any, labels: tuple[str, ...], value: Any) -> None:
+    """Add a field's value to a metric family; the keys of a mapping are further labels."""
+    match value:
+        case Histogram():
+            family.add_metric(labels, _buckets(value), value.sum)
+        case dict():
+            for key, inner in value.items():
+                _add(family, (*labels, key), inner)
+        case int() | float():
+            family.add_metric(labels, value)
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

@@ -30,11 +30,10 @@ from turnkeep_client.messages import VERSION as PROTOCOL
 from turnkeep_client.redact import shown
 from turnkeep_client.subjects import Subjects
 from worker.cluster.endpoints import Endpoints
-from worker.cluster.erasures import Erasures
 from worker.cluster.members import Members
 from worker.cluster.overheard import Overheard
 from worker.cluster.owners import Owners
-from worker.cluster.undelivered import Undelivered
+from worker.cluster.routing import Routing
 from worker.engine.admission import Ledger
 from worker.engine.engine import Engine
 from worker.models import model
@@ -42,35 +41,36 @@ from worker.models.model_files import text_config
 from worker.models.pooling import is_encoder, judging, no_embeddings
 from worker.process.rotation import Rotation
 from worker.process.wakefulness import keep_awake
-from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
 from worker.sessions.embedding import Embedder
-from worker.sessions.execution import Execution
 from worker.sessions.fold import Fold
+from worker.sessions.formats import Formats
 from worker.sessions.history import digests_of
 from worker.sessions.limits import Limits
 from worker.sessions.services import Services
 from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
 from worker.wire import streams
+from worker.wire.asks import Asks
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version, small_payload
 from worker.wire.credentials import over_tls, worker_options
 from worker.wire.discovery import Discovery
+from worker.wire.erasures import Erasures
 from worker.wire.intake import Intake
 from worker.wire.journal import Journal
 from worker.wire.outbox import Outbox
 from worker.wire.retention import Retention
+from worker.wire.undelivered import Undelivered
 
 from .metrics_message import collect
 from .model_start import ModelStart, WorkerError
 from .observe.counters import Telemetry
 from .observe.tracing import start_traces
-from .process.concurrency import in_thread, shielded, step_in_thread, task_group
+from .process.concurrency import SharedLock, in_thread, shielded, step_in_thread, task_group
 from .process.constants import CONSTANTS
 from .process.datadir import DataDir
-from .process.keys import cache_access, remote_tier
+from .process.keys import cache_codec, remote_tier
 from .reports import Needs, State
-from .sessions.attachments import Attachments
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -79,11 +79,10 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.js import JetStreamContext
 
-    from cache.store import Access, Tier
+    from cache.store import Codec, Tier
     from turnkeep_client.messages import Metrics
-    from turnkeep_client.subjects import SessionKey
-    from worker.cluster.erasures import Copies
     from worker.models.model import LoadedModel, Progress
+    from worker.wire.erasures import Copies
     from worker.wire.streams import Streams
 
     from .observe.otlp import Traces
@@ -154,7 +153,6 @@ class App:
         self._fatal = ""
         self._nc: Client | None = None
         self._members: Members
-        self._attempts: Attempts
         self.ready = Event()
 
     def stop(self) -> None:
@@ -173,7 +171,7 @@ class App:
         news = {name: getattr(settings, name) for name in _RELOADED}
         self._settings = dataclasses.replace(self._settings, **news)
         if self._store is not None:
-            self._store.set_limits(max_bytes=settings.max_disk, min_free_bytes=settings.min_free_disk)
+            self._store.quota.set_limits(max_bytes=settings.max_disk, min_free_bytes=settings.min_free_disk)
         log.info("read the settings again", changed=sorted(changed & _RELOADED))
 
     async def run(self) -> None:
@@ -190,8 +188,8 @@ class App:
                 weights_loaded=self._weights_loaded,
             )
             await self._start_traces(stack)
-            access = cache_access(settings)
-            tier = await step_in_thread(self._starting, remote_tier, settings, access)
+            codec = cache_codec(settings)
+            tier = await step_in_thread(self._starting, remote_tier, settings, codec)
             directory = self._directory or DataDir.open(
                 settings.data_dir, settings.worker, settings.nats_place
             )
@@ -206,7 +204,7 @@ class App:
             names = await streams.ensure(js, self._subjects, settings, self._constants)
             self._maker = await self._model.name()
             await self._members.name_model(digests_of(self._maker))
-            await self._open_store(directory, access, tier, stack)
+            await self._open_store(directory, codec, tier, stack)
             if self._store is None:
                 self._has_unopened = await in_thread(may_hold, directory.snapshots)
             await self._serve(nc, js, names)
@@ -252,7 +250,7 @@ class App:
     async def _open_store(
         self,
         directory: DataDir,
-        access: Access,
+        codec: Codec,
         tier: Tier | None,
         stack: contextlib.AsyncExitStack,
     ) -> None:
@@ -278,17 +276,17 @@ class App:
                 min_free_bytes=settings.min_free_disk,
                 keep_behind=self._constants.keep_behind,
                 model=self._model.loaded.name,
-                access=access,
+                codec=codec,
                 tier=tier,
             )
         except (OSError, CacheError, sqlite3.Error) as error:
             log.error("serving without snapshots: they cannot be opened", reason=str(error))  # noqa: TRY400
             return
         discard = settings.snapshots == "temporary"
-        if discard and not await self._store.clear():
+        if discard and not await self._store.eraser.clear():
             log.warning("snapshots of an earlier run are still being removed")
         stack.push_async_callback(shielded, self._store.close, discard=discard)
-        device.cut_snapshots(self._store.room)
+        device.cut_snapshots(self._store.queue.vacant_bytes)
 
     async def _serve(self, nc: Client, js: JetStreamContext, names: Streams) -> None:
         """Serve requests until `stop` is called. Raises `WorkerError` if a part of the worker ends earlier.
@@ -300,27 +298,27 @@ class App:
                 async with task_group() as work:
                     endpoints, intake, sessions = self._build(nc, js, names, work=work, asides=asides)
                     await endpoints.open()
-                    await self._owners.open(sessions.ring, endpoints.control)
+                    await self._routing.open()
                     discovery = self._make_discovery(nc)
                     self._start_parts(parts, nc, js, intake, sessions)
-                    async with self._background("intake", partial(intake.pull, sessions.ring)):
+                    async with self._background("intake", partial(intake.pull, self._routing.receive)):
                         await discovery.open()
                         self._log_ready(nc)
                         self.ready.set()
                         await self._stop.wait()
                         log.info("stopping")
                         await discovery.close()
-                        self._owners.close()
+                        self._routing.close()
                     self._engine.stop()
                     sessions.stop()
                     work.cancel_scope.deadline = current_time() + _STOP_S
                 await endpoints.close()
                 asides.cancel_scope.cancel()
             with move_on_after(_NOTES_S):
-                unbegun = self._owners.first_routed() | intake.first_returned()
-                await self._attempts.excuse(unbegun | sessions.first_waiting(intake.at_work))
+                unbegun = self._routing.first_routed() | intake.first_returned()
+                await sessions.excuse(unbegun, intake.at_work)
             await self._members.leave()
-            await self._owners.return_routed()
+            await self._routing.return_routed()
             await intake.return_anchors()
             await self._engine.save_all(0 if self._settings.snapshots == "temporary" else _STORE_S)
             parts.cancel_scope.cancel()  # last: until here the keep-alive prevents redelivery
@@ -394,11 +392,12 @@ class App:
         cancelled once all sessions have ended.
         """
         settings, constants = self._settings, self._constants
-        loaded, subjects = self._model.loaded, self._subjects
+        subjects = self._subjects
         self._engine = self._make_engine()
         members, outbox = self._members, Outbox(nc, subjects)
         journal = Journal(nc, js, subjects, is_alone=lambda: members.is_alone, model=digests_of(self._maker))
-        owners = self._owners = Owners(nc, subjects, members, journal, asides, erase=self._erase)
+        intake = self._intake = self._make_intake(nc, names, journal)
+        owners = self._owners = Owners(nc, members, journal, intake)
         self._retention = Retention(
             journal,
             closed_ttl_s=settings.closed_ttl_s,
@@ -406,25 +405,26 @@ class App:
             is_first=lambda: members.is_first,
         )
         self._erasures = Erasures(journal, members.me.directory, self._copies)
-        intake = self._intake = owners.intake = self._make_intake(nc, names, journal)
         services = self._services(journal, outbox, intake, asides)
         self._sessions = Sessions(services, work, idle_timeout_s=constants.idle_timeout_s)
-        self._undelivered = Undelivered(journal, intake, members, owners, ack_wait_s=constants.ack_wait_s)
+        embedder = self._embedder(services)
         control = Control(
-            self._sessions,
-            self._engine,
-            self._store,
-            subjects,
-            services.fold,
-            self._embedder(services),
-            model=loaded.name,
+            *(services, self._sessions, self._store, subjects, embedder),
             metrics=lambda: self._metrics(intake),
         )
         self._overheard = Overheard(nc, members)
+        asks = Asks(nc, js, journal, subjects, timeout_s=constants.token_ttl_s)
         endpoints = Endpoints(
-            *(nc, js, journal, subjects, control.answer, owners, self._overheard),
-            *(outbox, self._telemetry, asides),
-            ask_timeout_s=constants.token_ttl_s,
+            *(nc, subjects, asks, control.answer, owners, self._overheard, outbox, self._telemetry, asides)
+        )
+        routing = self._routing = Routing(
+            *(nc, subjects, members, owners, journal, intake, asides),
+            ring=self._sessions.ring,
+            control=endpoints.control,
+            erase=self._sessions.erase,
+        )
+        self._undelivered = Undelivered(
+            *(journal, intake, routing.wake, lambda: members.is_first), ack_wait_s=constants.ack_wait_s
         )
         return endpoints, intake, self._sessions
 
@@ -435,8 +435,6 @@ class App:
             names,
             self._telemetry,
             journal,
-            accepts=self._owners.accepts,
-            route=self._owners.route,
             ack_wait_s=self._constants.ack_wait_s,
             max_sessions=self._constants.max_waiting,
             max_sessions_per_tenant=settings.tenants.sessions,
@@ -445,26 +443,16 @@ class App:
 
     @property
     def _copies(self) -> Copies | None:
-        return self._store
-
-    async def _erase(self, key: SessionKey) -> bool:
-        return await self._sessions.erase(key)
+        return None if self._store is None else self._store.eraser
 
     def _embedder(self, services: Services) -> Embedder:
         loaded = self._model.loaded
         told = loaded.config, loaded.folder
         return Embedder(
-            self._engine,
-            loaded.tokenizer,
-            services.shares,
-            services.fold.tokenising,
+            services,
             refusal=no_embeddings(loaded.model, *told),
             judging=judging(loaded.tokenizer, *told),
-            model=loaded.name,
             size=text_config(loaded.config).get("hidden_size") or 0,
-            context_tokens=self._model.context_tokens,
-            vocab_size=loaded.vocab_size,
-            max_bytes=self._settings.max_message_bytes,
         )
 
     def _make_engine(self) -> Engine:
@@ -481,69 +469,47 @@ class App:
 
     def _services(self, journal: Journal, outbox: Outbox, intake: Intake, asides: TaskGroup) -> Services:
         """Collect the services that all sessions share."""
-
-        async def ack(key: SessionKey) -> None:
-            await intake.ack(key)
-            await self._owners.settle(key)
-
-        settings, loaded, me = self._settings, self._model.loaded, self._members.me.boot
-        self._attempts = Attempts(
-            *(journal, self._constants.max_attempts),
-            me=me,
-            runs=self._members.runs,
-            num_busy=self._owners.num_busy,
-        )
+        settings, loaded, members = self._settings, self._model.loaded, self._members
         goes_on = settings.other_model == "continue"
         fold = Fold(loaded.tokenizer, settings.cache_policy, self._maker, takes_over=goes_on)
-        max_bytes = settings.max_message_bytes
         return Services(
             journal=journal,
             outbox=outbox,
             engine=self._engine,
-            execution=self._execution(journal, fold),
             fold=fold,
+            formats=Formats(loaded.tokenizer),
+            limits=Limits(
+                self._engine,
+                fold.policy,
+                context_tokens=self._model.context_tokens,
+                block_tokens=self._constants.block_tokens,
+                vocab_size=loaded.vocab_size,
+                max_result_bytes=settings.max_message_bytes,
+                refusal=loaded.no_answers if is_encoder(loaded.config) else None,
+                no_answers=loaded.no_answers,
+            ),
             telemetry=self._telemetry,
-            attachments=Attachments(journal, loaded.tokenizer, asides, max_message_bytes=max_bytes),
-            ack=ack,
-            disown=self._owners.disown,
-            is_elsewhere=self._owners.is_elsewhere,
-            give_back=intake.give_back,
-            reading=Rotation(_MAX_READINGS),
-            shares=Shares(settings.max_batch),
-            attempts=self._attempts,
+            asides=asides,
+            max_attempts=self._constants.max_attempts,
+            boot=members.me.boot,
+            runs=members.runs,
+            num_busy=self._owners.num_busy,
             retention=self._retention,
             device_lock=SharedLock(),
-            traces=self._traces,
+            shares=Shares(settings.max_batch),
+            reading=Rotation(_MAX_READINGS),
+            ack=intake.ack,
+            is_elsewhere=self._owners.is_elsewhere,
+            give_back=intake.give_back,
+            erase_elsewhere=self._owners.erase,
+            erasures=self._erasures,
+            directory=members.me.directory,
+            own_sampling=loaded.sampling,
+            token_ttl_s=self._constants.token_ttl_s,
             model=loaded.name,
             worker=settings.worker,
             build=self._describe(loaded),
-        )
-
-    def _execution(self, journal: Journal, fold: Fold) -> Execution:
-        settings, loaded = self._settings, self._model.loaded
-        limits = Limits(
-            self._engine,
-            fold.policy,
-            context_tokens=self._model.context_tokens,
-            block_tokens=self._constants.block_tokens,
-            vocab_size=loaded.vocab_size,
-            refusal=loaded.no_answers if is_encoder(loaded.config) else None,
-            no_answers=loaded.no_answers,
-        )
-        return Execution(
-            journal=journal,
-            engine=self._engine,
-            fold=fold,
-            tokenizer=loaded.tokenizer,
-            telemetry=self._telemetry,
-            retention=self._retention,
-            limits=limits,
-            max_result_bytes=settings.max_message_bytes,
-            own_sampling=loaded.sampling,
-            token_ttl_s=self._constants.token_ttl_s,
-            directory=self._members.me.directory,
-            erasures=self._erasures,
-            erase_elsewhere=self._owners.erase,
+            traces=self._traces,
         )
 
     def _describe(self, loaded: LoadedModel) -> str:
@@ -589,6 +555,7 @@ class App:
         if self._intake is not None:
             await self._intake.pull_again()
             self._overheard.forget()
+            self._owners.forget()
 
     async def _closed(self) -> None:
         """Stop the worker because NATS closed the connection for good. Also called during a normal stop."""

@@ -10,6 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import psutil
+from msgspec import structs
 
 from turnkeep_client.messages import UNLOADED, Metrics, SnapshotCounters
 
@@ -58,34 +59,18 @@ def collect(
         device=model.device.name,
         others=tuple(sorted(members.others)),
         drains=members.me.drains,
-        uptime_s=telemetry.uptime_s,
-        requests={kind: dict(outcomes) for kind, outcomes in telemetry.requests.items()},
         waiting=max(intake.num_sessions - engine.num_running, 0),
         waiting_for_memory=engine.num_waiting,
         returned=intake.num_returned,
         log_bytes=retention.num_bytes,
         log_max_bytes=retention.max_bytes,
         max_message_bytes=settings.max_message_bytes,
-        ignored=dict(telemetry.ignored),
         running=engine.num_running,
         sessions=len(sessions),
         sessions_by_policy=sessions.by_policy(),
         resident_sessions=engine.ledger.num_resident,
-        prefilled_tokens=telemetry.prefilled_tokens,
-        cached_tokens=telemetry.cached_tokens,
-        generated_tokens=telemetry.generated_tokens,
-        draft_tokens=telemetry.draft_tokens,
-        accepted_draft_tokens=telemetry.accepted_draft_tokens,
-        draft_saved_s=telemetry.draft_saved_s,
-        recalled_tokens=telemetry.recalled_tokens,
-        decoding_s=telemetry.decoding_s,
-        time_to_first_token=telemetry.time_to_first_token.histogram(),
-        time_per_output_token=telemetry.time_per_output_token.histogram(),
-        batch_size=telemetry.batch_size.histogram(),
-        event_loop_lag=telemetry.event_loop_lag.histogram(),
+        **telemetry.figures(),
         interval_s=constants.metrics_interval_s,
-        queue_time=telemetry.queue_time.histogram(),
-        request_duration=telemetry.request_duration.histogram(),
         resident_kv_bytes=engine.ledger.used_bytes,
         kv_limit_bytes=engine.ledger.max_bytes,
         device_memory_bytes=model.device.estimator.limit_bytes,
@@ -107,28 +92,6 @@ def _own_bytes() -> int:
 
 def unloaded(**known: Any) -> Metrics:
     """Build the message for a model that no worker serves now: the given fields, and zero for the rest."""
-    empty = Telemetry(0)
-    return Metrics(
-        **known,
-        device=UNLOADED,
-        uptime_s=0.0,
-        requests={},
-        waiting=0,
-        waiting_for_memory=0,
-        running=0,
-        sessions=0,
-        resident_sessions=0,
-        prefilled_tokens=0,
-        cached_tokens=0,
-        generated_tokens=0,
-        time_to_first_token=empty.time_to_first_token.histogram(),
-        time_per_output_token=empty.time_per_output_token.histogram(),
-        batch_size=empty.batch_size.histogram(),
-        event_loop_lag=empty.event_loop_lag.histogram(),
-        resident_kv_bytes=0,
-        kv_limit_bytes=0,
-        mlx_active_bytes=0,
-        mlx_peak_bytes=0,
-        process_bytes=0,
-        snapshots=SnapshotCounters(),
-    )
+    known |= Telemetry().figures() | {"device": UNLOADED, "uptime_s": 0.0}
+    needed = {field.name: field.type for field in structs.fields(Metrics) if field.required}
+    return Metrics(**known, **{name: kind() for name, kind in needed.items() if name not in known})

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from cache.disk import private
-from cache.disk.access import PLAIN
+from cache.disk.codec import PLAIN
 from cache.disk.folder import scan
 from cache.disk.format import is_lack, prove
 from cache.disk.header import read_header, read_name
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
-    from cache.disk.access import Access, Writer
     from cache.disk.catalog import Catalog
+    from cache.disk.codec import Codec, FileWriter
     from cache.disk.folder import Folder
     from cache.index.index import Index
     from cache.names.snapshot import Name
@@ -54,7 +54,7 @@ _EMPTY: Final = {
 
 
 @dataclass(slots=True)
-class Transferred:
+class Transfer:
     """The result of an export or import; `skipped` has the name of each skipped file, and the reason."""
 
     num_files: int = 0
@@ -62,20 +62,18 @@ class Transferred:
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
 
-def export(
-    directory: Path, digests: Sequence[str] | None, target: Path, access: Access = PLAIN
-) -> Transferred:
+def export(directory: Path, digests: Sequence[str] | None, target: Path, codec: Codec = PLAIN) -> Transfer:
     """Write chains of snapshots to a tar file: those that end in `digests`, or with None all chains.
 
     A chain is a sequence of snapshots, each continuing the one before. `digests` are hex names of snapshots,
     or prefixes of such names. Takes no lock, and verifies every file. Raises `CacheError`, and leaves no
     archive, if a snapshot is unknown, fails verification, or was evicted meanwhile.
     """
-    check(directory, access)
-    paths = _chains(directory, digests, access)
+    check(directory, codec)
+    paths = _chains(directory, digests, codec)
     if not paths:
         raise CacheError(f"there is nothing to export in {directory}")
-    transferred = Transferred()
+    transferred = Transfer()
     made, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")  # with mode 0600
     temporary = target.parent / name
     try:
@@ -84,8 +82,8 @@ def export(
             tarfile.open(fileobj=to, mode="w", format=tarfile.GNU_FORMAT) as tar,
         ):
             for path in paths:
-                prove(path, access)
-                transferred.size_bytes += _add_file(tar, path, access)
+                prove(path, codec)
+                transferred.size_bytes += _add_file(tar, path, codec)
                 transferred.num_files += 1
         temporary.replace(target)
     except DoubtfulSnapshotError as error:
@@ -101,13 +99,13 @@ def export(
 def import_files(
     directory: Path,
     source: Path,
-    access: Access = PLAIN,
+    codec: Codec = PLAIN,
     *,
     max_bytes: int,
     min_free_bytes: int,
     others: Collection[str] = (),
     fresh: bool = False,
-) -> Transferred:
+) -> Transfer:
     """Verify the files of an archive one by one, and add them to a cache. Locks the directory meanwhile.
 
     Skips a file that the cache has already, that fails verification, that continues a missing snapshot, or
@@ -115,7 +113,7 @@ def import_files(
     are not snapshots. With `fresh` the cache is created if there is none. Raises `CacheError` if the archive
     cannot be read, `DirectoryLockedError`, `OSError`.
     """
-    with source.open("rb") as file, opened(directory, access, fresh=fresh) as (folder, catalog, index):
+    with source.open("rb") as file, opened(directory, codec, fresh=fresh) as (folder, catalog, index):
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise CacheError(f"{source} is no file: save the archive to one first")
         importer = _Importer(folder, catalog, index, max_bytes, min_free_bytes)
@@ -164,7 +162,7 @@ class _Importer:
     def __init__(
         self, folder: Folder, catalog: Catalog, index: Index, max_bytes: int, min_free_bytes: int
     ) -> None:
-        self.transferred = Transferred()
+        self.transferred = Transfer()
         self._folder = folder
         self._catalog = catalog
         self._names = {node.digest: node.name for node in index}
@@ -179,8 +177,8 @@ class _Importer:
             raise DoubtfulSnapshotError("not a file with the name of a snapshot")
         if digest in self._names:
             raise DoubtfulSnapshotError("there already")
-        access = self._folder.access
-        size_bytes = access.size_bytes(member.size)
+        codec = self._folder.codec
+        size_bytes = codec.size_bytes(member.size)
         if self._used_bytes + size_bytes > self._max_bytes:
             raise DoubtfulSnapshotError(
                 f"over the limit: {self._used_bytes} bytes are there, it has {member.size},"
@@ -190,13 +188,13 @@ class _Importer:
             raise DoubtfulSnapshotError(f"the disk would have less than {self._min_free_bytes} bytes free")
         with self._folder.placing(digest) as path:
             with open(path, "wb", opener=private.opener) as file:
-                writer = access.writer(file.fileno(), path)
+                writer = codec.writer(file.fileno(), path)
                 _copy(content, writer, member.size)
                 writer.finish()
-            name = prove(path, access)
+            name = prove(path, codec)
             self._check_prefix(name)
             if name.start == 0:
-                self._catalog.note_identities([bytes.fromhex(read_header(path, access).identity)])
+                self._catalog.note_identities([bytes.fromhex(read_header(path, codec).identity)])
             self._folder.place(path, digest)
         self._names[digest] = name
         used = time.time_ns() // 1000
@@ -213,20 +211,20 @@ class _Importer:
             raise DoubtfulSnapshotError("the prefix that it continues is not there")
 
 
-def _chains(directory: Path, digests: Sequence[str] | None, access: Access) -> list[Path]:
+def _chains(directory: Path, digests: Sequence[str] | None, codec: Codec) -> list[Path]:
     """Return the files of the chains that end in `digests`, or of all chains, parents before children."""
     snapshots = directory / "snapshots"
-    there = {digest.hex() for digest in scan(snapshots, access)}
+    there = {digest.hex() for digest in scan(snapshots, codec)}
     ends = there if digests is None else {_only(there, digest) for digest in digests}
     starts: dict[str, int] = {}
     for end in ends:
         digest, links = end, dict[str, int]()
         try:
             while digest not in starts:
-                path = snapshots / access.file_name(bytes.fromhex(digest))
+                path = snapshots / codec.file_name(bytes.fromhex(digest))
                 if digest not in there:  # missing, evicted from the middle of a chain, or only a link
                     raise DoubtfulSnapshotError("it is no file")  # noqa: TRY301  # as any other doubt
-                name = read_name(path, access)
+                name = read_name(path, codec)
                 links[digest] = name.start
                 if name.start == 0:
                     break
@@ -237,7 +235,7 @@ def _chains(directory: Path, digests: Sequence[str] | None, access: Access) -> l
             raise CacheError(f"{path.name} cannot be exported: {error}") from None
         starts |= links
     return [
-        snapshots / access.file_name(bytes.fromhex(digest))
+        snapshots / codec.file_name(bytes.fromhex(digest))
         for digest in sorted(starts, key=lambda digest: (starts[digest], digest))
     ]
 
@@ -250,12 +248,12 @@ def _only(there: set[str], beginning: str) -> str:
     return fitting[0]
 
 
-def _add_file(tar: tarfile.TarFile, path: Path, access: Access) -> int:
+def _add_file(tar: tarfile.TarFile, path: Path, codec: Codec) -> int:
     """Add a file to an archive under its file name, without its owner's name and ids; return its size."""
     with open(path, "rb", opener=private.opener) as file:
         status = os.fstat(file.fileno())
-        reader: Any = access.reader(file.fileno(), path)  # has `read`, all that tarfile uses
-        member = tarfile.TarInfo(PLAIN.file_name(access.digest_of(path.name) or b""))
+        reader: Any = codec.reader(file.fileno(), path)  # has `read`, all that tarfile uses
+        member = tarfile.TarInfo(PLAIN.file_name(codec.digest_of(path.name) or b""))
         member.size, member.mtime, member.mode = reader.size_bytes, int(status.st_mtime), private.FILE_MODE
         tar.addfile(member, reader)
     return member.size
@@ -266,7 +264,7 @@ def _is_snapshot(member: tarfile.TarInfo) -> bool:
     return member.type in {tarfile.REGTYPE, tarfile.AREGTYPE} and PLAIN.digest_of(member.name) is not None
 
 
-def _copy(source: IO[bytes], target: Writer, num_bytes: int) -> None:
+def _copy(source: IO[bytes], target: FileWriter, num_bytes: int) -> None:
     while num_bytes:
         piece = source.read(min(num_bytes, _COPY_BYTES))
         if not piece:

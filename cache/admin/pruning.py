@@ -7,11 +7,10 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cache.disk.access import PLAIN, SEAL, SUFFIX
-from cache.disk.catalog import Catalog
+from cache.disk.codec import PLAIN, SEAL, SUFFIX
 from cache.disk.folder import Folder
 from cache.disk.header import read_header
-from cache.index.reconciling import reconcile
+from cache.index.directory import open_directory
 from cache.names.errors import CacheError, DoubtfulSnapshotError
 
 from .survey import check, is_fresh
@@ -20,13 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from cache.disk.access import Access
+    from cache.disk.catalog import Catalog
+    from cache.disk.codec import Codec
     from cache.index.index import Index
     from cache.index.nodes import Node
 
 
 @dataclass(frozen=True, slots=True)
-class Pruned:
+class PruneResult:
     """The result of pruning: the removed files, and how many bytes are left."""
 
     num_files: int
@@ -36,41 +36,34 @@ class Pruned:
 
 @contextmanager
 def opened(
-    directory: Path, access: Access = PLAIN, *, fresh: bool = False
+    directory: Path, codec: Codec = PLAIN, *, fresh: bool = False
 ) -> Iterator[tuple[Folder, Catalog, Index]]:
     """Lock a directory during the block; yield its folder, its catalog, and the index of its files.
 
     With `fresh` a missing directory is created. Raises `CacheError`, `OSError`.
     """
     if not (fresh and is_fresh(directory)):
-        check(directory, access)
-    folder = Folder(directory, access)
-    try:
-        folder.claim()
-        folder.clear_tmp()
-        with closing(Catalog(folder)) as catalog:
-            index, *_ = reconcile(folder, catalog, folder.names(), lambda: 0.0)
-            yield folder, catalog, index
-    finally:
-        folder.close()
+        check(directory, codec)
+    with closing(open_directory(directory, None, "", lambda: 0.0, codec)) as opened:
+        yield opened.folder, opened.catalog, opened.index
 
 
 def prune(
     directory: Path,
-    access: Access = PLAIN,
+    codec: Codec = PLAIN,
     *,
     older_than_s: float | None,
     to_bytes: int | None,
     model: str | None,
     now_s: float,
-) -> Pruned:
+) -> PruneResult:
     """Remove the snapshots that meet all given conditions, the least recently used first.
 
     The conditions: the snapshot was not used for `older_than_s` seconds; it belongs to `model`; more than
     `to_bytes` are left in the cache. None means no condition. `model` is the hex digest of a model's
     identity, or a prefix of it. A snapshot that others continue is removed after them.
     """
-    with opened(directory, access) as (folder, catalog, index):
+    with opened(directory, codec) as (folder, catalog, index):
         left_bytes = index.stored_bytes
         is_of_model = _of_model(folder, model)
         victims: list[Node] = []
@@ -89,10 +82,10 @@ def prune(
             folder.remove(node.digest)
         catalog.remove(node.row for node in victims)
     num_files = sum(not node.is_gap for node in victims)
-    return Pruned(num_files, sum(node.size_bytes for node in victims), left_bytes)
+    return PruneResult(num_files, sum(node.size_bytes for node in victims), left_bytes)
 
 
-def prune_all(directory: Path) -> Pruned:
+def prune_all(directory: Path) -> PruneResult:
     """Remove all snapshots and quarantined files, and the record of the encryption key. Needs no key.
 
     Raises `CacheError` if files cannot be removed.
@@ -106,7 +99,7 @@ def prune_all(directory: Path) -> Pruned:
             raise CacheError(f"{len(left)} files could not be removed, {left[0]} among them")
         for path in (*directory.glob(f"{folder.catalog.name}*"), directory / SEAL):
             path.unlink(missing_ok=True)  # the mark of the key last
-    return Pruned(len(files), size_bytes, 0)
+    return PruneResult(len(files), size_bytes, 0)
 
 
 def _of_model(folder: Folder, model: str | None) -> Callable[[Node], bool]:
@@ -116,7 +109,7 @@ def _of_model(folder: Folder, model: str | None) -> Callable[[Node], bool]:
             return (
                 model is None
                 or node.is_gap
-                or read_header(folder.path(node.digest), folder.access).identity.startswith(model.lower())
+                or read_header(folder.path(node.digest), folder.codec).identity.startswith(model.lower())
             )
         except (DoubtfulSnapshotError, OSError):
             return False

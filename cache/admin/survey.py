@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from cache.disk import format as snapshot_format
-from cache.disk.access import PLAIN
+from cache.disk.codec import PLAIN
 from cache.disk.folder import Folder, scan
 from cache.disk.header import read_header, read_name
 from cache.disk.rows import Row
@@ -24,7 +24,7 @@ from cache.names.errors import DoubtfulSnapshotError, NotACacheError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from cache.disk.access import Access
+    from cache.disk.codec import Codec
     from cache.index.nodes import Node
 
 
@@ -32,12 +32,17 @@ if TYPE_CHECKING:
 _COPY_TRIES: Final = 50
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model with snapshots in the cache. `identity` is a hex digest; `name` is empty if it is unknown."""
+@dataclass(slots=True)
+class StoredModel:
+    """A model with snapshots in the cache, and their disk usage.
+
+    `identity` is a hex digest; `name` is empty if it is unknown.
+    """
 
     identity: str
     name: str
+    num_files: int = 0
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +54,12 @@ class StoredChain:
     """
 
     digest: bytes
-    model: Model
+    model: StoredModel
     num_tokens: int
     num_files: int
     size_bytes: int
     own_bytes: int
     used_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ModelUsage:
-    """The disk usage of one model's snapshots."""
-
-    model: Model
-    num_chains: int
-    num_files: int
-    size_bytes: int
 
 
 @dataclass(slots=True)
@@ -76,7 +71,7 @@ class Survey:
     """
 
     chains: list[StoredChain] = field(default_factory=list)
-    usage: list[ModelUsage] = field(default_factory=list)
+    models: list[StoredModel] = field(default_factory=list)
     doubtful: list[tuple[str, str]] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
     num_files: int = 0
@@ -90,7 +85,7 @@ def is_fresh(directory: Path) -> bool:
     return not directory.exists() or (directory.is_dir() and not any(directory.iterdir()))
 
 
-def check(directory: Path, access: Access | None) -> None:
+def check(directory: Path, codec: Codec | None) -> None:
     """Raise `NotACacheError` if a directory is not a cache, `SealedError` if its encryption key differs."""
     if not directory.is_dir():
         raise NotACacheError(f"there is no directory {directory}: --dir or --data-dir must name the cache's")
@@ -99,35 +94,32 @@ def check(directory: Path, access: Access | None) -> None:
             f"{directory} is no snapshot cache, it has no folder 'snapshots':"
             " give the directory itself with --dir, or the worker's data directory with --data-dir"
         )
-    if access is not None:
-        access.check(directory)
+    if codec is not None:
+        codec.check(directory)
 
 
-def inspect(directory: Path, access: Access = PLAIN) -> Survey:
+def inspect(directory: Path, codec: Codec = PLAIN) -> Survey:
     """List chains and disk usage. Reads one header per chain. Raises `CacheError`, `OSError`."""
-    check(directory, access)
-    rows, survey, names = _read(directory, access)
+    check(directory, codec)
+    rows, survey, names = _read(directory, codec)
     index = Index(lambda: 0.0, rows)
-    models: dict[str, Model] = {}
-    usage: dict[str, list[int]] = {}
+    models: dict[str, StoredModel] = {}
     counted: set[bytes] = set()
     for node in index:
         if node.children:
             continue
         with suppress(OSError, DoubtfulSnapshotError):  # evicted meanwhile
-            path = directory / "snapshots" / access.file_name(node.digest)
-            identity = read_header(path, access).identity
-            model = models.setdefault(identity, Model(identity, names.get(identity, "")))
+            path = directory / "snapshots" / codec.file_name(node.digest)
+            identity = read_header(path, codec).identity
+            model = models.setdefault(identity, StoredModel(identity, names.get(identity, "")))
             links = list(node.chain())
             survey.chains.append(_stored_chain(node, links, model))
-            sums = usage.setdefault(identity, [0, 0, 0])
             new = [link for link in links if link.digest not in counted]
             counted.update(link.digest for link in new)
-            files = sum(not link.is_gap for link in new)
-            for i, more in enumerate((1, files, sum(link.size_bytes for link in new))):
-                sums[i] += more
+            model.num_files += sum(not link.is_gap for link in new)
+            model.size_bytes += sum(link.size_bytes for link in new)
     survey.chains.sort(key=lambda chain: -chain.used_s)
-    survey.usage = [ModelUsage(models[identity], *sums) for identity, sums in usage.items()]
+    survey.models = list(models.values())
     with suppress(OSError):
         survey.quarantined_bytes = sum(path.stat().st_size for path in (directory / "quarantine").iterdir())
     return survey
@@ -136,7 +128,7 @@ def inspect(directory: Path, access: Access = PLAIN) -> Survey:
 def verify(
     directory: Path,
     progress: Callable[[int, int], None],
-    access: Access = PLAIN,
+    codec: Codec = PLAIN,
     *,
     quarantine: bool = False,
 ) -> Survey:
@@ -146,18 +138,18 @@ def verify(
     `quarantine`, files that failed are moved to quarantine, under the directory's lock. Raises `CacheError`,
     and `OSError` if the process cannot open more files or lacks memory.
     """
-    check(directory, access)
-    with closing(Folder(directory, access)) if quarantine else nullcontext() as folder:
-        survey = _proved(directory, progress, access)
+    check(directory, codec)
+    with closing(Folder(directory, codec)) if quarantine else nullcontext() as folder:
+        survey = _proved(directory, progress, codec)
         for name, _ in survey.doubtful if folder is not None else ():
-            digest = access.digest_of(name)
+            digest = codec.digest_of(name)
             if folder is not None and digest is not None:  # files without a snapshot's name are never read
                 folder.quarantine(digest)
                 survey.quarantined.append(name)
     return survey
 
 
-def _proved(directory: Path, progress: Callable[[int, int], None], access: Access) -> Survey:
+def _proved(directory: Path, progress: Callable[[int, int], None], codec: Codec) -> Survey:
     files = sorted(path for path in (directory / "snapshots").iterdir())
     survey = Survey(num_files=len(files))
     sizes = {path: _size(path) for path in files}
@@ -166,13 +158,13 @@ def _proved(directory: Path, progress: Callable[[int, int], None], access: Acces
         progress(done, total)
         done += sizes[path]
         try:
-            if access.digest_of(path.name) is None:
+            if codec.digest_of(path.name) is None:
                 raise DoubtfulSnapshotError("not the name of a snapshot")  # noqa: TRY301  # as any other doubt
-            if read_header(path, access).is_foreign:
+            if read_header(path, codec).is_foreign:
                 survey.num_foreign += 1
                 survey.foreign_bytes += path.stat().st_size
                 continue
-            snapshot_format.prove(path, access)
+            snapshot_format.prove(path, codec)
         except DoubtfulSnapshotError as error:
             if path.exists():
                 survey.doubtful.append((path.name, error.reason))
@@ -186,26 +178,26 @@ def _proved(directory: Path, progress: Callable[[int, int], None], access: Acces
     return survey
 
 
-def _read(directory: Path, access: Access) -> tuple[list[Row], Survey, dict[str, str]]:
+def _read(directory: Path, codec: Codec) -> tuple[list[Row], Survey, dict[str, str]]:
     """Read model names and rows from a copy of the index; make new rows where the files differ."""
     survey = Survey()
     known, names = {}, {}
     with suppress(sqlite3.Error, OSError), _copied(directory / "index.sqlite") as db:
         # The rows are compared with the files below, so their proofs are not needed.
         stored = [Row(*row) for row in db.execute("SELECT * FROM snapshot")]
-        known = {row.digest: row for row in access.rows(stored)}
+        known = {row.digest: row for row in codec.rows(stored)}
         names = {row[0].hex(): row[1] for row in db.execute("SELECT identity, name FROM model")}
     rows = []
-    for digest, (size_bytes, mtime_ns) in scan(directory / "snapshots", access).items():
+    for digest, (size_bytes, mtime_ns) in scan(directory / "snapshots", codec).items():
         row = known.get(digest)
-        file = directory / "snapshots" / access.file_name(digest)
+        file = directory / "snapshots" / codec.file_name(digest)
         try:
             if row is None or row.size_bytes != size_bytes or row.name.digest != digest:
-                if read_header(file, access).is_foreign:
+                if read_header(file, codec).is_foreign:
                     survey.num_foreign += 1
                     survey.foreign_bytes += size_bytes
                     continue
-                row = Row.of(digest, read_name(file, access), size_bytes, mtime_ns // 1000)
+                row = Row.of(digest, read_name(file, codec), size_bytes, mtime_ns // 1000)
         except FileNotFoundError:
             continue
         except (DoubtfulSnapshotError, OSError) as error:
@@ -260,7 +252,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _stored_chain(node: Node, links: list[Node], model: Model) -> StoredChain:
+def _stored_chain(node: Node, links: list[Node], model: StoredModel) -> StoredChain:
     own_bytes = 0
     for link in links:
         if len(link.children) > 1:

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from cache.names.marks import Erased
+from cache.names.marks import ErasureProgress
 
 from . import private
+from .fsync import sync
 from .rows import Row, columns, proofs
-from .syncing import sync
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from .folder import Folder
 
@@ -65,7 +65,7 @@ class Catalog:
 
     def __init__(self, folder: Folder) -> None:
         self._path = folder.catalog
-        self._access = folder.access
+        self._codec = folder.codec
         #: Whether changes outlive the process.
         self._is_lasting = True
         self._db = self._open()
@@ -141,7 +141,7 @@ class Catalog:
     def _connect(self) -> sqlite3.Connection:
         with suppress(OSError):  # SQLite reports the error itself; its log gets the same mode
             os.close(private.opener(str(self._path), os.O_RDWR | os.O_CREAT))
-        # Opened on one thread, then used by the writer alone.
+        # OpenDirectory on one thread, then used by the writer alone.
         db = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
         # Otherwise SQLite maps its log's index into memory, and on a full copy-on-write disk (btrfs) a write
         # to that memory raises SIGBUS, which ends the process. Other processes read a copy: see `survey`.
@@ -165,9 +165,9 @@ class Catalog:
         return db
 
     def read(self) -> list[Row]:
-        """Read all rows without verifying them; `reconciling` verifies them."""
+        """Read all rows without verifying them; `catalog_repair` verifies them."""
         made = partial(tuple.__new__, Row)  # as `Row._make`, without a Python call for each row
-        return list(self._access.rows(list(map(made, self._db.execute("SELECT * FROM snapshot")))))
+        return list(self._codec.rows(list(map(made, self._db.execute("SELECT * FROM snapshot")))))
 
     def name_model(self, identity: bytes, name: str) -> None:
         """Store the name of the model with this identity."""
@@ -186,11 +186,11 @@ class Catalog:
             rows = [(identity, name) for identity in identities]
             db.executemany("INSERT OR IGNORE INTO model VALUES (?, ?)", rows)
 
-    def erased(self) -> list[Erased]:
-        """Read how far this cache has carried out the erasures in each log of requests; see `Erased`."""
-        return [Erased(*row) for row in self._db.execute("SELECT * FROM erased")]
+    def erased(self) -> list[ErasureProgress]:
+        """Read how far this cache has carried out the erasures in each log of requests."""
+        return [ErasureProgress(*row) for row in self._db.execute("SELECT * FROM erased")]
 
-    def note_erased(self, erased: Iterable[Erased]) -> None:
+    def note_erased(self, erased: Iterable[ErasureProgress]) -> None:
         """Store how far this cache has carried out the erasures in each of these logs of requests."""
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO erased VALUES (?, ?, ?)", erased)
@@ -214,50 +214,39 @@ class Catalog:
         """Add or replace the rows of snapshots; with `durable` they are on disk when this returns."""
         rows = list(rows)
         with self._transaction(durable=durable) as db:
-            db.executemany(_PUT, map(self._access.hidden_row, rows, proofs(columns(rows))))
+            db.executemany(_PUT, map(self._codec.hidden_row, rows, proofs(columns(rows))))
 
     def remove(self, rows: Iterable[Row]) -> None:
         """Delete rows. A deleted row's time of last use passes to its parent's row."""
         with self._transaction() as db:
             for row in rows:
-                digest, parent = map(self._access.hidden, (row.digest, row.parent))
+                digest, parent = map(self._codec.hidden, (row.digest, row.parent))
                 db.execute("DELETE FROM snapshot WHERE digest = ?", (digest,))
                 db.execute("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", (row.used, parent))
 
     def use(self, uses: Iterable[tuple[int, bytes]]) -> None:
         """Store times of last use, in pairs (time, digest). Using a snapshot counts for its whole chain."""
         with self._transaction() as db:
-            hidden = ((used, self._access.hidden(digest)) for used, digest in uses)
+            hidden = ((used, self._codec.hidden(digest)) for used, digest in uses)
             db.executemany("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", hidden)
 
     def close(self) -> None:
         """Close the file."""
         self._db.close()
 
-    def _transaction(self, *, durable: bool = False) -> _Transaction:
-        return _Transaction(self._db, "FULL" if durable else "NORMAL")
+    @contextmanager
+    def _transaction(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
+        """Run the block in a transaction; roll it back after an exception.
 
-
-class _Transaction:
-    """An SQLite transaction: BEGIN, then COMMIT, or ROLLBACK after an exception.
-
-    With SQLite's `synchronous` NORMAL a power failure may lose a commit; with FULL the commit is on disk.
-    """
-
-    def __init__(self, db: sqlite3.Connection, synchronous: Literal["NORMAL", "FULL"]) -> None:
-        self._db = db
-        self._synchronous = synchronous
-
-    def __enter__(self) -> sqlite3.Connection:
-        self._db.execute(f"PRAGMA synchronous={self._synchronous}")
-        self._db.execute("BEGIN")
-        return self._db
-
-    def __exit__(self, kind: object, *_: object) -> None:
+        With SQLite's `synchronous` NORMAL a power failure may lose a commit; with FULL the commit is on disk.
+        """
+        db = self._db
+        db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+        db.execute("BEGIN")
         try:
-            if kind is None:
-                self._db.execute("COMMIT")
+            yield db
+            db.execute("COMMIT")
         finally:
             # SQLite may have rolled back already (disk full); an open transaction would fail all later ones.
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+            if db.in_transaction:
+                db.execute("ROLLBACK")

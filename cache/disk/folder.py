@@ -23,15 +23,15 @@ from cache.names.errors import DirectoryLockedError, DoubtfulSnapshotError
 from cache.names.tokens import TOKEN_BYTES
 
 from . import private
-from .access import PLAIN, SEAL
+from .codec import PLAIN, SEAL
+from .fsync import sync
 from .header import read_name
-from .syncing import sync
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from .access import Access
+    from .codec import Codec
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -39,12 +39,12 @@ _log = structlog.get_logger("turnkeep.cache")
 QUARANTINE_FILES: Final = 8
 
 
-def scan(snapshots: Path, access: Access = PLAIN) -> dict[bytes, tuple[int, int]]:
+def scan(snapshots: Path, codec: Codec = PLAIN) -> dict[bytes, tuple[int, int]]:
     """Map the digest of each snapshot in a folder to (size in bytes, mtime in ns)."""
     found = {}
     with os.scandir(snapshots) as entries:
         for entry in entries:
-            digest = access.digest_of(entry.name)
+            digest = codec.digest_of(entry.name)
             with suppress(FileNotFoundError):  # removed meanwhile
                 if digest is not None and entry.is_file(follow_symlinks=False):
                     stat = entry.stat(follow_symlinks=False)
@@ -65,9 +65,9 @@ def may_hold(directory: Path) -> bool:
 class Folder:
     """A cache directory, locked from construction to `close`. Raises `DirectoryLockedError`, `OSError`."""
 
-    def __init__(self, directory: Path, access: Access = PLAIN) -> None:
+    def __init__(self, directory: Path, codec: Codec = PLAIN) -> None:
         self.directory = directory
-        self.access = access
+        self.codec = codec
         self.snapshots = directory / "snapshots"
         self.tmp = directory / "tmp"
         self.quarantined = directory / "quarantine"
@@ -94,7 +94,7 @@ class Folder:
         subfolders = (self.snapshots, self.tmp, self.quarantined)
         files = [self.directory.glob(name) for name in ("lock", f"{self.catalog.name}*")]
         files += [
-            (path for path in subfolder.iterdir() if self.access.digest_of(path.name))
+            (path for path in subfolder.iterdir() if self.codec.digest_of(path.name))
             for subfolder in subfolders
         ]
         private.tighten(self.directory, chain(*files))
@@ -110,18 +110,18 @@ class Folder:
 
         Raises `SealedError` if the directory's contents do not fit the key.
         """
-        self.access.check(self.directory)
-        if self.access.mark and not (self.directory / SEAL).exists():
+        self.codec.check(self.directory)
+        if self.codec.mark and not (self.directory / SEAL).exists():
             fresh = self.tmp / SEAL
             with open(fresh, "w", opener=private.opener) as file:
-                file.write(self.access.mark)
+                file.write(self.codec.mark)
             sync(fresh, through=True)
             fresh.rename(self.directory / SEAL)
             sync(self.directory, through=True)
 
     def path(self, digest: bytes) -> Path:
         """Return the path of a snapshot's file."""
-        return self.snapshots / self.access.file_name(digest)
+        return self.snapshots / self.codec.file_name(digest)
 
     def names(self) -> set[str]:
         """List the file names in `snapshots/`, without `stat`, which would double the time of a start."""
@@ -146,16 +146,16 @@ class Folder:
 
     def fetched(self, digest: bytes, number: int) -> Path:
         """Return the temporary path for a snapshot that is being fetched from the remote tier."""
-        return (self.tmp / self.access.file_name(digest)).with_suffix(f".fetched{number}")
+        return (self.tmp / self.codec.file_name(digest)).with_suffix(f".fetched{number}")
 
     def discard_fetched(self, digest: bytes) -> None:
         """Remove the temporary files of a snapshot whose fetch from the remote tier was cancelled."""
-        stem = self.access.file_name(digest).partition(".")[0]
+        stem = self.codec.file_name(digest).partition(".")[0]
         for path in self.tmp.glob(f"{stem}.fetched*"):
             path.unlink(missing_ok=True)
 
     def _unfinished(self, digest: bytes) -> Path:
-        return (self.tmp / self.access.file_name(digest)).with_suffix("")
+        return (self.tmp / self.codec.file_name(digest)).with_suffix("")
 
     def place(self, path: Path, digest: bytes) -> None:
         """Move a complete, synced file to its path in `snapshots/`, and sync that folder."""
@@ -197,13 +197,13 @@ class Folder:
 
     def remove_quarantined(self, digest: bytes) -> None:
         """Remove a snapshot's file from quarantine, if it is there."""
-        (self.quarantined / self.access.file_name(digest)).unlink(missing_ok=True)
+        (self.quarantined / self.codec.file_name(digest)).unlink(missing_ok=True)
 
     def remove_quarantined_of(self, packed: bytes) -> None:
         """Remove quarantined files whose tokens are part of `packed`, or whose tokens cannot be read."""
         for path in _within(self.quarantined):
             try:
-                name = read_name(path, self.access)
+                name = read_name(path, self.codec)
                 is_of_them = packed.startswith(name.tokens, name.start * TOKEN_BYTES)
             except (DoubtfulSnapshotError, OSError):
                 is_of_them = path.is_file()

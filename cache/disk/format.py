@@ -29,7 +29,7 @@ from cache.names.snapshot import ITEM_BYTES, Tensor, sections
 
 from . import header as headers
 from . import private
-from .access import PLAIN
+from .codec import PLAIN
 from .header import BLANK, CHECKSUM_AT, CHECKSUM_CHARS, CHECKSUM_END, SECTION_CHARS, SECTIONS_AT
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
     from cache.names.blocks import Span
     from cache.names.identity import Identity
-    from cache.names.snapshot import Layout, ModelLayout, Name, Place, States
+    from cache.names.snapshot import Layout, ModelLayout, Name, States, TensorBuffers
 
-    from .access import Access, Reader
+    from .codec import Codec, FileReader
     from .rows import Row
 
 #: Errors that mean a lack of open files or memory, in the process or the machine.
@@ -70,7 +70,7 @@ def encode(name: Name, identity: Identity, tensors: tuple[Tensor, ...]) -> Encod
     return EncodedSnapshot(headers.write(name, identity, tensors), tensors)
 
 
-def write(encoded: EncodedSnapshot, path: Path, access: Access = PLAIN) -> None:
+def write(encoded: EncodedSnapshot, path: Path, codec: Codec = PLAIN) -> None:
     """Write and fsync a file, replacing any old content. Without an encryption key no tensor is copied.
 
     Runs on the writer thread. Raises `OSError`.
@@ -85,7 +85,7 @@ def write(encoded: EncodedSnapshot, path: Path, access: Access = PLAIN) -> None:
     header[CHECKSUM_AT:CHECKSUM_END] = xxhash.xxh3_128_hexdigest(header).encode()
     # A system call for each tensor would take 1.5 times the processor time, and retake the GIL each time.
     with open(path, "wb", buffering=0, opener=private.opener) as file:
-        writer = access.writer(file.fileno(), path)
+        writer = codec.writer(file.fileno(), path)
         for group in _batches((memoryview(header), *(tensor.data for tensor in encoded.tensors))):
             writer.write(group)
         writer.finish()
@@ -96,13 +96,13 @@ def is_lack(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in _LACKS
 
 
-def prove(path: Path, access: Access = PLAIN) -> Name:
+def prove(path: Path, codec: Codec = PLAIN) -> Name:
     """Verify a whole file against its file name and its header; return its snapshot's `Name`. Blocking.
 
     Raises `DoubtfulSnapshotError`, or `OSError` if the file may be valid (see `is_lack`).
     """
-    name = headers.read_name(path, access)
-    with _opened(path, access) as found:
+    name = headers.read_name(path, codec)
+    with _opened(path, codec) as found:
         scratch = memoryview(bytearray(min(_READ_BYTES, found.payload_bytes)))
         for i, section in enumerate(found.header.sections):
             found.read(i, _in_scratch(scratch, section.size_bytes))
@@ -110,13 +110,13 @@ def prove(path: Path, access: Access = PLAIN) -> Name:
 
 
 def peek(
-    path: Path, digest: bytes, start: int, identity: bytes, access: Access = PLAIN
+    path: Path, digest: bytes, start: int, identity: bytes, codec: Codec = PLAIN
 ) -> tuple[Layout, States]:
     """Read the layout and states of the snapshot `digest` from its header, and verify the header.
 
     Raises `DoubtfulSnapshotError` if the file is not that snapshot, `OSError` if the file may be valid.
     """
-    with _opened(path, access) as found:
+    with _opened(path, codec) as found:
         found.check(digest, start, identity)
         return found.header.layout, found.header.states
 
@@ -126,11 +126,11 @@ def read(
     digest: bytes,
     start: int,
     identity: bytes,
-    access: Access = PLAIN,
+    codec: Codec = PLAIN,
     *,
     layout: Layout,
-    places: Sequence[Place],
-    carried: tuple[Span, Sequence[Place]] | None = None,
+    places: Sequence[TensorBuffers],
+    carried: tuple[Span, Sequence[TensorBuffers]] | None = None,
     state: Sequence[memoryview] | None = None,
 ) -> int:
     """Read a snapshot's KV into buffers, and verify each section that is read.
@@ -148,7 +148,7 @@ def read(
     Returns the number of bytes read; raises `OSError` as `prove` does. Safe on any thread; waits for the disk
     without the GIL.
     """
-    with _opened(path, access) as found:
+    with _opened(path, codec) as found:
         found.check(digest, start, identity)
         if state is not None and not (found.header.name.resumable and len(state) == len(found.header.states)):
             raise DoubtfulSnapshotError("no state to resume from")
@@ -165,9 +165,9 @@ def read(
 def _together(
     header: headers.Header,
     layout: Layout,
-    places: Sequence[Place],
-    carried: tuple[Span, Sequence[Place]] | None,
-) -> list[tuple[Span, list[Place]]]:
+    places: Sequence[TensorBuffers],
+    carried: tuple[Span, Sequence[TensorBuffers]] | None,
+) -> list[tuple[Span, list[TensorBuffers]]]:
     """Group the tensors' buffers by section of the file, in order; return each section's tokens and buffers.
 
     Raises `DoubtfulSnapshotError` if the file has other sections than this layout.
@@ -187,8 +187,8 @@ def _together(
 
 
 def _there(
-    together: Sequence[tuple[Span, list[Place]]], layout: Layout, found: Layout
-) -> list[tuple[Span, list[Place]]]:
+    together: Sequence[tuple[Span, list[TensorBuffers]]], layout: Layout, found: Layout
+) -> list[tuple[Span, list[TensorBuffers]]]:
     """Return the sections of `together` that are left in a file without its KV of layers with windows.
 
     The eviction of that KV has `shortened` the file; `found` is the layout that it has now.
@@ -210,7 +210,7 @@ def _there(
 
 
 def shortened(
-    path: Path, row: Row, layout: ModelLayout, identity: Identity, access: Access = PLAIN
+    path: Path, row: Row, layout: ModelLayout, identity: Identity, codec: Codec = PLAIN
 ) -> EncodedSnapshot | None:
     """Verify a file; return its snapshot without the KV of layers with windows.
 
@@ -221,7 +221,7 @@ def shortened(
         Tensor(*one, memoryview(b""), reach) for one, reach in zip(layout.kv, layout.reaches, strict=True)
     ]
     short = tuple(one for one, reach in zip(layout.kv, layout.reaches, strict=True) if not reach.is_endless)
-    with _opened(path, access) as found:
+    with _opened(path, codec) as found:
         found.check(row.digest, row.start, identity.digest())
         if found.header.layout == short:
             return None
@@ -235,7 +235,7 @@ def shortened(
 
 
 def _to_places(
-    places: Sequence[Place], segments: Sequence[tuple[int | None, int]]
+    places: Sequence[TensorBuffers], segments: Sequence[tuple[int | None, int]]
 ) -> Iterator[list[memoryview]]:
     """Yield the buffers for a section; tokens without a buffer go to scratch memory, only to be hashed.
 
@@ -260,10 +260,10 @@ def _to_places(
     return rows if unused else _batches(chain.from_iterable(rows))
 
 
-class _Found:
+class _OpenSnapshot:
     """An open file whose header has been verified, and whose sections have not been verified yet."""
 
-    def __init__(self, file: Reader, head: bytes, payload_bytes: int) -> None:
+    def __init__(self, file: FileReader, head: bytes, payload_bytes: int) -> None:
         self.header = headers.parse(head, payload_bytes=payload_bytes)
         self.payload_bytes = payload_bytes
         #: Bytes read so far.
@@ -315,11 +315,11 @@ class _Found:
 
 
 @contextmanager
-def _opened(path: Path, access: Access) -> Iterator[_Found]:
+def _opened(path: Path, codec: Codec) -> Iterator[_OpenSnapshot]:
     """Open a snapshot's file and parse its header. Any defect is a `DoubtfulSnapshotError`."""
     try:
-        with headers.opened(path, access) as (file, head, payload_bytes):
-            yield _Found(file, head, payload_bytes)
+        with headers.opened(path, codec) as (file, head, payload_bytes):
+            yield _OpenSnapshot(file, head, payload_bytes)
     except OSError as error:
         if is_lack(error):
             raise

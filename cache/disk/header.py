@@ -26,7 +26,7 @@ from cache.names.errors import DoubtfulSnapshotError
 from cache.names.identity import FORMAT_VERSION
 from cache.names.snapshot import CARRIED, ITEM_BYTES, MOST_TOKEN_BYTES, STATE, Layout, Name, States, sections
 
-from .access import PLAIN
+from .codec import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cache.names.identity import Identity
     from cache.names.snapshot import Tensor
 
-    from .access import Access, Reader
+    from .codec import Codec, FileReader
 
 #: The header's checksum is at a fixed place, since it is verified before the file is used. The checksum and
 #: the length (16 hex digits) of each section follow.
@@ -149,35 +149,35 @@ def write(name: Name, identity: Identity, tensors: Sequence[Tensor]) -> bytes:
     return head
 
 
-def read_header(path: Path, access: Access = PLAIN) -> Header:
+def read_header(path: Path, codec: Codec = PLAIN) -> Header:
     """Read a file's header, and compare it with the file's name.
 
     Raises `OSError`, and `DoubtfulSnapshotError` if it is not a snapshot of Turnkeep.
     """
-    with opened(path, access) as (_, head, payload_bytes):
+    with opened(path, codec) as (_, head, payload_bytes):
         header = parse(head, payload_bytes=payload_bytes)
-    if not header.is_foreign and header.name.digest != access.digest_in(path):
+    if not header.is_foreign and header.name.digest != codec.digest_in(path):
         raise DoubtfulSnapshotError("the file bears another snapshot's name")
     return header
 
 
-def read_name(path: Path, access: Access = PLAIN) -> Name:
+def read_name(path: Path, codec: Codec = PLAIN) -> Name:
     """Read the snapshot's `Name` from a file of this format version. Raises the errors of `read_header`."""
-    header = read_header(path, access)
+    header = read_header(path, codec)
     if header.is_foreign:
         raise DoubtfulSnapshotError("another format version")
     return header.name
 
 
 @contextmanager
-def opened(path: Path, access: Access = PLAIN) -> Iterator[tuple[Reader, bytes, int]]:
-    """Open a file; yield a `Reader`, the header's bytes (with its length), and the payload's size.
+def opened(path: Path, codec: Codec = PLAIN) -> Iterator[tuple[FileReader, bytes, int]]:
+    """Open a file; yield a `FileReader`, the header's bytes (with its length), and the payload's size.
 
     Raises `OSError`, and `DoubtfulSnapshotError` if the file is too short for a header.
     """
     # `_open` neither blocks on a pipe nor follows a link.
     with open(path, "rb", buffering=0, opener=_open) as file:
-        reader = access.reader(file.fileno(), path)
+        reader = codec.reader(file.fileno(), path)
         if reader.size_bytes < 8:
             raise DoubtfulSnapshotError("shorter than its header")
         length: int = struct.unpack("<Q", reader.read(8))[0]

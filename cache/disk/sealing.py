@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cache.names.blocks import DIGEST_BYTES
 from cache.names.errors import DoubtfulSnapshotError, KeyFileError
 
-from .access import SUFFIX, Access, Reader, Writer
+from .codec import SUFFIX, Codec, FileReader, FileWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +66,7 @@ def read_key(path: Path) -> bytes:
     )
 
 
-class Sealed(Access):
+class Sealed(Codec):
     """Reads and writes a directory that is encrypted with a key of 32 bytes. Safe on any thread."""
 
     def __init__(self, key: bytes) -> None:
@@ -99,11 +99,11 @@ class Sealed(Access):
         """Return the size of an encrypted file."""
         return _BEFORE + num_bytes + _TAG * max(1, -(-num_bytes // _CHUNK))
 
-    def reader(self, file: int, path: Path) -> Reader:
+    def reader(self, file: int, path: Path) -> FileReader:
         """Return a reader that decrypts a file."""
         return _Reader(file, path, self)
 
-    def writer(self, file: int, path: Path) -> Writer:
+    def writer(self, file: int, path: Path) -> FileWriter:
         """Return a writer that encrypts a file."""
         return _Writer(file, path, self)
 
@@ -131,7 +131,7 @@ def _nonce(number: int, *, last: bool) -> bytes:
     return number.to_bytes(11, "big") + bytes([last])
 
 
-class _Writer(Writer):
+class _Writer(FileWriter):
     """Writes an encrypted file, chunk by chunk."""
 
     def __init__(self, file: int, path: Path, sealed: Sealed) -> None:
@@ -170,7 +170,7 @@ class _Writer(Writer):
             self._out = []
 
 
-class _Reader(Reader):
+class _Reader(FileReader):
     """Reads an encrypted file, and verifies each chunk."""
 
     def __init__(self, file: int, path: Path, sealed: Sealed) -> None:

@@ -22,14 +22,14 @@ from uuid import uuid4
 import structlog
 
 from . import private
-from .access import SEAL
-from .syncing import sync
+from .codec import SEAL
+from .fsync import sync
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
     from pathlib import Path
 
-    from .access import Access
+    from .codec import Codec
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -39,7 +39,7 @@ _UNLINKABLE: Final = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EN
 _SWEPT_SHARE: Final = 0.9
 #: How often the directory is measured again, since other workers change it too.
 _MEASURE_S: Final = 60.0
-#: The folder with the files; `Access.check` looks for files of another key there.
+#: The folder with the files; `Codec.check` looks for files of another key there.
 _FILES: Final = "snapshots"
 _TMP: Final = "tmp"
 
@@ -85,7 +85,7 @@ class SharedDirectory:
     recently used files are removed, each chain from its end.
     """
 
-    def __init__(self, directory: Path, access: Access, *, max_bytes: int, min_free_bytes: int) -> None:
+    def __init__(self, directory: Path, codec: Codec, *, max_bytes: int, min_free_bytes: int) -> None:
         """Open or create the directory. Raises `OSError`, and `SealedError` if its files need another key."""
         self._files, self._tmp = directory / _FILES, directory / _TMP
         self._max_bytes, self._min_free_bytes = max_bytes, min_free_bytes
@@ -96,11 +96,11 @@ class SharedDirectory:
         self._unsynced: set[Path] = set()
         if any((directory / name).exists() for name in ("lock", "worker.lock")):
             raise FileExistsError(errno.EEXIST, "it is a worker's own directory", str(directory))
-        access.check(directory)
+        codec.check(directory)
         for folder in (directory, self._files, self._tmp):
             folder.mkdir(parents=True, exist_ok=True, mode=private.DIRECTORY_MODE)
-        if access.mark and not (directory / SEAL).exists():
-            (directory / SEAL).write_text(access.mark)
+        if codec.mark and not (directory / SEAL).exists():
+            (directory / SEAL).write_text(codec.mark)
         probe = self._tmp / f"probe-{uuid4().hex}"
         probe.touch(private.FILE_MODE)
         probe.unlink()
@@ -112,7 +112,7 @@ class SharedDirectory:
             os.utime(target)
             return
         size_bytes = path.stat().st_size
-        self._make_room(size_bytes)
+        self._evict_for(size_bytes)
         target.parent.mkdir(exist_ok=True, mode=private.DIRECTORY_MODE)
         with suppress(FileExistsError):  # another worker was faster
             _link_or_copy(path, target, self._tmp / uuid4().hex)
@@ -162,7 +162,7 @@ class SharedDirectory:
     def _path(self, key: Key) -> Path:
         return self._files / key.parent[:2] / f"{key.parent}.{key.file}"
 
-    def _make_room(self, size_bytes: int) -> None:
+    def _evict_for(self, size_bytes: int) -> None:
         now = time.monotonic()
         before_bytes = self._free_bytes()
         if before_bytes >= self._no_effect_below:

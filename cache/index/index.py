@@ -14,7 +14,7 @@ from cache.disk.rows import Row
 from cache.names.snapshot import MOST_TOKEN_BYTES
 from cache.names.tokens import TOKEN_BYTES, num_common
 
-from . import gaps
+from . import gap_rules
 from .nodes import BY_TOKENS, Node, Parent
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Index:
     A node is one snapshot; its parent is the snapshot that it continues. A root is a tenant's empty prefix,
     a chain the path from a root to a node. Only leaves are removed, so no chain lacks a node. Only the last
     node stores the time of last use and the holds (uses by loads and turns) of its chain; both pass to the
-    parent of a removed node. A node whose KV no session sees may lose its file and become a gap (see `gaps`).
+    parent of a removed node. A node whose KV no session sees may become a gap, without a file.
     """
 
     def __init__(self, clock: Callable[[], float], stored: Sequence[Row] = ()) -> None:
@@ -205,7 +205,7 @@ class Index:
             self.stored_bytes -= node.size_bytes
         else:
             self.on_its_way_bytes -= node.size_bytes
-        self._push(gaps.passed_by(node))
+        self._push(gap_rules.passed_by(node))
         up = node.up
         if isinstance(up.children, list) and len(up.children) > 1:
             del up.children[bisect_left(up.children, BY_TOKENS(node), key=BY_TOKENS)]
@@ -250,7 +250,7 @@ class Index:
         seen: set[Node] = set()
         size_bytes = 0
         for held in self._held:
-            for node in held.chain() if held.reach is None else gaps.needed_by(held):
+            for node in held.chain() if held.reach is None else gap_rules.needed_by(held):
                 if node in seen:
                     if held.reach is None:
                         break  # and so are all nodes before it
@@ -264,7 +264,7 @@ class Index:
         while self._eviction_heap:
             used, digest = self._eviction_heap[0]
             node = self._nodes.get(digest)
-            if node is None or not (node.evictable or gaps.may_become_gap(node)):
+            if node is None or not (node.evictable or gap_rules.may_become_gap(node)):
                 heapq.heappop(self._eviction_heap)  # pushed again once it is evictable
             elif node.used != used:
                 heapq.heapreplace(self._eviction_heap, (node.used, digest))
@@ -280,7 +280,7 @@ class Index:
             self._held.discard(node)
         self._push((node,) if node.evictable else ())
         if node not in self._held:
-            self._push(gaps.passed_by(node))
+            self._push(gap_rules.passed_by(node))
             self.settled(node)
 
     def _push(self, nodes: Iterable[Node]) -> None:

@@ -22,7 +22,7 @@ STRIDE: Final = 128
 _BYTES: Final = 8
 
 
-class Erased(NamedTuple):
+class ErasureProgress(NamedTuple):
     """The entry `seq` of a `log` up to which a cache has carried out erasures, at `time_s` (since 1970)."""
 
     log: str

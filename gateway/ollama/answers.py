@@ -1,4 +1,4 @@
-"""Writes Ollama's answers, as one JSON object or a line for each chunk, and model descriptions. Pure."""
+"""Writes Ollama's answers, as one JSON object or a line for each chunk, and descriptions of models. Pure."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from gateway.form import Events
 from gateway.openai import common as openai
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gateway.models import Model
-    from gateway.turn import Fault, Turn
+    from gateway.models import ServedModel
+    from gateway.turn import ClientTurn, Fault
     from turnkeep_client.messages import Called, CallPart, Chunk, Generated
 
 NDJSON: Final = "application/x-ndjson"
@@ -43,13 +44,13 @@ def _generated(text: str, reasoning: str = "", calls: Sequence[dict[str, Any]] =
     return {"response": text, **({"thinking": reasoning} if reasoning else {})}
 
 
-class _Words:
+class Words:
     """Writes answers of `/api/chat` or `/api/generate`; `say` returns the fields in which the two differ."""
 
     def __init__(self, say: Callable[..., dict[str, Any]]) -> None:
         self.say = say
 
-    def whole(self, turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:  # noqa: ARG002  # the same parameters in all dialects
+    def whole(self, turn: ClientTurn, _id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
         """Return the JSON body of the response to a request with `stream: false`."""
         (result,) = results
         calls = [_call(one) for one in result.tool_calls]
@@ -57,12 +58,12 @@ class _Words:
         tokens = {"logprobs": openai.likelihoods(result.logprobs)} if turn.options.get("logprobs") else {}
         return {**_head(turn, created), **said, **tokens, **_end(result)}
 
-    def events(self, turn: Turn, answer_id: str, created: int) -> Lines:  # noqa: ARG002  # the same parameters in all dialects
+    def events(self, turn: ClientTurn, answer_id: str, created: int) -> Lines:  # noqa: ARG002  # the same parameters in all dialects
         """Return the encoder of the lines of one streamed response."""
         return Lines(self.say, _head(turn, created))
 
 
-class Lines:
+class Lines(Events):
     """Encodes the JSON lines of one streamed response."""
 
     def __init__(self, say: Callable[..., dict[str, Any]], head: dict[str, Any]) -> None:
@@ -73,10 +74,6 @@ class Lines:
     def heartbeat(self) -> bytes:
         """A line with an empty text, which shows that the stream is alive: JSON lines have no comments."""
         return self._line(self._say(""), done=False)
-
-    def start(self, index: int) -> bytes:  # noqa: ARG002  # there is one answer
-        """Return empty bytes: an answer has no line before its first chunk."""
-        return b""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:  # noqa: ARG002  # there is one answer
         """Encode the line for a chunk of the answer; return empty bytes if the chunk adds nothing."""
@@ -90,10 +87,6 @@ class Lines:
         """Encode the answer's last line, with token counts and durations."""
         return self._line(self._say(""), **_end(result))
 
-    def end(self, results: Sequence[Generated]) -> bytes:  # noqa: ARG002  # the result is written already
-        """Return empty bytes: `finish` encodes the last line."""
-        return b""
-
     def error(self, fault: Fault) -> bytes:
         """Encode the line with the error that ends the stream."""
         return msgspec.json.encode(error(fault)) + b"\n"
@@ -102,8 +95,8 @@ class Lines:
         return msgspec.json.encode({**self._head, **said, **more}) + b"\n"
 
 
-CHAT: Final = _Words(_said)
-GENERATE: Final = _Words(_generated)
+CHAT: Final = Words(_said)
+GENERATE: Final = Words(_generated)
 
 
 def error(fault: Fault) -> dict[str, Any]:
@@ -111,24 +104,24 @@ def error(fault: Fault) -> dict[str, Any]:
     return {"error": fault.message}
 
 
-def tags(models: Sequence[Model]) -> dict[str, Any]:
+def tags(models: Sequence[ServedModel]) -> dict[str, Any]:
     """Return the list of models for `/api/tags`."""
     return {"models": [_listed(one) for one in models]}
 
 
-def running(models: Sequence[Model]) -> dict[str, Any]:
+def running(models: Sequence[ServedModel]) -> dict[str, Any]:
     """Return the list of loaded models for `/api/ps`."""
     return {"models": [_running(one) for one in models if one.is_loaded]}
 
 
-def _running(model: Model) -> dict[str, Any]:
+def _running(model: ServedModel) -> dict[str, Any]:
     worker, listed = model.worker, _listed(model)
     on_gpu = worker is not None and "cpu" not in worker.device.lower()
     more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": listed["size"] if on_gpu else 0}
     return {**listed, **more, "context_length": model.context_tokens}
 
 
-def shown(model: Model) -> dict[str, Any]:
+def shown(model: ServedModel) -> dict[str, Any]:
     """Describe one model for `/api/show`."""
     info: dict[str, Any] = {"general.architecture": "mlx", "general.basename": model.name}
     if model.context_tokens is not None:
@@ -144,7 +137,23 @@ def shown(model: Model) -> dict[str, Any]:
     }
 
 
-def _listed(model: Model) -> dict[str, Any]:
+def page_v0(models: Sequence[ServedModel]) -> dict[str, Any]:
+    """Return a list of models in the format of LM Studio."""
+    return {"object": "list", "data": [_described_v0(one) for one in models]}
+
+
+def _described_v0(model: ServedModel) -> dict[str, Any]:
+    kind = "llm" if "answers" in model.makes else "embeddings"
+    fields = {"object": "model", "type": kind, "publisher": "turnkeep", "arch": "", "quantization": ""}
+    more: dict[str, Any] = {"state": "loaded" if model.is_loaded else "not-loaded"}
+    if model.context_tokens is not None:
+        more["max_context_length"] = model.context_tokens
+        if model.is_loaded:
+            more["loaded_context_length"] = model.context_tokens
+    return {"id": model.name, **fields, "compatibility_type": "mlx", **more}
+
+
+def _listed(model: ServedModel) -> dict[str, Any]:
     size = 0 if model.worker is None else model.worker.weight_bytes
     named = f"{model.name} {size} {model.changed_s}"  # a digest of the weights may take minutes
     more = {"modified_at": _at(model.changed_s), "size": size, "digest": sha256(named.encode()).hexdigest()}
@@ -155,7 +164,7 @@ def _at(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _head(turn: Turn, created: int) -> dict[str, Any]:
+def _head(turn: ClientTurn, created: int) -> dict[str, Any]:
     return {"model": turn.model, "created_at": _at(created)}
 
 

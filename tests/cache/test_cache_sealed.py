@@ -14,13 +14,13 @@ import pytest
 from made_kv import BLOCK, cut, identity, num_restored, save_all
 
 from cache.admin import archive, pruning, survey
-from cache.disk import access as accesses
+from cache.disk import codec as codecs
 from cache.disk import format as snapshot_format
 from cache.names import blocks
 from cache.names.errors import DoubtfulSnapshotError, KeyFileError, SealedError
 from cache.names.snapshot import Name
 from cache.names.tokens import Chain, as_tokens, pack
-from cache.store import access_by
+from cache.store import codec_by
 
 pytest.importorskip("cryptography")
 
@@ -57,41 +57,41 @@ async def filled(open_store: Callable[..., Any], *runs: Iterable[int], **setting
     store: Store = await open_store(**settings)
     for tokens in runs:
         save_all(store, "a", list(tokens))
-        assert await store.barrier(10)
+        assert await store.queue.drained(10)
     return store
 
 
-@pytest.mark.parametrize("access", [accesses.PLAIN, KEY], ids=["plain", "sealed"])
+@pytest.mark.parametrize("codec", [codecs.PLAIN, KEY], ids=["plain", "sealed"])
 async def test_files_of_an_encrypted_cache_show_no_tokens_or_digests_but_plain_files_do(
-    open_store, tmp_path, access
+    open_store, tmp_path, codec
 ) -> None:
-    store = await filled(open_store, TOKENS, access=access)
-    shown = [] if access is KEY else ["index.sqlite-wal", "snapshots"]
+    store = await filled(open_store, TOKENS, codec=codec)
+    shown = [] if codec is KEY else ["index.sqlite-wal", "snapshots"]
     assert traces(tmp_path / "cache", TOKENS) == shown
     await store.close()
-    shown = [] if access is KEY else ["index.sqlite", "snapshots"]
+    shown = [] if codec is KEY else ["index.sqlite", "snapshots"]
     assert traces(tmp_path / "cache", TOKENS) == shown
 
 
 async def test_a_reopened_encrypted_cache_still_has_its_snapshots_and_order_of_use(open_store) -> None:
     other = [TOKENS[1], *TOKENS]
-    store = await filled(open_store, TOKENS, other, access=KEY)
-    store.release(store.match("a", TOKENS))
+    store = await filled(open_store, TOKENS, other, codec=KEY)
+    store.kv.release(store.kv.match(store.kv.chain("a"), TOKENS))
     used = [node.digest for node in store._index]
     await store.close()
-    store = await open_store(access=KEY)
+    store = await open_store(codec=KEY)
     assert [node.digest for node in store._index] == used
     assert (await num_restored(store, TOKENS), await num_restored(store, other)) == (10, 11)
-    assert (await store.erase("a", other, 10)).settled
+    assert (await store.eraser.erase("a", pack(other), 10)).settled
     await store.close()
-    store = await open_store(access=KEY)
+    store = await open_store(codec=KEY)
     assert await num_restored(store, other) == 0
 
 
 async def test_the_reported_size_of_an_encrypted_cache_is_that_of_its_encrypted_files(
     open_store, tmp_path
 ) -> None:
-    store = await filled(open_store, TOKENS, access=KEY)
+    store = await filled(open_store, TOKENS, codec=KEY)
     sizes = [path.stat().st_size for path in snapshots(tmp_path / "cache")]
     assert store.stats().stored_bytes == sum(sizes)
     await store.close()
@@ -101,10 +101,10 @@ async def test_the_reported_size_of_an_encrypted_cache_is_that_of_its_encrypted_
 
 
 async def test_a_lost_index_of_an_encrypted_cache_is_rebuilt_from_its_files(open_store, tmp_path) -> None:
-    await (await filled(open_store, TOKENS, access=KEY)).close()
+    await (await filled(open_store, TOKENS, codec=KEY)).close()
     for path in (tmp_path / "cache").glob("index.sqlite*"):
         path.unlink()
-    store = await open_store(access=KEY)
+    store = await open_store(codec=KEY)
     assert await num_restored(store, TOKENS) == 10
 
 
@@ -112,7 +112,7 @@ async def test_a_lost_index_of_an_encrypted_cache_is_rebuilt_from_its_files(open
 async def test_a_changed_index_row_of_an_encrypted_cache_is_rebuilt_from_its_file(
     open_store, tmp_path, column: str
 ) -> None:
-    await (await filled(open_store, TOKENS, access=KEY)).close()
+    await (await filled(open_store, TOKENS, codec=KEY)).close()
     with sqlite3.connect(tmp_path / "cache" / "index.sqlite") as db:
         rows = db.execute(f"SELECT digest, {column} FROM snapshot ORDER BY start").fetchall()
         changed = (
@@ -120,14 +120,14 @@ async def test_a_changed_index_row_of_an_encrypted_cache_is_rebuilt_from_its_fil
         )
         db.execute(f"UPDATE snapshot SET {column} = ? WHERE digest = ?", (changed, rows[0][0]))
     db.close()
-    store = await open_store(access=KEY)
+    store = await open_store(codec=KEY)
     assert await num_restored(store, TOKENS) == 10, "its file says it again"
 
 
 async def test_an_encrypted_file_with_one_changed_bit_is_rejected_and_quarantined(
     open_store, tmp_path
 ) -> None:
-    store = await filled(open_store, TOKENS, access=KEY)
+    store = await filled(open_store, TOKENS, codec=KEY)
     first = snapshots(tmp_path / "cache")[0]
     whole = first.read_bytes()
     chance = random.Random(5)
@@ -142,15 +142,15 @@ async def test_an_encrypted_file_with_one_changed_bit_is_rejected_and_quarantine
 
 async def test_an_encrypted_file_under_another_name_is_not_used(open_store, tmp_path) -> None:
     other = [TOKENS[1], *TOKENS[1:]]
-    store = await filled(open_store, TOKENS[:4], other[:4], access=KEY)
+    store = await filled(open_store, TOKENS[:4], other[:4], codec=KEY)
     one, two = snapshots(tmp_path / "cache")
     assert one.stat().st_size == two.stat().st_size
     two.write_bytes(one.read_bytes())
     assert (await num_restored(store, TOKENS[:4]), await num_restored(store, other[:4])) == (4, 0)
     await store.close()
-    stranger = one.with_name(accesses.PLAIN.file_name(bytes(32)))
+    stranger = one.with_name(codecs.PLAIN.file_name(bytes(32)))
     one.rename(stranger)
-    store = await open_store(access=KEY)
+    store = await open_store(codec=KEY)
     assert store.stats().stored == 0
     assert stranger.exists(), "what has no name of this key is none of the cache's"
 
@@ -216,8 +216,8 @@ def test_every_write_of_the_same_snapshot_gives_a_different_ciphertext(tmp_path)
     ("before", "then", "told"),
     [
         (KEY, OTHER_KEY, "is encrypted with another key; name its file by cache_key_file"),
-        (KEY, accesses.PLAIN, "is encrypted; name its key's file by cache_key_file"),
-        (accesses.PLAIN, KEY, "was written without a key; leave out cache_key_file"),
+        (KEY, codecs.PLAIN, "is encrypted; name its key's file by cache_key_file"),
+        (codecs.PLAIN, KEY, "was written without a key; leave out cache_key_file"),
     ],
     ids=["another key", "no key", "a first key"],
 )
@@ -225,12 +225,12 @@ async def test_a_cache_directory_opens_only_with_the_key_it_was_written_with(
     open_store, tmp_path, before, then, told
 ) -> None:
     directory = tmp_path / "cache"
-    await (await filled(open_store, TOKENS, access=before)).close()
+    await (await filled(open_store, TOKENS, codec=before)).close()
     files = {
         path: path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.name != "lock"
     }
     with pytest.raises(SealedError) as refused:
-        await open_store(access=then)
+        await open_store(codec=then)
     assert f"cache directory {directory} {told}, or remove what is there:" in str(refused.value)
     for command in (
         lambda: survey.inspect(directory, then),
@@ -240,31 +240,29 @@ async def test_a_cache_directory_opens_only_with_the_key_it_was_written_with(
         with pytest.raises(SealedError):
             command()
     assert {path: path.read_bytes() for path in files} == files
-    store = await open_store(access=before)
+    store = await open_store(codec=before)
     assert await num_restored(store, TOKENS) == 10
     await store.close()
     assert pruning.prune_all(directory).num_files == 3
-    store = await filled(open_store, TOKENS, access=then)
+    store = await filled(open_store, TOKENS, codec=then)
     assert await num_restored(store, TOKENS) == 10
 
 
 async def test_an_exported_archive_is_plain_and_can_be_imported_with_another_key_or_none(
     open_store, tmp_path
 ) -> None:
-    await (await filled(open_store, TOKENS, access=KEY)).close()
+    await (await filled(open_store, TOKENS, codec=KEY)).close()
     archive.export(tmp_path / "cache", None, tmp_path / "plain.tar", KEY)
-    for access, into in ((accesses.PLAIN, tmp_path / "without"), (OTHER_KEY, tmp_path / "other")):
-        await (await open_store(into, access=access)).close()
-        taken = archive.import_files(
-            into, tmp_path / "plain.tar", access, max_bytes=1 << 30, min_free_bytes=0
-        )
+    for codec, into in ((codecs.PLAIN, tmp_path / "without"), (OTHER_KEY, tmp_path / "other")):
+        await (await open_store(into, codec=codec)).close()
+        taken = archive.import_files(into, tmp_path / "plain.tar", codec, max_bytes=1 << 30, min_free_bytes=0)
         assert (taken.num_files, taken.skipped) == (3, [])
-        found = survey.verify(into, lambda *_: None, access)
+        found = survey.verify(into, lambda *_: None, codec)
         assert (found.num_files, found.doubtful) == (3, [])
-        assert [chain.num_tokens for chain in survey.inspect(into, access).chains] == [10]
-        store = await open_store(into, access=access)
+        assert [chain.num_tokens for chain in survey.inspect(into, codec).chains] == [10]
+        store = await open_store(into, codec=codec)
         assert await num_restored(store, TOKENS) == 10
-        assert (traces(into, TOKENS) == []) == (access is OTHER_KEY)
+        assert (traces(into, TOKENS) == []) == (codec is OTHER_KEY)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +298,7 @@ def test_a_key_file_without_32_raw_or_base64_bytes_is_refused(tmp_path, content:
     file.write_bytes(content)
     file.chmod(0o600)
     with pytest.raises(KeyFileError, match="holds no key; it must be 32 bytes, raw or in base64, as openssl"):
-        access_by(file)
+        codec_by(file)
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o602])
@@ -309,10 +307,10 @@ def test_a_key_file_that_others_can_access_or_that_is_missing_is_refused(tmp_pat
     file.write_bytes(os.urandom(32))
     file.chmod(mode)
     with pytest.raises(KeyFileError) as refused:
-        access_by(file)
+        codec_by(file)
     assert str(refused.value) == f"{file} can be read by others; chmod 600 {file}"
     with pytest.raises(KeyFileError, match="cannot be read: No such file or directory; name a file of yours"):
-        access_by(tmp_path / "none")
+        codec_by(tmp_path / "none")
 
 
 def test_cryptography_is_imported_only_for_a_key_and_its_absence_names_the_extra(
@@ -322,7 +320,7 @@ def test_cryptography_is_imported_only_for_a_key_and_its_absence_names_the_extra
         [
             sys.executable,
             "-c",
-            "import sys, cache.store as s; s.access_by(None); print('cryptography' in sys.modules)",
+            "import sys, cache.store as s; s.codec_by(None); print('cryptography' in sys.modules)",
         ],
         capture_output=True,
         text=True,
@@ -332,7 +330,7 @@ def test_cryptography_is_imported_only_for_a_key_and_its_absence_names_the_extra
     monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
     monkeypatch.delitem(sys.modules, "cache.disk.sealing")
     with pytest.raises(KeyFileError, match=r"cryptography is missing; pip install 'turnkeep\[encryption\]'"):
-        access_by(tmp_path / "key")
+        codec_by(tmp_path / "key")
 
 
 async def test_a_directory_can_be_used_after_a_crash_before_its_key_was_recorded(
@@ -340,6 +338,6 @@ async def test_a_directory_can_be_used_after_a_crash_before_its_key_was_recorded
 ) -> None:
     """The record of the key is only a temporary file then."""
     (tmp_path / "cache" / "tmp").mkdir(parents=True)
-    (tmp_path / "cache" / "tmp" / accesses.SEAL).write_text("AES")
-    store = await filled(open_store, TOKENS, access=KEY)
+    (tmp_path / "cache" / "tmp" / codecs.SEAL).write_text("AES")
+    store = await filled(open_store, TOKENS, codec=KEY)
     assert await num_restored(store, TOKENS) == 10

@@ -11,8 +11,8 @@ import pytest
 from made_kv import save_all
 
 from cache.admin import archive, survey
-from cache.disk.access import PLAIN
 from cache.disk.catalog import Catalog
+from cache.disk.codec import PLAIN
 from cache.disk.folder import Folder
 from cache.disk.rows import Row
 from cache.names.errors import CacheError

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from tiny_models import BLOCK, GREEDY, answer, key, loaded
 
-from cache.disk.access import PLAIN, Access
+from cache.disk.codec import PLAIN, Codec
 from cache.kv.size import KvSize
 from cache.names.identity import Identity
 from cache.names.policy import FULL, Policy
@@ -90,7 +90,7 @@ async def open_process(
     max_bytes: int = 1 << 30,
     num_blocks: int = 1,
     limit_bytes: int | None = None,
-    access: Access = PLAIN,
+    codec: Codec = PLAIN,
     trials: Path | None = None,
     keep_behind: int | None = None,
 ) -> AsyncIterator[Process]:
@@ -116,10 +116,10 @@ async def open_process(
         queue_bytes=queue_bytes,
         min_free_bytes=0,
         keep_behind=keep_behind,
-        access=access,
+        codec=codec,
     )
     engine = Engine(device, Ledger(1 << 30), store, Telemetry(), kv=KvSize(1024), piece_tokens=block)
-    device.cut_snapshots(store.room)
+    device.cut_snapshots(store.queue.vacant_bytes)
     try:
         yield Process(engine, store, recorded)
     finally:

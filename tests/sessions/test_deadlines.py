@@ -21,18 +21,20 @@ async def submitted(client: Any, name: str, *requests: Append | Generate) -> lis
     return [await client.submit(SessionKey("default", name), one, timeout_s=20) for one in requests]
 
 
-async def test_a_request_past_its_deadline_is_refused_before_any_device_work(local_worker: Any) -> None:
+async def test_a_request_past_its_deadline_is_neither_checked_nor_run(local_worker: Any) -> None:
+    """It has expired, whatever else would be said of it."""
     worker = await local_worker()
-    first, append, generate, last = await submitted(
+    first, *late, last = await submitted(
         worker.client,
         "late",
         Append(id="first", tokens=tuple(LONG)),
-        Append(id="a", tokens=(40, 41, 42), deadline_s=0.01),
+        Append(id="a", tokens=(40, 41, 42), deadline_s=0.01, expect_position=0),
         Generate(id="g", tokens=(40, 41, 42), deadline_s=0.01),
+        Generate(id="too-long", tokens=tuple(LONG) * 2, deadline_s=0.01),
         Generate(id="last", tokens=(50,), max_tokens=2, deadline_s=60),
     )
     position = (await first).position
-    for pending in (append, generate):
+    for pending in late:
         result = await pending
         assert isinstance(result, Failed)
         assert (result.code, result.retryable, result.position) == ("expired", True, position)

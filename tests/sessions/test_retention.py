@@ -15,15 +15,15 @@ from nats.js.errors import NotFoundError
 from raw_wire import LONG, Start, Wire, append, generate
 
 import turnkeep_client.wire
-from cache.names.marks import Erased
+from cache.names.marks import ErasureProgress
 from tests.simulation import device
 from tests.simulation.world import Server
 from turnkeep_client.messages import Append, Close, Closed, encode, failure
 from turnkeep_client.subjects import SessionKey
-from worker.cluster import erasures
 from worker.sessions import record, sessions
+from worker.sessions.giving_up import Doubt
 from worker.sessions.session import Session
-from worker.wire import chunks, journal, overwriting, retention
+from worker.wire import chunks, erasures, journal, overwriting, retention
 from worker.wire.chunks import AnswerChunks
 from worker.wire.consistent_reads import Entry
 from worker.wire.fence import FencedError
@@ -613,14 +613,14 @@ async def test_info_on_a_closed_session_with_a_waiting_open_shows_position_0(
     w = await quiet_wire()
     await w.send("s", append("a", "hello"))
     await w.send("s", CLOSE)
-    there, go_on, attempt = asyncio.Event(), asyncio.Event(), Session._attempt
+    there, go_on, attempt = asyncio.Event(), asyncio.Event(), Doubt.attempt
 
-    async def waits(session: Session, pending: Any) -> Any:
+    async def waits(doubt: Doubt, *given: Any) -> Any:
         there.set()
         await go_on.wait()
-        return await attempt(session, pending)
+        return await attempt(doubt, *given)
 
-    monkeypatch.setattr(Session, "_attempt", waits)
+    monkeypatch.setattr(Doubt, "attempt", waits)
     waiting = await w.publish("s", {"type": "open", "id": "o"})
     await there.wait()
     info = await w.control("s", {"type": "info"})
@@ -884,7 +884,7 @@ async def test_a_worker_away_for_longer_than_notes_are_kept_drops_all_kv_once_it
         return len(running) > 1
 
     monkeypatch.setattr(disk, "clear", clear)
-    disk.note_erased(Erased(app._erasures._log, 0, erasures.time() - 8 * 86400.0))
+    disk.note_erased(ErasureProgress(app._erasures._log, 0, erasures.time() - 8 * 86400.0))
     asked = await w.publish("busy", generate("g", **LONG))
     await app._erasures.note(SessionKey("default", "another"), disk[SessionKey("default", "idle")], 0, ("d",))
     await asyncio.sleep(1)

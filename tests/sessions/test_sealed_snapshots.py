@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from cache.names.tokens import pack
-from cache.store import access_by
+from cache.store import codec_by
 from tests.commands.command_runs import command, turnkeep
 from tests.parts import WorkerProcess
 
@@ -144,7 +144,7 @@ def test_the_documented_openssl_command_makes_a_valid_key(tmp_path: Path) -> Non
         pytest.skip("openssl is not installed")
     (line,) = re.findall(r"^.*openssl rand.*$", PAGE.read_text(), re.MULTILINE)
     subprocess.run(["sh", "-c", line], cwd=tmp_path, check=True)
-    assert access_by(tmp_path / "cache.key").mark
+    assert codec_by(tmp_path / "cache.key").mark
 
 
 @pytest.mark.parametrize("arguments", [("serve",), ("serve", "--check"), ("cache", "ls")])

@@ -24,7 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
-from cache.store import Forgotten
+from cache.store import ErasureResult
 from turnkeep_client.messages import Model, Progress, joined
 from worker import app
 from worker.app import App
@@ -40,7 +40,7 @@ from worker.wire import streams
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cache.names.marks import Erased, Marks
+    from cache.names.marks import ErasureProgress, Marks
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
     from turnkeep_client.messages import Chunk, Metrics
@@ -109,7 +109,7 @@ class Disk(dict["SessionKey", "Tokens"]):
     """A simulated snapshot directory: for each session, the tokens whose KV workers have stored."""
 
     def __init__(self) -> None:
-        self._erased: dict[str, Erased] = {}
+        self._erased: dict[str, ErasureProgress] = {}
 
     async def erase_marked(self, tenant: str, marks: Marks) -> bool:
         for key in [key for key in self if key.tenant == tenant]:
@@ -121,10 +121,10 @@ class Disk(dict["SessionKey", "Tokens"]):
         super().clear()
         return True
 
-    def erased_up_to(self, log: str) -> Erased | None:
+    def erased_up_to(self, log: str) -> ErasureProgress | None:
         return self._erased.get(log)
 
-    def note_erased(self, erased: Erased) -> None:
+    def note_erased(self, erased: ErasureProgress) -> None:
         self._erased[erased.log] = erased
 
 
@@ -174,14 +174,14 @@ class Device(EnginePort):
             self.forget(key)
         return set(filter(is_meant, self.runs))
 
-    async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
+    async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> ErasureResult:
         self.forget(key)
         is_failing = self._fails()
         await self._sleep(2.0 if is_failing else 0.005)
         if is_failing or not self._disk.get(key, as_tokens()).num_common(tokens):
-            return Forgotten(0, settled=not is_failing)
+            return ErasureResult(0, settled=not is_failing)
         del self._disk[key]
-        return Forgotten(1, settled=True)
+        return ErasureResult(1, settled=True)
 
     async def embed(self, key: SessionKey, tokens: Tokens, *, priority: int = 0) -> bytes:
         raise NotImplementedError  # no client of a history asks for vectors

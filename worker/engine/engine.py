@@ -16,7 +16,7 @@ import structlog
 from cache.names.errors import CutOffError
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
-from cache.store import Forgotten
+from cache.store import ErasureResult
 from turnkeep_client.messages import Progress, joined
 from worker.batch.rows import Embedding
 from worker.device.request import TurnRequest, place
@@ -238,7 +238,7 @@ class Engine(EnginePort):
             self.forget(key)
         return set(filter(is_meant, busy))
 
-    async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
+    async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> ErasureResult:
         """Drop a session's KV from the device and its snapshots from SSD, within 2 s.
 
         Keeps the snapshots of the first `shared` tokens. Everything that is not in use is dropped before the
@@ -246,8 +246,8 @@ class Engine(EnginePort):
         """
         self.forget(key)
         if self._store is None:
-            return Forgotten(0, settled=not self._has_unopened)
-        return await self._store.erase(key.tenant, tokens, _ERASE_S, shared=shared)
+            return ErasureResult(0, settled=not self._has_unopened)
+        return await self._store.eraser.erase(key.tenant, tokens.packed(), _ERASE_S, shared=shared)
 
     def stop(self) -> None:
         """End every turn; each unfinished `run` raises `StoppingError` once its KV is copied for the SSD."""
@@ -262,12 +262,12 @@ class Engine(EnginePort):
         self.report, telemetry = report, self._telemetry
         if report.num_rows:
             telemetry.batch_size.observe(report.num_rows)
-            telemetry.decoding_s += report.step_s
+            telemetry.totals.decoding_s += report.step_s
             per_token_s = report.step_s * report.num_rows / max(report.num_decoded, 1)
             telemetry.time_per_output_token.observe(per_token_s, report.num_decoded)
-        telemetry.draft_tokens = report.num_drafted
-        telemetry.accepted_draft_tokens = report.num_accepted
-        telemetry.draft_saved_s = report.saved_s
+        telemetry.totals.draft_tokens = report.num_drafted
+        telemetry.totals.accepted_draft_tokens = report.num_accepted
+        telemetry.totals.draft_saved_s = report.saved_s
         for event in report.events:
             self._handle_event(event)
 
@@ -290,11 +290,11 @@ class Engine(EnginePort):
             case Copied(turn) if self._saving is not None:
                 self._saving.end_copy(turn)
             case Starved() if self._store is not None:
-                self._store.free_memory()
+                self._store.queue.free_memory()
 
     def _sampled(self, event: Sampled) -> None:
         run, request = self._turns[event.turn], event.turn.request
-        self._telemetry.generated_tokens += 1
+        self._telemetry.totals.generated_tokens += 1
         self._telemetry.tenants.count_tokens("generated", request.tenant)
         run.drew(event.chunk.i)
         self._grants.grow(run, request.num_prompt + event.chunk.i + 1)
@@ -433,13 +433,13 @@ class Engine(EnginePort):
             kv = await snapshots.read(needs)
         finally:
             self._device.give(needs.turn, kv)  # even after an error: a prompt waits
-        self._telemetry.recalled_tokens += sum(span.num_tokens for span in kv.spans)
+        self._telemetry.totals.recalled_tokens += sum(span.num_tokens for span in kv.spans)
 
     def _result(self, run: Run) -> TurnResult:
         result = run.result()
         num_cached, num_prefilled = result.num_cached, result.num_prefilled
-        self._telemetry.cached_tokens += num_cached
-        self._telemetry.prefilled_tokens += num_prefilled
+        self._telemetry.totals.cached_tokens += num_cached
+        self._telemetry.totals.prefilled_tokens += num_prefilled
         tenants = self._telemetry.tenants
         tenants.count_tokens("cached", run.key.tenant, num_cached)
         tenants.count_tokens("prefilled", run.key.tenant, num_prefilled)

@@ -55,7 +55,7 @@ class TurnSnapshots:
         self._store = store
         self._chain = chain
         self._context = context
-        self._prefix = store.hold(chain, context)
+        self._prefix = store.kv.hold(chain, context)
         self._past: StoredPast | None = None
 
     @property
@@ -66,21 +66,21 @@ class TurnSnapshots:
     def release(self) -> None:
         """End the protection."""
         if self._past is not None:
-            self._store.end_past(self._past)
-        self._store.release(self._prefix)
+            self._store.kv.end_past(self._past)
+        self._store.kv.release(self._prefix)
 
     async def read(self, needs: NeedsKv) -> KvRead:
         """Read from SSD the KV that the running turn requests."""
         past, spans = None, tuple[Span, ...]()
         tensors: dict[str, mx.array] = {}
         if needs.num_past:
-            past = await self._store.past(self._chain, self._context, needs.num_past, PATIENCE_S)
-            prefix = self._store.hold(self._chain, self._context)
+            past = await self._store.kv.past(self._chain, self._context, needs.num_past, PATIENCE_S)
+            prefix = self._store.kv.hold(self._chain, self._context)
             self.release()
             self._prefix, self._past = prefix, past
         if needs.spans:
             tokens = needs.turn.request.tokens(needs.spans[-1].end)
-            spans, tensors = await self._store.recall(self._chain, tokens, needs.spans)
+            spans, tensors = await self._store.kv.recall(self._chain, tokens, needs.spans)
         return KvRead(past, spans, tensors)
 
 
@@ -137,14 +137,14 @@ class Finder:
         request, phases = run.request, list[Phase]()
         num_restored, tensors = 0, None
         usable, least = request.context[:num_usable], _least(num_found)
-        chain = store.chain(request.tenant, request.policy, request.context)
+        chain = store.kv.chain(request.tenant, request.policy, request.context)
         if num_usable > least:
             if not self._device.kv(request.policy).is_plain:  # for example after a rewind
-                await store.settle(chain, usable, least, SETTLE_S, run.waits_no_more)
+                await store.kv.settle(chain, usable, least, SETTLE_S, run.waits_no_more)
             phases += await self._fetch(store, chain, usable, num_found)
             num_restored, tensors = await self._restore(store, chain, run, usable, num_found, phases)
         snapshots = TurnSnapshots(store, chain, request.context)
-        spans = store.wanted(chain, request.context[: request.target - request.target % chain.block])
+        spans = store.kv.wanted(chain, request.context[: request.target - request.target % chain.block])
         plan = TurnPlan(
             plan.num_kept,
             num_restored,
@@ -166,23 +166,23 @@ class Finder:
         """
         policy = run.request.policy
         for _ in range(_RESTORE_TRIES):
-            match = store.match(chain, usable)
+            match = store.kv.match(chain, usable)
             found_s = monotonic()
             # Includes memory for the turn's first tokens, so that the caches need not be copied to grow.
-            room_tokens = min(len(run.request.context) + 1, match.num_tokens + GROWTH_TOKENS)
+            capacity_tokens = min(len(run.request.context) + 1, match.num_tokens + GROWTH_TOKENS)
             size_bytes = self._device.kv(policy).held(match.num_tokens)
             is_better = match.num_tokens > _least(num_found) and self.rates.should_restore(
                 size_bytes, match.num_tokens - num_found
             )
             has_room = False
             try:
-                has_room = is_better and await self._has_room(run, policy, room_tokens)
+                has_room = is_better and await self._has_room(run, policy, capacity_tokens)
             finally:  # the wait may be cancelled
                 if not has_room:
-                    store.release(match)
+                    store.kv.release(match)
             if not has_room:
                 break
-            restored = await store.load(match, room_tokens=room_tokens)
+            restored = await store.kv.load(match, capacity_tokens=capacity_tokens)
             if restored is not None:
                 self.rates.restored(restored.size_bytes, restored.seconds)
                 phases.append(Phase("restore", found_s, monotonic(), restored.num_tokens))
@@ -193,14 +193,14 @@ class Finder:
     async def _fetch(self, store: Store, chain: Chain, usable: Tokens, num_found: int) -> list[Phase]:
         """Fetch blocks of the context that only the remote tier has, if that is faster than prefilling."""
         asked_s = monotonic()
-        there = await store.find_remote(chain, usable)
-        if there is None:
+        there = await store.kv.find_remote(chain, usable)
+        if store.remote is None or there is None:
             return []
         held = self._device.kv(chain.policy).held
         size_bytes = held(there.num_tokens) - held(there.num_stored)
         if not self.rates.should_fetch(size_bytes, there.num_tokens - max(there.num_stored, num_found)):
             return []
-        num_bytes, seconds = await store.fetch(there)
+        num_bytes, seconds = await store.remote.fetch(there)
         self.rates.fetched(num_bytes, seconds)
         return [Phase("fetch", asked_s, monotonic())]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from cache.names.errors import InterruptionError
 from cache.names.policy import FULL
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
-    from cache.store import Forgotten
+    from cache.store import ErasureResult
     from turnkeep_client.messages import Chunk, Progress
     from turnkeep_client.subjects import SessionKey
     from worker.device.request import TurnRequest
@@ -32,7 +33,7 @@ class NoMemoryError(Exception):
     """The device had no room for the next piece of the prompt; the session's tokens have not changed."""
 
 
-class StoppingError(Exception):
+class StoppingError(InterruptionError):
     """The worker stops: the turn was ended early, and its request stays unanswered."""
 
 
@@ -116,7 +117,7 @@ class EnginePort(Protocol):
         Returns those of them whose turn is under way; they keep their KV.
         """
 
-    async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> Forgotten:
+    async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> ErasureResult:
         """Drop a session's KV from the device and its snapshots from SSD. Takes 2 s at most.
 
         The snapshots of the first `shared` tokens stay. The rest is dropped before the first await.

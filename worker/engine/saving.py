@@ -75,7 +75,7 @@ class Saving:
         request, chain = cut.turn.request, cut.turn.plan.chain
         try:
             tokens = request.tokens(cut.span.end)
-            is_queued = chain is not None and self._store.save(chain, tokens, cut.span, cut.tensors)
+            is_queued = chain is not None and self._store.kv.save(chain, tokens, cut.span, cut.tensors)
             if is_queued and cut.turn is self._copied:
                 self._lacking[request.key] = 0.0
         except Exception:
@@ -89,7 +89,7 @@ class Saving:
         """
         self.discard(key)
         if num_uncut:
-            self._store.skip(num_uncut)
+            self._store.queue.skip(num_uncut)
         if self._missing(key):
             self._note(key)
 
@@ -116,7 +116,7 @@ class Saving:
         self._lacking = dict.fromkeys(self._lacking, 0.0)
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while self._copied or self._due() or not self._store.is_idle:
+                while self._copied or self._due() or not self._store.queue.is_idle:
                     if not self._copy_next():
                         await self._pause(_POLL_S)
 
@@ -137,7 +137,8 @@ class Saving:
     def _num_unstored(self, key: SessionKey) -> int:
         tokens, policy = self._residency.tokens(key), self._residency.policy(key)
         try:
-            return len(tokens) - self._store.num_stored(self._store.chain(key.tenant, policy, tokens), tokens)
+            chain = self._store.kv.chain(key.tenant, policy, tokens)
+            return len(tokens) - self._store.kv.find(chain, tokens).num_tokens
         except CutOffError:
             return len(tokens)
 
@@ -145,7 +146,7 @@ class Saving:
         """Return the spans of a session's KV on the device that are neither stored nor queued."""
         tokens, policy = self._residency.tokens(key), self._residency.policy(key)
         try:
-            return self._store.wanted(self._store.chain(key.tenant, policy, tokens), tokens)
+            return self._store.kv.wanted(self._store.kv.chain(key.tenant, policy, tokens), tokens)
         except CutOffError:  # tokens that the model does not see any more: their KV is not on the device
             return []
 
@@ -156,7 +157,7 @@ class Saving:
 
     def _copy_next(self) -> bool:
         """Let the device copy what the index lacks of an idle session; return False if it cannot now."""
-        spare_bytes = self._store.spare()
+        spare_bytes = self._store.queue.spare_bytes()
         if self._copied is not None or not spare_bytes:
             return False
         busy = self._at_work()
@@ -172,9 +173,9 @@ class Saving:
         kv = self._kv(policy)
         sizes = accumulate(kv.snapshot(span.num_tokens, at=span.end) for span in spans)
         num_fitting = sum(size_bytes <= spare_bytes for size_bytes in sizes)
-        if not num_fitting and not self._store.is_idle:
+        if not num_fitting and not self._store.queue.is_idle:
             return False
-        chain = self._store.chain(key.tenant, policy, tokens)
+        chain = self._store.kv.chain(key.tenant, policy, tokens)
         plan = TurnPlan(chain=chain, spans=tuple(spans[: max(num_fitting, 1)]))
         self._copied = Turn(TurnRequest(key, tokens, policy), plan)
         self._lacking[key] = time.monotonic() + _RETRY_S

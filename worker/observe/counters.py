@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anyio import current_time, sleep
+from msgspec import structs
 
-from turnkeep_client.messages import OTHER_TENANTS, Histogram, TenantFigures
+from turnkeep_client.messages import OTHER_TENANTS, Histogram, TenantFigures, Totals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,14 +117,7 @@ class Telemetry:
         self.calls: defaultdict[str, Calls] = defaultdict(Calls)
         #: Ignored entries that no worker can have written, by kind.
         self.ignored: Counter[str] = Counter()
-        self.prefilled_tokens = 0
-        self.cached_tokens = 0
-        self.generated_tokens = 0
-        self.draft_tokens = 0
-        self.accepted_draft_tokens = 0
-        self.draft_saved_s = 0.0
-        self.recalled_tokens = 0
-        self.decoding_s = 0.0
+        self.totals = Totals(prefilled_tokens=0, cached_tokens=0, generated_tokens=0)
         self.time_to_first_token = Distribution(FIRST_TOKEN_BOUNDS)
         self.time_per_output_token = Distribution(PER_TOKEN_BOUNDS)
         self.batch_size = Distribution(BATCH_BOUNDS)
@@ -135,6 +129,17 @@ class Telemetry:
     def uptime_s(self) -> float:
         """Seconds since the worker started."""
         return time.monotonic() - self.started_s
+
+    def figures(self) -> dict[str, Any]:
+        """Return the counts so far, by field of the metrics message."""
+        distributions = {name: one for name, one in vars(self).items() if isinstance(one, Distribution)}
+        return {
+            "uptime_s": self.uptime_s,
+            "requests": {kind: dict(outcomes) for kind, outcomes in self.requests.items()},
+            "ignored": dict(self.ignored),
+            **structs.asdict(self.totals),
+            **{name: one.histogram() for name, one in distributions.items()},
+        }
 
     async def watch_loop(self) -> None:
         """Measure, until cancelled, how late the event loop runs a task that is due."""

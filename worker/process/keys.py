@@ -14,7 +14,7 @@ from .datadir import is_same
 from .settings import SettingsError
 
 if TYPE_CHECKING:
-    from cache.store import Access, Tier
+    from cache.store import Codec, Tier
 
     from .settings import Settings
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 _TIER_BYTES: Final = 100 * 2**30
 
 
-def cache_access(settings: Settings) -> Access:
+def cache_codec(settings: Settings) -> Codec:
     """Return the object that reads and writes snapshots, encrypted if the settings name a key.
 
     Raises `SettingsError`.
     """
-    from cache.store import access_by  # most commands need no cache
+    from cache.store import codec_by  # most commands need no cache
 
     try:
-        return access_by(settings.cache_key_file)
+        return codec_by(settings.cache_key_file)
     except KeyFileError as error:
         raise SettingsError(f"cache_key_file: {error}") from None
 
 
-def remote_tier(settings: Settings, access: Access) -> Tier | None:
+def remote_tier(settings: Settings, codec: Codec) -> Tier | None:
     """Open the remote tier; return None if the settings name none. Blocks; raises `SettingsError`."""
     from cache.store import tier_at
 
@@ -51,7 +51,7 @@ def remote_tier(settings: Settings, access: Access) -> Tier | None:
     if "://" not in place and (is_same(there, own) or is_inside):
         raise SettingsError(f"remote_tier: {place} is this worker's own directory; choose another")
     try:
-        return tier_at(place, access, max_bytes=_TIER_BYTES, min_free_bytes=settings.min_free_disk)
+        return tier_at(place, codec, max_bytes=_TIER_BYTES, min_free_bytes=settings.min_free_disk)
     except ModuleNotFoundError:
         raise SettingsError("obstore is missing; pip install 'turnkeep[objects]' brings it") from None
     except SealedError as error:

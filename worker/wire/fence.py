@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from anyio import sleep
 
+from cache.names.errors import InterruptionError
 from turnkeep_client.nats_client import server_id
 
 from .consistent_reads import RACE_S
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
 
 #: JetStream's error code if the expected last sequence of a subject is not the last one.
 WRONG_LAST_SEQUENCE: Final = 10071
+#: The codes if another writer was faster; with replicas its write may still be in progress.
+OVERTAKEN: Final = (WRONG_LAST_SEQUENCE, 10164)
 
 
-class FencedError(Exception):
+class FencedError(InterruptionError):
     """Another worker has continued the session, or the server restarted: the state in memory is stale."""
 
 

@@ -368,6 +368,7 @@ export interface Generate {
   deadline_s?: number | null;
   /** among waiting requests, higher first */
   priority?: number;
+  /** Maximum tokens of one answer. */
   max_tokens?: number;
   /** the answer's first text, given */
   prefix?: string;
@@ -376,19 +377,31 @@ export interface Generate {
   tool_choice?: "auto" | "none" | "required" | NamedTool;
   parallel_tool_calls?: boolean;
   reasoning?: Reasoning;
+  /** 0 always takes the most likely token. */
   temperature?: number;
+  /** Only the likeliest tokens with this total probability. */
   top_p?: number;
+  /** Only the N most likely tokens; 0 is all. */
   top_k?: number;
+  /** Only tokens at least X times as likely as the likeliest. */
   min_p?: number;
+  /** Above 1: repeat fewer tokens. */
   repetition_penalty?: number;
+  /** Above 0: repeat fewer of the answer's tokens. */
   presence_penalty?: number;
+  /** The same, times how often a token occurs. */
   frequency_penalty?: number;
+  /** Add a number from -100 to 100 to the logit of a token id. */
   logit_bias?: Record<string, number>;
+  /** No end of the answer before N tokens. */
   min_tokens?: number;
+  /** Go on behind the model's end of the answer. */
   ignore_eos?: boolean;
   logprobs?: boolean;
   top_logprobs?: number;
+  /** Seed of the sampling. */
   seed?: number | null;
+  /** End before one of these texts. */
   stop?: readonly string[] | string;
   raw?: boolean;
   response_format?: JsonSchemaFormat | JsonObjectFormat | RegexFormat | LarkFormat | ChoiceFormat | TextFormat | null;
@@ -529,70 +542,106 @@ export interface Message {
  *
  * `waiting` counts the sessions that wait in the worker; `waiting_for_memory` of them wait only for device
  * memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum of
- * sessions at work. `ignored` counts, by kind, entries and chunks that no worker can have published.
- * `sampling` has the options of a generate that the model's authors recommend; the worker applies none by
- * itself. `reasoning` says that the model marks reasoning in its answers. A model is asked only for what it
- * `makes`; `weight_bytes` is its size in memory, and `model_changed_s` says when its folder's config.json was
- * written, in seconds since 1970. `others` names the prefix's other running workers; a worker that `drains`
- * hands its sessions to them. `context_tokens` is the most that a session with all of its KV may hold. A
- * `device` of `unloaded` says that the first request loads the model.
+ * sessions at work. `sampling` has the options of a generate that the model's authors recommend; the worker
+ * applies none by itself. `reasoning` says that the model marks reasoning in its answers. A model is asked
+ * only for what it `makes`; `model_changed_s` says when its folder's config.json was written, in seconds since
+ * 1970. `others` names the prefix's other running workers; a worker that `drains` hands its sessions to them.
+ * A `device` of `unloaded` says that the first request loads the model.
  *
- * `interval_s` is the time until the next message; `max_message_bytes` is the size of the largest request that
- * the log takes. `queue_time` and `request_duration` count the appends and generates from the moment when the
- * log stored them, by the server's clock: `queue_time` until they began to run, `request_duration` until the
- * results of successful ones were stored. `decoding_s` is the total time of decoding steps, for tokens per
- * second without idle time; without drafts these steps would have taken `draft_saved_s` longer (shorter if
- * negative). `by_tenant` is sent only on the metrics subject, never in an answer to a control request.
+ * `max_message_bytes` is the size of the largest request that the log takes. `queue_time` and
+ * `request_duration` count the appends and generates from the moment when the log stored them, by the server's
+ * clock: `queue_time` until they began to run, `request_duration` until the results of successful ones were
+ * stored. `decoding_s` is the total time of decoding steps, for tokens per second without idle time; without
+ * drafts these steps would have taken `draft_saved_s` longer (shorter if negative). `by_tenant` is sent only
+ * on the metrics subject, never in an answer to a control request.
  */
 export interface Metrics {
   type: "metrics";
+  /** Prompt tokens that were run. */
+  prefilled_tokens: number;
+  /** Prompt tokens whose KV was reused. */
+  cached_tokens: number;
+  /** Tokens of answers. */
+  generated_tokens: number;
+  /** Tokens that were speculated. */
+  draft_tokens?: number;
+  /** Speculated tokens that were right. */
+  accepted_draft_tokens?: number;
+  /** Time that speculation has saved. */
+  draft_saved_s?: number;
+  /** Tokens whose KV an answer has recalled from SSD. */
+  recalled_tokens?: number;
+  /** Time in which answers were decoded. */
+  decoding_s?: number;
   worker: string;
   version: string;
   model: string;
   device: string;
   others?: readonly string[];
+  /** 1 while the worker gives its sessions to the others. */
   drains?: boolean;
+  /** Time since the worker started. */
   uptime_s: number;
+  /** Requests with a result, by type and outcome. */
   requests: Record<string, Record<string, number>>;
+  /** Sessions that wait in the worker. */
   waiting: number;
+  /** Waiting sessions that lack only device memory. */
   waiting_for_memory: number;
+  /** Requests that wait in the log for their tenant's share. */
   returned?: number;
+  /** Size of the log's stream. */
   log_bytes?: number;
+  /** Size at which the log refuses requests. */
   log_max_bytes?: number;
   max_message_bytes?: number;
+  /** Entries and chunks that no worker can have published. */
   ignored?: Record<string, number>;
+  /** Sessions with a turn on the device. */
   running: number;
+  /** Sessions in memory. */
   sessions: number;
+  /** Sessions in memory, by cache policy. */
   sessions_by_policy?: Record<string, number>;
+  /** Sessions with KV on the device. */
   resident_sessions: number;
-  prefilled_tokens: number;
-  cached_tokens: number;
-  generated_tokens: number;
-  draft_tokens?: number;
-  accepted_draft_tokens?: number;
-  draft_saved_s?: number;
-  recalled_tokens?: number;
-  decoding_s?: number;
+  /** From a generate's arrival to its first token. */
   time_to_first_token: Histogram;
+  /** Time between two tokens of an answer. */
   time_per_output_token: Histogram;
+  /** Answers that a step decodes. */
   batch_size: Histogram;
+  /** How late the event loop runs a task that is due. */
   event_loop_lag: Histogram;
+  /** Time between two metrics messages. */
   interval_s?: number;
+  /** From the log's time of a request until it runs. */
   queue_time?: Histogram;
+  /** From the log's time of a request to its result. */
   request_duration?: Histogram;
+  /** KV on the device. */
   resident_kv_bytes: number;
+  /** Most tokens of a session with all of its KV. */
   context_tokens?: number;
   sampling?: Record<string, number>;
   reasoning?: boolean;
   makes?: readonly ("answers" | "embeddings" | "scores")[];
+  /** Size of the model's weights in memory. */
   weight_bytes?: number;
   model_changed_s?: number;
+  /** Limit of KV on the device. */
   kv_limit_bytes: number;
+  /** Limit of all memory on the device. */
   device_memory_bytes?: number;
+  /** Memory that MLX has in use. */
   mlx_active_bytes: number;
+  /** Most memory that MLX had in use. */
   mlx_peak_bytes: number;
+  /** Scratch memory of a step, as estimated. */
   estimated_scratch_bytes?: number;
+  /** Scratch memory of a step, as measured. */
   measured_scratch_bytes?: number;
+  /** Resident memory of the process. */
   process_bytes: number;
   snapshots: SnapshotCounters;
   by_tenant?: TenantFigures;
@@ -795,32 +844,52 @@ export interface SessionInfo {
  *
  * `accepted = durable + sum(dropped) + failed + cancelled + in_flight` counts snapshots. `free + held +
  * evictable = capacity` counts bytes. `held` bytes must not be evicted now: turns use these blocks, or they
- * are being written or loaded. `rejected` counts files that failed a check, `timed_out` loads that the disk
- * did not answer in time. The counters of the remote tier (`remote_`): bytes uploaded, bytes downloaded,
- * snapshots not uploaded, and calls that failed.
+ * are being written or loaded.
  */
 export interface SnapshotCounters {
+  /** Snapshots given to the writer. */
   accepted?: number;
+  /** Snapshots that were written and synced. */
   durable?: number;
+  /** Snapshots dropped before they were written. */
   dropped?: Record<string, number>;
+  /** Snapshots that could not be written. */
   failed?: number;
+  /** Snapshots of forgotten sessions. */
   cancelled?: number;
+  /** Snapshots queued for the disk. */
   in_flight?: number;
+  /** Size of the snapshots queued for the disk. */
   in_flight_bytes?: number;
+  /** Bytes written to the disk. */
   written_bytes?: number;
+  /** Bytes read from the disk. */
   restored_bytes?: number;
+  /** Snapshots on the disk. */
   stored?: number;
+  /** Size of the snapshots on the disk. */
   stored_bytes?: number;
+  /** Snapshots evicted to make room. */
   evicted?: number;
+  /** Snapshot files that failed a check. */
   rejected?: number;
+  /** Restores that the disk did not answer in time. */
   timed_out?: number;
+  /** Disk space for snapshots. */
   capacity_bytes?: number;
+  /** Free disk space for snapshots; negative above a limit. */
   free_bytes?: number;
+  /** Disk space that must not be evicted now. */
   held_bytes?: number;
+  /** Disk space that eviction can free. */
   evictable_bytes?: number;
+  /** Bytes put in the remote tier. */
   remote_put_bytes?: number;
+  /** Bytes fetched from the remote tier. */
   remote_fetched_bytes?: number;
+  /** Snapshots that were not put in the remote tier. */
   remote_dropped?: number;
+  /** Calls of the remote tier that failed. */
   remote_failed?: number;
 }
 
@@ -828,16 +897,21 @@ export interface SnapshotCounters {
  * A worker's counts by tenant, empty unless its setting `tenants` enables them.
  *
  * The first tenants that a worker serves have their own counts; all others share the name `_other`. `requests`
- * counts results by outcome, which is `ok` or an error's code; `sessions` counts sessions with waiting or
- * running requests. `cached_tokens` counts tokens whose KV was reused, `restored_tokens` the cached tokens
- * whose KV was read from disk.
+ * counts results by outcome, which is `ok` or an error's code. `cached_tokens` counts tokens whose KV was
+ * reused, `restored_tokens` the cached tokens whose KV was read from disk.
  */
 export interface TenantFigures {
+  /** Requests with a result, by tenant. */
   requests?: Record<string, Record<string, number>>;
+  /** Sessions with requests that wait or run. */
   sessions?: Record<string, number>;
+  /** Prompt tokens that were run, by tenant. */
   prefilled_tokens?: Record<string, number>;
+  /** Prompt tokens whose KV was reused, by tenant. */
   cached_tokens?: Record<string, number>;
+  /** Tokens read from disk, by tenant. */
   restored_tokens?: Record<string, number>;
+  /** Tokens of answers, by tenant. */
   generated_tokens?: Record<string, number>;
 }
 

@@ -1,0 +1,148 @@
+"""Corrects a directory's catalog at a start, so that it agrees with the files, and logs the differences.
+
+The files are right. After an orderly stop catalog and files agree, which is verified fast, without opening a
+file; otherwise the catalog is repaired row by row.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from operator import attrgetter, ne
+from typing import TYPE_CHECKING
+
+import structlog
+
+from cache.disk.format import is_lack
+from cache.disk.header import read_header
+from cache.disk.rows import Row, columns, proofs
+from cache.names.blocks import DIGEST_BYTES
+from cache.names.errors import DoubtfulSnapshotError
+from cache.names.snapshot import MOST_TOKEN_BYTES
+from cache.names.tokens import TOKEN_BYTES
+
+from .index import Index
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from cache.disk.catalog import Catalog
+    from cache.disk.codec import Codec
+    from cache.disk.folder import Folder
+    from cache.disk.rows import Columns
+
+_log = structlog.get_logger("turnkeep.cache")
+
+
+def reconcile(
+    folder: Folder, catalog: Catalog, files: set[str], clock: Callable[[], float]
+) -> tuple[Index, int, set[bytes]]:
+    """Compare the catalog with the folder's `files`, repair the catalog, and build the index.
+
+    Returns the index, the number of doubtful files, and the model identities of adopted files. If the
+    catalog cannot be written, the index is right nevertheless, and the next start repairs the catalog.
+
+    A file without a row gets one from its header, with its mtime as last use; files of another format
+    version stay, unused, until they are evicted. A row without a file is dropped. A file that is not a
+    snapshot goes to quarantine. A file whose parent is missing is removed, since no search can find it.
+    """
+    stored = catalog.read()
+    if _is_in_order(stored, files, folder.codec):
+        index = Index(clock, stored)
+        if index.is_whole:
+            return index, 0, set()
+    stored, doubtful, identities = _mended(folder, catalog, stored, files)
+    return Index(clock, stored), doubtful, identities
+
+
+def _is_in_order(stored: list[Row], files: set[str], codec: Codec) -> bool:
+    """Whether every row is intact and has a file, and every snapshot file has a row.
+
+    SQLite has no checksums of its own, so all rows are verified, by column, without Python code for each.
+    """
+    try:
+        fields = columns(stored)
+        if any(map(ne, proofs(fields), fields[-1])) or not _fits(fields):
+            return False
+    except (TypeError, ValueError):  # fields of wrong types
+        return False
+    there = {codec.file_name(row.digest) for row in stored if row.size_bytes}  # gaps have no file
+    return there <= files and not any(map(codec.digest_of, files - there))
+
+
+def _mended(
+    folder: Folder, catalog: Catalog, rows: list[Row], files: set[str]
+) -> tuple[list[Row], int, set[bytes]]:
+    codec = folder.codec
+    known = {
+        row.digest: row
+        for row in rows
+        if _is_right(row) and (codec.file_name(row.digest) in files) == (row.size_bytes > 0)
+    }
+    wrong = [row for row in rows if row.digest not in known]
+    strays = {digest for file in files if (digest := codec.digest_of(file)) is not None} - known.keys()
+    adopted, identities = _adopted(folder, strays)
+    doubtful = len(strays) - len(adopted)
+    kept: dict[bytes, Row] = {}
+    orphans = []
+    for row in sorted((known | adopted).values(), key=attrgetter("start")):
+        if row.start == 0 or row.parent in kept:
+            kept[row.digest] = row
+        else:
+            orphans.append(row)
+            folder.remove(row.digest)
+    _repair(catalog, [*wrong, *orphans], identities, [row for row in kept.values() if not row.proof])
+    lost = sum(row.digest not in strays for row in wrong)
+    if adopted or doubtful or orphans or lost:
+        # A kill between the writes of a file and its row leads to adopted files and lost rows: no warning.
+        say = _log.warning if doubtful or orphans else _log.info
+        say("index_reconciled", adopted=len(adopted), lost=lost, doubtful=doubtful, orphans=len(orphans))
+    return list(kept.values()), doubtful, identities
+
+
+def _adopted(folder: Folder, strays: set[bytes]) -> tuple[dict[bytes, Row], set[bytes]]:
+    """Make rows for files without one; quarantine damaged files. Return the rows and the model identities."""
+    adopted: dict[bytes, Row] = {}
+    identities: set[bytes] = set()
+    for digest in strays:
+        try:
+            path = folder.path(digest)
+            header, stat = read_header(path, folder.codec), path.stat()
+        except (DoubtfulSnapshotError, OSError) as error:
+            if is_lack(error):
+                raise
+            folder.quarantine(digest)
+            _log.warning("snapshot_quarantined", digest=digest.hex(), reason=str(error))
+            continue
+        identities.add(bytes.fromhex(header.identity))
+        adopted[digest] = Row.of(digest, header.name, stat.st_size, stat.st_mtime_ns // 1000)
+    return adopted, identities
+
+
+def _repair(catalog: Catalog, wrong: list[Row], identities: set[bytes], lacking: list[Row]) -> None:
+    try:
+        catalog.remove(wrong)
+        if identities:
+            catalog.note_identities(identities)  # before the rows, since a file with a row is not read again
+        catalog.put(lacking)
+    except sqlite3.Error as error:  # a full disk
+        _log.error("index_not_written", error=str(error))
+
+
+def _is_right(row: Row) -> bool:
+    """Whether a row agrees with its checksum. The file's length is verified when the file is read."""
+    try:
+        fields = columns([row])
+        return _fits(fields) and next(proofs(fields)) == row.proof
+    except (AttributeError, TypeError, ValueError):  # fields of wrong types
+        return False
+
+
+def _fits(fields: Columns) -> bool:
+    """Whether digests have the right length, tokens are complete and not too many, numbers are integers."""
+    digests, parents, starts, tokens, sizes, used, *_ = fields
+    return (
+        {*map(len, digests), *map(len, parents)} <= {DIGEST_BYTES}
+        and not any(size % TOKEN_BYTES or size > MOST_TOKEN_BYTES for size in set(map(len, tokens)))
+        and {*map(type, starts), *map(type, sizes), *map(type, used)} <= {int}
+        and min(min(starts, default=0), min(sizes, default=0)) >= 0
+    )

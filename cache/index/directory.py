@@ -1,0 +1,112 @@
+"""Opens a cache directory: locks it, removes a dead process's leftovers, reconciles index and files."""
+
+from __future__ import annotations
+
+import gc
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from cache.disk.catalog import Catalog
+from cache.disk.codec import PLAIN
+from cache.disk.folder import Folder
+
+from .catalog_repair import reconcile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from cache.disk.codec import Codec
+    from cache.names.marks import ErasureProgress
+
+    from .index import Index
+
+_log = structlog.get_logger("turnkeep.cache")
+
+#: An index with more snapshots than this is excluded from garbage collection (`gc.freeze`).
+_MANY_ROWS: Final = 10_000
+
+
+@dataclass(slots=True)
+class OpenDirectory:
+    """An open directory. Folder and catalog belong to the write queue from now on.
+
+    `identities` are the model identities that have snapshots. `noted` are those that the catalog lists; if
+    it could not be written, some are missing.
+    """
+
+    folder: Folder
+    catalog: Catalog
+    index: Index
+    identities: set[bytes]
+    noted: set[bytes]
+    erased: list[ErasureProgress]
+    rejected: int
+    quarantined_bytes: int
+    free_bytes: int
+
+    def close(self) -> None:
+        """Close the catalog, and unlock the directory."""
+        self.catalog.close()
+        self.folder.close()
+
+
+def open_directory(
+    directory: Path, identity: bytes | None, model: str, clock: Callable[[], float], codec: Codec = PLAIN
+) -> OpenDirectory:
+    """Lock a directory, build its index, and repair the catalog if it differs from the files. Blocking.
+
+    A store gives its model's identity and name, which the catalog lists; a command gives None.
+
+    Raises `DirectoryLockedError`, `SealedError`, `OSError`.
+    """
+    folder = Folder(directory, codec)
+    with ExitStack() as stack:
+        stack.callback(folder.close)
+        folder.claim()
+        if leftovers := folder.clear_tmp():
+            _log.info("unfinished_snapshots_removed", files=leftovers)
+        with _rarely_collecting():
+            with ThreadPoolExecutor(1) as beside:  # SQLite checks its file without the GIL
+                names = beside.submit(folder.names)
+                catalog = Catalog(folder)
+                stack.callback(catalog.close)
+            index, rejected, adopted = reconcile(folder, catalog, names.result(), clock)
+            if index.stored > _MANY_ROWS:
+                gc.freeze()  # a collection of the index would stop every thread for 0.2 s
+        with suppress(sqlite3.Error):  # a full disk
+            if identity is not None:
+                catalog.note_identities([identity])
+            if identity is not None and model:
+                catalog.name_model(identity, model)
+        noted = set(catalog.identities())
+        opened = OpenDirectory(
+            folder,
+            catalog,
+            index,
+            noted | adopted | ({identity} if identity is not None else set()),
+            noted,
+            catalog.erased(),
+            rejected,
+            folder.quarantined_bytes(),
+            folder.free_bytes(),
+        )
+        stack.pop_all()  # both stay open
+        return opened
+
+
+@contextmanager
+def _rarely_collecting() -> Iterator[None]:
+    """Disable the garbage collector in the block: it would scan the growing index again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,110 @@
+"""Says what the log has for an idempotency key, whichever client or gateway sent the request.
+
+A request with an `Idempotency-Key` has a session of its own, whose name is derived from the key, so any
+gateway can read the request's state from the log at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+from turnkeep_client.errors import InvalidMessageError, NoAnswerError, NoServerError, RequestFailedError
+from turnkeep_client.messages import Failed, Opened, decode_result
+from turnkeep_client.subjects import session_key
+
+from . import logged_answers
+from .index import PREFIX, RequestName, base_of
+from .logged_answers import FIRST_PAUSE_S, MISTAKEN
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from turnkeep_client.client import Client
+
+    from .logged_answers import LoggedAnswer, Note
+
+_T = TypeVar("_T")
+
+#: The failure code of a request whose idempotency key was sent before with another request.
+KEY_REUSED: Final = "key_reused"
+
+
+class KeyState(NamedTuple):
+    """What the log has for an idempotency key: the request's last attempt, and the session's fork point.
+
+    The fork point, in `opened`, is a boundary's digest and a position; None if the session is no fork.
+    """
+
+    session: str
+    last: LoggedAnswer | None = None
+    opened: tuple[bytes, int] | None = None
+
+    @property
+    def num_failed(self) -> int:
+        """The number of failed attempts, which is the nonce of the next attempt's request id."""
+        name = RequestName.parse(self.last.request.id) if self.last else None
+        return name.nonce + 1 if name else 0
+
+    @property
+    def answer(self) -> LoggedAnswer | None:
+        """The last attempt if it has an answer, runs, or failed for good; None if the request may be sent."""
+        failed = self.last.result if self.last else None
+        may_try = isinstance(failed, Failed) and (failed.retryable or failed.code in MISTAKEN)
+        return None if may_try else self.last
+
+
+def id_of(key: str) -> str:
+    """Return the answer's id for a request with this idempotency key."""
+    return blake2b(key.encode(), digest_size=24).hexdigest()
+
+
+async def state_of(client: Client, answer_id: str, body: str) -> KeyState:
+    """Read from the log the state of a request with an idempotency key.
+
+    Raises `RequestFailedError` if the logged request had another body (`body` is a digest).
+    """
+    session = PREFIX + answer_id[:32]
+    last = (await logged_answers.find(client, {answer_id}, conversation=False)).get(answer_id)
+    if last is not None and last.note.body != body:
+        raise key_reused()
+    found, opened = KeyState(session, last), None
+    if found.answer is None:
+        async for _, one in client.stored.every(session_key(client.tenant, session), "out"):
+            with contextlib.suppress(InvalidMessageError):
+                result = decode_result(one.body)
+                if isinstance(result, Opened):
+                    base = base_of(result.tags)
+                    opened = None if base is None else (base, result.position)
+    return found._replace(opened=opened)
+
+
+def key_reused() -> RequestFailedError:
+    """Build the error for an idempotency key that was sent before with another request."""
+    why = "this Idempotency-Key was sent with another request: each request needs a key of its own"
+    return RequestFailedError(KEY_REUSED, why, retryable=False)
+
+
+async def first_copy(client: Client, answer_id: str) -> LoggedAnswer | None:
+    """Read a request's last attempt, as the log first stored it. Retries while the log cannot be read."""
+    found = await _read(lambda: logged_answers.find(client, {answer_id}, conversation=False))
+    return found.get(answer_id)
+
+
+async def first_note(client: Client, session: str, request_id: str, note: Note) -> Note:
+    """Return the note that the log first stored with a request; `note` if that is of another body.
+
+    Retries while the log cannot be read.
+    """
+    first = await _read(lambda: logged_answers.note_of(client, session, request_id))
+    return first if first is not None and first.body == note.body else note
+
+
+async def _read(read: Callable[[], Awaitable[_T]]) -> _T:
+    while True:
+        try:
+            return await read()
+        except (NoAnswerError, NoServerError):
+            await asyncio.sleep(FIRST_PAUSE_S)

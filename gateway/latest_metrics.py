@@ -1,0 +1,76 @@
+"""Fetches a worker's metrics, and keeps them for a second."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from turnkeep_client.errors import NoServerError, NoWorkerError, RequestFailedError, TurnkeepError
+from turnkeep_client.messages import UNLOADED
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from turnkeep_client.client import Client
+    from turnkeep_client.messages import Metrics
+
+#: How long a worker's metrics are used before they are fetched again.
+_SEEN_S: Final = 1.0
+#: The pause between two attempts to reach a worker.
+_BETWEEN_S: Final = 0.1
+
+
+class LatestMetrics:
+    """The latest metrics of the worker behind one client. Event loop only."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._metrics: Metrics | None = None
+        self._seen_s = float("-inf")
+
+    async def worker(self, *, patience_s: float = 0.0, now: bool = False) -> Metrics:
+        """Return the worker's metrics, at most a second old; with `now`, fetch new ones.
+
+        Wait up to `patience_s` for a worker that has answered before, also if the worker stops now. Raises
+        `NoWorkerError`, and `RequestFailedError` if the worker refuses to answer.
+        """
+        if now:
+            self._seen_s = float("-inf")
+            return await self._while_connected(self.worker())
+        until_s = time.monotonic() + (0.0 if self._metrics is None else patience_s)
+        while self._metrics is None or time.monotonic() - self._seen_s > _SEEN_S:
+            try:
+                self._metrics = await self._client.worker_metrics()
+            except (NoWorkerError, RequestFailedError) as error:
+                may_try = isinstance(error, NoWorkerError) or error.retryable
+                if time.monotonic() >= until_s or not may_try:
+                    raise
+                await asyncio.sleep(_BETWEEN_S)
+            else:
+                self._seen_s = time.monotonic()
+        return self._metrics
+
+    async def _while_connected(self, asking: Coroutine[Any, Any, Metrics]) -> Metrics:
+        """Wait for a worker's metrics. Raises `NoWorkerError`, also once NATS is disconnected."""
+        task = asyncio.create_task(asking)
+        try:
+            while self._client.connected and not task.done():
+                await asyncio.wait([task], timeout=_BETWEEN_S)
+            if task.done():
+                return task.result()
+            raise NoServerError("the connection to the NATS server is lost")
+        finally:
+            task.cancel()
+
+    @property
+    def max_message_bytes(self) -> int:
+        """The size of the largest message that the worker takes, from its latest metrics; 0 if unknown."""
+        return self._metrics.max_message_bytes if self._metrics else 0
+
+    async def is_loaded(self) -> bool:
+        """Whether the worker has its model loaded; also True if no worker answers, or it stops."""
+        try:
+            return (await self.worker()).device != UNLOADED
+        except TurnkeepError:
+            return True

@@ -1,0 +1,105 @@
+"""Runs the gateway's HTTP server until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from typing import TYPE_CHECKING, Any, Final
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from turnkeep_client.errors import TurnkeepError
+
+if TYPE_CHECKING:
+    from .app import Gateway
+
+#: How long a server that stops waits for running answers. Their clients can send the request again later.
+_DRAIN_S: Final = 10
+_KEEP_ALIVE_S: Final = 75
+#: A request's headers must have arrived within this time.
+_HEAD_S: Final = 10.0
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on the address, with TCP_NODELAY. Raises `TurnkeepError`."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=512)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+        raise TurnkeepError(f"cannot listen on {host}:{port} ({why}); choose another --listen") from None
+    # asyncio sets it only for sockets that name their protocol. Without it a token can wait 40 ms for an ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+class _Protocol(H11Protocol):
+    """An HTTP/1.1 connection that closes if the head of a request does not arrive in time (`_HEAD_S`).
+
+    The time runs from the start of the connection, and later from the first byte of each request.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._closing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        self._closing = self.loop.call_later(_HEAD_S, self._close)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._closing = self._closing or self.loop.call_later(_HEAD_S, self._close)
+        elif self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._closing is not None:
+            self._closing.cancel()
+
+    def _close(self) -> None:
+        self.transport.close()
+
+
+def server(gateway: Gateway) -> uvicorn.Server:
+    """Return the uvicorn server that runs the gateway's application."""
+    errors = logging.getLogger("uvicorn.error")
+    errors.setLevel(logging.ERROR)  # else clients that send nonsense fill the log
+    errors.addFilter(_is_no_cancellation)
+    made = uvicorn.Server(
+        uvicorn.Config(
+            gateway.app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_DRAIN_S,
+        )
+    )
+    gateway.connections.is_stopping = lambda: made.should_exit
+    return made
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Drop tracebacks of answers that a stop cut off: uvicorn logs their number in one line before."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
+
+
+async def serve(gateway: Gateway, server: uvicorn.Server, listener: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM, then wait for running answers and close the gateway."""
+    publishing = asyncio.create_task(gateway.publish())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        publishing.cancel()
+        await gateway.close()

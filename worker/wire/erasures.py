@@ -1,0 +1,182 @@
+"""Erases a forgotten session's KV also at workers that did not run when the session was forgotten.
+
+The worker that forgets a session stores a note in the log: digests (marks) of the session's tokens, and which
+data directories have none of its KV any more. Each worker reads the notes that it has not carried out, also
+those from before it started. A note names neither the session nor its tokens.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+import nats.errors
+import structlog
+from anyio import sleep
+from nats.js.errors import APIError
+
+from cache.names.marks import ErasureProgress, Marks
+from worker.process.clock import monotonic, time
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from cache.names.tokens import Tokens
+    from turnkeep_client.subjects import SessionKey
+
+    from .consistent_reads import Entry
+    from .journal import Journal
+
+    LetGo = Callable[[Callable[[SessionKey], bool]], set[SessionKey]]
+
+log = structlog.get_logger()
+
+_PERIOD_S: Final = 10.0
+#: How long notes are kept. A worker that was away for longer drops all its KV if there are new notes.
+_KEPT_DAYS: Final = 7
+_KEPT_S: Final = _KEPT_DAYS * 86400.0
+#: How often to remove old notes, and to store the time, by which a worker knows how long it was away.
+_OFTEN_S: Final = 3600.0
+
+
+class Note(msgspec.Struct, frozen=True):
+    """A note that KV of a forgotten session must be erased, except in the data directories `done`.
+
+    `session` is a digest of the session's name.
+    """
+
+    session: bytes
+    marks: Marks
+    done: tuple[str, ...] = ()
+
+
+class Copies(Protocol):
+    """A worker's own snapshots; implemented by `cache.index.eraser.Eraser`."""
+
+    async def erase_marked(self, tenant: str, marks: Marks) -> bool:
+        """Erase the copies of a forgotten token sequence; return false if this has to be tried again."""
+
+    async def clear(self) -> bool:
+        """Erase all copies of KV; return false if this has to be tried again."""
+
+    def erased_up_to(self, log: str) -> ErasureProgress | None:
+        """Return the last argument of `note_erased` for the log with this name; None if there is none."""
+
+    def note_erased(self, erased: ErasureProgress) -> None:
+        """Store the sequence up to which all notes of a log are carried out."""
+
+
+class Erasures:
+    """Stores notes about forgotten sessions, and carries out other workers' notes. Event loop only."""
+
+    def __init__(self, journal: Journal, directory: str, copies: Copies | None) -> None:
+        """`directory` identifies the worker's data directory; `copies` is None if it stores no snapshots."""
+        self._journal = journal
+        self._directory = directory
+        self._copies = copies
+        self._carried_out: set[int] = set()  # only notes behind one that must wait
+        self._log = ""
+        self._noted: ErasureProgress | None = None  # the only record of it if there are no `copies`
+        self._late: set[SessionKey] | None = None  # were at work as this worker began to drop all its KV
+        self._cleaned_s = -_OFTEN_S
+
+    async def note(self, key: SessionKey, tokens: Tokens, shared: int, done: Iterable[str]) -> None:
+        """Store a note that a session is forgotten, before its tokens leave the log.
+
+        It concerns all data directories but those in `done`, and all tokens but the first `shared`.
+        """
+        if len(tokens) > shared:
+            note = Note(_digest(key), Marks.of(key.tenant, tokens.packed(), shared), tuple(done))
+            await self._journal.note_erasure(key.tenant, msgspec.json.encode(note))
+
+    async def run(self, let_go: LetGo, is_first: Callable[[], bool]) -> None:
+        """Carry out notes until cancelled. A worker removes old notes only while its `is_first()` is true.
+
+        `let_go(match)` drops matching sessions from memory and device; returns those at work, which stay.
+        """
+        while True:
+            try:
+                await self._look(let_go)
+                if is_first() and monotonic() > self._cleaned_s + _OFTEN_S:
+                    await self._clean()
+                    self._cleaned_s = monotonic()
+            except (nats.errors.Error, APIError, OSError) as error:
+                log.warning("notes of what was forgotten could not be read yet", error=str(error))
+            await sleep(_PERIOD_S)
+
+    async def _look(self, let_go: LetGo) -> None:
+        self._log = self._log or await self._journal.log_name()
+        noted = self._copies.erased_up_to(self._log) if self._copies is not None else self._noted
+        known = noted or ErasureProgress(self._log, 0, time())
+        if time() - known.time_s > _KEPT_S and not await self._drop_all(let_go, known.seq):
+            return
+        done = await self._carry_out(let_go, known.seq)
+        if noted is None or done > known.seq or not 0 < time() - known.time_s < _OFTEN_S:
+            self._noted = ErasureProgress(self._log, done, time())
+            if self._copies is not None:
+                self._copies.note_erased(self._noted)
+
+    async def _drop_all(self, let_go: LetGo, after: int) -> bool:
+        """Drop all KV if there are notes after `after`; return false if this has to be continued later.
+
+        Sessions that are at work keep their KV until their turns have ended. Only after that are the copies
+        erased, as these turns may add some.
+        """
+        notes, _ = await self._journal.erasures(after)
+        if not notes:
+            return True
+        late = self._late
+        if late is None:
+            log.warning(
+                "this worker was away so long that notes of what to erase have expired: it drops all its KV",
+                days=_KEPT_DAYS,
+            )
+        self._late = let_go(lambda key: late is None or key in late)
+        if self._late or not (self._copies is None or await self._copies.clear()):
+            return False
+        self._late = None
+        return True
+
+    async def _carry_out(self, let_go: LetGo, after: int) -> int:
+        """Carry out the notes after `after`; return the sequence up to which all are carried out."""
+        more, left = 1, 0
+        while more:
+            notes, more = await self._journal.erasures(after)
+            for entry in notes:
+                after = entry.seq
+                if after not in self._carried_out:
+                    if await self._erase(let_go, entry):
+                        self._carried_out.add(after)
+                    else:
+                        left = left or after
+        done = left - 1 if left else after
+        self._carried_out = {seq for seq in self._carried_out if seq > done}
+        return done
+
+    async def _erase(self, let_go: LetGo, entry: Entry) -> bool:
+        """Carry out a note; return false if this has to be tried again, for instance after a turn."""
+        tenant = entry.headers["Nats-Subject"].rpartition(".")[2]
+        try:
+            note = msgspec.json.decode(entry.body, type=Note)
+        except msgspec.MsgspecError:
+            return True  # not written by a worker
+        if self._directory in note.done:
+            return True
+        if let_go(lambda key: key.tenant == tenant and _digest(key) == note.session):
+            return False
+        return self._copies is None or await self._copies.erase_marked(tenant, note.marks)
+
+    async def _clean(self) -> None:
+        """Remove notes older than a week. The last note stays, since it shows that there were some."""
+        notes, _ = await self._journal.erasures(0)
+        while len(notes) > 1:
+            for entry in notes[:-1]:
+                if time() - entry.stored.timestamp() < _KEPT_S:
+                    return
+                await self._journal.delete(entry.seq)
+            notes, _ = await self._journal.erasures(0)
+
+
+def _digest(key: SessionKey) -> bytes:
+    return blake2b(str(key).encode(), digest_size=8).digest()
