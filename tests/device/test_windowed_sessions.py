@@ -111,7 +111,7 @@ def test_a_long_windowed_session_has_kv_only_for_sinks_window_and_a_margin_for_r
     model = make_model("llama")
     rig = make_rig(model)
     rig.run(append(prompt(3000), policy=POLICY))
-    held = rig.device._runner.room.get(append(as_tokens([1])).key)
+    held = rig.device._runner.room.get(append(as_tokens([1])).request.key)
     assert all(type(cache) is RingCache for cache in held.caches)
     assert all(array.shape[2] <= 23 + SLACK for cache in held.caches for array in cache.state)
 
