@@ -224,14 +224,7 @@ class Store:
             self._index.limit(root, form.layout.reach)
         self._behind.follow(root, form.layout, form.identity)
         chain = Chain(root, form.identity.block_tokens, policy)
-        if of is None:
-            return chain
-        if root not in of.chains:
-            for boundary in of.boundaries:
-                names = self._index.names_up_to(root, boundary.name) if boundary.root == root else []
-                if names and len(names) * chain.block == boundary.end:
-                    chain.resume(of, names)
-        return of.chains.setdefault(root, chain)
+        return chain if of is None else of.chains.setdefault(root, chain)
 
     def match(self, tenant: str | Chain, tokens: Sequence[int]) -> Match:
         """Find the longest stored prefix of `tokens`; protect it from eviction until `load` or `release`."""

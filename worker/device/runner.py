@@ -402,7 +402,7 @@ class Runner:
         if end == turn.target and turn.answer is not None:
             turn.row = Row(
                 caches=turn.caches,
-                known=turn.context.ids(max(len(turn.context) - MOST_SEEN, turn.context.held_from)),
+                known=turn.context.ids(max(len(turn.context) - MOST_SEEN, 0)),
                 sampler=RowSampler(
                     turn.sampling,
                     answered=turn.answer.tokens,

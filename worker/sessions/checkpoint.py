@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec import Struct
 
-from cache.names.tokens import Boundary, Tokens
+from cache.names.tokens import unpack
 from turnkeep_client.messages import Model, Parent, SessionCache  # noqa: TC001  # msgspec looks them up
 from worker.text.templates import Conversation
 
@@ -34,7 +34,7 @@ _LEVEL: Final = 1
 
 
 class _Body(Struct, frozen=True, array_like=True):
-    """The content of a checkpoint. `tokens` are the results of `Tokens.pack_shortened`.
+    """The content of a checkpoint; `tokens` are packed.
 
     `turnkeep sessions --verify` reads the fields by their position.
     """
@@ -44,8 +44,7 @@ class _Body(Struct, frozen=True, array_like=True):
     exists: bool
     closed: bool
     conversation: bytes
-    tokens: tuple[bytes, bytes, bytes]
-    boundaries: tuple[Boundary, ...]
+    tokens: bytes
     ids: bytes
     cache: SessionCache | None
     parent: Parent | None
@@ -55,7 +54,7 @@ class _Body(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state of a session after the request at `in_seq`; its history may be `History.shortened`."""
+    """The state of a session after the request at `in_seq`."""
 
     in_seq: int
     history: History
@@ -70,8 +69,7 @@ class Checkpoint:
             history.exists,
             history.closed,
             history.conversation.pack(),
-            history.tokens.pack_shortened(),
-            tuple(history.tokens.boundaries),
+            history.tokens.packed(),
             self.answered.pack(),
             in_words(history.policy) if history.exists else None,
             history.parent,
@@ -90,7 +88,7 @@ class Checkpoint:
             answered.load(body.ids)
             history = History(
                 Conversation.unpack(tokenizer, body.conversation),
-                Tokens.unpack_shortened(*body.tokens, body.boundaries),
+                unpack(body.tokens),
                 exists=body.exists,
                 closed=body.closed,
                 policy=recorded(body.cache),

@@ -367,7 +367,9 @@ class Fold:
                 f"{_counted(number)} told to the model in another form: {what}"
                 for what, number in noted.items()
             ]
-            yield lambda state: state.conversation.add_said(state.tokens, said)
+            opens = isinstance(request, Generate) and answer is None and not request.raw
+            opens = opens and not (request.text or request.tokens)
+            yield lambda state: state.conversation.add_said(state.tokens, said, opens_answer=opens)
         if request.text:
             text = (
                 request.text if request.special_tokens is not False else self._tokenizer.as_text(request.text)

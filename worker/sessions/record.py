@@ -213,14 +213,11 @@ class Record:
         """Return a checkpoint of the session after the request at `in_seq`; None if none is due yet.
 
         The result of that request must contain a digest of the history. No checkpoint is due while an earlier
-        request is pending. Parts that the checkpoint leaves out of the history are dropped from memory too.
+        request is pending.
         """
         waits = self.pending[0].seq < in_seq if self.pending else False
         if self._num_since_checkpoint < _CHECKPOINT_EVERY or self.diverged or waits or in_seq > self.in_seq:
             return None
-        if not self.whole:
-            # Keep all tokens of a log that was just read: their blocks have no names yet.
-            self.history = self.history.shortened(tokens=self._num_committed > 0)
         self._num_since_checkpoint = 0
         return Checkpoint(in_seq, self.history, self.answered_ids.copy())
 

@@ -157,8 +157,7 @@ class Session:
     @property
     def size_bytes(self) -> int:
         """The memory that the session takes, approximately."""
-        num_tokens = self.history.position - self.history.tokens.held_from
-        return _SIZE_BYTES + _TOKEN_BYTES * num_tokens + self.log.record.answered_ids.size_bytes
+        return _SIZE_BYTES + _TOKEN_BYTES * self.history.position + self.log.record.answered_ids.size_bytes
 
     @property
     def next_request(self) -> Request | None:

@@ -213,7 +213,7 @@ class Sessions:
                 break
             if other.key.tenant != key.tenant or other.key == key or (needed := other.needed) is None:
                 continue
-            if len(needed) <= most or (needed.holds(most) and needed[most] != tokens[most]):
+            if len(needed) <= most or needed[most] != tokens[most]:
                 continue  # an exact count takes many times as long, and sessions may be thousands
             if (num := needed.num_common(tokens)) > most:
                 most, found = num, other
