@@ -31,7 +31,7 @@ _BLAS: Final = re.compile(r"blas|lapack|mkl", re.IGNORECASE)
 #: Folders with numpy's and SciPy's own OpenBLAS, whose symbols have other names, so MLX never calls it.
 _PRIVATE: Final = frozenset({"numpy.libs", "scipy.libs"})
 #: A word of the command line of a worker, which is a child of `turnkeep serve`.
-_WORKER: Final = "commands.worker"
+_WORKER: Final = "worker.main"
 READY_TIMEOUT_S: Final = 180.0
 STOP_TIMEOUT_S: Final = 30.0
 

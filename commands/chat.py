@@ -14,14 +14,14 @@ from uuid import uuid4
 import click
 
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError, TurnkeepError
-from turnkeep_client.messages import Generate
+from turnkeep_client.messages import OPTIONS, Generate
 from turnkeep_client.session import build
 
 from .ask import decoded
 from .close import rewind_last
 from .control import print_info
 from .exchanges import last_exchanges
-from .flags import SAMPLING, Number, tenant_option, with_answer_options
+from .flags import tenant_option, with_answer_options
 from .rendering import MarkdownScreen
 from .sampling import cut, preferred, whole
 from .screen import printable, wrapped
@@ -57,7 +57,7 @@ _HELP: Final = """\
 /bye              leave and keep the session (like Ctrl-D)"""
 #: The options of /set, with what parses their values.
 _OPTIONS: Final[dict[str, Callable[[str], Any]]] = {
-    **{name: float if isinstance(kind, Number) else int for name, (_, kind, _) in SAMPLING.items()},
+    **{name: one.kind for name, one in OPTIONS.items() if one.kind in (int, float)},
     "stop": lambda text: [text],
 }
 #: How long a command waits for the worker.

@@ -230,8 +230,7 @@ def _drafting(settings: Settings, draft: Check) -> Check:
     """
     from worker.models import catalog, model
     from worker.models.model_files import is_gguf
-
-    from .weighing import weigh
+    from worker.weighing import weigh
 
     packaged = catalog.packaged_gguf()
     default = packaged.stem if packaged is not None else model.DEFAULT_ID

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import OPTIONS
 from worker.process import setting_sources
 from worker.process.setting_kinds import POLICY, parse_duration
 from worker.process.settings import describe
@@ -22,7 +23,7 @@ from worker.process.settings import describe
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from turnkeep_client.session import Sampling
+    from turnkeep_client.sampling import Option, Sampling
     from worker.process.settings import Settings
 
 
@@ -260,34 +261,27 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
     return decorate
 
 
-#: The same ranges as in the protocol's messages; a test compares both.
-_TOKENS: Final = click.IntRange(0, 2**31 - 1)
-_PENALTY: Final = Number(-2, 2)
-#: The sampling options with a number: the placeholder, the type and the help of each.
-SAMPLING: Final[dict[str, tuple[str, click.ParamType[Any], str]]] = {
-    "max_tokens": ("N", _TOKENS, "Maximum tokens of one answer. [default: what fits the context]"),
-    "temperature": ("T", Number(0, 100), "0 always takes the most likely token. [default: the model's]"),
-    "top_p": (
-        "P",
-        Number(0, 1),
-        "Only the likeliest tokens with this total probability. [default: the model's]",
-    ),
-    "top_k": ("N", _TOKENS, "Only the N most likely tokens; 0 is all. [default: the model's]"),
-    "min_p": (
-        "P",
-        Number(0, 1),
-        "Only tokens at least P times as likely as the likeliest. [default: the model's]",
-    ),
-    "repetition_penalty": (
-        "X",
-        Number(0, 100, min_open=True),
-        "Above 1: repeat fewer tokens. [default: the model's]",
-    ),
-    "presence_penalty": ("X", _PENALTY, "Above 0: repeat fewer of the answer's tokens."),
-    "frequency_penalty": ("X", _PENALTY, "The same, times how often a token occurs."),
-    "min_tokens": ("N", _TOKENS, "No end of the answer before N tokens."),
-    "seed": ("N", click.IntRange(0, 2**63 - 1), "Seed of the sampling. [default: a new one]"),
-}
+#: What counts if an option is left out, unless that is what the model's authors recommend.
+_DEFAULTS: Final = {"max_tokens": "what fits the context", "seed": "a new one"}
+
+
+def _sampling_option(one: Option) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return the option of a command for a sampling option of the protocol."""
+    limits: Any = {"min": one.meta.ge, "max": one.meta.le}
+    if one.meta.gt is not None:
+        limits |= {"min": one.meta.gt, "min_open": True}
+    default = "the model's" if one.is_recommended else _DEFAULTS.get(one.name)
+    text = f"{one.meta.description}{f' [default: {default}]' if default else ''}"
+    text += " May be repeated." if one.kind in (dict, tuple) else ""
+    kinds: dict[type, dict[str, Any]] = {
+        int: {"metavar": "N", "type": click.IntRange(**limits)},
+        float: {"metavar": "X", "type": Number(**limits)},
+        bool: {"is_flag": True, "default": None},
+        dict: {"metavar": "ID:BIAS", "multiple": True, "callback": _biases},
+        tuple: {"metavar": "TEXT", "multiple": True},
+    }
+    cls = click.Option if one.name in _DAILY else Rare
+    return click.option(f"--{one.name.replace('_', '-')}", cls=cls, help=text, **kinds[one.kind])
 
 
 def _biases(
@@ -340,36 +334,9 @@ def _cache_policy(
     return {"policy": "sink_window", "sink": policy.sink, "window": policy.window}
 
 
-_ANSWER_OPTIONS: Final = (
+_ANSWER_OPTIONS: Final[tuple[Callable[..., Any], ...]] = (
     click.option("--system", metavar="TEXT", help="System message, sent first."),
-    *(
-        click.option(
-            f"--{name.replace('_', '-')}",
-            cls=click.Option if name in _DAILY else Rare,
-            metavar=metavar,
-            type=kind,
-            help=purpose,
-        )
-        for name, (metavar, kind, purpose) in SAMPLING.items()
-    ),
-    click.option(
-        "--stop", cls=Rare, metavar="TEXT", multiple=True, help="End before this text; may be repeated."
-    ),
-    click.option(
-        "--ignore-eos",
-        cls=Rare,
-        is_flag=True,
-        default=None,
-        help="Go on behind the model's end of the answer.",
-    ),
-    click.option(
-        "--logit-bias",
-        cls=Rare,
-        metavar="ID:BIAS",
-        multiple=True,
-        callback=_biases,
-        help="Add to the logit of a token id, -100 to 100; may be repeated.",
-    ),
+    *map(_sampling_option, OPTIONS.values()),
     click.option(
         "--reasoning",
         cls=Rare,
@@ -395,7 +362,7 @@ def with_answer_options(command: Callable[..., Any]) -> Callable[..., Any]:
     def called(
         *args: Any, system: str | None, cache: dict[str, Any] | None, reasoning: str | None, **given: Any
     ) -> Any:
-        sampling: Any = {name: given.pop(name) for name in (*SAMPLING, "stop", "logit_bias", "ignore_eos")}
+        sampling: Any = {name: given.pop(name) for name in OPTIONS}
         options = AnswerOptions(sampling=sampling, system=system, cache=cache, reasoning=reasoning)
         return command(*args, options=options, **given)
 

@@ -69,9 +69,9 @@ def gateway(
     Needs the extra gateway; if it is missing, a message says how to install it.
     """
     with http_libraries("gateway"):
-        from gateway.http.app import Gateway
-        from gateway.http.serving import listening, serve, server
+        from gateway.app import Gateway
         from gateway.keys import Keys
+        from gateway.server import listening, serve, server
 
     settings, models = given.load(), given.load_models()
     if explain:

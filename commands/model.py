@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from worker.observe.progress import terminal_progress
 from worker.process.formatting import size
 
 from .flags import as_json, with_settings
 from .printing import table
-from .progress import terminal_progress
 
 if TYPE_CHECKING:
     from worker.models.catalog import ModelEntry

@@ -13,10 +13,10 @@ import click
 
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
+from worker.observe.progress import terminal_progress
 
 from .flags import as_json, moment, tenant_option, with_result_timeout, with_settings
 from .printing import table
-from .progress import terminal_progress
 from .talking import CLIENT_SETTINGS, connected, no_session, talk
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Generated
-    from turnkeep_client.session import Sampling
+    from turnkeep_client.sampling import Sampling
 
 #: More tokens than any context: the worker lowers `max_tokens` to the room left in the session's context.
 _ALL_THAT_FITS: Final = 2**31 - 1

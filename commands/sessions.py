@@ -10,11 +10,11 @@ import click
 from ops.log.sessions import ORDERS
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
+from worker.observe.progress import terminal_progress
 from worker.process.formatting import size, span
 
 from .flags import as_json, moment, tag_option, tenants_option
 from .printing import table
-from .progress import terminal_progress
 from .screen import printable
 from .talking import with_client
 

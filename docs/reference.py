@@ -17,7 +17,7 @@ from commands.flags import ALL_OPTIONS
 from ops.exposition import families
 from turnkeep_client import errors
 from turnkeep_client.asyncapi import CONTROL_REPLIES, CONTROLS, REQUESTS, RESULTS
-from turnkeep_client.messages import Chunk, DeadLetter, GatewayMetrics, Metrics
+from turnkeep_client.messages import OPTIONS, Chunk, DeadLetter, GatewayMetrics, Generate, Metrics
 from turnkeep_client.wire import Backlog
 from worker.process.settings import describe
 
@@ -121,6 +121,31 @@ def _type(schema: dict[str, Any]) -> str:
     return " ".join([kind, *said])
 
 
+def sampling() -> str:
+    """The table of sampling options."""
+    _, schemas = msgspec.json.schema_components([Generate], ref_template="{name}")
+    fields = schemas["Generate"]["properties"]
+    apis = {"responses": "`/v1/responses`", "anthropic": "`/v1/messages`", "ollama": "Ollama"}
+    rows = (
+        (
+            f"`{name}`",
+            _type(fields[name]),
+            "yes" if one.is_recommended else "",
+            ", ".join(
+                f"{title}: `{one.name_in(api)}`" for api, title in apis.items() if one.name_in(api) != name
+            ),
+            str(one.meta.description),
+        )
+        for name, one in OPTIONS.items()
+    )
+    text = (
+        "The fields of a [generate](messages.md#generate) that decide how an answer is sampled. Options of"
+        " `ask`, `chat` and `run` (`--top-p`) and fields of [HTTP APIs](../gateway.md) have the same names."
+    )
+    head = "option|type|a model may recommend it|other names|what it is"
+    return f"# Sampling options\n\n{text}\n\n" + _table(head, rows)
+
+
 def metrics() -> str:
     """All figures of the exporter."""
     rows = (
@@ -173,6 +198,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "commands.md": commands,
     "settings.md": settings,
     "messages.md": messages,
+    "sampling.md": sampling,
     "metrics.md": metrics,
     "errors.md": error_codes,
 }

@@ -140,14 +140,16 @@ class Keys:
         """Whether requests must have an API key."""
         return self._keys is not None
 
-    def of(self, headers: Mapping[str, str]) -> Key:
-        """Return the API key in a request's headers. Raises `Fault` if it is missing or unknown."""
+    def of(self, headers: Mapping[str, str], names: Sequence[str]) -> Key:
+        """Return the API key in a request's headers: `authorization`, or one of `names`. Raises `Fault`."""
         if self._keys is None:
             return self._anybody
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        if (found := self._keys.get(_digest(key))) is None:
-            message = "the API key (Authorization: Bearer KEY, or x-api-key: KEY) is missing or unknown"
+        if scheme.lower() != "bearer":
+            key = next((headers[name] for name in names if name in headers), "")
+        if (found := self._keys.get(_digest(key.strip()))) is None:
+            shown = ", or ".join(f"{name}: KEY" for name in ("Authorization: Bearer", *names))
+            message = f"the API key ({shown.replace('Bearer:', 'Bearer')}) is missing or unknown"
             raise Fault(401, message, code="invalid_api_key")
         return found
 

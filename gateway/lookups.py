@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from . import following
-from .http import places
-from .responses import answers
-from .responses import requests as responses
+from . import event_ids, following
 from .turn import Fault, fault_of, number_in, refused
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from .conversations import Conversations
-    from .http.places import Place
+    from .event_ids import Place
     from .recorded import Recorded
 
 _MOST_KEY: Final = 255
@@ -45,9 +42,9 @@ class Lookups:
                 return Kept(conversations, found[wanted])
         return None
 
-    async def kept(self, tenant: str, answer_id: str, api: str) -> Kept:
+    async def kept(self, tenant: str, answer_id: str, api: str, *, conversation: bool) -> Kept:
         """Find an answer of one API that clients may read by id. Raises `Fault` (404), `TurnkeepError`."""
-        found = await self.find(tenant, answer_id, conversation=api == responses.NAME)
+        found = await self.find(tenant, answer_id, conversation=conversation)
         if found is None or not found.answer.note.is_kept or found.answer.note.api != api:
             raise Fault(404, f"Response with id '{answer_id}' not found.")
         return found
@@ -58,7 +55,7 @@ class Lookups:
         Return None without that header, or if the request has not reached the log. `digest` is that of the
         request. Raises `Fault`, `TurnkeepError`.
         """
-        if (read := places.read(headers.get("last-event-id", ""))) is None:
+        if (read := event_ids.read(headers.get("last-event-id", ""))) is None:
             return None
         found = await self.find(tenant, read[0], conversation=False)
         if found is None:
@@ -84,15 +81,12 @@ class Lookups:
                 raise fault_of(following.key_reused())
         return wanted
 
-    async def items(self, tenant: str, body: bytes) -> dict[str, dict[str, Any]]:
-        """Return, by id, the items of earlier answers that a request refers to. Raises `TurnkeepError`."""
-        if not (wanted := responses.referred(body)):
-            return {}
+    async def answers(self, tenant: str, answer_ids: set[str]) -> dict[str, Recorded]:
+        """Find answers by their ids, in all models; return those found. Raises `TurnkeepError`."""
         found: dict[str, Recorded] = {}
         for name in self._names:
-            found |= await (await self._of(tenant, name)).recorded(wanted)
-        bodies = (answers.recorded(one, answer_id) for answer_id, one in found.items() if one.note.is_kept)
-        return {item["id"]: item for answer in bodies for item in answer["output"]}
+            found |= await (await self._of(tenant, name)).recorded(answer_ids)
+        return found
 
 
 def own_id(answer_id: str) -> str:
@@ -106,6 +100,6 @@ def after(answer: Recorded, headers: Mapping[str, str], query: Mapping[str, str]
     Raises `Fault`.
     """
     if (number := number_in(query, "starting_after")) is not None:
-        return places.behind_number(number)
-    read = places.read(headers.get("last-event-id", ""))
+        return event_ids.behind_number(number)
+    read = event_ids.read(headers.get("last-event-id", ""))
     return read[1] if read and read[0] == answer.id else None

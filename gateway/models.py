@@ -1,10 +1,9 @@
-"""Lists and describes the gateway's models as other servers do, and chooses the model for a request."""
+"""Finds the gateway's models with their workers' metrics, and chooses the model for a request."""
 
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import Struct
@@ -32,8 +31,6 @@ class _Named(Struct):
 _NAMED: Final = msgspec.json.Decoder(_Named)
 #: Ollama's clients add this to the name of a model.
 _LATEST: Final = ":latest"
-#: The fields in which several other servers give a model's context length.
-_CONTEXT: Final = ("context_window", "max_model_len", "max_input_tokens")
 
 
 class Model(Struct, frozen=True):
@@ -129,45 +126,6 @@ def wanted(body: bytes) -> str:
     """Return the model's name in a request's body; empty if it has none. Raises `Fault`."""
     named = decoded(_NAMED, body)
     return named.model or named.name or ""
-
-
-def page(models: Sequence[Model]) -> dict[str, Any]:
-    """Return a list of models in the format of OpenAI and Anthropic."""
-    ends = {"first_id": models[0].name, "last_id": models[-1].name}
-    return {"object": "list", "data": [described(one) for one in models], "has_more": False, **ends}
-
-
-def page_v0(models: Sequence[Model]) -> dict[str, Any]:
-    """Return a list of models in the format of LM Studio."""
-    return {"object": "list", "data": [_described_v0(one) for one in models]}
-
-
-def described(model: Model) -> dict[str, Any]:
-    """Describe a model in fields of OpenAI, Anthropic and, for the context length, other servers."""
-    context = model.context_tokens
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": int(model.changed_s),
-        "owned_by": "turnkeep",
-        "type": "model",
-        "makes": model.makes,
-        "display_name": model.name,
-        "lifecycle": "active",
-        "created_at": f"{datetime.fromtimestamp(int(model.changed_s), UTC):%Y-%m-%dT%H:%M:%SZ}",
-        **({} if context is None else dict.fromkeys(_CONTEXT, context)),
-    }
-
-
-def _described_v0(model: Model) -> dict[str, Any]:
-    kind = "llm" if "answers" in model.makes else "embeddings"
-    fields = {"object": "model", "type": kind, "publisher": "turnkeep", "arch": "", "quantization": ""}
-    more: dict[str, Any] = {"state": "loaded" if model.is_loaded else "not-loaded"}
-    if model.context_tokens is not None:
-        more["max_context_length"] = model.context_tokens
-        if model.is_loaded:
-            more["loaded_context_length"] = model.context_tokens
-    return {"id": model.name, **fields, "compatibility_type": "mlx", **more}
 
 
 def _no_model(wanted: str, names: Sequence[str]) -> Fault:

@@ -166,7 +166,7 @@ _fork_exec = subprocess._fork_exec  # type: ignore[attr-defined]
 
 def _fork_worker(words: list[str], *options: Any) -> int:
     """Start a child process of `turnkeep serve` for Popen: a worker by forking this process, as it is."""
-    if "commands.worker" not in words:
+    if "worker.main" not in words:
         return int(_fork_exec(words, *options))
     if pid := os.fork():
         return pid
@@ -182,8 +182,8 @@ def _fork_worker(words: list[str], *options: Any) -> int:
             signal.signal(number, signal.SIG_DFL)
         asyncio._set_running_loop(None)
         _open_streams()
-        sys.argv = words[words.index("commands.worker") :]
-        from commands.worker import main
+        sys.argv = words[words.index("worker.main") :]
+        from worker.main import main
 
         code = contextvars.Context().run(_exit_code, main)
         sys.stdout.flush()

@@ -11,7 +11,7 @@ for name in (
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
     "worker.app",
-    "commands.worker",
+    "worker.main",
     "commands.cli",
     "worker.device.runner",
     "worker.models.tokenizer",

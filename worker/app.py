@@ -34,6 +34,7 @@ from worker.cluster.erasures import Erasures
 from worker.cluster.members import Members
 from worker.cluster.overheard import Overheard
 from worker.cluster.owners import Owners
+from worker.cluster.routing import Routing
 from worker.cluster.undelivered import Undelivered
 from worker.engine.admission import Ledger
 from worker.engine.engine import Engine
@@ -45,8 +46,8 @@ from worker.process.wakefulness import keep_awake
 from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
 from worker.sessions.embedding import Embedder
-from worker.sessions.execution import Execution
 from worker.sessions.fold import Fold
+from worker.sessions.formats import Formats
 from worker.sessions.history import digests_of
 from worker.sessions.limits import Limits
 from worker.sessions.services import Services
@@ -81,7 +82,6 @@ if TYPE_CHECKING:
 
     from cache.store import Codec, Tier
     from turnkeep_client.messages import Metrics
-    from turnkeep_client.subjects import SessionKey
     from worker.cluster.erasures import Copies
     from worker.models.model import LoadedModel, Progress
     from worker.wire.streams import Streams
@@ -300,27 +300,27 @@ class App:
                 async with task_group() as work:
                     endpoints, intake, sessions = self._build(nc, js, names, work=work, asides=asides)
                     await endpoints.open()
-                    await self._owners.open(sessions.ring, endpoints.control)
+                    await self._routing.open()
                     discovery = self._make_discovery(nc)
                     self._start_parts(parts, nc, js, intake, sessions)
-                    async with self._background("intake", partial(intake.pull, sessions.ring)):
+                    async with self._background("intake", partial(intake.pull, self._routing.receive)):
                         await discovery.open()
                         self._log_ready(nc)
                         self.ready.set()
                         await self._stop.wait()
                         log.info("stopping")
                         await discovery.close()
-                        self._owners.close()
+                        self._routing.close()
                     self._engine.stop()
                     sessions.stop()
                     work.cancel_scope.deadline = current_time() + _STOP_S
                 await endpoints.close()
                 asides.cancel_scope.cancel()
             with move_on_after(_NOTES_S):
-                unbegun = self._owners.first_routed() | intake.first_returned()
+                unbegun = self._routing.first_routed() | intake.first_returned()
                 await self._attempts.excuse(unbegun | sessions.first_waiting(intake.at_work))
             await self._members.leave()
-            await self._owners.return_routed()
+            await self._routing.return_routed()
             await intake.return_anchors()
             await self._engine.save_all(0 if self._settings.snapshots == "temporary" else _STORE_S)
             parts.cancel_scope.cancel()  # last: until here the keep-alive prevents redelivery
@@ -398,7 +398,8 @@ class App:
         self._engine = self._make_engine()
         members, outbox = self._members, Outbox(nc, subjects)
         journal = Journal(nc, js, subjects, is_alone=lambda: members.is_alone, model=digests_of(self._maker))
-        owners = self._owners = Owners(nc, subjects, members, journal, asides, erase=self._erase)
+        intake = self._intake = self._make_intake(nc, names, journal)
+        owners = self._owners = Owners(nc, members, journal, intake)
         self._retention = Retention(
             journal,
             closed_ttl_s=settings.closed_ttl_s,
@@ -406,10 +407,8 @@ class App:
             is_first=lambda: members.is_first,
         )
         self._erasures = Erasures(journal, members.me.directory, self._copies)
-        intake = self._intake = owners.intake = self._make_intake(nc, names, journal)
         services = self._services(journal, outbox, intake, asides)
         self._sessions = Sessions(services, work, idle_timeout_s=constants.idle_timeout_s)
-        self._undelivered = Undelivered(journal, intake, members, owners, ack_wait_s=constants.ack_wait_s)
         control = Control(
             self._sessions,
             self._engine,
@@ -426,6 +425,13 @@ class App:
             *(outbox, self._telemetry, asides),
             ask_timeout_s=constants.token_ttl_s,
         )
+        routing = self._routing = Routing(
+            *(nc, subjects, members, owners, journal, intake, asides),
+            ring=self._sessions.ring,
+            control=endpoints.control,
+            erase=self._sessions.erase,
+        )
+        self._undelivered = Undelivered(journal, intake, members, routing, ack_wait_s=constants.ack_wait_s)
         return endpoints, intake, self._sessions
 
     def _make_intake(self, nc: Client, names: Streams, journal: Journal) -> Intake:
@@ -435,8 +441,6 @@ class App:
             names,
             self._telemetry,
             journal,
-            accepts=self._owners.accepts,
-            route=self._owners.route,
             ack_wait_s=self._constants.ack_wait_s,
             max_sessions=self._constants.max_waiting,
             max_sessions_per_tenant=settings.tenants.sessions,
@@ -446,9 +450,6 @@ class App:
     @property
     def _copies(self) -> Copies | None:
         return self._store
-
-    async def _erase(self, key: SessionKey) -> bool:
-        return await self._sessions.erase(key)
 
     def _embedder(self, services: Services) -> Embedder:
         loaded = self._model.loaded
@@ -481,11 +482,6 @@ class App:
 
     def _services(self, journal: Journal, outbox: Outbox, intake: Intake, asides: TaskGroup) -> Services:
         """Collect the services that all sessions share."""
-
-        async def ack(key: SessionKey) -> None:
-            await intake.ack(key)
-            await self._owners.settle(key)
-
         settings, loaded, me = self._settings, self._model.loaded, self._members.me.boot
         self._attempts = Attempts(
             *(journal, self._constants.max_attempts),
@@ -500,50 +496,37 @@ class App:
             journal=journal,
             outbox=outbox,
             engine=self._engine,
-            execution=self._execution(journal, fold),
             fold=fold,
+            formats=Formats(loaded.tokenizer),
+            limits=Limits(
+                self._engine,
+                fold.policy,
+                context_tokens=self._model.context_tokens,
+                block_tokens=self._constants.block_tokens,
+                vocab_size=loaded.vocab_size,
+                refusal=loaded.no_answers if is_encoder(loaded.config) else None,
+                no_answers=loaded.no_answers,
+            ),
             telemetry=self._telemetry,
             attachments=Attachments(journal, loaded.tokenizer, asides, max_message_bytes=max_bytes),
-            ack=ack,
-            disown=self._owners.disown,
-            is_elsewhere=self._owners.is_elsewhere,
-            give_back=intake.give_back,
-            reading=Rotation(_MAX_READINGS),
-            shares=Shares(settings.max_batch),
             attempts=self._attempts,
             retention=self._retention,
             device_lock=SharedLock(),
-            traces=self._traces,
+            shares=Shares(settings.max_batch),
+            reading=Rotation(_MAX_READINGS),
+            ack=intake.ack,
+            is_elsewhere=self._owners.is_elsewhere,
+            give_back=intake.give_back,
+            erase_elsewhere=self._owners.erase,
+            erasures=self._erasures,
+            directory=self._members.me.directory,
+            own_sampling=loaded.sampling,
+            token_ttl_s=self._constants.token_ttl_s,
+            max_result_bytes=max_bytes,
             model=loaded.name,
             worker=settings.worker,
             build=self._describe(loaded),
-        )
-
-    def _execution(self, journal: Journal, fold: Fold) -> Execution:
-        settings, loaded = self._settings, self._model.loaded
-        limits = Limits(
-            self._engine,
-            fold.policy,
-            context_tokens=self._model.context_tokens,
-            block_tokens=self._constants.block_tokens,
-            vocab_size=loaded.vocab_size,
-            refusal=loaded.no_answers if is_encoder(loaded.config) else None,
-            no_answers=loaded.no_answers,
-        )
-        return Execution(
-            journal=journal,
-            engine=self._engine,
-            fold=fold,
-            tokenizer=loaded.tokenizer,
-            telemetry=self._telemetry,
-            retention=self._retention,
-            limits=limits,
-            max_result_bytes=settings.max_message_bytes,
-            own_sampling=loaded.sampling,
-            token_ttl_s=self._constants.token_ttl_s,
-            directory=self._members.me.directory,
-            erasures=self._erasures,
-            erase_elsewhere=self._owners.erase,
+            traces=self._traces,
         )
 
     def _describe(self, loaded: LoadedModel) -> str:
@@ -589,6 +572,7 @@ class App:
         if self._intake is not None:
             await self._intake.pull_again()
             self._overheard.forget()
+            self._owners.forget()
 
     async def _closed(self) -> None:
         """Stop the worker because NATS closed the connection for good. Also called during a normal stop."""

@@ -56,7 +56,7 @@ log = structlog.get_logger()
 
 VERSION: Final = importlib.metadata.version("turnkeep")
 #: The command of a worker's process; the size of its spare memory follows.
-_WORKER: Final = (sys.executable, "-P", "-m", "commands.worker")
+_WORKER: Final = (sys.executable, "-P", "-m", "worker.main")
 #: Freed memory that a worker keeps for reuse, and prepares at its start; on a Linux CPU only.
 _SPARE_BYTES: Final = 2**28
 #: How many models are measured at the same time.

@@ -54,7 +54,11 @@ class NotACacheError(CacheError):
     """The directory does not exist, or is not a cache."""
 
 
-class CutOffError(CacheError):
+class InterruptionError(Exception):
+    """Base class of what ends the work on a request before it has a result: the request is begun again."""
+
+
+class CutOffError(CacheError, InterruptionError):
     """An operation needs token ids or turns that are not in memory; the caller must reread the log."""
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
+from gateway import form
 from gateway.openai import common as openai
 from gateway.turn import Fault, Turn, Whole, as_whole, check, parts_checked, prefilled, refused
 from turnkeep_client.content_blocks import Warned, block_text, text_of
@@ -260,7 +261,7 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
     return {**_head(turn, answer_id, content), **anthropic.end(result), "usage": anthropic.usage(result)}
 
 
-class Events:
+class Events(form.Events):
     """Encodes the events of one streamed response: content blocks, each with a start and a stop event."""
 
     heartbeat: Final = b'event: ping\ndata: {"type":"ping"}\n\n'

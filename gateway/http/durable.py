@@ -1,6 +1,6 @@
 """Serves an answer's events as a read-only stream of the Durable Streams protocol.
 
-The stream's messages are the events of `/v1/responses` as JSON; the offset is the next event's number.
+The stream's messages are an API's numbered events as JSON; the offset is the next event's number.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from starlette.responses import Response
 
-from gateway.dialect import EVENT_STREAM
-from gateway.responses.answers import Events
+from gateway.event_ids import Marked, behind_number
+from gateway.form import EVENT_STREAM
 from gateway.turn import fault_of, number_in, refused
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 
-from .places import Marked, behind_number
 from .sending import while_connected
 
 if TYPE_CHECKING:
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from gateway.answering import Answering
+    from gateway.form import Form
     from gateway.lookups import Kept
 
 #: How long a read without `live` collects the events of a running answer.
@@ -45,7 +45,7 @@ class Reading(Response):
     It has the events so far, or with `live=long-poll` the next ones, or with `live=sse` all as they come.
     """
 
-    def __init__(self, kept: Kept, query: Mapping[str, str]) -> None:
+    def __init__(self, form: Form, kept: Kept, query: Mapping[str, str]) -> None:
         """`kept` is the answer; `query` has the request's `offset` and `live`. Raises `Fault`."""
         super().__init__()
         self._conversations, answer = kept
@@ -56,7 +56,7 @@ class Reading(Response):
         if self._live not in {"", "sse", "long-poll"}:
             raise refused("live must be sse or long-poll", "live")
         after = behind_number(self._num_known - 1) if self._num_known else None
-        self._events = Marked(Events(answer.turn, answer.id, answer.note.created), answer.id, after)
+        self._events = Marked(form.events(answer.turn, answer.id, answer.note.created), answer.id, after)
         self._begun = self._events.start(0)
         self._is_closed = False
         self._is_cut = False  # the rest of the answer cannot be read now

@@ -11,12 +11,11 @@ from starlette.responses import Response
 
 from gateway import recorded
 from gateway.answering import Begun, Found
+from gateway.event_ids import Marked
 from gateway.turn import Fault, fault_of, renamed, told
 from turnkeep_client.content_blocks import Warned
 from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
-
-from .places import Marked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -26,13 +25,12 @@ if TYPE_CHECKING:
 
     from gateway.answering import Answering
     from gateway.conversations import Conversations
-    from gateway.dialect import Dialect, Events
+    from gateway.event_ids import Place
+    from gateway.form import Events, Form
     from gateway.keys import Key
     from gateway.metrics import Counters
     from gateway.planning import How
     from gateway.turn import Turn
-
-    from .places import Place
 
 _T = TypeVar("_T")
 
@@ -74,7 +72,7 @@ class Answer(Response):
 
     def __init__(
         self,
-        dialect: Dialect,
+        form: Form,
         turn: Turn,
         conversations: Conversations,
         asker: Asker,
@@ -83,7 +81,7 @@ class Answer(Response):
     ) -> None:
         """`begin` starts the answers; the client has the stream's events up to the place `after` already."""
         super().__init__()
-        self._dialect = dialect
+        self._form = form
         self._turn = turn
         self._conversations = conversations
         self._asker = asker
@@ -128,20 +126,19 @@ class Answer(Response):
             if self._turn.stream:
                 await self._write_events(answering, send)
                 return
-            is_left = bool(self._dialect.begun and self._turn.asked.get("background"))
+            is_left = bool(self._form.object and self._turn.asked.get("background"))
             while not (self._is_over or (is_left and isinstance(event, Begun))):
                 index, event = await answering.events.get()
                 self._take(index, event)
         except TurnkeepError as error:
             fault = self._fault(error)
-            await self._write_json(send, fault.status, self._dialect.error(fault), fault.headers)
+            await self._write_json(send, fault.status, self._form.error(fault), fault.headers)
             return
-        if isinstance(event, Begun) and self._dialect.begun:
-            await self._write_json(
-                send, 200, self._dialect.begun(self._turn, self._id, answering.note.created)
-            )
+        if isinstance(event, Begun) and (written := self._form.object):
+            body = written.write(self._turn, self._id, answering.note.created, None)
+            await self._write_json(send, 200, body)
             return
-        whole = self._dialect.whole(self._turn, self._id, answering.note.created, self._in_order())
+        whole = self._form.whole(self._turn, self._id, answering.note.created, self._in_order())
         await self._write_json(send, 200, whole)
 
     async def _write_events(self, answering: Answering, send: Send) -> None:
@@ -158,10 +155,10 @@ class Answer(Response):
         except TimeoutError:
             pass
         except TurnkeepError as error:
-            if answering.following is None or self._dialect.begun is None:
+            if answering.following is None or self._form.object is None:
                 raise
             failure = error  # the stream itself tells the failure of a recorded answer
-        kind = {"content-type": f"{self._dialect.media_type}; charset=utf-8"}
+        kind = {"content-type": f"{self._form.media_type}; charset=utf-8"}
         await send(_head(200, self._own_headers() | kind))
         try:
             if failure is None and answering.stays and not self._has_begun:
@@ -189,7 +186,7 @@ class Answer(Response):
                 async with asyncio.timeout(_HEARTBEAT_S):
                     self._take(*await answering.events.get())
             except TimeoutError:
-                await send(_part(_COMMENT if self._dialect.is_marked else self._unmarked_events().heartbeat))
+                await send(_part(_COMMENT if self._form.is_marked else self._unmarked_events().heartbeat))
 
     async def _next(self, answering: Answering, events: Events) -> tuple[Events, bytes, TurnkeepError | None]:
         """Return the encoder of later events, the encoded next ones or a heartbeat, and what has failed."""
@@ -225,21 +222,21 @@ class Answer(Response):
         written = self._take_events(events, index, event)
         if has_moved:
             events, start = self._new_events()
-            written = start if self._dialect.begun else b""
+            written = start if self._form.object else b""
         return events, written
 
     def _new_events(self) -> tuple[Events, bytes]:
         """Return the dialect's `Events`, and the encoded events that open the answers."""
         events = self._unmarked_events()
-        if self._turn.n == 1 and self._dialect.is_marked:
+        if self._turn.n == 1 and self._form.is_marked:
             events = Marked(events, self._id, self._after)
         return events, b"".join(events.start(index) for index in range(self._turn.n))
 
     def _unmarked_events(self) -> Events:
-        return self._dialect.events(self._turn, self._id, self._answering.note.created)
+        return self._form.events(self._turn, self._id, self._answering.note.created)
 
     def _fault(self, error: TurnkeepError) -> Fault:
-        return renamed(fault_of(error), self._dialect.names)
+        return renamed(fault_of(error), self._form.names)
 
     @property
     def _id(self) -> str:
@@ -268,7 +265,7 @@ class Answer(Response):
             case Generated():
                 self._warnings |= dict.fromkeys(event.warnings)
                 is_of_log = self._answering.following is not None or self._found[index].how == "repeated"
-                is_cut = event.finish_reason == "cancelled" and self._dialect.begun is None
+                is_cut = event.finish_reason == "cancelled" and self._form.object is None
                 if is_of_log and is_cut:  # else a part would look like the whole
                     why = _CANCELLED_KEY if self._answering.key_id else _CANCELLED
                     raise RequestFailedError("cancelled", why, retryable=False)

@@ -1,4 +1,4 @@
-"""Writes Ollama's answers, as one JSON object or a line for each chunk, and model descriptions. Pure."""
+"""Writes Ollama's answers, as one JSON object or a line for each chunk, and descriptions of models. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from gateway.form import Events
 from gateway.openai import common as openai
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def _generated(text: str, reasoning: str = "", calls: Sequence[dict[str, Any]] =
     return {"response": text, **({"thinking": reasoning} if reasoning else {})}
 
 
-class _Words:
+class Words:
     """Writes answers of `/api/chat` or `/api/generate`; `say` returns the fields in which the two differ."""
 
     def __init__(self, say: Callable[..., dict[str, Any]]) -> None:
@@ -62,7 +63,7 @@ class _Words:
         return Lines(self.say, _head(turn, created))
 
 
-class Lines:
+class Lines(Events):
     """Encodes the JSON lines of one streamed response."""
 
     def __init__(self, say: Callable[..., dict[str, Any]], head: dict[str, Any]) -> None:
@@ -73,10 +74,6 @@ class Lines:
     def heartbeat(self) -> bytes:
         """A line with an empty text, which shows that the stream is alive: JSON lines have no comments."""
         return self._line(self._say(""), done=False)
-
-    def start(self, index: int) -> bytes:  # noqa: ARG002  # there is one answer
-        """Return empty bytes: an answer has no line before its first chunk."""
-        return b""
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:  # noqa: ARG002  # there is one answer
         """Encode the line for a chunk of the answer; return empty bytes if the chunk adds nothing."""
@@ -90,10 +87,6 @@ class Lines:
         """Encode the answer's last line, with token counts and durations."""
         return self._line(self._say(""), **_end(result))
 
-    def end(self, results: Sequence[Generated]) -> bytes:  # noqa: ARG002  # the result is written already
-        """Return empty bytes: `finish` encodes the last line."""
-        return b""
-
     def error(self, fault: Fault) -> bytes:
         """Encode the line with the error that ends the stream."""
         return msgspec.json.encode(error(fault)) + b"\n"
@@ -102,8 +95,8 @@ class Lines:
         return msgspec.json.encode({**self._head, **said, **more}) + b"\n"
 
 
-CHAT: Final = _Words(_said)
-GENERATE: Final = _Words(_generated)
+CHAT: Final = Words(_said)
+GENERATE: Final = Words(_generated)
 
 
 def error(fault: Fault) -> dict[str, Any]:
@@ -142,6 +135,22 @@ def shown(model: Model) -> dict[str, Any]:
         "capabilities": [*(_CAPABILITIES[one] for one in model.makes), *answering],
         "modified_at": _at(model.changed_s),
     }
+
+
+def page_v0(models: Sequence[Model]) -> dict[str, Any]:
+    """Return a list of models in the format of LM Studio."""
+    return {"object": "list", "data": [_described_v0(one) for one in models]}
+
+
+def _described_v0(model: Model) -> dict[str, Any]:
+    kind = "llm" if "answers" in model.makes else "embeddings"
+    fields = {"object": "model", "type": kind, "publisher": "turnkeep", "arch": "", "quantization": ""}
+    more: dict[str, Any] = {"state": "loaded" if model.is_loaded else "not-loaded"}
+    if model.context_tokens is not None:
+        more["max_context_length"] = model.context_tokens
+        if model.is_loaded:
+            more["loaded_context_length"] = model.context_tokens
+    return {"id": model.name, **fields, "compatibility_type": "mlx", **more}
 
 
 def _listed(model: Model) -> dict[str, Any]:

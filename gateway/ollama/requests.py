@@ -4,34 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
 from msgspec import Struct
 
+from gateway.form import Loading
 from gateway.openai import common as openai
 from gateway.turn import Fault, Turn, Whole, as_whole, check, decoded, prefilled, refused
 from turnkeep_client.content_blocks import Warned, other_text
-from turnkeep_client.messages import Function, Message, ToolCall, encode
+from turnkeep_client.messages import OPTIONS, Function, Message, ToolCall, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_SAME: Final = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-)
-#: Ollama's options that have an effect, with the protocol's names for them.
-_OPTIONS: Final = dict(zip(_SAME, _SAME, strict=True)) | {
-    "num_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-}
+#: The options that have an effect, with the protocol's names for them.
+_OPTIONS: Final = {one.name_in("ollama"): name for name, one in OPTIONS.items()}
 #: Ollama's names of fields, by the protocol's names.
 NAMES: Final = {name: f"options.{theirs}" for theirs, name in _OPTIONS.items()} | {
     "response_format": "format"
@@ -219,20 +207,22 @@ def _call(given: _Call, call_id: str) -> ToolCall:
     return ToolCall(id=given.id or call_id, function=Function(given.function.name, written))
 
 
-def at_once(body: bytes) -> dict[str, Any] | None:
-    """Return the answer to a request without a prompt, which loads or unloads a model; None for others."""
+def loading(body: bytes) -> Loading | None:
+    """Return the response to a request without a prompt, which loads or unloads a model; None for others."""
     asked = decoded(_EMPTY, body)
     if asked.prompt or asked.messages:
         return None
     said = {"response": ""} if asked.messages is None else {"message": {"role": "assistant", "content": ""}}
-    reason = "unload" if asked.keep_alive in (0, "0", "0s") else "load"
-    at = datetime.now(UTC).isoformat()
-    return {"model": asked.model, "created_at": at, **said, "done": True, "done_reason": reason}
+    unloads = asked.keep_alive in (0, "0", "0s")
+    ended = {"done": True, "done_reason": "unload" if unloads else "load"}
+    created_at = datetime.now(UTC).isoformat()
+    return Loading({"model": asked.model, "created_at": created_at, **said, **ended}, unloads)
 
 
-def no_such(path: str) -> Fault:
-    """Build the `Fault` for a path of Ollama's API that the gateway does not serve."""
-    why = f"/api/{path} is not served here: `turnkeep model` pulls, shows and removes models"
-    if path == "embeddings":
+def refuse(path: Mapping[str, str]) -> NoReturn:
+    """Raise a `Fault` for a path of Ollama's API, `/api/{name}`, that the gateway does not serve."""
+    name = path["name"]
+    why = f"/api/{name} is not served here: `turnkeep model` pulls, shows and removes models"
+    if name == "embeddings":
         why = "/api/embeddings is not served: ask /api/embed"
-    return Fault(501, why)
+    raise Fault(501, why)

@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import msgspec
 from msgspec import Struct
 
+from gateway.form import Events
 from gateway.turn import ALL_THAT_FITS, Whole, decoded, refused
 from turnkeep_client.content_blocks import Warned, printed
+from turnkeep_client.messages import OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gateway.turn import Fault
     from turnkeep_client.messages import Generated, LikelyToken, TokenLogprob
-
-#: Fields that are passed on under their own names.
-_SAME: Final = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "stop")
-#: Fields that other servers have added, passed on under their own names too.
-_EXTRA: Final = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos")
 
 #: The number that means "not limited" or "not given" to other servers.
 ANY: Final = -1
@@ -50,25 +47,30 @@ class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = False
 
 
-class Sampled(Struct, frozen=True, kw_only=True):
-    """The fields that the requests of several APIs share. Unknown fields are ignored, with a warning."""
+#: How the protocol's types are written here: some clients write 2.0 for 2, and JSON has texts as keys.
+_KINDS: Final = {int: Whole, float: float, bool: bool, dict: dict[str, float], tuple: str | list[str]}
+if TYPE_CHECKING:
+    _Options = Struct
+else:
+    _Options = msgspec.defstruct(
+        "_Options",
+        [(one.name, _KINDS[one.kind] | None, None) for one in OPTIONS.values()],
+        frozen=True,
+        kw_only=True,
+    )
+
+
+class Sampled(_Options, frozen=True, kw_only=True):
+    """The fields that the requests of several APIs share, with all sampling options of the protocol.
+
+    Unknown fields are ignored, with a warning.
+    """
 
     model: str = ""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Whole | None = None
     max_tokens: Whole | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Whole | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: Whole | None = None
-    ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: Whole | None = None
-    stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
     response_format: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -83,7 +85,7 @@ def answered(options: dict[str, Any], param: str) -> dict[str, Any]:
 
 def sampling(asked: Sampled, max_tokens: int | None) -> dict[str, Any]:
     """Convert the shared fields to options of a generate request. Raises `Fault`."""
-    given = {name: getattr(asked, name) for name in (*_SAME, *_EXTRA)}
+    given = {name: getattr(asked, name) for name in OPTIONS}
     options = {name: _plain(value) for name, value in given.items() if value is not None}
     if options.get("seed") == ANY:
         del options["seed"]
@@ -187,7 +189,7 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-class Stream:
+class Stream(Events):
     """Encodes the events that streams of chat and text completions share; each has the fields `head`."""
 
     #: A comment, which shows clients that the stream is alive. No blank line follows it: after an event with

@@ -105,10 +105,6 @@ class Events(openai.Stream):
         )
         self._lengths = dict.fromkeys(range(turn.n), 0)
 
-    def start(self, index: int) -> bytes:  # noqa: ARG002  # the same parameters in all dialects
-        """Return empty bytes: no event opens an answer."""
-        return b""
-
     def chunk(self, index: int, chunk: Chunk) -> bytes:
         """Encode the event for a chunk of an answer; return empty bytes if the chunk adds nothing."""
         if not chunk.text and not chunk.logprobs:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from gateway import form
 from gateway.anthropic.common import event, signature
 from gateway.openai import common as openai
 from gateway.turn import ALL_THAT_FITS, NO_WORKER, fault_of
@@ -16,9 +17,8 @@ from turnkeep_client.messages import Generated
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gateway.recorded import Recorded
     from gateway.turn import Fault, Turn
-    from turnkeep_client.messages import Called, Chunk, TokenLogprob
+    from turnkeep_client.messages import Called, Chunk, Failed, TokenLogprob
 
 #: The status of an answer by its `finish_reason`; otherwise it is `completed`.
 _STATUSES: Final = {
@@ -54,17 +54,12 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
     return _response(turn, answer_id, created, output, result)
 
 
-def begun(turn: Turn, answer_id: str, created: int) -> dict[str, Any]:
-    """Return the JSON body for an answer that has no result yet."""
-    return _response(turn, answer_id, created, [])
-
-
-def recorded(found: Recorded, answer_id: str) -> dict[str, Any]:
-    """Return the JSON body for an answer from the log, with its result, its failure or its running state."""
-    if isinstance(found.result, Generated):
-        return whole(found.turn, answer_id, found.note.created, [found.result])
-    fault = fault_of(found.result.as_error()) if found.result is not None else None
-    return _response(found.turn, answer_id, found.note.created, [], fault=fault)
+def described(turn: Turn, answer_id: str, created: int, result: Generated | Failed | None) -> dict[str, Any]:
+    """Return the JSON body for an answer with a result, a failure or, while it runs, neither."""
+    if isinstance(result, Generated):
+        return whole(turn, answer_id, created, [result])
+    fault = fault_of(result.as_error()) if result is not None else None
+    return _response(turn, answer_id, created, [], fault=fault)
 
 
 @dataclass(slots=True)
@@ -82,7 +77,7 @@ class _Begun:
     num_told: int = 0
 
 
-class Events:
+class Events(form.Events):
     """Encodes the events of one streamed response.
 
     The events and their numbers depend only on the answer, not on its division into chunks: reasoning and
@@ -147,10 +142,6 @@ class Events:
             written += self._call(number, call)
         kind = "completed" if body["status"] == "completed" else "incomplete"
         return written + self._event(f"response.{kind}", response=body)
-
-    def end(self, results: Sequence[Generated]) -> bytes:  # noqa: ARG002  # the result is written already
-        """Return empty bytes: `finish` encodes the last event."""
-        return b""
 
     def error(self, fault: Fault) -> bytes:
         """Encode the error that ends the stream, as two events: each client understands only one of them.

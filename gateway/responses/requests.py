@@ -15,7 +15,7 @@ from gateway.openai import common as openai
 from gateway.recorded import RESPONSES
 from gateway.turn import Turn, Whole, as_whole, check, parts_checked, refused
 from turnkeep_client.content_blocks import Warned
-from turnkeep_client.messages import Message
+from turnkeep_client.messages import OPTIONS, Message
 
 from .items import Item, called_name, messages
 
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 #: What the log calls this API.
 NAME: Final = RESPONSES
 #: This API's names of fields, by the protocol's names.
-NAMES: Final = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+NAMES: Final = {
+    **{name: one.name_in("responses") for name, one in OPTIONS.items()},
+    "messages": "input",
+    "response_format": "text.format",
+}
 #: Fields that would change the answer, but that are not supported.
 _REFUSED: Final = ("conversation", "prompt")
 _REFERRED: Final = re.compile(rb'"(?:msg|rs|fc|ctc)_([0-9a-f]{48})')

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.history import Turn as Past
     from turnkeep_client.messages import Metrics
-    from turnkeep_client.session import Sampling
+    from turnkeep_client.sampling import Sampling
 
 T = TypeVar("T")
 

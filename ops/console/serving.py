@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping
 
     from turnkeep_client.client import Client
-    from turnkeep_client.session import Sampling
+    from turnkeep_client.sampling import Sampling
 
     from .app import Place, Served, Shelf
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec import Struct
 
-from turnkeep_client.messages import Appended, Failed, Generate, Generated, Opened
+from turnkeep_client.messages import OPTIONS, Appended, Failed, Generate, Generated, Opened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,21 +20,6 @@ if TYPE_CHECKING:
 
 #: Causes of different tokens besides the model: the name in `Entry.build`, and in a sentence.
 _BUILD: Final = {"dtype": "dtype", "kv": "KV precision", "device": "device", "version": "version"}
-_SAMPLING: Final = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "min_tokens",
-    "ignore_eos",
-    "stop",
-    "response_format",
-)
 #: Characters of an answer to show on either side of the first difference.
 _AROUND: Final = 30
 
@@ -162,5 +147,5 @@ def _defaults(one: Exchange, changed: str) -> str:
     if changed != "version" or not isinstance(one.request, Generate):
         return ""
     given = msgspec.json.decode(one.asked.body)
-    left = [name for name in _SAMPLING if name not in given]
+    left = [name for name in (*OPTIONS, "response_format") if name not in given and name != "seed"]
     return f"; its defaults may differ ({', '.join(left)})" if left else ""

@@ -36,7 +36,7 @@ from .messages import (
     decode_serving,
     encode,
 )
-from .session import Cache, Messages, Sampling, Session, build
+from .session import Cache, Messages, Session, build
 from .stream import LogStream
 from .subjects import DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
 from .wire import Backlog, NatsWire
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from typing import Self, Unpack
 
     from .calls import Stored
+    from .sampling import Sampling
 
 
 _Input = TypeVar("_Input", str, str | tuple[int, ...])

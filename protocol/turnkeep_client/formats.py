@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .errors import InvalidMessageError
-from .messages import JsonSchema, JsonSchemaFormat, ResponseFormat
+from .requests import JsonSchema, JsonSchemaFormat, ResponseFormat
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from .messages import Called, Generated
-    from .session import Messages, Sampling, Session
+    from .sampling import Sampling
+    from .session import Messages, Session
 
 
 async def run_tools(

@@ -2,8 +2,9 @@
 
 Requests are decoded strictly: unknown fields are refused by name. Results, chunks and replies are decoded
 openly: unknown types, finish reasons, codes and fields are kept, so an old client or worker never overlooks
-the result of a newer worker. The modules `requests`, `controls`, `results` and `metrics` define the types;
-users import all types from here. The worker decides how a message changes a session.
+the result of a newer worker. The modules `requests`, `sampling`, `controls`, `results` and
+`metrics` define the types; users import all types from here. The worker decides how a message changes a
+session.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .explain import explain, field_of
 from .metrics import *  # noqa: F403  # users import all messages from here
 from .metrics import GatewayMetrics, Metrics
 from .requests import *  # noqa: F403  # users import all messages from here
-from .requests import POLICIES, Append, Generate, Id, Request
+from .requests import POLICIES, Append, Close, Id, Open, Rewind
 from .results import *  # noqa: F403  # users import all messages from here
 from .results import (
     Cancelled,
@@ -37,9 +38,12 @@ from .results import (
     SessionInfo,
     UnknownResult,
 )
+from .sampling import *  # noqa: F403  # users import all messages from here
+from .sampling import Generate
 
 _T = TypeVar("_T")
 
+Request = Open | Append | Generate | Rewind | Close
 VERSION: Final = 1
 #: What clients may ask of a worker of this version; `$SRV.INFO` and the worker's log line `ready` name them.
 FEATURES: Final = (

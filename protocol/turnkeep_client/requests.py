@@ -1,19 +1,17 @@
-"""Requests on `in`, decoded strictly, and their parts. Import them from `messages`."""
+"""Requests on `in`, decoded strictly, and their parts; `sampling` has generates. Import from `messages`."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from .content_blocks import ContentError, text_of
 from .errors import FieldError
 from .subjects import ID_PATTERN, ID_RULE
 
-#: The options of a generate that a model's authors may recommend, in the model's `generation_config.json`.
-RECOMMENDED: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 Id = Annotated[str, Meta(pattern=ID_PATTERN, description=ID_RULE)]
 Position = Annotated[int, Meta(ge=0, le=2**53, description="tokens from the session's start")]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -24,9 +22,6 @@ _SPELLED: Final = (
 SpecialTokens = Annotated[bool, Meta(description=_SPELLED)]
 Deadline = Annotated[float, Meta(gt=0, le=31_536_000, description="seconds after the log stored the request")]
 Priority = Annotated[int, Meta(ge=-10, le=10, description="among waiting requests, higher first")]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
-Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 Tag = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]{1,64}$", description="1 to 64 printable characters")]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
@@ -239,7 +234,9 @@ Variables = Annotated[
 ]
 
 
-class _Input(_Request, frozen=True):
+class Input(_Request, frozen=True):
+    """What an append and a generate have in common."""
+
     messages: tuple[Message, ...] | None = None
     text: Text | None = None
     tokens: tuple[TokenId, ...] | None = None
@@ -257,7 +254,7 @@ class _Input(_Request, frozen=True):
 Tools = Annotated[tuple[Tool, ...], Meta(max_length=512)]
 
 
-def _check_rendering(tools: Tools, variables: dict[str, Any]) -> list[str]:
+def check_rendering(tools: Tools, variables: dict[str, Any]) -> list[str]:
     """Check the tools and variables of a request for the chat template; return the tools' names.
 
     Raises ValueError.
@@ -272,7 +269,7 @@ def _check_rendering(tools: Tools, variables: dict[str, Any]) -> list[str]:
     return names
 
 
-class Append(_Input, frozen=True, tag="append"):
+class Append(Input, frozen=True, tag="append"):
     """Add exactly one of `messages`, `text`, `tokens` to the session and prefill it at once.
 
     `tools` and `chat_template_kwargs` become those of the session, as with a generate.
@@ -283,7 +280,7 @@ class Append(_Input, frozen=True, tag="append"):
     def __post_init__(self) -> None:
         if self.num_inputs != 1:
             raise ValueError(f"append takes exactly one of messages, text, tokens; it has {self.num_inputs}")
-        _check_rendering(self.tools or (), self.chat_template_kwargs or {})
+        check_rendering(self.tools or (), self.chat_template_kwargs or {})
 
 
 class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -337,86 +334,6 @@ class TextFormat(_Format, frozen=True, tag="text"):
 ResponseFormat = JsonSchemaFormat | JsonObjectFormat | RegexFormat | LarkFormat | ChoiceFormat | TextFormat
 
 
-class Generate(_Input, frozen=True, tag="generate"):
-    """Sample tokens, after appending at most one of `messages`, `text`, `tokens`.
-
-    `logit_bias` (added to the logits of token ids), penalties, temperature, `top_k`, `top_p` and `min_p`
-    apply in this order. A temperature or `top_p` of 0 takes the most likely token; `top_k` 0 and `top_p` 1
-    are off. The `repetition_penalty` is for the answer's tokens and the session's tokens; under `sink_window`
-    only for the session's tokens that the model sees when the answer begins. `presence_penalty` and
-    `frequency_penalty` are for the answer's tokens, as in OpenAI's API. A missing seed is derived from the
-    request, so an interrupted answer continues with the same tokens.
-
-    The model's end tokens are not drawn before the answer has `min_tokens` tokens; with `ignore_eos` they do
-    not end it. With `logprobs`, each token of the answer has the logarithm of its probability by the model
-    itself, before everything above, and the `top_logprobs` likeliest tokens. With `max_tokens` 0 the request
-    is only prefilled, and the answer is empty. `raw` leaves out the assistant header that the chat template
-    would add after messages. The answer, from its first token or the end of its reasoning on, follows the
-    `response_format`; then it ends, even before `min_tokens`.
-
-    `prefix` is the beginning of the answer, given by the client: it belongs to the prompt, and to the answer
-    in later turns. With `own_sampling`, options that the request leaves out take the values that the model's
-    authors recommend (`generation_config.json`).
-
-    `tools` stay those of the session until a request gives others, or none (`[]`). `tool_choice` says whether
-    the answer may call them (`auto`), must not (`none`), must (`required`), or must call the one that it
-    names. Without `parallel_tool_calls` the answer ends with its first call. `chat_template_kwargs` stay
-    those of the session in the same way (`{}`: none).
-    """
-
-    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 256
-    prefix: Annotated[str, Meta(description="the answer's first text, given")] = ""
-    own_sampling: bool = False
-    tools: Tools | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
-    parallel_tool_calls: bool = True
-    reasoning: Reasoning = Reasoning()
-    temperature: Annotated[float, Meta(ge=0, le=100)] | UnsetType = UNSET
-    top_p: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
-    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | UnsetType = UNSET
-    min_p: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | UnsetType = UNSET
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    logit_bias: Annotated[dict[Annotated[int, Meta(ge=0, le=2**31 - 1)], Bias], Meta(max_length=1024)] = {}
-    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
-    ignore_eos: bool = False
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] = 0
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    stop: Annotated[tuple[Stop, ...], Meta(max_length=16)] | Stop = ()
-    raw: bool = False
-    response_format: ResponseFormat | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            force_setattr(self, "stop", (self.stop,))
-        if self.num_inputs > 1:
-            raise ValueError(
-                f"generate takes at most one of messages, text, tokens; it has {self.num_inputs}"
-            )
-        if self.top_logprobs and not self.logprobs:
-            why = "generate takes top_logprobs with logprobs only: set logprobs to true"
-            raise FieldError("top_logprobs", why)
-        names = _check_rendering(self.tools or (), self.chat_template_kwargs or {})
-        if isinstance(self.tool_choice, NamedTool) and self.tools is not None:
-            chosen = self.tool_choice.function.name
-            if chosen not in names:
-                why = f"generate has a tool_choice of {chosen}, which is none of its tools"
-                raise FieldError("tool_choice", why)
-        if self.ignore_eos and not isinstance(self.response_format, TextFormat | None):
-            raise FieldError(
-                "ignore_eos",
-                "generate takes ignore_eos without a response_format only:"
-                " such an answer ends when it is whole",
-            )
-        if self.min_tokens > self.max_tokens:
-            raise FieldError(
-                "min_tokens",
-                f"generate needs min_tokens of at most max_tokens ({self.max_tokens}), not {self.min_tokens}",
-            )
-
-
 class Rewind(_Request, frozen=True, tag="rewind"):
     """Drop all tokens of the session from `position` on."""
 
@@ -438,6 +355,3 @@ class Close(_Request, frozen=True, tag="close"):
 
     forget: bool = False
     cancel: bool = False
-
-
-Request = Open | Append | Generate | Rewind | Close

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from uuid import uuid4
 
 from msgspec import UNSET
@@ -38,7 +38,6 @@ from .messages import (
     Message,
     Open,
     Opened,
-    Reasoning,
     Request,
     Rewind,
     Rewound,
@@ -52,44 +51,12 @@ from .messages import (
 from .subjects import SessionKey, check_id
 
 if TYPE_CHECKING:
-    from .formats import Format
+    from .sampling import Sampling
 
 #: Chat messages, as `messages.Message` or as dicts in OpenAI's shape.
 Messages = Sequence[Message | Mapping[str, Any]]
 #: A cache policy, as `messages.CachePolicy` or as a dict of its fields.
 Cache = CachePolicy | Mapping[str, Any]
-
-
-class Sampling(TypedDict, total=False):
-    """The options of a generate; the defaults are those of `messages.Generate`."""
-
-    max_tokens: int
-    prefix: str
-    own_sampling: bool
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    min_tokens: int
-    ignore_eos: bool
-    logprobs: bool
-    top_logprobs: int
-    seed: int | None
-    stop: Sequence[str] | str
-    raw: bool
-    tools: Sequence[Tool | Mapping[str, Any]]
-    chat_template_kwargs: Mapping[str, Any]
-    tool_choice: str | Mapping[str, Any]
-    parallel_tool_calls: bool
-    reasoning: Reasoning | Mapping[str, Any]
-    response_format: Format | None
-    special_tokens: bool | None
-    deadline_s: float | None
-    priority: int
 
 
 class Session:

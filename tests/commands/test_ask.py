@@ -14,13 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from command_runs import WAIT_S, Terminal, command, environment, outside, turnkeep, where
 from msgspec import UNSET
-from msgspec.inspect import FloatType, IntType, StructType, UnionType, type_info
 
-from commands.ask import ask as ask_command
 from commands.screen import printable, wrapped
 from tests.parts import TINY_CONTEXT, LocalWorker, WorkerProcess
 from turnkeep_client.client import Client, connect
@@ -122,24 +119,6 @@ async def test_a_number_out_of_range_is_refused_with_an_error_that_names_its_opt
     *_, said = done.stderr.splitlines()
     assert said.startswith(f"Error: Invalid value for '{options[-2]}': ")
     assert re.search(r"not in the range|not a number|-100 to 100", said), said
-
-
-def test_the_ranges_of_command_line_options_equal_those_of_the_protocol_messages() -> None:
-    message = type_info(Generate)
-    assert isinstance(message, StructType)
-    fields = {field.name: field.type for field in message.fields}
-    options = [one for one in ask_command.params if isinstance(one.type, click.IntRange | click.FloatRange)]
-    checked = {option.name: option.type for option in options if option.name in fields}
-    assert {"max_tokens", "temperature", "top_p", "seed"} < checked.keys()
-    for name, kind in checked.items():
-        field = fields["top_logprobs" if name == "logprobs" else name]
-        [number] = [
-            one
-            for one in (field.types if isinstance(field, UnionType) else [field])
-            if isinstance(one, IntType | FloatType)
-        ]
-        least = number.gt if kind.min_open else number.ge
-        assert (kind.min, kind.max) == (least, number.le), name
 
 
 async def test_ask_prints_the_answer_into_a_pipe_exactly_as_it_was_logged(

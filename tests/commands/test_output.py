@@ -19,8 +19,8 @@ from command_runs import Terminal, environment, turnkeep, where
 from command_runs import command as run
 
 from commands.cli import main
-from commands.progress import terminal_progress
 from tests.parts import make_tiny_model
+from worker.observe.progress import terminal_progress
 from worker.process.formatting import size, span
 from worker.process.setting_kinds import Tenants
 
@@ -195,7 +195,7 @@ async def test_cache_ls_says_that_a_new_worker_has_nothing_cached(local_worker: 
 
 
 def test_in_a_pipe_a_long_step_prints_lines_that_say_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commands.progress._EVERY_S", 0.0)
+    monkeypatch.setattr("worker.observe.progress._EVERY_S", 0.0)
     lines: list[str] = []
     with terminal_progress(lines.append) as progress:
         for done in (0, 50, 100):

@@ -16,19 +16,17 @@ from tiny_models import BLOCK, CONFIGS, OTHERS, WIDE, loaded
 
 from worker.device.device import Device
 from worker.device.turn import (
+    Dropped,
     Event,
     Faulted,
     Finished,
-    KvLost,
     Prefilled,
     Sampled,
-    Short,
     SnapshotCut,
     Starved,
     StepReport,
     Turn,
 )
-from worker.engine.residency import Residency
 from worker.models.quantised import quantise_kv
 
 
@@ -75,7 +73,7 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Rig:
-    """A device thread and its reports. Drops idle sessions when memory is short, as the event loop does."""
+    """A device thread and its reports."""
 
     def __init__(
         self,
@@ -89,9 +87,6 @@ class Rig:
         trials: Path | None = None,
     ) -> None:
         self._reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
-        self._residency = Residency()
-        self.dropped: list[str] = []
-        self.answers = True  # a `Short`
         self.deaths: list[BaseException] = []
         self.steps: list[tuple[int, int]] = []  # bytes besides weights and KV: estimated, measured
         self.device = Device(
@@ -103,7 +98,7 @@ class Rig:
             limit_bytes=limit_bytes,
             trials=trials,
         )
-        self.device.listen(self._take)
+        self.device.listen(self._reports.put)
         self.device.start()
         if room is not None:
             self.device.cut_snapshots(room)
@@ -111,21 +106,11 @@ class Rig:
         self._of: defaultdict[Turn, list[Event]] = defaultdict(list)
         self.peak = 0
 
-    def _take(self, report: StepReport) -> None:
-        """Keep a report for the test, and drop idle sessions if it asks for memory. On the device thread."""
-        for event in report.events:
-            match event:
-                case Finished(turn, num_cached, live_bytes):
-                    self._residency.put(turn.key, turn.tokens(num_cached), live_bytes)
-                case Faulted(turn):
-                    self._residency.pop(turn.key)
-                case Short(num_bytes, but) if self.answers:
-                    for key in self._residency.oldest(num_bytes, {but}):
-                        self._residency.pop(key)
-                        self.device.drop(key)
-                        self.dropped.append(key.session)
-                    self.device.made_room()
-        self._reports.put(report)
+    @property
+    def dropped(self) -> list[str]:
+        """The sessions that have lost their KV since memory was short, in order."""
+        drops = [event for event in self.events if isinstance(event, Dropped)]
+        return [key.session for event in drops for key in event.keys]
 
     def wait(self, done: Callable[[list[Event]], bool]) -> None:
         """Collect reported events until `done(events)` is true."""
@@ -135,7 +120,7 @@ class Rig:
             self.steps.append((report.estimated_bytes, report.measured_bytes))
             self.events += report.events
             for event in report.events:
-                if not isinstance(event, KvLost | Short | Starved):
+                if not isinstance(event, Dropped | Starved):
                     self._of[event.turn].append(event)
 
     def finish(self, *turns: Turn) -> None:

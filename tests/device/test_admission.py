@@ -23,7 +23,7 @@ from worker.batch.row_sampler import Sampling
 from worker.device.device import Device
 from worker.device.order import PRIORITY_S, place
 from worker.device.request import TurnRequest
-from worker.device.turn import Short
+from worker.device.turn import Dropped
 from worker.engine.admission import Admission, Claim, Decision, Ledger
 from worker.engine.engine import Engine
 from worker.observe.counters import Telemetry
@@ -125,10 +125,10 @@ class AdmissionMachine(RuleBasedStateMachine):
                 del self.turns[turn.claim]
                 self.carry_out(self.admission.release(turn.claim))
 
-    @rule(num_bytes=st.integers(1, CAPACITY))
-    def make_room(self, num_bytes: int) -> None:
-        """The device is short of memory: drop the least recently used sessions of at least `num_bytes`."""
-        for key_ in self.ledger.residency.oldest(num_bytes, ()):
+    @rule(num_dropped=st.integers(1, 4))
+    def lose(self, num_dropped: int) -> None:
+        """The device is short of memory and drops some sessions' KV."""
+        for key_ in self.ledger.residency.sessions()[:num_dropped]:
             self.resident.pop(key_, None)
             self.ledger.residency.pop(key_)
         self.carry_out(self.admission.decide())
@@ -391,9 +391,9 @@ async def test_letting_sessions_go_drops_their_kv_except_of_those_with_a_running
         await asyncio.sleep(0)
     assert engine.let_go(lambda one: one != key("other")) == {key("busy")}
     assert (await running).num_cached > 0
-    assert engine._residency.keys() == {key("busy"), key("other")}
+    assert set(engine._residency.sessions()) == {key("busy"), key("other")}
     assert engine.let_go(lambda one: one != key("other")) == set()
-    assert engine._residency.keys() == {key("other")}
+    assert engine._residency.sessions() == [key("other")]
 
 
 async def test_turns_with_a_higher_priority_get_memory_first(make_engine) -> None:
@@ -559,7 +559,7 @@ async def test_a_paused_answer_that_is_cancelled_keeps_the_tokens_generated_so_f
 async def test_a_turn_just_admitted_keeps_its_reserved_memory_when_the_device_lacks_memory(
     make_engine,
 ) -> None:
-    """The device asks for memory after a turn has been admitted, and before the turn's task runs again."""
+    """The device drops KV after a turn has been admitted, and before the turn's task runs again."""
     engine = await make_engine(1000)
     await engine.run(TurnRequest(key("second"), as_tokens(prompt(100))), lambda: False)
     first = asyncio.create_task(engine.run(TurnRequest(key("first"), as_tokens(prompt(590))), lambda: False))
@@ -567,7 +567,7 @@ async def test_a_turn_just_admitted_keeps_its_reserved_memory_when_the_device_la
     reserve, used = engine.ledger.reserve, []
 
     def handle() -> None:
-        engine._handle_event(Short(2**40))
+        engine._handle_event(Dropped((key("second"),)))
         used.append(engine.ledger.used_bytes)
 
     def watched(*arguments):
@@ -633,8 +633,9 @@ async def test_event_loop_and_device_agree_on_the_resident_sessions_under_random
     """Turns grow, fork, rewind and are cancelled, while the device is always short of memory."""
     gc.collect()
     engine = await make_engine(2500, limit_bytes=mx.get_active_memory() + 2**19)
-    asked = Mock(wraps=engine._device.made_room)
-    engine._device.made_room = asked  # type: ignore[method-assign]
+    room = engine._device._runner.room
+    drops = Mock(wraps=room._dropped)
+    room._dropped = drops  # type: ignore[method-assign]
     dice, common = random.Random(seed), prompt(120, salt=99)
     answers: list[tuple[list[int], list[int]]] = []
 
@@ -650,10 +651,11 @@ async def test_event_loop_and_device_agree_on_the_resident_sessions_under_random
                 engine.forget(key(f"s{index}"))
 
     await asyncio.gather(*(session(index) for index in range(8)))
-    assert asked.call_count > 5
+    assert drops.call_count > 5
     idle = {key(f"s{i}") for i in range(8) if len(engine.ledger.residency.tokens(key(f"s{i}")))}
     await until(lambda: held_by(engine) == idle)  # what was dropped last
     assert engine.num_running == engine.num_waiting == 0
-    assert engine.ledger.used_bytes == sum(map(engine.ledger.residency.size_bytes, idle))
+    held = [engine.ledger.residency.tokens(key) for key in idle]
+    assert engine.ledger.used_bytes == sum(engine.size_bytes(len(tokens)) for tokens in held)
     for context, tokens in answers:
         assert tokens == alone(make_model("llama"), context, len(tokens))[0]

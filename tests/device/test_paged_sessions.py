@@ -602,7 +602,7 @@ async def test_memory_requests_count_a_turn_that_waits_for_the_disk_as_running(
         grant = room.grant_requests
 
         async def slow(*_: Any) -> tuple[tuple[Span, ...], dict[str, mx.array]]:
-            device.made_room()  # any command: requests for room are looked at after it
+            device.drop(engine_process.key("x"))  # any command: requests for room are looked at after it
             await may_go_on.wait()
             return (), {}
 

@@ -18,17 +18,14 @@ BLOCK = 64
 
 
 class Room:
-    """Simulated memory that is full, or has room for all; `waits`: idle sessions could be dropped."""
+    """Simulated memory that is full, or has room for all."""
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
-        self.is_open, self.waits, self.is_promised = False, True, False
+        self.is_open, self.is_promised = False, False
 
-    def has(self, size_bytes: int) -> bool:
+    def make(self, size_bytes: int) -> bool:
         return self.is_open
-
-    def ask_for(self, size_bytes: int) -> bool:
-        return self.waits
 
 
 @pytest.fixture
@@ -57,7 +54,7 @@ def turns() -> list[Turn]:
     return some
 
 
-@pytest.mark.parametrize("why", ["idle sessions leave", "a restore is under way", "the disk has it"])
+@pytest.mark.parametrize("why", ["a restore is under way", "the disk has it"])
 def test_a_step_postponed_for_lack_of_memory_leaves_order_and_age_of_waiting_turns_unchanged(
     estimator, why: str
 ) -> None:
@@ -67,12 +64,12 @@ def test_a_step_postponed_for_lack_of_memory_leaves_order_and_age_of_waiting_tur
     for turn in some:
         scheduler.add(turn)
         untouched.add(turn)
-    room.waits, room.is_promised = why == "idle sessions leave", why == "a restore is under way"
+    room.is_promised = why == "a restore is under way"
     for _ in range(2 * AGE_STEPS):
         choice = chooser.choose()
         assert not choice.step
         assert choice.hopeless is None
-        assert choice.pause_s is None if room.waits else choice.pause_s
+        assert choice.pause_s
     room.is_open = True
     for _ in range(4):
         expected = untouched.next(BLOCK)

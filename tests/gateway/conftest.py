@@ -12,9 +12,9 @@ from crafted import CODERS, TEXT
 from openai import AsyncOpenAI
 from parts import make_tiny_model
 
-from gateway.http.app import Gateway
-from gateway.http.serving import listening, serve, server
+from gateway.app import Gateway
 from gateway.keys import Keys
+from gateway.server import listening, serve, server
 from turnkeep_client.client import connect
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Door:
 
     @property
     def index(self) -> Any:
-        return self.gateway._conversations["default", ""].index
+        return self.gateway.connections._conversations["default", ""].index
 
     async def stop(self) -> None:
         """Stop the gateway without waiting for answers, which the worker continues."""

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.http.serving import listening
+from gateway.server import listening
 
 _MOST_TOKENS = 200
 #: Agents ask for more of an answer that was cut by its length, so text ends with one of these.

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from gateway import following, recorded
-from gateway.http import app, sending
+from gateway.http import handlers, sending
 from gateway.keys import Keys
 from turnkeep_client.errors import NoAnswerError, NoServerError
 
@@ -299,7 +299,7 @@ async def test_requests_with_one_idempotency_key_get_one_answer_at_any_gateway(
 ) -> None:
     """Concurrently and later, even if the gateways' clocks differ. A changed body with the key is refused."""
     clock = SimpleNamespace(time=itertools.count(1_800_000_000, 10).__next__)
-    monkeypatch.setattr(app, "time", clock)
+    monkeypatch.setattr(handlers, "time", clock)
     other = await door(worker.settings.nats, worker.settings.prefix)
     async with httpx2.AsyncClient(base_url=other.url, timeout=60) as there:
         key = {"idempotency-key": f"turn 1 {path}"}
@@ -378,7 +378,7 @@ async def test_a_background_answer_counts_towards_its_api_keys_limit_of_concurre
 ) -> None:
     """A request that has failed does not count."""
     (tmp_path / "keys").write_text("none default at_once=1\n")
-    served.gateway._keys = Keys.read(tmp_path / "keys")
+    served.gateway.access.keys = Keys.read(tmp_path / "keys")
     create = served.openai.responses.create
     more = options(8, extra_headers={"Idempotency-Key": "long"})
     for _ in range(2):
@@ -519,7 +519,7 @@ async def test_a_gateway_connects_again_after_the_nats_server_has_closed_its_con
     """As if its credentials had expired, or a client's message had exceeded a limit of its account."""
     said = [{"role": "user", "content": "Begin."}]
     first = (await http.post(CHAT, json=asked(CHAT, 4, messages=said))).json()["choices"][0]["message"]
-    client = served.gateway._conversations["default", ""].client
+    client = served.gateway.connections._conversations["default", ""].client
     client._wire._nats._transport.write(b"NONSENSE\r\n")
     async with asyncio.timeout(10):
         while not client._wire.closed:  # noqa: ASYNC110
@@ -534,7 +534,7 @@ async def test_a_durable_stream_that_its_client_has_left_is_not_followed_any_fur
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     running = await served.openai.responses.create(input="Begin.", background=True, **options(30_000))
-    tasks = served.gateway._conversations["default", ""]._tasks
+    tasks = served.gateway.connections._conversations["default", ""]._tasks
     for _ in range(3):
         path = f"/v1/responses/{running.id}/stream"
         async with http.stream("GET", path, params={"live": "sse"}) as answer:
@@ -574,7 +574,7 @@ async def test_a_stream_ends_with_the_reason_if_the_nats_server_closes_the_gatew
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     async with http.stream("POST", CHAT, json=asked(CHAT, 30_000, stream=True)) as answer:
-        transport = served.gateway._conversations["default", ""].client._wire._nats._transport
+        transport = served.gateway.connections._conversations["default", ""].client._wire._nats._transport
         asyncio.get_running_loop().call_later(0.5, transport.write, b"NONSENSE\r\n")
         told = await read(answer)
     error = json.loads(told[-1]["data"])["error"]

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-import gateway.http
+import gateway
 import ops.console
 from commands.cli import main
 from commands.gateway import greeting
-from gateway.http.serving import listening
+from gateway.server import listening
 
 
 def said(*arguments: str) -> str:
@@ -26,8 +26,8 @@ def said(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("command", "package", "library", "extra"),
     [
-        ("gateway", gateway.http, "starlette", "gateway"),
-        ("gateway", gateway.http, "uvicorn", "gateway"),
+        ("gateway", gateway, "starlette", "gateway"),
+        ("gateway", gateway, "uvicorn", "gateway"),
         ("console", ops.console, "uvicorn", "ops"),
         ("exporter", ops, "prometheus_client", "ops"),
     ],
@@ -35,7 +35,7 @@ def said(*arguments: str) -> str:
 def test_a_command_names_a_missing_library_and_the_extra_that_installs_it(
     command: str, package: Any, library: str, extra: str, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("app", "door", "serving", "exporter"):
+    for name in ("app", "server", "door", "serving", "exporter"):
         monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
         monkeypatch.delattr(package, name, raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:

@@ -294,7 +294,7 @@ async def test_a_stream_that_moves_to_another_session_after_its_start_begins_ane
 async def test_a_response_id_is_found_only_by_its_own_tenant(served: Any, tmp_path: Path) -> None:
     answer, _ = await ask(served, "Hello.")
     (tmp_path / "keys").write_text("none acme\nother default\n")
-    served.gateway._keys = Keys.read(tmp_path / "keys")
+    served.gateway.access.keys = Keys.read(tmp_path / "keys")
     with pytest.raises(openai.NotFoundError):
         await served.openai.responses.retrieve(answer.id)
     with pytest.raises(openai.BadRequestError, match="not found"):

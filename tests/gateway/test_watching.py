@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.http import app
+from gateway import app
 from gateway.keys import Keys
 from gateway.seen import Seen
 

@@ -13,15 +13,15 @@ from tests.commands.command_runs import command, where
 from tests.parts import LocalWorker
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Append
-from worker.sessions.session import Session
+from worker.sessions.giving_up import Doubt
 
-attempt = Session._attempt
+attempt = Doubt.attempt
 
 
-async def venomous(self: Session, pending: Any) -> Any:
+async def venomous(self: Doubt, pending: Any, answer: Any) -> Any:
     if isinstance(pending.request, Append) and "VENOM" in (pending.request.text or ""):
         raise LookupError("bitten \x1b[2J")
-    return await attempt(self, pending)
+    return await attempt(self, pending, answer)
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ async def worker(
     local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
 ) -> LocalWorker:
     """A worker that has given up a request at position 3, but would now execute it without a fault."""
-    monkeypatch.setattr(Session, "_attempt", venomous)
+    monkeypatch.setattr(Doubt, "attempt", venomous)
     worker = await local_worker(max_attempts=1)
     await worker.client.session("s").append(tokens=[5] * 3)
     with pytest.raises(RequestFailedError, match="LookupError: bitten"):
@@ -93,7 +93,7 @@ async def test_a_retry_is_refused_without_anyway_if_the_sessions_position_has_ch
 async def test_a_retry_that_fails_again_leaves_one_dead_letter(
     worker: LocalWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Session, "_attempt", venomous)
+    monkeypatch.setattr(Doubt, "attempt", venomous)
     done = await dead(worker, "retry", "s", "bad")
     assert done.returncode == 1
     assert done.stderr.startswith("turnkeep: internal: ")
@@ -112,7 +112,7 @@ async def test_dropping_a_dead_letter_leaves_its_request_in_the_log(worker: Loca
 async def test_a_retry_with_anyway_also_sends_a_request_that_expected_the_old_position(
     local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Session, "_attempt", venomous)
+    monkeypatch.setattr(Doubt, "attempt", venomous)
     worker = await local_worker(max_attempts=1)
     session = worker.client.session("s")
     with pytest.raises(RequestFailedError, match="LookupError: bitten"):

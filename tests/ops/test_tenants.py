@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from nats.aio.client import Client
 from parts import free_port, nats_server_program
 
-from gateway.http.app import Gateway
+from gateway.app import Gateway
 from gateway.keys import Keys
 from ops.nats.tenants import main
 from tests.commands.command_runs import command

@@ -116,7 +116,7 @@ async def test_a_background_task_that_ends_stops_the_worker_with_an_error_that_n
 #: Python runs this module at each start. A worker then takes a minute to load its model.
 SLOW_START = """
 import sys, time
-if "commands.worker" in sys.orig_argv:
+if "worker.main" in sys.orig_argv:
     from worker.models import model
     model.load = lambda *args, **named: (print("loading", file=sys.stderr, flush=True), time.sleep(60))
 """

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 
+import msgspec
 import nats.errors
 import pytest
 
@@ -70,6 +71,11 @@ def kill(one):
     one.task.cancel()
     one.watching.cancel()
     one.task = one.watching = None
+
+
+def ended(one):
+    """Return the names of the workers that `one` has reported as ended since the last report."""
+    return [one._gone.get_nowait().worker for _ in range(one._gone.qsize())]
 
 
 async def until(condition):
@@ -216,8 +222,6 @@ async def test_workers_no_longer_count_as_alone_once_another_worker_has_joined(m
 @pytest.mark.parametrize("ending", ["killed", "stopped"])
 async def test_a_worker_that_ends_is_reported_gone_once_and_within_a_second(members, ending):
     first, second = await members("first", "one"), await members("second", "two")
-    gone = []
-    first.on_gone = gone.append
     await first.join()
     await second.join()
     if ending == "killed":
@@ -226,25 +230,66 @@ async def test_a_worker_that_ends_is_reported_gone_once_and_within_a_second(memb
     else:
         await second.leave()
     async with asyncio.timeout(1.0):
-        while not gone:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    assert not first.others
+        gone = await first.gone()
+    assert (gone.boot, gone.serves, first.others) == (second.me.boot, False, {})
     await asyncio.sleep(1.0)
-    assert len(gone) == 1, "once, though its record is there for two seconds"
+    assert not ended(first), "once, though its record is there for two seconds"
+
+
+@pytest.mark.parametrize("killed", ["d", "bcd", "acef"])
+async def test_all_other_workers_miss_neighbours_that_die_together_within_a_second(members, killed):
+    """Each pings only the next two; the others are told, or look as soon as a neighbour is silent."""
+    made = {name: await members(name, name) for name in "abcdef"}
+    await asyncio.gather(*(one.join() for one in made.values()))
+    await until(lambda: all(len(one.others) == 5 for one in made.values()))
+    for name in killed:
+        kill(made[name])
+    await asyncio.gather(*(made[name]._nc.close() for name in killed))
+    left = [one for name, one in made.items() if name not in killed]
+    async with asyncio.timeout(1.0):
+        missed = [{(await one.gone()).worker for _ in killed} for one in left]
+    assert missed == [{*killed}] * len(left)
+    assert not any(ended(one) for one in left)
+
+
+async def test_a_worker_pings_two_neighbours_however_many_workers_there_are(members):
+    made = [await members(name, name) for name in "abcdef"]
+    await asyncio.gather(*(one.join() for one in made))
+    await until(lambda: all(len(one.others) == 5 for one in made))
+    await asyncio.sleep(0.5)
+    nc, pinged = made[0]._nc, []
+    for one in made[1:]:
+
+        async def note(_, name=one.me.worker):
+            pinged.append(name)
+
+        await nc.subscribe(made[0].address(one.me, "ping"), cb=note)
+    await asyncio.sleep(1.2)
+    assert min(map(pinged.count, "bcdef")) >= 5
+    assert len(pinged) <= 5 * 2 * 1.5 / members_of._WATCH_S, "each is pinged by two"
+
+
+async def test_a_worker_that_another_one_only_seems_to_miss_stays_known(members):
+    """The other one's connection may go to another server of the cluster, with a cut between them."""
+    first, second = await members("first", "one"), await members("second", "two")
+    await first.join()
+    await second.join()
+    await second._nc.publish(first.common_address("gone"), msgspec.json.encode(second.me))
+    await asyncio.sleep(0.5)
+    assert list(first.others) == ["second"]
+    assert not ended(first)
 
 
 async def test_workers_hear_at_once_of_one_that_stops_while_its_record_is_being_renewed(members):
     first, second = await members("one", "a"), await members("two", "b")
     await first.join()
     await second.join()
-    gone = []
-    first.on_gone = lambda member: gone.append(member.worker)
     at = second._seq
     await second._renew()
     second._seq = at  # the renewal is stored, and its ack has not come yet
     kill(second)
     await Members.leave(second)
-    assert gone == ["two"]
+    assert ended(first) == ["two"]
 
 
 async def test_an_early_check_reports_a_dead_worker_as_gone_but_not_a_reconnecting_one(members, monkeypatch):
@@ -253,19 +298,17 @@ async def test_an_early_check_reports_a_dead_worker_as_gone_but_not_a_reconnecti
     first, second = await members("first", "one"), await members("second", "two")
     await first.join()
     await second.join()
-    gone = []
-    first.on_gone = gone.append
     for _ in range(5):
         await asyncio.sleep(0.3)  # a connection that is lost twice within 0.25 s waits for so long
         second._nc._transport._io_writer.transport.abort()
         first.look_now()
     await asyncio.sleep(0.3)
-    assert not gone
+    assert not ended(first)
     kill(second)
     await second._nc.close()
     asked_s = time.monotonic()
     first.look_now()
-    await until(lambda: gone)
+    await first.gone()
     assert time.monotonic() - asked_s >= members_of._CONFIRM_S, "it is asked twice"
 
 

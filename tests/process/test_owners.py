@@ -19,14 +19,15 @@ import anyio
 import nats
 import psutil
 import pytest
-from nats.js.errors import APIError, NotFoundError
+from nats.js.errors import NotFoundError
 
 from turnkeep_client.client import connect
 from turnkeep_client.direct import DirectGets
-from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, words
+from turnkeep_client.log import BUILD_HEADER, words
 from turnkeep_client.subjects import SessionKey, Subjects
-from worker.cluster import owners
-from worker.cluster.members import Members
+from worker.cluster.members import Member, Members, address, recorded
+from worker.cluster.owners import Owners, chosen
+from worker.cluster.routing import Routing
 from worker.wire.consistent_reads import Entry
 
 if TYPE_CHECKING:
@@ -60,11 +61,12 @@ def _maker(result: Msg) -> str:
 
 
 class Look:
-    """Reads the results and the claims of a prefix: which worker serves which session."""
+    """Reads the results of a prefix, and asks its workers: which one serves which session."""
 
     def __init__(self, nc: Nats, prefix: str) -> None:
         self.nc = nc
         self._prefix = prefix
+        self._subjects = Subjects(prefix)
         self._gets = DirectGets(nc, timeout_s=5)
 
     async def _bodies(self, session: str, kind: str) -> list[Msg]:
@@ -86,17 +88,12 @@ class Look:
         return _maker((await self._bodies(session, "out"))[-1])
 
     async def owner(self, session: str) -> str:
-        """Return the worker that has claimed a session; empty if none has."""
-        bucket = f"{self._prefix}_workers"
-        with contextlib.suppress(NotFoundError):
-            subject = f"$KV.{bucket}.own.default.{session}"
-            return ((await self.nc.jetstream().get_last_msg(f"KV_{bucket}", subject)).data or b"").decode()
+        """Return the worker that is at work on a session; empty if none is."""
+        for one in await recorded(self._gets, self._subjects):
+            asked = await self.nc.request(address(self._subjects, one, "at_work"), timeout=5)
+            if ["default", session] in json.loads(asked.data):
+                return one.worker
         return ""
-
-    async def num_claims(self) -> int:
-        bucket = f"{self._prefix}_workers"
-        info = await self.nc.jetstream().stream_info(f"KV_{bucket}", subjects_filter=f"$KV.{bucket}.own.>")
-        return len(info.state.subjects or {})
 
 
 @pytest.fixture
@@ -126,7 +123,6 @@ async def test_each_session_stays_with_one_worker_and_prefills_only_its_new_toke
         shares[maker] += 1
     assert set(shares) == {"first", "second"}, shares
     assert all(one.prefilled_tokens <= 65 + 32 for one in appended)
-    assert not await look(first.settings.prefix).num_claims(), "the log says whose each is"
 
 
 async def test_a_worker_learns_whether_another_one_has_requests_of_a_session(cluster: Start) -> None:
@@ -236,26 +232,6 @@ async def test_a_draining_worker_hands_each_session_over_between_two_requests(
     assert {await log.last_maker(name) for name in SESSIONS} == {drained.settings.worker}
 
 
-async def test_an_idle_session_moves_to_a_worker_with_far_less_work(
-    cluster: Start, look: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owners, "_GAP_TO_GIVE", 8)
-    first = await cluster("first")
-    idle, log = first.client.session("idle"), look(first.settings.prefix)
-    await idle.append(text="hello", timeout_s=PATIENCE_S)
-    busy = [first.client.session(f"busy{n}").generate(text="eee", max_tokens=1900) for n in range(12)]
-    await asyncio.gather(*(generation.send() for generation in busy))
-    await cluster("second")
-    async with asyncio.timeout(PATIENCE_S):
-        while first.app._intake.num_sessions < 12:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        while await log.last_maker("idle") == "first":  # until the owner itself hears a request
-            await idle.append(text="hello", timeout_s=PATIENCE_S)
-    assert first.app._intake.num_sessions > 8, "they stay where they are at work"
-    for generation in busy:
-        await generation.cancel()
-
-
 async def test_the_last_worker_that_takes_sessions_refuses_to_drain(cluster: Start, look: Any) -> None:
     first, second = await cluster("first"), await cluster("second")
     nc = look(first.settings.prefix).nc
@@ -329,8 +305,8 @@ async def test_forgetting_a_session_at_one_worker_erases_its_snapshots_at_anothe
         while not stored(first):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     second = await cluster("second")
-    second.app._owners._held[key] = 0  # as if the first one had been away
-    await second.app._owners._js.publish(second.app._owners._claim_subject(key), b"second")
+    for one in (first, second):  # as if the first one had been away
+        one.app._owners.remember(key, second.app._members.me.boot)
     closed = await second.client.session("s").close(forget=True, timeout_s=PATIENCE_S)
     assert closed.settled
     assert await look(second.settings.prefix).last_maker("s") == "second"
@@ -341,7 +317,7 @@ async def test_parent_and_fork_forgotten_together_at_two_workers_leave_nothing_a
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each worker sees the other's session as open; only the log says that both are being closed."""
-    closings, erase = [], owners.Owners.erase
+    closings, erase = [], Owners.erase
 
     async def with_the_fork(self: Any, forgotten: SessionKey) -> dict[str, bool]:
         confirmed = await erase(self, forgotten)
@@ -349,15 +325,15 @@ async def test_parent_and_fork_forgotten_together_at_two_workers_leave_nothing_a
             closings.append(await second.client.session("fork").close(forget=True, timeout_s=PATIENCE_S))
         return confirmed
 
-    monkeypatch.setattr(owners.Owners, "erase", with_the_fork)
+    monkeypatch.setattr(Owners, "erase", with_the_fork)
     first = await cluster("first")
     parent = first.client.session("parent")
     await parent.append(text="x" * 400, timeout_s=PATIENCE_S)
     await parent.fork("fork")
     tokens = first.app._sessions._get(SessionKey("default", "parent")).history.tokens
     second, key = await cluster("second"), SessionKey("default", "fork")
-    second.app._owners._held[key] = 0  # as if the first one had been away
-    await second.app._owners._js.publish(second.app._owners._claim_subject(key), b"second")
+    for one in (first, second):  # as if the first one had been away
+        one.app._owners.remember(key, second.app._members.me.boot)
     await second.client.session("fork").append(text="y" * 40, timeout_s=PATIENCE_S)
     async with asyncio.timeout(PATIENCE_S):
         while not all(_stored(worker.app._store, tokens) for worker in (first, second)):  # noqa: ASYNC110
@@ -495,27 +471,73 @@ async def processes(
             one.end(signal.SIGTERM)
 
 
-async def test_only_one_of_two_workers_that_claim_a_new_session_gets_it() -> None:
-    key, claims = SessionKey("t", "s"), list[str]()
+def member(name: str, **fields: Any) -> Member:
+    return Member(name, "host", 1, name, boot=f"boot{name}", serves=True, **fields)
 
-    async def publish(_: str, worker: bytes, *, headers: dict[str, str], **_limit: float) -> Any:
-        if headers[EXPECT_HEADER] != str(len(claims)):
-            raise APIError(code=400, err_code=10071)
-        claims.append(worker.decode())
-        return SimpleNamespace(seq=len(claims))
 
-    nc: Any = SimpleNamespace(jetstream=lambda: SimpleNamespace(publish=publish))
+def test_a_worker_that_ends_moves_only_its_own_sessions_to_all_of_the_others() -> None:
+    workers = [member(name) for name in "abcd"]
+    keys = [SessionKey("t", f"s{number}") for number in range(400)]
+    before = {key: chosen(workers, key) for key in keys}
+    shares = Counter(one.worker for one in before.values())
+    assert min(shares.values()) > 60, shares
+    after = {key: chosen(workers[1:], key) for key in keys}
+    assert {before[key].worker for key in keys if before[key] != after[key]} == {"a"}
+    assert {after[key].worker for key in keys if before[key].worker == "a"} == {*"bcd"}
+
+
+def owners_of(me: Member, others: list[Member], out: dict[str, str], forks: dict[str, str]) -> Owners:
+    """Make `Owners` over a log with the workers of last results, and the parents of forks, by session."""
+
+    async def last(key: SessionKey, _: str) -> Any:
+        made = out.get(key.session)
+        return SimpleNamespace(headers={BUILD_HEADER: f"worker={made}"}) if made else None
+
+    async def first_request(key: SessionKey) -> Any:
+        body: dict[str, Any] = {"type": "open", "id": "o"}
+        if (parent := forks.get(key.session)) is not None:
+            body["from"] = {"session": parent}
+        return SimpleNamespace(body=json.dumps(body).encode())
+
+    journal: Any = SimpleNamespace(last=last, first_request=first_request)
+    members: Any = SimpleNamespace(me=me, others={one.worker: one for one in others})
+    intake: Any = SimpleNamespace(at_work=[])
     nobody: Any = None
-    workers = []
-    for name in ("first", "second"):
-        members: Any = SimpleNamespace(me=SimpleNamespace(worker=name))
-        workers.append(owners.Owners(nc, Subjects(), members, nobody, nobody, erase=nobody))
-    assert [await one._claim(key, 0) for one in workers] == [True, False]
-    assert ([key in one._held for one in workers], claims) == ([True, False], ["first"])
+    return Owners(nobody, members, journal, intake)
+
+
+@pytest.mark.parametrize("at", "abc")
+async def test_all_workers_choose_the_same_worker_for_a_session(at: str) -> None:
+    """That of its last result, else that of its parent, else one by hashing its root."""
+    all_of_them = {name: member(name) for name in "abc"}
+    out = {"ran": "b", "parent": "c", "ended": "z", "fork": "z", "loop": "z", "other": "z"}
+    forks = {"new": "parent", "fork": "ended", "branch": "fork", "loop": "other", "other": "loop"}
+    others = [one for name, one in all_of_them.items() if name != at]
+    made = owners_of(all_of_them[at], others, out, forks)
+
+    async def owner(session: str) -> tuple[str, bool]:
+        found = await made.owner(SessionKey("t", session))
+        return found.member.worker, found.is_free
+
+    assert await owner("ran") == ("b", False)
+    assert await owner("new") == ("c", False)
+    root = chosen([*all_of_them.values()], SessionKey("t", "ended")).worker
+    assert {await owner(name) for name in ("ended", "fork", "branch")} == {(root, True)}
+    assert (await owner("loop"))[1], "a forged log cannot keep a worker in a loop"
+
+
+async def test_a_worker_that_drains_is_asked_and_names_one_that_takes_its_sessions() -> None:
+    """It may be at work on the session, which only it knows."""
+    drains, other, key = member("a", drains=True), member("b"), SessionKey("t", "s")
+    assert (await owners_of(other, [drains], {"s": "a"}, {}).owner(key)).member == drains
+    assert (await owners_of(drains, [other], {"s": "a"}, {}).owner(key)).member == other
+    assert (await owners_of(drains, [], {"s": "a"}, {}).owner(key)).member == drains
+    also = member("b", drains=True)
+    assert (await owners_of(drains, [also], {"s": "a"}, {}).owner(key)).member == drains
 
 
 async def test_a_forget_asks_each_other_worker_to_erase_and_believes_only_its_own_answer() -> None:
-    answers = {"yes": b"+", "not yet": b"-", "also yes": b"+", "stops": b""}
+    answers = {"yes": b"true", "not yet": b"false", "also yes": b"true", "stops": b'"stops"'}
 
     async def request(address: str, *_: Any, **__: Any) -> Any:
         if address not in answers:
@@ -525,77 +547,84 @@ async def test_a_forget_asks_each_other_worker_to_erase_and_believes_only_its_ow
     names = [*answers, "paused"]
     others = {name: SimpleNamespace(directory=name, worker=name) for name in names}
     members: Any = SimpleNamespace(others=others, address=lambda member, _: member.worker)
-    nc: Any = SimpleNamespace(jetstream=lambda: None, request=request)
+    nc: Any = SimpleNamespace(request=request)
     nobody: Any = None
-    made = owners.Owners(nc, Subjects(), members, nobody, nobody, erase=nobody)
+    made = Owners(nc, members, nobody, nobody)
     erased = await made.erase(SessionKey("default", "s"))
     assert erased == {name: name in ("yes", "also yes") for name in names}
 
 
 @pytest.mark.parametrize("stops", ["before", "meanwhile"])
 async def test_a_stopping_worker_leaves_a_delivery_that_is_passed_on_to_it_to_its_sender(stops: str) -> None:
-    nobody, stored, accepted = SimpleNamespace(jetstream=lambda: None), datetime.now(UTC), list[Any]()
+    stored, accepted = datetime.now(UTC), list[Any]()
 
     async def entry(seq: int) -> Entry:
         return Entry(seq, "in", stored, b"", {})
 
-    async def deliver(message: Msg, _: Any) -> None:
+    async def deliver_late(message: Msg, *_: Any) -> None:
         accepted.append(message)
 
     async def note_returned(*_: Any) -> None:
         router.close()
 
-    members = SimpleNamespace(me=SimpleNamespace(worker="w", drains=False), others={})
-    router: Any = owners.Owners(
-        nobody, Subjects(), members, SimpleNamespace(entry=entry), nobody, erase=nobody
-    )  # type: ignore[arg-type]
-    router._held[SessionKey("t", "s")] = 0
-    router._ring, router._note_returned = None, note_returned
-    router.intake = SimpleNamespace(deliver=deliver, expects=lambda *_: True)
+    key = SessionKey("t", "s")
+    intake = SimpleNamespace(at_work=[key], deliver_late=deliver_late, expects=lambda *_: True)
+    router = routing_with(intake=intake, journal=SimpleNamespace(entry=entry, server="s"))
+    router._note_returned = note_returned
     if stops == "before":
         router.close()
     ack = f"$JS.ACK.s.c.1.7.1.{int(stored.timestamp() * 1e6) * 1000}.0"
     passed = json.dumps({"subject": "turnkeep.t.s.in", "seq": 7, "reply": ack})
-    assert await router._delivered(SimpleNamespace(data=passed.encode())) == b"-"
+    answer = await router._delivered(SimpleNamespace(data=passed.encode()))
+    assert json.loads(answer) == {"verdict": "later"}
     assert not accepted
 
 
 async def test_a_worker_that_stops_tells_others_at_once_that_it_answers_nothing_more() -> None:
     """They would wait for up to two minutes. After its tasks were cancelled it starts no new one."""
-    answers, nobody = [], SimpleNamespace(jetstream=lambda: None)
+    answers = []
 
     async def respond(answer: bytes) -> None:
         answers.append(answer)
 
     asked: Any = SimpleNamespace(respond=respond)
     async with anyio.create_task_group() as tasks:
-        made = owners.Owners(nobody, Subjects(), nobody, nobody, tasks, erase=nobody)  # type: ignore[arg-type]
-        hear = made._spawning(lambda _: anyio.sleep_forever())
+        hear = routing_with(tasks=tasks)._spawning(lambda _: anyio.sleep_forever())
         await hear(asked)
         await asyncio.sleep(0)
         tasks.cancel_scope.cancel()
         await hear(asked)
-        assert answers == [b""], "of the second one"
-    assert answers == [b"", b""]
+        assert answers == [b'"stops"'], "of the second one"
+    assert answers == [b'"stops"', b'"stops"']
 
 
 @pytest.mark.parametrize("num_before", [1, 2])
-def test_a_redelivery_during_a_look_up_counts_no_attempt_unless_another_worker_had_the_request(
+async def test_a_redelivery_during_a_look_up_counts_no_attempt_unless_another_worker_had_the_request(
     num_before: int,
 ) -> None:
     def delivered(times: int) -> Any:
-        return SimpleNamespace(
-            metadata=SimpleNamespace(num_delivered=times, sequence=SimpleNamespace(stream=7))
-        )
+        metadata = SimpleNamespace(num_delivered=times, sequence=SimpleNamespace(stream=7))
+        return SimpleNamespace(subject="turnkeep.t.s.in", metadata=metadata)
 
-    noted = []
-    nobody: Any = SimpleNamespace(jetstream=lambda: None, start_soon=lambda *_: None)
-    router = owners.Owners(nobody, Subjects(), nobody, nobody, nobody, erase=nobody)
-    router.intake = SimpleNamespace(note_unbegun=lambda _, seqs: noted.extend(seqs))  # type: ignore[assignment]
-    router.route(SessionKey("t", "s"), delivered(num_before), nobody)
+    noted: list[Any] = []
+    router = routing_with(
+        intake=SimpleNamespace(note_unbegun=noted.append, returns_again=lambda *_: False),
+        owners=SimpleNamespace(is_here=lambda _: False),
+        tasks=SimpleNamespace(start_soon=lambda *_: None),
+        journal=SimpleNamespace(server="s"),
+    )
+    await router.receive(delivered(num_before))
     assert noted == []
-    router.route(SessionKey("t", "s"), delivered(num_before + 1), nobody)
-    assert noted == ([7] if num_before == 1 else [])
+    await router.receive(delivered(num_before + 1))
+    assert noted == ([{7: SessionKey("t", "s")}] if num_before == 1 else [])
+
+
+def routing_with(**parts: Any) -> Any:
+    """Make a `Routing` of which only these parts are used."""
+    members = SimpleNamespace(me=SimpleNamespace(boot="me", drains=False), others={})
+    unused = dict.fromkeys(("subjects", "journal", "intake", "tasks", "ring", "control", "erase"))
+    made = {**unused, "nc": None, "members": members, "owners": SimpleNamespace()} | parts
+    return Routing(**made)
 
 
 @pytest.mark.process

@@ -63,7 +63,8 @@ from turnkeep_client.messages import (
     encode,
 )
 from turnkeep_client.nats_client import Nats
-from turnkeep_client.session import Sampling, Session
+from turnkeep_client.sampling import Sampling
+from turnkeep_client.session import Session
 from turnkeep_client.subjects import SessionKey
 
 

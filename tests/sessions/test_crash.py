@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from turnkeep_client.messages import (
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.process.constants import CONSTANTS
 from worker.sessions.execution import _sampling
-from worker.sessions.record import Pending
 
 pytestmark = pytest.mark.process
 
@@ -121,8 +119,7 @@ async def assert_stream_is_record(client: Client, name: str, result: Generated) 
 
 def seed_of(name: str, request: Generate, seq: int) -> int:
     """Return the seed with which a worker samples a request: the request's own, or the derived one."""
-    pending = Pending(seq, request, "", datetime.now(UTC))
-    return _sampling(SessionKey("default", name), request, pending, {}, None).seed
+    return _sampling(SessionKey("default", name), request, seq, {}, None).seed
 
 
 async def test_answers_of_a_worker_that_is_killed_twice_have_the_tokens_of_an_uninterrupted_worker(

@@ -109,14 +109,14 @@ async def test_a_worker_that_stops_reads_no_further_waiting_sessions_from_the_lo
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise it would read all sessions of a flood, and answer none."""
-    fold, folded = SessionLog._fold, 0
+    fold, folded = SessionLog._read_log, 0
 
     async def counted(log: SessionLog, record: Record) -> None:
         nonlocal folded
         folded += 1
         await fold(log, record)
 
-    monkeypatch.setattr(SessionLog, "_fold", counted)
+    monkeypatch.setattr(SessionLog, "_read_log", counted)
     one = await wire(max_batch=1)
     for n in range(NUM_FLOOD):
         await one.publish(f"s{n}", generate("r", **LONG))
@@ -314,7 +314,7 @@ async def test_a_tenants_questions_about_many_sessions_do_not_delay_another_tena
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a restart the worker reads the log of each of these sessions, a few at a time."""
-    one, fold, num_answered = await wire(), SessionLog._fold, 0
+    one, fold, num_answered = await wire(), SessionLog._read_log, 0
     for n in range(NUM_FLOOD):
         await one.send(f"s{n}", append("r"), tenant="loud")
     await one.send("s", append("warm"), tenant="quiet")
@@ -329,7 +329,7 @@ async def test_a_tenants_questions_about_many_sessions_do_not_delay_another_tena
         assert (await two.control(f"s{number}", {"type": "info"}, tenant="loud"))["position"] == 5
         num_answered += 1
 
-    monkeypatch.setattr(SessionLog, "_fold", slow)
+    monkeypatch.setattr(SessionLog, "_read_log", slow)
     two = await wire()
     asked = [asyncio.create_task(ask(n)) for n in range(NUM_FLOOD)]
     await asyncio.sleep(0.1)

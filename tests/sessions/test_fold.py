@@ -49,8 +49,9 @@ from worker.observe.counters import Telemetry
 from worker.process.rotation import Rotation
 from worker.sessions.attachments import Attachments
 from worker.sessions.attempts import Attempts, SharedLock
-from worker.sessions.execution import Execution
+from worker.sessions.cancelling import cancel
 from worker.sessions.fold import Fold
+from worker.sessions.formats import Formats
 from worker.sessions.history import History
 from worker.sessions.limits import Limits
 from worker.sessions.services import Services
@@ -263,40 +264,36 @@ class World:
         self.fold = Fold(self._tokenizer, policy, self.model, takes_over=self.takes_over)
         self.outbox = Outbox()
         self.num_released = 0
-        parts: Any = {
-            "journal": self.log,
-            "telemetry": Telemetry(),
-            "fold": self.fold,
-        }
-        parts["engine"] = self.engine
         sizes = {"context_tokens": 10_000, "block_tokens": 32, "vocab_size": 2**20}
-        limits: Any = {
-            "limits": Limits(self.engine, policy, **sizes),  # type: ignore[arg-type]
-            "max_result_bytes": 2**20,
-            "own_sampling": {},
-            "token_ttl_s": 900.0,
-            "directory": "",
-            "erasures": SimpleNamespace(note=nothing),
-            "erase_elsewhere": alone,
-        }
         retention = Retention(self.log, closed_ttl_s=None, max_bytes=2**30)  # type: ignore[arg-type]
-        execution = Execution(tokenizer=self._tokenizer, retention=retention, **limits, **parts)
         self.tasks = Tasks()
         size = self.max_message_bytes
         self.attachments = Attachments(self.log, self._tokenizer, self.tasks, max_message_bytes=size)  # type: ignore[arg-type]
+        parts: Any = {
+            "journal": self.log,
+            "engine": self.engine,
+            "limits": Limits(self.engine, policy, **sizes),  # type: ignore[arg-type]
+            "outbox": self.outbox,
+            "erasures": SimpleNamespace(note=nothing),
+        }
         services = Services(
-            execution=execution,
+            fold=self.fold,
+            formats=Formats(self._tokenizer),
+            telemetry=Telemetry(),
             attachments=self.attachments,
-            outbox=self.outbox,  # type: ignore[arg-type]
             ack=self._release,
-            disown=lambda _: None,
             is_elsewhere=nothing,
             give_back=nothing,
+            erase_elsewhere=alone,
             reading=Rotation(2),
             shares=Shares(4),
-            attempts=Attempts(self.log, 3),
+            attempts=Attempts(self.log, 3),  # type: ignore[arg-type]
             device_lock=SharedLock(),
             retention=retention,
+            max_result_bytes=2**20,
+            own_sampling={},
+            token_ttl_s=900.0,
+            directory="",
             model="tiny",
             worker="w",
             build="",
@@ -448,7 +445,7 @@ async def live(world: World, operations: list[tuple[str, Any]]) -> None:
             await world.session.log.catch_up()
             if (waiting := world.session.pending) and (id_ := waiting[argument % len(waiting)].id):
                 known = world.session.log.record.answered_ids.find(id_) is not None
-                assert isinstance(await world.session.cancel(id_), Failed) == known
+                assert isinstance(await cancel(world.session, id_), Failed) == known
         elif operation == "crash":
             world.crash(argument)
         elif operation == "serve":
@@ -513,7 +510,7 @@ async def test_a_cancelled_request_gets_its_result_before_the_requests_that_wait
     first = world.publish(Append(id="first", text="one"))
     second = world.publish(Append(id="second", text="two"))
     third = world.publish(Generate(id="third", max_tokens=3))
-    cancelled = await world.session.cancel("second")
+    cancelled = await cancel(world.session, "second")
     assert cancelled.was == "waiting"
     await world.assert_fold_is_life()
     world.crash()
@@ -521,7 +518,7 @@ async def test_a_cancelled_request_gets_its_result_before_the_requests_that_wait
     await world.session.run()
     assert [result.seq for result in world.results] == [second, first, third]
     assert world.result(second).code == "expired"
-    assert list(world.session.history.tokens[:3]) == world.session._services.fold._tokenizer.encode(
+    assert list(world.session.history.tokens[:3]) == world.session.services.fold._tokenizer.encode(
         "one", at_start=True
     )
     await world.assert_fold_is_life()
@@ -554,9 +551,9 @@ async def test_a_cancelled_waiting_request_gets_no_result_out_of_order_once_it_i
     await log.catch_up(beyond_bell=True)
     first, second = log.record.pending
     log.record.pending.remove(first)
-    assert await log.commit(second, None, closes=False, waits=True) is None
+    assert await log.commit(second, None, waits=True) is None
     log.record.pending.insert(0, first)
-    assert await log.commit(second, None, closes=False, waits=True) is not None
+    assert await log.commit(second, None, waits=True) is not None
 
 
 async def test_a_fenced_result_is_not_stored_after_another_task_has_emptied_the_record(
@@ -577,7 +574,7 @@ async def test_a_fenced_result_is_not_stored_after_another_task_has_emptied_the_
 
     monkeypatch.setattr(world.log, "commit", commit)
     with pytest.raises(FencedError):
-        await log.commit(first, None, closes=False)
+        await log.commit(first, None)
     assert len(commits) == 1
 
 
@@ -585,7 +582,7 @@ async def test_a_repeated_request_cannot_be_cancelled_and_gets_the_recorded_resu
     """An id has only one result, also if it is repeated or cancelled later."""
     first = await world.ask(Append(id="a", text="one"))
     seq = world.publish(Append(id="a", text="one"))
-    reply = await world.session.cancel("a")
+    reply = await cancel(world.session, "a")
     assert isinstance(reply, Failed)
     assert "answered already" in reply.message
     await world.session.run()

@@ -44,8 +44,6 @@ def intake_for(max_sessions: int, max_sessions_per_tenant: int = 1, **journal: A
     parts: Any = [None, None, Telemetry(), SimpleNamespace(server="s", **journal)]
     return Intake(
         *parts,
-        accepts=lambda *_: True,
-        route=lambda *_: None,
         ack_wait_s=0.03,
         max_sessions=max_sessions,
         max_sessions_per_tenant=max_sessions_per_tenant,
@@ -60,7 +58,7 @@ async def test_a_tenant_gets_sessions_up_to_its_limit_and_in_a_full_worker_up_to
         await intake.deliver(Delivered(f"s{seq}", seq, tenant=tenant), lambda one: accepted.append(one.seq))
     assert accepted == [0, 1, 2, 4, 6, 9]
     assert (intake.num_returned, intake.sessions_by_tenant["loud"]) == (5, 3)
-    for key in intake.at_work[:3]:
+    for key in [*intake.at_work][:3]:
         assert not intake.room("loud"), "others have come in its place"
         await intake.ack(key)
     assert intake.sessions_by_tenant == {"mid": 1, "quiet": 1, "new": 1}
@@ -127,12 +125,9 @@ async def test_a_restarted_server_hears_nothing_of_deliveries_whose_sequences_it
     late = Delivered("s8", 8)
     for one in deliveries:
         await intake.deliver(one, lambda _: None)
-    intake._accepts, waiting = (lambda *_: False), list[Any]()
-    intake._route = lambda _key, _message, accept: waiting.append(accept)
-    await intake._arrival(lambda _: None)(late)
     intake._journal.server = "the next one"
     if told == "ack":
-        for key in intake.at_work:
+        for key in [*intake.at_work]:
             await intake.ack(key)
     elif told == "keep alive":
         with move_on_after(0.1):
@@ -141,7 +136,7 @@ async def test_a_restarted_server_hears_nothing_of_deliveries_whose_sequences_it
         await intake.return_anchors()
     heard = [hasattr(one, "delay_s") or hasattr(one, "is_kept") or one.is_acked for one in deliveries]
     assert heard == [told != "return", False, False]
-    await waiting[0]()
+    await intake.deliver_late(late, lambda _: None, "s")
     assert SessionKey("t", "s8") not in intake.at_work
 
 

@@ -16,8 +16,8 @@ from tests.simulation.loop import _process as current
 from worker.cluster.members import Members
 from worker.sessions import sessions
 from worker.sessions.fold import Fold
+from worker.sessions.giving_up import Doubt
 from worker.sessions.record import Pending
-from worker.sessions.session import Session
 
 pytestmark = pytest.mark.simulated
 
@@ -77,16 +77,16 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_request_that_raises_an_unknown_error_three_times_fails_and_becomes_a_dead_letter(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempt, bitten = Session._attempt, 0
+    attempt, bitten = Doubt.attempt, 0
 
-    async def venomous(session: Session, pending: Pending) -> Any:
+    async def venomous(doubt: Doubt, pending: Pending, answer: Any) -> Any:
         nonlocal bitten
         if pending.id == "venom":
             bitten += 1
             raise LookupError("bitten")
-        return await attempt(session, pending)
+        return await attempt(doubt, pending, answer)
 
-    monkeypatch.setattr(Session, "_attempt", venomous)
+    monkeypatch.setattr(Doubt, "attempt", venomous)
     one = await wire()
     letters = await one.nc.subscribe(one.subject("s", "dead"))
     poison = await one.publish("s", append("venom"))
@@ -216,7 +216,7 @@ async def test_a_request_with_a_used_id_is_answered_although_workers_ended_while
         await asyncio.sleep(1000)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Session, "_attempt", stuck)
+        patched.setattr(Doubt, "attempt", stuck)
         seq = await w.publish("s", append("a", text=text))
         await begun.wait()
         w.worker.process.kill()

@@ -18,6 +18,7 @@ from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Appended, Generated, Metrics
 from turnkeep_client.subjects import SessionKey
+from worker.sessions import cancelling
 from worker.sessions.record import Pending
 from worker.sessions.session import Session
 from worker.wire.consistent_reads import ConsistentReads
@@ -220,13 +221,13 @@ async def test_a_cancel_is_confirmed_even_if_the_request_begins_to_run_at_the_sa
     """The session's task, not the cancel, then stores the request's result."""
 
     async def begun(session: Session, pending: Pending) -> bool:
-        session._stop_active()
+        session.stop_active()
         await pending.done.wait()
         if is_fenced:
             raise FencedError("it was begun meanwhile")
         return False
 
-    monkeypatch.setattr(Session, "_begun", begun)
+    monkeypatch.setattr(cancelling, "_is_begun", begun)
     w = await wire()
     seq = await w.publish("s", generate("a", **LONG))
     told = await w.control("s", {"type": "cancel", "id": "a"})

@@ -23,7 +23,7 @@ from turnkeep_client.subjects import SessionKey, Subjects
 from worker.app import WorkerError
 from worker.cluster.undelivered import Undelivered
 from worker.process.concurrency import background
-from worker.sessions.attempts import Doubt
+from worker.sessions.session_log import SessionLog
 from worker.wire.consistent_reads import Entry
 from worker.wire.fence import FencedError
 from worker.wire.intake import Delivery
@@ -139,16 +139,16 @@ async def test_a_request_whose_result_the_server_loses_before_the_ack_is_answere
 ) -> None:
     """Otherwise the worker's late acknowledgement would leave the request without a result."""
     asked = await with_a_request(quiet_wire)
-    clear, lost = Doubt.clear, list[Doubt]()
+    survived, lost = SessionLog.survived, list[SessionLog]()
 
-    async def loses(doubt: Doubt) -> None:
-        await clear(doubt)
+    async def loses(log: SessionLog) -> None:
+        await survived(log)
         if not lost and server.jetstream.streams["turnkeep_log"].matching("turnkeep.default.s.out"):
-            lost.append(doubt)
+            lost.append(log)
             lose(server, asked)
             await asyncio.sleep(3.0)
 
-    monkeypatch.setattr(Doubt, "clear", loses)
+    monkeypatch.setattr(SessionLog, "survived", loses)
     monkeypatch.setattr(Undelivered, "_look", overlooks)
     await quiet_wire()
     async with asyncio.timeout(20):

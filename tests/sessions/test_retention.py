@@ -22,6 +22,7 @@ from turnkeep_client.messages import Append, Close, Closed, encode, failure
 from turnkeep_client.subjects import SessionKey
 from worker.cluster import erasures
 from worker.sessions import record, sessions
+from worker.sessions.giving_up import Doubt
 from worker.sessions.session import Session
 from worker.wire import chunks, journal, overwriting, retention
 from worker.wire.chunks import AnswerChunks
@@ -613,14 +614,14 @@ async def test_info_on_a_closed_session_with_a_waiting_open_shows_position_0(
     w = await quiet_wire()
     await w.send("s", append("a", "hello"))
     await w.send("s", CLOSE)
-    there, go_on, attempt = asyncio.Event(), asyncio.Event(), Session._attempt
+    there, go_on, attempt = asyncio.Event(), asyncio.Event(), Doubt.attempt
 
-    async def waits(session: Session, pending: Any) -> Any:
+    async def waits(doubt: Doubt, *given: Any) -> Any:
         there.set()
         await go_on.wait()
-        return await attempt(session, pending)
+        return await attempt(doubt, *given)
 
-    monkeypatch.setattr(Session, "_attempt", waits)
+    monkeypatch.setattr(Doubt, "attempt", waits)
     waiting = await w.publish("s", {"type": "open", "id": "o"})
     await there.wait()
     info = await w.control("s", {"type": "info"})

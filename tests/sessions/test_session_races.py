@@ -29,8 +29,9 @@ from turnkeep_client.messages import (
 )
 from worker.engine.port import DeviceFaultError
 from worker.models.tokenizer import Tokenizer
-from worker.sessions import answered_ids
+from worker.sessions import answered_ids, cancelling
 from worker.sessions.attempts import AttemptNote, SharedLock
+from worker.sessions.cancelling import cancel
 from worker.sessions.record import Pending
 from worker.wire.chunks import Published
 from worker.wire.fence import FencedError
@@ -113,7 +114,7 @@ async def test_a_request_whose_result_a_restarted_server_lost_is_not_acknowledge
     infos: list[asyncio.Task[None]] = []
 
     async def read() -> None:
-        async with world.session._services.reading.enter("other"):
+        async with world.session.services.reading.enter("other"):
             await asyncio.sleep(0.05)
 
     async def purge(*_: Any) -> None:
@@ -156,7 +157,7 @@ async def test_after_info_or_cancel_has_read_another_workers_result_the_session_
     other.ring(seq)
     await other.session.run()
     with pytest.raises(FencedError):
-        await (world.session.cancel("b") if look == "cancel" else world.session.refresh())
+        await (cancel(world.session, "b") if look == "cancel" else world.session.refresh())
     go_on.set()
     await running
     assert [result.seq for result in world.results] == [1, seq]
@@ -191,7 +192,7 @@ async def test_a_cancel_is_not_confirmed_if_the_request_is_answered_at_the_same_
     seqs = [world.publish(Append(id=f"r{n}", text="a")) for n in range(PAGE + 1)]
     running = asyncio.create_task(world.session.run())
     await there.wait()
-    commit = world.session._commit
+    commit = world.session.commit
 
     async def late(pending: Any, *args: Any, **more: Any) -> Any:
         if pending.cancelled:
@@ -199,8 +200,8 @@ async def test_a_cancel_is_not_confirmed_if_the_request_is_answered_at_the_same_
             await running
         return await commit(pending, *args, **more)
 
-    monkeypatch.setattr(world.session, "_commit", late)
-    answer = await world.session.cancel(f"r{PAGE}")
+    monkeypatch.setattr(world.session, "commit", late)
+    answer = await cancel(world.session, f"r{PAGE}")
     assert world.result(seqs[-1]).position == PAGE + 1
     assert "it was answered already" in answer.message
 
@@ -209,26 +210,26 @@ async def test_a_cancel_as_an_earlier_request_completes_states_the_position_afte
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there, go_on = held_up(world, monkeypatch)
-    commit, begun, commits = world.log.commit, world.session._begun, asyncio.Event()
+    commit, begun, commits = world.log.commit, cancelling._is_begun, asyncio.Event()
 
     async def slow(*args: Any, **more: Any) -> Any:
         commits.set()
         await asyncio.sleep(0.01)
         return await commit(*args, **more)
 
-    async def late(pending: Any) -> bool:
-        is_begun = await begun(pending)
+    async def late(session: Any, pending: Any) -> bool:
+        is_begun = await begun(session, pending)
         go_on.set()
         await commits.wait()
         return is_begun
 
     monkeypatch.setattr(world.log, "commit", slow)
-    monkeypatch.setattr(world.session, "_begun", late)
+    monkeypatch.setattr(cancelling, "_is_begun", late)
     for request in (*(Append(id=name, text="one") for name in "ab"), Generate(id="c", text="two")):
         world.publish(request)
     running = asyncio.create_task(world.session.run())
     await there.wait()
-    assert isinstance(await world.session.cancel("c"), Cancelled)
+    assert isinstance(await cancel(world.session, "c"), Cancelled)
     await running
     assert [(one.id, one.position) for one in world.results] == [("a", 3), ("c", 3), ("b", 6)]
     await world.assert_fold_is_life()
@@ -243,7 +244,7 @@ async def test_a_cancel_that_arrives_as_the_request_completes_is_refused_as_answ
 
     async def ends(*args: Any, **more: Any) -> Any:
         turn = await run(*args, **more)
-        told.append(asyncio.create_task(world.session.cancel("a")))
+        told.append(asyncio.create_task(cancel(world.session, "a")))
         await asyncio.sleep(0.01)
         assert world.session.active is not None
         assert world.session.active.cancelled
@@ -267,7 +268,7 @@ async def test_cancelling_a_waiting_request_with_forged_tokens_stops_no_other_re
     monkeypatch.setattr(world.engine, "cancel", stopped.append, raising=False)
     world.log.chunks.stored = [Chunk(0, (97,), "a", seqs[-1])]
     async with asyncio.timeout(5):
-        answer = await world.session.cancel(f"r{PAGE + 1}")
+        answer = await cancel(world.session, f"r{PAGE + 1}")
     assert answer.was == "waiting"
     assert not stopped
     world.log.chunks.stored = []
@@ -290,7 +291,7 @@ async def test_a_cancelled_request_keeps_its_tokens_if_the_server_lost_the_resul
         return Published(known, seq, base=world.session.history.digest())
 
     monkeypatch.setattr(world.log.chunks, "read", read)
-    cancelling = asyncio.create_task(world.session.cancel("r1"))
+    cancelling = asyncio.create_task(cancel(world.session, "r1"))
     await asyncio.sleep(0.01)
     go_on.set()
     await running
@@ -353,7 +354,7 @@ async def test_a_last_attempt_that_is_cancelled_or_expires_stops_waiting_for_the
     world: World, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """Otherwise it would wait until the longest answer ends, and all other requests would wait for it."""
-    device_lock = world.session._services.device_lock
+    device_lock = world.session.services.device_lock
     monkeypatch.setattr(world.engine, "cancel", lambda _: None, raising=False)
     request = Append(id="a", text="one", deadline_s=0.3 if way == "expired" else None)
     seq = world.log.add("in", encode(request))
@@ -370,7 +371,7 @@ async def test_a_last_attempt_that_is_cancelled_or_expires_stops_waiting_for_the
             await asyncio.sleep(0)
         assert not world.results
         if way == "cancelled":
-            await world.session.cancel("a")
+            await cancel(world.session, "a")
         await running
         assert world.result(seq).code == "expired"
         async with device_lock.enter(lambda: False):
@@ -415,7 +416,7 @@ async def test_a_request_that_crashes_workers_fails_even_if_newer_requests_are_d
         world.ring(seq, body, first_seq=seq if lives > 1 else poison)
         try:
             await world.session.log.catch_up()
-            await world.session._attempt(world.session.pending[0])
+            await world.session._doubt.attempt(world.session.pending[0], world.session._result)
         except KeyboardInterrupt:
             assert lives < 6
             continue
@@ -498,7 +499,7 @@ async def test_an_attempt_of_a_worker_that_seemed_to_have_ended_and_still_has_th
     async def busy(_: Any) -> int:
         return num_busy
 
-    monkeypatch.setattr(world.session._services.attempts, "_num_busy", busy)
+    monkeypatch.setattr(world.session.services.attempts, "_num_busy", busy)
     seq = world.log.add("in", encode(Append(id="a", text="one")))
     world.log.notes.append(b'{"seq":%d,"attempts":%d}' % (seq, noted))
     stored = appended_to(world, monkeypatch)
@@ -549,7 +550,7 @@ async def test_a_cancel_searches_the_log_again_if_the_server_lost_entries_during
         return await page(key, kind, after)
 
     monkeypatch.setattr(world.log, "page", restarted)
-    cancelled = await world.session.cancel("g")
+    cancelled = await cancel(world.session, "g")
     assert (cancelled.id, cancelled.was) == ("g", "waiting")
     (result,) = [decode_result(entry.body) for entry in world.log.entries if entry.kind == "out"]
     assert result.seq == 1
@@ -579,7 +580,11 @@ async def test_a_cancel_ends_the_request_if_the_session_begins_it_while_the_canc
         streamed(world, monkeypatch, seq)
 
     async def slow_page(key: Any, kind: str, after: int) -> Any:
-        if kind == "in" and asyncio.current_task() is cancelling and world.session.active.id == "r1":
+        if (
+            kind == "in"
+            and asyncio.current_task() is task
+            and getattr(world.session.active, "id", "") == "r1"
+        ):
             there.clear()
             go_on.set()
             go_on.clear()  # for the next request
@@ -590,15 +595,15 @@ async def test_a_cancel_ends_the_request_if_the_session_begins_it_while_the_canc
         return await page(key, kind, after)
 
     async def slow_read(*args: Any) -> Any:
-        if asyncio.current_task() is cancelling and not there.is_set():
+        if asyncio.current_task() is task and not there.is_set():
             await until_begun()
         return await read(*args)
 
     monkeypatch.setattr(world.log, "page", slow_page)
     monkeypatch.setattr(world.log.chunks, "read", slow_read)
-    cancelling = asyncio.create_task(world.session.cancel("r2"))
+    task = asyncio.create_task(cancel(world.session, "r2"))
     async with asyncio.timeout(5):
-        cancelled = await cancelling
+        cancelled = await task
         await running
     assert (cancelled.id, cancelled.was) == ("r2", "running")
     assert world.result(seq).finish_reason == "cancelled"
@@ -639,7 +644,7 @@ async def test_a_fork_that_waits_for_its_parent_counts_no_attempt_and_holds_no_d
     running = asyncio.create_task(world.session.run())
     await there.wait()
     assert len(world.log.notes) == 1
-    async with asyncio.timeout(5), world.session._services.device_lock.enter(lambda: False):
+    async with asyncio.timeout(5), world.session.services.device_lock.enter(lambda: False):
         pass
     go_on.set()
     await running
@@ -671,7 +676,7 @@ def test_an_attempt_counts_as_failed_only_if_it_made_no_progress() -> None:
 
 async def test_a_stopping_worker_keeps_the_count_of_attempts_at_an_earlier_request(world: World) -> None:
     """Otherwise a request that crashes workers would be begun for ever, if some are stopped in between."""
-    attempts, key = world.session._services.attempts, world.session.key
+    attempts, key = world.session.services.attempts, world.session.key
     first, second = (world.log.add("in", encode(Append(id=id_, text="x"))) for id_ in "ab")
     await attempts.store(key, AttemptNote(first, 2))
     await attempts.excuse({key: second})
@@ -706,7 +711,7 @@ async def test_a_cancel_detects_that_a_restored_server_reused_the_sequence_of_a_
 
     monkeypatch.setattr(world.log, "get", bodies)
     with pytest.raises(FencedError, match="lost"):
-        await world.session._ended(known, "running")
+        await cancelling._ended(world.session, known, "running")
 
 
 async def test_an_answer_begun_from_a_history_that_the_server_lost_ends_with_its_streamed_tokens(

@@ -36,7 +36,8 @@ def world(tokenizer: Tokenizer) -> World:
 def given_up(world: World) -> None:
     """Start a worker that no longer tries to read the session's log, since many reads have failed."""
     world.crash()
-    world.session._doubt.num_failures = MANY
+    world.session.log.num_failures = MANY
+    world.session.log.reset()
 
 
 async def again(world: World, request: Any) -> Any:
@@ -114,7 +115,7 @@ async def test_waiting_for_another_sessions_last_attempt_does_not_count_as_a_fai
         world.crash()
         world.ring(seq, again=True)
         async with AsyncExitStack() as alone:
-            lock = world.session._services.device_lock
+            lock = world.session.services.device_lock
             await alone.enter_async_context(lock.enter(lambda: False, alone=True))
             life = asyncio.create_task(world.session.run())
             while not world.session.pending:  # noqa: ASYNC110 - the session says nothing as it begins to wait

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from gateway.http.app import Gateway
+from gateway.app import Gateway
 from gateway.index import PREFIX
 from gateway.keys import Keys
 from turnkeep_client.client import connect

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-import gateway.http.app
+import gateway.http.handlers
 import turnkeep_client.wire
 import worker.wire.connection
 from cache.names import marks, tokens
@@ -23,8 +23,8 @@ from worker.cluster import endpoints, erasures
 from worker.cluster.erasures import Erasures
 from worker.observe import counters
 from worker.process import clock
-from worker.sessions import execution, record, sessions
 from worker.sessions import history as sessions_history
+from worker.sessions import record, services, sessions
 from worker.wire import consistent_reads, intake, retention
 
 from .actors import PLAIN, SUBJECTS, History, Plan, Read, Supervisor
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
 
 #: The gateway's modules that read clocks.
-_TIMED: Final = (gateway.http.app, conversations, planning, presence, recovery, removal)
+_TIMED: Final = (gateway.http.handlers, conversations, planning, presence, recovery, removal)
 #: Limits: the worker reads one log at a time, answers one question, keeps no idle and no closed session.
 _TIGHT: Final[tuple[tuple[Any, str, Any], ...]] = (
     (app, "_MAX_READINGS", 1),
@@ -177,7 +177,7 @@ def patched(history: History) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (record, "_CHECKPOINT_EVERY", plan.checkpoint_every),
-            (execution, "_MOST_INPUT", 16),
+            (services, "_MOST_INPUT", 16),
             (consistent_reads, "_BATCH", plan.batch),
             (turnkeep_client.wire, "READ_BATCH", plan.batch),
             (tokens, "_PART", 4),
@@ -255,7 +255,7 @@ async def _read_anew(history: History) -> None:
         begun_s = history.loop.time()
         with worker._sessions.in_use(key) as session:
             await session.refresh()
-            session._services.journal.get = stored  # type: ignore[method-assign]  # sends no messages
+            session.services.journal.get = stored  # type: ignore[method-assign]  # sends no messages
             names = {request.id for request in found[key].requests.values()}
             known = {name: await session.log.find_answered(name) for name in names}
             answered = {name: one.at.in_seq for name, one in known.items() if one is not None}

@@ -4,12 +4,18 @@ The records are messages in an in-memory stream, in the layout of a KV bucket; t
 that is not renewed in time. Correct results do not depend on records, since only one of two workers can
 commit a result (see `journal`). Records decide which worker keeps a session's KV (see `owners`), and whether
 a worker is alone.
+
+Each worker pings its neighbours: the two that follow it in the order of the names, after the last name the
+first. If one of them is silent, it pings all others too, so it also notices workers that end together. A
+worker that notices an end tells the others; each of them pings the ended one before it believes that.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
+from bisect import bisect
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -28,11 +34,12 @@ from turnkeep_client.log import EXPECT_HEADER
 from turnkeep_client.messages import VERSION as PROTOCOL
 from turnkeep_client.nats_client import server_id
 from worker.process.clock import time
+from worker.process.concurrency import task_group
 from worker.wire.connection import PATIENCE_S, BrokerError, answered
 from worker.wire.streams import DEDUPE_S, ensure_stream, reason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from nats.aio.client import Client
     from nats.aio.msg import Msg
@@ -46,15 +53,17 @@ _LOOK_S: Final = 0.1
 #: A record that did not change for this time belongs to a dead worker, even if the server still has it.
 _STALE_S: Final = 2.0 * TTL_S
 _TIMEOUT_S: Final = 5.0
-#: Pause between two checks of the other workers; one that misses `_MISSES` in a row counts as ended.
+#: Number of other workers that a worker pings while none of them is silent.
+_NUM_NEIGHBOURS: Final = 2
+#: Pause between two checks of the neighbours; a worker that misses `_MISSES` in a row counts as ended.
 _WATCH_S: Final = 0.25
 _MISSES: Final = 2
 #: Pause between two checks if a worker is missing. A lost connection is back after some milliseconds.
 _CONFIRM_S: Final = 0.1
 #: How long a worker may take to answer a ping.
 _PING_S: Final = 0.25
-#: Limit of the stream of records and of claims of sessions (see `owners`): room for some 50,000.
-_MAX_BYTES: Final = 8 * 2**20
+#: Limit of the stream of records, of some 400 bytes each.
+_MAX_BYTES: Final = 2**20
 
 #: Time in which workers make their records again after a server has lost its memory.
 _SETTLE_S: Final = 1.5
@@ -113,12 +122,8 @@ class Members:
         #: The other workers that run now, by name.
         self.others: dict[str, Member] = {}
         self.stream = f"KV_{subjects.workers_bucket}"
-        #: Returns this worker's load.
-        self.load: Callable[[], int] = lambda: 0
-        #: Called with each worker that has ended; it no longer `serves` if it stopped in order.
-        self.on_gone: Callable[[Member], None] = lambda _: None
-        #: Called with each worker that joins, before this one confirms that it knows of it.
-        self.on_joined: Callable[[Member], None] = lambda _: None
+        self._gone = asyncio.Queue[Member]()
+        self._load: Callable[[], int] | None = None  # None until this worker serves
         self._nc, self._js = nc, nc.jetstream()
         self._gets = DirectGets(nc, timeout_s=_TIMEOUT_S)
         self._subjects = subjects
@@ -131,6 +136,8 @@ class Members:
         self._renewed_s = (0.0, 0.0)  # by the monotonic clock, and by the wall clock
         self._alone_s = 0.0  # until then others may be there whose records a server has lost
         self._misses: dict[str, int] = {}
+        self._doubted: set[str] = set()  # names of workers that did not answer a request
+        self._recorded: frozenset[str] = frozenset()  # names that had a record at the last look
         self._look_soon = Event()
         self._ended: set[str] = set()  # runs of workers that have ended, and may still have a record
         self._server = ""
@@ -175,6 +182,7 @@ class Members:
         await self._nc.subscribe(self.address(self.me, "ping"), cb=self._pong)
         await self._nc.subscribe(self.address(self.me, "hello"), cb=self._hello)
         await self._nc.subscribe(self.address(self.me, "bye"), cb=self._bye)
+        await self._nc.subscribe(self.common_address("gone"), cb=self._told)
         try:
             while not await answered(self._take_name):
                 pass  # another worker was faster: `_free` raises, or waits for its end
@@ -190,8 +198,9 @@ class Members:
                 f" {self._subject}, and read the stream {self.stream}"
             ) from None
 
-    async def serve(self) -> None:
-        """Tell the other workers that this one serves from now on."""
+    async def serve(self, load: Callable[[], int]) -> None:
+        """Tell the other workers that this one serves from now on; `load()` returns its load."""
+        self._load = load
         self.me = structs.replace(self.me, serves=True)
         with suppress(APIError, nats.errors.Error, OSError):  # then the next renewal says so
             await self._renew()
@@ -291,7 +300,6 @@ class Members:
             member = msgspec.json.decode(message.data, type=Member)
             self._ended.discard(member.boot)
             self._add(member)
-            self.on_joined(member)
             await message.respond(b"")
 
     async def _bye(self, message: Msg) -> None:
@@ -299,13 +307,24 @@ class Members:
             self._remove(msgspec.json.decode(message.data, type=Member), "another worker has stopped")
             await message.respond(b"")
 
+    async def _told(self, message: Msg) -> None:
+        """Remove a worker that another one has found to have ended, unless it answers."""
+        with suppress(msgspec.MsgspecError):
+            member = msgspec.json.decode(message.data, type=Member)
+            if self.knows(member) and not await self._answers(member):
+                self._remove(member, "another worker has ended")
+
     def _remove(self, member: Member, what: str) -> None:
         if self.knows(member):
             log.info(what, worker=member.worker, host=member.host)
             self._ended.add(member.boot)
             del self.others[member.worker]
             self._misses.pop(member.worker, None)
-            self.on_gone(member)
+            self._gone.put_nowait(member)
+
+    async def gone(self) -> Member:
+        """Wait for the next worker that ends; it no longer `serves` if it stopped in order."""
+        return await self._gone.get()
 
     async def leave(self) -> None:
         """Remove the record, and tell the other workers, which take this one's sessions at once."""
@@ -344,7 +363,7 @@ class Members:
                     return
 
     async def watch(self) -> None:
-        """Check the other workers, and report those that have ended to `on_gone`, until cancelled."""
+        """Find workers that have joined or ended, until cancelled."""
         while True:
             await self._next_look()
             try:
@@ -353,20 +372,53 @@ class Members:
                 continue
             if self._server != server_id(self._nc):  # a restarted server has lost the records
                 self._server, self._trusted_s = server_id(self._nc), current_time() + _STALE_S
+            self._recorded = frozenset(found)
             self._ended &= {one.boot for one in found.values()}
             for member in found.values():  # a dead worker's record stays for a while
-                if member.boot not in self._ended or await self._answers(member, is_recorded=False):
+                if member.boot not in self._ended or await self.runs(member.boot):
                     self._ended.discard(member.boot)
                     self._add(member)
-            for member in list(self.others.values()):
-                is_seen = await self._answers(member, is_recorded=member.worker in found)
-                num = 0 if is_seen else self._misses.get(member.worker, 0) + 1
-                self._misses[member.worker] = num
-                if num >= _MISSES and current_time() > self._trusted_s:
-                    self._remove(member, "another worker has ended")
+            watched = self._watched()
+            if await self._ping(watched):
+                await self._ping(self.others.keys() - watched)
+            if current_time() > self._trusted_s:
+                await self._remove_silent()
 
-    def look_now(self) -> None:
-        """Make `watch` check the other workers soon, because one of them did not answer."""
+    def _watched(self) -> set[str]:
+        """Return the names of the neighbours, and of workers that may have ended."""
+        names = sorted(self.others)
+        at = bisect(names, self.me.worker)
+        neighbours = (names[at:] + names[:at])[:_NUM_NEIGHBOURS]
+        silent = {name for name in names if self._misses.get(name) or name not in self._recorded}
+        doubted, self._doubted = self._doubted & {*names}, set()
+        return {*neighbours} | silent | doubted
+
+    async def _ping(self, names: Iterable[str]) -> bool:
+        """Ping workers, all at the same time, and count their misses; return whether one was silent."""
+
+        async def ping(member: Member) -> None:
+            is_seen = await self._answers(member)
+            if self.knows(member):
+                self._misses[member.worker] = 0 if is_seen else self._misses.get(member.worker, 0) + 1
+
+        members = [self.others[name] for name in names]
+        async with task_group() as tasks:
+            for member in members:
+                tasks.start_soon(ping, member)
+        return any(self._misses.get(one.worker) for one in members)
+
+    async def _remove_silent(self) -> None:
+        """Remove the workers that have missed several pings, and tell the other workers."""
+        for member in list(self.others.values()):
+            if self._misses.get(member.worker, 0) >= _MISSES:
+                self._remove(member, "another worker has ended")
+                with suppress(nats.errors.Error, OSError):
+                    await self._nc.publish(self.common_address("gone"), msgspec.json.encode(member))
+
+    def look_now(self, doubted: Member | None = None) -> None:
+        """Make `watch` check the other workers soon, also the one that did not answer a request."""
+        if doubted is not None:
+            self._doubted.add(doubted.worker)
         self._look_soon.set()
 
     async def _next_look(self) -> None:
@@ -381,11 +433,14 @@ class Members:
         is_other = boot.isalnum() and boot != self.me.boot
         return is_other and await self._answers(structs.replace(self.me, boot=boot), is_recorded=False)
 
-    async def _answers(self, member: Member, *, is_recorded: bool) -> bool:
+    async def _answers(self, member: Member, *, is_recorded: bool | None = None) -> bool:
         """Whether a worker answers a ping; a slow worker counts as answering if it `is_recorded`.
 
-        An ending process does not answer, and the server reports that only once its connection is closed.
+        None: as the last look at the records says. An ending process does not answer, and the server reports
+        that only once its connection is closed.
         """
+        if is_recorded is None:
+            is_recorded = member.worker in self._recorded
         try:
             timeout_s = _CONFIRM_S if is_recorded else _PING_S
             await self._nc.request(self.address(member, "ping"), timeout=timeout_s)
@@ -418,7 +473,7 @@ class Members:
         try:
             ack = await self._js.publish(
                 self._subject,
-                msgspec.json.encode(structs.replace(self.me, load=self.load())),
+                msgspec.json.encode(structs.replace(self.me, load=self._load() if self._load else 0)),
                 timeout=_TIMEOUT_S,
                 headers={EXPECT_HEADER: str(after)},
                 msg_ttl=TTL_S,
@@ -459,7 +514,7 @@ class Members:
             self._js,
             api.StreamConfig(
                 name=self.stream,
-                subjects=[f"$KV.{bucket}.live.>", f"$KV.{bucket}.own.>"],
+                subjects=[f"$KV.{bucket}.live.>"],
                 retention=api.RetentionPolicy.LIMITS,
                 storage=api.StorageType.MEMORY,  # renewed twice a second: not worth disk writes
                 discard=api.DiscardPolicy.NEW,

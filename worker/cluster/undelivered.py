@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from worker.wire.journal import Journal
 
     from .members import Members
-    from .owners import Owners
+    from .routing import Routing
 
 log = structlog.get_logger()
 
@@ -38,13 +38,13 @@ class Undelivered:
     """Wakes the sessions of undelivered requests, after this worker's start and each start of the server."""
 
     def __init__(
-        self, journal: Journal, intake: Intake, members: Members, owners: Owners, *, ack_wait_s: float
+        self, journal: Journal, intake: Intake, members: Members, routing: Routing, *, ack_wait_s: float
     ) -> None:
         """After `ack_wait_s` the server redelivers every request without an ack."""
         self._journal = journal
         self._intake = intake
         self._members = members
-        self._owners = owners
+        self._routing = routing
         self._wait_s = ack_wait_s + _SLACK_S
 
     async def run(self) -> None:
@@ -70,7 +70,7 @@ class Undelivered:
             elif earlier.get(key) == entry.seq:
                 log.warning("a request has lost its result or its delivery", session=str(key), seq=entry.seq)
                 # In doubt: a worker may have crashed over it.
-                await self._owners.wake(Delivery(key, entry.seq, entry.stored, entry.body, again=True))
+                await self._routing.wake(Delivery(key, entry.seq, entry.stored, entry.body, again=True))
         return server
 
     async def _found(self) -> AsyncIterator[tuple[SessionKey, Entry]]:

@@ -1,7 +1,7 @@
 """Gives each turn the KV that it starts from: its session's own, a restored snapshot, or another session's.
 
-Device thread only. Another session's KV is copied: a turn waits here for memory for the copy, or while a
-running turn prefills the prefix that both share. The `runner` runs the steps and ends turns.
+Device thread only. Another session's KV is copied: a turn waits here while a running turn prefills the prefix
+that both share. The `runner` runs the steps and ends turns.
 """
 
 from __future__ import annotations
@@ -48,12 +48,6 @@ class Acquisition:
         self._room = room
         self._trimmable = trimmable
         self._sharing = Sharing()
-        self._short: list[Turn] = []  # turns that wait for memory to copy another session's KV
-
-    @property
-    def is_short(self) -> bool:
-        """Whether a turn waits for memory to copy another session's KV."""
-        return bool(self._short)
 
     def add(self, turn: Turn) -> bool:
         """Add a turn; return False if it must wait until another turn has prefilled their common prefix."""
@@ -70,20 +64,16 @@ class Acquisition:
         return not self._sharing.add(turn)
 
     def ready(self) -> list[Turn]:
-        """Remove and return the turns that no longer wait for another turn or for memory."""
-        short: list[Turn] = []
-        if not self._room.awaits_drops:
-            short, self._short = self._short, []
-        return short + self._sharing.ready()
+        """Remove and return the turns that no longer wait for another turn."""
+        return self._sharing.ready()
 
     def stop_waiting(self, turn: Turn) -> bool:
         """Stop a turn from waiting; return False if it was not waiting.
 
         The turn then uses only KV of its own session.
         """
-        waited = self._sharing.stop_waiting(turn) or turn in self._short
+        waited = self._sharing.stop_waiting(turn)
         if waited:
-            self._short = [one for one in self._short if one is not turn]
             turn.source = None
         return waited
 
@@ -91,19 +81,15 @@ class Acquisition:
         """Remove an ended turn; turns that wait for its prefill stop waiting."""
         self._sharing.remove(turn)
 
-    def acquire(self, turn: Turn) -> bool:
+    def acquire(self, turn: Turn) -> None:
         """Set the caches that a turn starts from, trimmed to the tokens whose KV it can reuse.
 
-        Returns False if the turn must wait until the event loop has dropped idle sessions, to make room for
-        a copy of another session's KV. Raises ValueError for a token id outside of the vocabulary.
+        Raises ValueError for a token id outside of the vocabulary.
         """
         usable, source = turn.num_kept, self._source(turn)
         kv = self._room.estimator.kv.under(turn.policy)
         copy_bytes = kv.held(len(source.tokens)) if source is not None else 0
-        if source is not None and not self._room.has(copy_bytes):
-            if self._room.ask_for(copy_bytes, but=turn.source):
-                self._short.append(turn)
-                return False
+        if source is not None and not self._room.make(copy_bytes, but=turn.source):
             source = None
         resident, turn.resident = turn.resident, None
         restored = self._rebuilt(turn)
@@ -118,11 +104,10 @@ class Acquisition:
         # An answer is drawn from the last token's logits, so that token always has to be run.
         self._trimmed(turn, resident, min(usable, len(turn.reusable), max(len(turn.context) - 1, 0)))
         turn.num_reused = turn.num_cached
-        return True
 
     def drop_resident(self) -> bool:
         """Drop the KV of one waiting turn's session; return False if no waiting turn's session has any."""
-        for turn in (*self._sharing.following, *self._short):
+        for turn in self._sharing.following:
             if turn.resident is not None:
                 turn.resident = None
                 return True

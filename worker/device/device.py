@@ -10,15 +10,13 @@ import queue
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, NotRequired, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Concatenate, NotRequired, ParamSpec, TypeAlias, TypedDict, Unpack
 
 import mlx.core as mx
 
-from cache.names.policy import FULL
 from worker.batch import metal
 
 from . import machine
-from .room import RoomRequest
 from .runner import Runner
 
 if TYPE_CHECKING:
@@ -28,12 +26,12 @@ if TYPE_CHECKING:
     from cache.kv.size import KvSize
     from cache.names.policy import Policy
     from cache.names.snapshot import ModelLayout
-    from turnkeep_client.subjects import SessionKey
     from worker.models.model import LoadedModel
 
     from .memory import Estimator
-    from .turn import KvRead, StepReport, Turn
+    from .turn import StepReport
 
+P = ParamSpec("P")
 
 #: A function that the device thread calls with its runner; None stops the thread.
 _Command: TypeAlias = "Callable[[Runner], object] | None"
@@ -57,6 +55,15 @@ class RunnerOptions(TypedDict):
     trials: NotRequired[Path | None]
 
 
+def _queued(command: Callable[Concatenate[Runner, P], object]) -> Callable[Concatenate[Device, P], None]:
+    """Return a method of `Device` that queues a call of the runner's method `command`."""
+
+    def queue_call(device: Device, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        device.commands.put(lambda runner: command(runner, *args, **kwargs))
+
+    return queue_call
+
+
 class Device:
     """The device thread and its command queue. Public methods may be called from any thread."""
 
@@ -71,7 +78,8 @@ class Device:
         self._died = died
         self._make_runner = partial(Runner, report=self._hand_over, **options)
         self._report: Callable[[StepReport], object]  # set by `listen`, before the first turn
-        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        #: What the thread is to do; only the methods made by `_queued`, and `stop`, put something in.
+        self.commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[LoadedModel | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._busy_since: float | None = None  # None while the thread loads, or waits for a command
@@ -121,50 +129,19 @@ class Device:
         """Start copying KV into snapshots of up to `room()` bytes each. The device thread calls `room`."""
         self._runner.cutter.room = room
 
-    def submit(self, turn: Turn) -> None:
-        """Queue a turn; returns at once. A session must have at most one turn under way."""
-        self._commands.put(lambda runner: runner.submit(turn))
-
-    def copy(self, turn: Turn) -> None:
-        """Copy the spans of `turn` from its session's idle KV; a `Copied` event follows."""
-        self._commands.put(lambda runner: runner.copy(turn))
-
-    def cancel(self, turn: Turn) -> None:
-        """End a turn after the running step; no effect on a turn that is over."""
-        self._commands.put(lambda runner: runner.cancel(turn))
-
-    def grant(self, turn: Turn, num_tokens: int) -> None:
-        """Let a turn grow to `num_tokens` tokens; no effect on a turn that is over."""
-        self._commands.put(lambda runner: runner.grant(turn, num_tokens))
-
-    def drop(self, key: SessionKey) -> None:
-        """Drop the KV of a session that has no turn under way."""
-        self._commands.put(lambda runner: runner.drop(key))
-
-    def made_room(self) -> None:
-        """Answer a `Short` event: `drop` has been called for every session that is to be dropped."""
-        self._commands.put(lambda runner: runner.room.made_room())
-
-    def reserve_room(
-        self, key: SessionKey, num_tokens: int, reply: Callable[[bool], None], policy: Policy = FULL
-    ) -> None:
-        """Reserve memory for a restore of `num_tokens` until the session's next `submit` or `release_room`.
-
-        `reply` is called on the device thread: True once the memory is reserved, False if it never can be.
-        """
-        self._commands.put(lambda runner: runner.room.request(RoomRequest(key, num_tokens, reply, policy)))
-
-    def release_room(self, key: SessionKey) -> None:
-        """Release the memory that `reserve_room` has reserved, or withdraw the request for it."""
-        self._commands.put(lambda runner: runner.room.release(key))
-
-    def give(self, turn: Turn, kv: KvRead) -> None:
-        """Answer a `NeedsKv` event with KV from SSD. A prompt fails if KV of earlier tokens is missing."""
-        self._commands.put(lambda runner: runner.give(turn, kv))
+    # Commands: each queues a call of the runner's method, where it is described, and returns at once.
+    submit = _queued(Runner.submit)
+    copy = _queued(Runner.copy)
+    cancel = _queued(Runner.cancel)
+    grant = _queued(Runner.grant)
+    give = _queued(Runner.give)
+    drop = _queued(Runner.drop)
+    reserve_room = _queued(Runner.reserve_room)
+    release_room = _queued(Runner.release_room)
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """End the thread after the running step; return False if it did not end within `timeout_s`."""
-        self._commands.put(None)
+        self.commands.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -191,9 +168,9 @@ class Device:
             return
         self._loaded.put(loaded)
         try:
-            pause_s: float | None = 0.0
+            pause_s = 0.0
             while self._apply_commands(runner, pause_s):
-                pause_s = runner.step(undisturbed=self._commands.empty())
+                pause_s = runner.step(undisturbed=self.commands.empty())
         except BaseException as error:  # noqa: BLE001  # else the thread would end unnoticed
             self._died(error)
 
@@ -207,13 +184,13 @@ class Device:
         self.name = machine.name()
         return runner
 
-    def _apply_commands(self, runner: Runner, pause_s: float | None) -> bool:
+    def _apply_commands(self, runner: Runner, pause_s: float) -> bool:
         """Apply the queued commands; wait for one if no turn can run. Return False at the stop command."""
         while True:
             runner.serve_waiting()
             self._busy_since = None
             try:
-                command = self._commands.get(timeout=pause_s if runner.is_busy else None)
+                command = self.commands.get(timeout=pause_s if runner.is_busy else None)
             except queue.Empty:
                 return True
             finally:

@@ -2,8 +2,8 @@
 
 Device thread only.
 
-Also counts the memory promised to restores. If memory is short, sends a `Short` event to the event loop;
-only the event loop decides whose KV is dropped. Knows nothing of turns or steps.
+If memory is short, drops the KV of sessions, least recently used first, and tells the event loop. Also counts
+the memory promised to restores. Knows nothing of turns or steps.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from cache.kv import layers
-
-from .turn import Short
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,14 +38,14 @@ class RoomRequest:
 class Room:
     """The KV of idle sessions, and the restores that wait for memory or have been promised memory."""
 
-    def __init__(self, estimator: Estimator, block: int, report_short: Callable[[Short], None]) -> None:
-        """`report_short` sends a `Short` event to the event loop, which then drops idle sessions."""
-        #: Whether the event loop was asked to drop sessions, and has not answered with `made_room`.
-        self.awaits_drops = False
+    def __init__(
+        self, estimator: Estimator, block: int, dropped: Callable[[tuple[SessionKey, ...]], None]
+    ) -> None:
+        """`dropped` is called with the sessions whose KV was dropped because memory was short or KV lost."""
         self.estimator = estimator
         self._block = block
-        self._report_short = report_short
-        self._resident: dict[SessionKey, ResidentKv] = {}
+        self._dropped = dropped
+        self._resident: dict[SessionKey, ResidentKv] = {}  # least recently used first
         self._promised: dict[SessionKey, int] = {}  # bytes that a restore is about to load
         self._requests: list[RoomRequest] = []
 
@@ -69,8 +67,10 @@ class Room:
         return self._resident.pop(key, None)
 
     def clear(self) -> None:
-        """Drop the KV of all idle sessions."""
+        """Drop the KV of all idle sessions, since it is unknown after a failed evaluation."""
+        keys = tuple(self._resident)
         self._resident.clear()
+        self._dropped(keys)
 
     def request(self, request: RoomRequest) -> None:
         """Queue a restore's request for memory; an earlier promise to the session ends."""
@@ -86,57 +86,47 @@ class Room:
         self.end_promise(key)
         self._requests = [request for request in self._requests if request.key != key]
 
-    def made_room(self) -> None:
-        """Record that the event loop has answered the last `Short` event."""
-        self.awaits_drops = False
-
     def grant_requests(self, *, is_busy: bool) -> None:
         """Grant the restores' requests in the order of their arrival, while there is memory.
 
-        A request that does not fit waits while idle sessions, running turns (`is_busy`) or other restores
-        may still free memory; otherwise it is refused.
+        A request that does not fit waits while running turns (`is_busy`) or other restores may still free
+        memory; otherwise it is refused.
         """
         while self._requests:
             request = self._requests[0]
             estimator = self.estimator.under(request.policy)
             size_bytes = estimator.restore_bytes(request.num_tokens, self._block)
-            fits = self.has(size_bytes)
-            if not fits and (self.ask_for(size_bytes) or is_busy or self._promised):
+            fits = self.make(size_bytes)
+            if not fits and (is_busy or self._promised):
                 return
             if not fits:
                 mx.synchronize()  # a step that ran ahead, and was not needed, may still hold memory
-                fits = self.has(size_bytes)
-                if not fits and self.ask_for(size_bytes):
-                    return
+                fits = self.make(size_bytes)
             if fits:
                 self._promised[request.key] = size_bytes
             del self._requests[0]
             request.reply(fits)
 
-    def has(self, size_bytes: int) -> bool:
-        """Say whether `size_bytes` more fit onto the device, besides the memory promised to restores."""
-        return self._excess(size_bytes) <= 0
+    def make(self, size_bytes: int, *, but: SessionKey | None = None) -> bool:
+        """Make room for `size_bytes` more, besides the memory promised to restores; return False if it lacks.
 
-    def has_or_asks(self, size_bytes: int) -> bool:
-        """Say whether `size_bytes` more fit now; if not, ask the event loop to drop idle sessions."""
-        if self.has(size_bytes):
-            return True
-        self.ask_for(size_bytes)
-        return False
-
-    def ask_for(self, size_bytes: int, *, but: SessionKey | None = None) -> bool:
-        """Ask the event loop to drop idle sessions; return False if all of them but `but` hold too little.
-
-        After True, `size_bytes` may fit once `made_room` has been called.
+        Drops idle sessions' KV as needed, except that of `but`; none if all of it together is too little.
         """
         excess = self._excess(size_bytes)
-        idle = [resident for key, resident in self._resident.items() if key != but]
-        if not idle or sum(layers.allocated_bytes(resident.caches) for resident in idle) < excess:
+        if excess <= 0:
+            return True
+        held = {key: layers.allocated_bytes(kv.caches) for key, kv in self._resident.items() if key != but}
+        if sum(held.values()) < excess:
             return False
-        if not self.awaits_drops:
-            self.awaits_drops = True
-            self._report_short(Short(excess, but))
-        return True
+        keys = []
+        for key, held_bytes in held.items():
+            if excess <= 0:
+                break
+            del self._resident[key]
+            keys.append(key)
+            excess -= held_bytes
+        self._dropped(tuple(keys))
+        return self._excess(size_bytes) <= 0
 
     def _excess(self, size_bytes: int) -> int:
         promised = sum(self._promised.values())

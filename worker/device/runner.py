@@ -28,16 +28,16 @@ from .acquisition import Acquisition
 from .cutter import Cutter
 from .pace import Pace
 from .paging import Paging
-from .room import Room
+from .room import Room, RoomRequest
 from .scheduler import Scheduler
 from .served_model import ServedModel
 from .step_chooser import StepChooser
 from .turn import (
     Copied,
+    Dropped,
     Event,
     Faulted,
     Finished,
-    KvLost,
     LostKvError,
     NoRoomError,
     Prefilled,
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from cache.names.policy import Policy
     from turnkeep_client.subjects import SessionKey
     from worker.batch.row_sampler import Drawn
     from worker.models.model import LoadedModel
@@ -98,7 +99,7 @@ class Runner:
         self._block = block_tokens
         self.served = ServedModel(
             loaded,
-            self._has_room,
+            self._make_room,
             block_tokens=block_tokens,
             limit_bytes=limit_bytes,
             max_draft=max_draft,
@@ -107,7 +108,7 @@ class Runner:
         )
         self._batch, estimator, trimmable = self.served.batch, self.served.estimator, self.served.trimmable
         #: Idle sessions' KV, and the restores that wait for memory or have been promised memory.
-        self.room = Room(estimator, block_tokens, self._emit)
+        self.room = Room(estimator, block_tokens, self._dropped)
         #: Copies KV into snapshots for the disk, once its `room` is set.
         self.cutter = Cutter(self._batch, estimator, block_tokens, self._emit, trimmable=trimmable)
         self._scheduler = Scheduler(max_batch, block_tokens, max_tenant_rows)
@@ -126,19 +127,24 @@ class Runner:
         if device.warms_up:
             self.served.warm_up(block_tokens)
 
-    def _has_room(self, size_bytes: int) -> bool:
-        return self.room.has_or_asks(size_bytes)
+    def _make_room(self, size_bytes: int) -> bool:
+        return self.room.make(size_bytes)
+
+    def _dropped(self, keys: tuple[SessionKey, ...]) -> None:
+        """Tell the event loop that idle sessions have lost their KV."""
+        for key in keys:
+            self._batch.speculation.forget(key)
+        self._emit(Dropped(keys))
 
     @property
     def is_busy(self) -> bool:
         """Whether any turn is prefilling or decoding."""
         return bool(self._scheduler)
 
-    def step(self, *, undisturbed: bool) -> float | None:
+    def step(self, *, undisturbed: bool) -> float:
         """Run one step and report it; `undisturbed` says that no command is queued.
 
-        Returns how many seconds the thread may wait for a command before the next call: mostly 0; None means
-        until a command arrives.
+        Returns how many seconds the thread may wait for a command before the next call: mostly 0.
         """
         try:
             return self._step(undisturbed=undisturbed)
@@ -146,12 +152,11 @@ class Runner:
             self._survive(error)
             return 0.0
 
-    def _step(self, *, undisturbed: bool) -> float | None:
+    def _step(self, *, undisturbed: bool) -> float:
         """Choose, run and report a step; then make snapshots while the event loop publishes the tokens."""
         cost = self._begin_cost()
         choice = self._chooser.choose()
-        # The event loop's answer to a `Short` is a command, and the freed memory may change the next step.
-        self._run_step(choice.step, undisturbed=undisturbed and not self.room.awaits_drops)
+        self._run_step(choice.step, undisturbed=undisturbed)
         self._give_up(choice)
         step_s = time.perf_counter() - cost.began_s
         self._start_ready()
@@ -191,7 +196,7 @@ class Runner:
     def serve_waiting(self) -> None:
         """Start turns that no longer wait, grant memory to restores, and report events, between two steps."""
         self._start_ready()
-        is_busy = self.is_busy or self._acquisition.is_short or self._paging.is_waiting
+        is_busy = self.is_busy or self._paging.is_waiting
         try:
             self.room.grant_requests(is_busy=is_busy)
         except RuntimeError as error:
@@ -218,6 +223,19 @@ class Runner:
             self.cutter.cut(turn, is_over=True)
             turn.caches = None
         self._emit(Copied(turn))
+
+    def reserve_room(
+        self, key: SessionKey, num_tokens: int, reply: Callable[[bool], None], policy: Policy = FULL
+    ) -> None:
+        """Reserve memory for a restore of `num_tokens` until the session's next `submit` or `release_room`.
+
+        `reply` is called with True once the memory is reserved, with False if it never can be.
+        """
+        self.room.request(RoomRequest(key, num_tokens, reply, policy))
+
+    def release_room(self, key: SessionKey) -> None:
+        """Release the memory that `reserve_room` has reserved, or withdraw the request for it."""
+        self.room.release(key)
 
     def cancel(self, turn: Turn) -> None:
         """End a turn and keep its tokens so far; no effect on a turn that has ended."""
@@ -307,7 +325,6 @@ class Runner:
         self._num_lost += not small
         self._batch.clear()
         self.room.clear()
-        self._emit(KvLost())
         for turn in tuple(self._turns):
             self._fault(turn, LostKvError(error, weight=0 if small else 2 if turn in pieces else 1))
         if self._num_lost >= _MOST_LOST or not self._works():
@@ -349,8 +366,7 @@ class Runner:
 
     def _start(self, turn: Turn) -> None:
         """Give a turn its KV, and queue it for prefill."""
-        if not self._acquisition.acquire(turn):
-            return
+        self._acquisition.acquire(turn)
         self._scheduler.add(turn)
         self.cutter.cut(turn)
         if turn.num_cached == turn.target:

@@ -42,15 +42,14 @@ _MOST_FACTOR: Final = 4.0
 class ChosenStep:
     """A step that fits into memory, with its bytes for temporary arrays and for growing and copying KV.
 
-    An empty step means that nothing fits now: choose again after `pause_s` seconds, or, if `pause_s` is None,
-    after the next command. `hopeless` is a prompt that can never continue, with the bytes that its next piece
-    needs.
+    An empty step means that nothing fits now: choose again after `pause_s` seconds. `hopeless` is a prompt
+    that can never continue, with the bytes that its next piece needs.
     """
 
     step: Step
     scratch_bytes: int = 0
     growth_bytes: int = 0
-    pause_s: float | None = 0.0
+    pause_s: float = 0.0
     hopeless: tuple[Turn, int] | None = None
 
 
@@ -141,15 +140,9 @@ class StepChooser:
         return ChosenStep(_NOTHING, hopeless=(turn, sum(self._needs(step))))
 
     def _fitting(self, step: Step) -> ChosenStep | None:
-        """Return the step if it fits or has no prompts, else None.
-
-        Returns an empty step while the event loop drops idle sessions to make room for it.
-        """
+        """Return the step if it fits or has no prompts, else None."""
         scratch_bytes, growth_bytes = self._needs(step)
-        fits = self._room.has(scratch_bytes + growth_bytes)
-        if not fits and self._room.ask_for(scratch_bytes + growth_bytes):
-            return ChosenStep(_NOTHING, pause_s=None)
-        if not fits and step.prefill:
+        if not self._room.make(scratch_bytes + growth_bytes) and step.prefill:
             return None
         self._patient_until_s = None
         self._scheduler.advance(step)

@@ -207,19 +207,10 @@ class Faulted:
 
 
 @dataclass(frozen=True, slots=True)
-class KvLost:
-    """An evaluation failed, and the device has dropped all KV; each turn gets a `Faulted` event too."""
+class Dropped:
+    """The device has dropped the KV of idle sessions: memory was short, or an evaluation failed."""
 
-
-@dataclass(frozen=True, slots=True)
-class Short:
-    """The device lacks `num_bytes` of memory; idle sessions except `but`, which must stay, hold that much.
-
-    The event loop drops as many sessions as needed, or all idle ones, and calls `Device.made_room`.
-    """
-
-    num_bytes: int
-    but: SessionKey | None = None
+    keys: tuple[SessionKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +220,7 @@ class Starved:
 
 #: The events for which a turn's run waits; the last one is `Finished` or `Faulted`.
 TurnEvent: TypeAlias = Sampled | Finished | Faulted
-Event = Prefilled | Sampled | SnapshotCut | Copied | NeedsKv | Finished | Faulted | KvLost | Short | Starved
+Event = Prefilled | Sampled | SnapshotCut | Copied | NeedsKv | Finished | Faulted | Dropped | Starved
 
 
 class LostKvError(Exception):

@@ -8,7 +8,6 @@ knows nothing of messages, the log or the order of a session's requests; a sessi
 from __future__ import annotations
 
 import asyncio
-import sys
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -24,16 +23,15 @@ from worker.device.order import place
 from worker.device.request import TurnRequest
 from worker.device.turn import (
     Copied,
+    Dropped,
     Event,
     Faulted,
     Finished,
-    KvLost,
     LostKvError,
     NeedsKv,
     NoRoomError,
     Prefilled,
     Sampled,
-    Short,
     SnapshotCut,
     Starved,
     StepReport,
@@ -251,7 +249,7 @@ class Engine(EnginePort):
         Returns those of them whose turn is under way; they keep their KV.
         """
         busy = self._at_work()
-        for key in filter(is_meant, self._residency.keys() - busy):
+        for key in filter(is_meant, set(self._residency.sessions()) - busy):
             self.forget(key)
         return set(filter(is_meant, busy))
 
@@ -291,11 +289,10 @@ class Engine(EnginePort):
             case Starved():
                 if self._store is not None:
                     self._store.free_memory()
-            case Short(num_bytes, but):  # also drops KV of turns not submitted yet: they then reuse less
-                self._grants.drop_idle(num_bytes, {but, *(turn.key for turn in self._submitted)})
-                self._device.made_room()
-            case KvLost():
-                self._grants.drop_idle(sys.maxsize, {turn.key for turn in self._submitted})
+            case Dropped(keys):  # turns of these sessions that are not submitted yet reuse less
+                for key in keys:
+                    self._residency.pop(key)
+                self._grants.decide()
             case _:
                 self._handle_turn(event)
 

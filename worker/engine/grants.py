@@ -16,10 +16,9 @@ from .admission import Admission, Claim
 from .run import Run, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable
 
     from cache.kv.size import KvSize
-    from turnkeep_client.subjects import SessionKey
     from worker.device.device import Device
 
     from .admission import Decision, Ledger
@@ -59,13 +58,6 @@ class Grants:
     def decide(self) -> None:
         """Grant freed memory to waiting runs."""
         self._apply(self._admission.decide())
-
-    def drop_idle(self, num_bytes: int, but: Collection[SessionKey | None]) -> None:
-        """Drop sessions' KV, least recently used first, to free `num_bytes`; skip the sessions in `but`."""
-        for key in self._ledger.residency.oldest(num_bytes, set(but)):
-            self._ledger.residency.pop(key)
-            self._device.drop(key)
-        self.decide()
 
     def ask(self, run: Run, num_tokens: int) -> None:
         """Request memory for a run's next turn of `num_tokens` tokens, and release the run's reservation."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from cache.names.errors import InterruptionError
 from cache.names.policy import FULL
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class NoMemoryError(Exception):
     """The device had no room for the next piece of the prompt; the session's tokens have not changed."""
 
 
-class StoppingError(Exception):
+class StoppingError(InterruptionError):
     """The worker stops: the turn was ended early, and its request stays unanswered."""
 
 

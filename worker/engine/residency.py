@@ -1,21 +1,20 @@
 """Records which sessions have KV on the device: the KV's tokens, its bytes, and the order of last use.
 
-The only such record. Event loop only: the event loop alone decides whose KV is dropped; the device thread
-holds the caches, and sends a `Short` event when it lacks memory.
+Event loop only. The device thread holds the caches; if it drops some since it lacks memory, a `Dropped` event
+follows.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens, pack
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable
+    from collections.abc import Iterable
 
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
@@ -51,19 +50,14 @@ class Residency:
         """Number of sessions whose KV no turn uses."""
         return len(self._idle)
 
-    def keys(self) -> set[SessionKey]:
-        """Return all sessions with KV, idle or in use."""
-        return {*self._idle, *self._used}
+    def sessions(self) -> list[SessionKey]:
+        """Return all sessions with KV: idle ones, then those in use, each least recently used first."""
+        return [*self._idle, *self._used]
 
     def tokens(self, key: SessionKey) -> Tokens:
         """Return the tokens that a session's KV covers; empty if the session has no KV."""
         kv = self._get(key)
         return kv.tokens if kv is not None else as_tokens()
-
-    def size_bytes(self, key: SessionKey) -> int:
-        """Return the bytes of a session's KV; 0 if the session has no KV."""
-        kv = self._get(key)
-        return kv.size_bytes if kv is not None else 0
 
     def policy(self, key: SessionKey) -> Policy:
         """Return the cache policy of a session's KV; `FULL` if the session has no KV."""
@@ -123,21 +117,6 @@ class Residency:
         key = next(iter(self._idle))
         self.pop(key)
         return key
-
-    def oldest(self, num_bytes: int, but: Container[SessionKey | None]) -> list[SessionKey]:
-        """List the sessions whose KV must be dropped to free `num_bytes`; all sessions if they hold less.
-
-        Idle sessions come first, then sessions in use, each group least recently used first. Sessions in
-        `but` are left out.
-        """
-        found: list[SessionKey] = []
-        for key in chain(self._idle, self._used):
-            if num_bytes <= 0:
-                break
-            if key not in but:
-                num_bytes -= self.size_bytes(key)
-                found.append(key)
-        return found
 
     def alike(self, tenant: str, tokens: Tokens) -> Iterable[SessionKey]:
         """List the tenant's sessions whose first `LEAST_SHARED` tokens equal those of `tokens`."""

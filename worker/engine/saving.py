@@ -10,7 +10,6 @@ The device thread copies (`cutter`); this module asks the index, on the event lo
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from contextlib import suppress
 from itertools import accumulate
@@ -121,20 +120,17 @@ class Saving:
 
     def unstored(self) -> list[int]:
         """Return, for each session whose KV on the device is not all on disk, how many tokens are not."""
-        return [num for key in self._resident() if (num := self._num_unstored(key))]
+        return [num for key in self._residency.sessions() if (num := self._num_unstored(key))]
 
     def _lost(self) -> None:
         """Look at every session, since a queued snapshot was not written: its file has no session's name."""
-        for key in (*self._resident(), *self._at_work()):
+        for key in (*self._residency.sessions(), *self._at_work()):
             self._note(key)
 
     def _note(self, key: SessionKey) -> None:
         self._lacking.pop(key, None)
         self._lacking[key] = 0.0
         self._changed.set()
-
-    def _resident(self) -> list[SessionKey]:
-        return self._residency.oldest(sys.maxsize, ())
 
     def _num_unstored(self, key: SessionKey) -> int:
         tokens, policy = self._residency.tokens(key), self._residency.policy(key)

@@ -3,8 +3,8 @@
 The count is stored in the log, beside the session's entries. A worker stores nothing before the first attempt
 at a request. Before each later attempt it stores a note with the number of tokens published until then. Some
 attempts do not count: those that published further tokens, and those of workers that still run. Such a worker
-may have seemed to have ended, as while its machine was asleep, or the server has lost its claim. The last
-attempt allowed runs alone on the device: if it crashes the worker, no other request suffers.
+may have seemed to have ended, as while its machine was asleep, or the server has lost its claim. `giving_up`
+decides by these notes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from turnkeep_client.subjects import SessionKey
-    from worker.wire.intake import Delivery
     from worker.wire.journal import Journal
 
 
@@ -93,19 +92,9 @@ class Attempts:
         """
         return await self._num_busy(key) if self._num_busy is not None else 0
 
-    async def store(self, key: SessionKey, note: AttemptNote) -> AttemptNote:
-        """Store an attempt's note before the attempt begins; return the note, which now names this worker."""
-        note = replace(note, by=self._me)
-        await self._journal.append(key, "attempt", msgspec.json.encode(note))
-        return note
-
-    async def uncount(self, key: SessionKey, seq: int, num_tokens: int, last: AttemptNote) -> None:
-        """Subtract the last attempt from the count, since the attempt ended without a crash.
-
-        `num_tokens` tokens of the answer are published.
-        """
-        attempts = last.attempts if last.seq == seq else 1
-        await self.store(key, AttemptNote(seq, attempts - 1, num_tokens))
+    async def store(self, key: SessionKey, note: AttemptNote) -> None:
+        """Store the note of an attempt that this worker makes, before the attempt begins."""
+        await self._journal.append(key, "attempt", msgspec.json.encode(replace(note, by=self._me)))
 
     async def excuse(self, firsts: Mapping[SessionKey, int]) -> None:
         """Store, for each session in `firsts`, that no worker has begun the request at the given sequence.
@@ -123,61 +112,6 @@ class Attempts:
         counts = last.attempts > 0 and await self._journal.entry(last.seq) is not None
         if not counts and await self._journal.entry(seq) is not None:
             await self.store(key, AttemptNote(seq))
-
-    async def end(self, key: SessionKey) -> None:
-        """Remove a session's attempt notes from the log."""
-        await self._journal.purge(key, "attempt")
-
-
-class Doubt:
-    """Tracks whether one session may have crashed a worker; if it may, holds the session's attempt note.
-
-    Event loop only.
-    """
-
-    def __init__(self, key: SessionKey, attempts: Attempts) -> None:
-        self.is_raised = False
-        self.note = AttemptNote()  # empty unless raised
-        self.first_seq = 0  # all requests below this sequence were delivered before
-        self.begun_seq = 0  # the request that this worker has begun last, and survived until now
-        self.num_failures = 0  # consecutive failures of this worker for unknown reasons
-        self._key = key
-        self._attempts = attempts
-        self._tried_seq = 0  # the request for which this worker has stored a note
-        self._uncounted_seq = 0  # the request whose attempt this worker has last survived
-
-    def ring(self, delivery: Delivery) -> None:
-        """Set `is_raised` if an earlier delivery of this request may have crashed a worker."""
-        self.first_seq = delivery.first_seq
-        self.is_raised = self.is_raised or delivery.again
-
-    async def begin(self) -> None:
-        """Set `is_raised`, and read the session's attempt note from the log."""
-        self.is_raised, self.note = True, await self._attempts.note(self._key)
-
-    def is_new(self, seq: int) -> bool:
-        """Whether this worker must still store a note before it attempts the request at `seq`."""
-        return self.is_raised and self._tried_seq != seq
-
-    async def store(self, note: AttemptNote) -> None:
-        """Store the note of an attempt before the attempt begins."""
-        self.note, self._tried_seq = await self._attempts.store(self._key, note), note.seq
-
-    async def uncount(self, seq: int, num_tokens: int) -> None:
-        """Subtract the last attempt from the count, since this worker has survived it."""
-        await self._attempts.uncount(self._key, seq, num_tokens, self.note)
-        self._tried_seq = self.begun_seq = 0
-        self._uncounted_seq = seq
-
-    def may_count(self, seq: int) -> bool:
-        """Whether the log has, or may have, a note of attempts at the request at `seq`."""
-        return self.is_raised or self._uncounted_seq == seq
-
-    async def clear(self) -> None:
-        """Remove the session's attempt note, since this worker has survived the request."""
-        if self.is_raised:
-            await self._attempts.end(self._key)
-            self.is_raised, self.note = False, AttemptNote()
 
 
 class SharedLock:

@@ -25,6 +25,7 @@ from turnkeep_client.messages import (
 )
 from worker.wire.fence import FencedError
 
+from .cancelling import cancel
 from .history import RefusedError
 from .policies import in_words
 
@@ -94,7 +95,7 @@ class Control:
         if isinstance(request, CancelRequest):
             try:
                 with structlog.contextvars.bound_contextvars(session=str(key), request=request.id):
-                    return await session.cancel(request.id)
+                    return await cancel(session, request.id)
             except FencedError:
                 return failure(request.id, "internal", _CONTINUED)
         try:

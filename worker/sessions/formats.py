@@ -46,7 +46,7 @@ class Formats:
     """Makes the grammars and splitters of answers, for one model."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._grammars = Grammars(tokenizer)
         self._compiling = Rotation(1)  # one answer's patterns at a time, so that many do not take all CPUs
 
@@ -74,7 +74,7 @@ class Formats:
                 why = "tool_choice requires a call, which only answers to messages have"
                 raise RefusedError("invalid_request", why, field="tool_choice")
             return None
-        markup = self._tokenizer.markup
+        markup = self.tokenizer.markup
         if isinstance(choice, NamedTool):
             tools = [one for one in tools if one["function"]["name"] == choice.function.name]
         tools = tools if choice != "none" else []
@@ -124,7 +124,7 @@ class Formats:
             raise RefusedError(
                 "invalid_request", f"{what} cannot be followed: {error}", field=field
             ) from error
-        markup = self._tokenizer.markup
+        markup = self.tokenizer.markup
         if request.reasoning.budget is not None and not markup.has_reasoning:
             warnings = (*warnings, "this model marks no reasoning: its budget has no effect")
         if splits:
@@ -179,7 +179,7 @@ class Formats:
     async def _compiled(
         self, tenant: str, request: Generate, tools: list[dict[str, Any]], answer: str | None
     ) -> tuple[Grammar | None, tuple[str, ...]]:
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         source = await in_thread(  # it compiles patterns to see which can be enforced
             calls_grammar,
             tokenizer.markup,
@@ -198,7 +198,7 @@ class Formats:
 
         `may_call` says that the grammar has tool calls.
         """
-        tokenizer, budget = self._tokenizer, request.reasoning.budget
+        tokenizer, budget = self.tokenizer, request.reasoning.budget
         is_harmony = tokenizer.markup.is_harmony
         pair, is_begun = tokenizer.markup.reasoning, prompt.conversation.in_reasoning(prompt.tokens)
         if is_harmony:  # without a grammar of calls, anything may stand before the text

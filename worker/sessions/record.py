@@ -42,7 +42,7 @@ from .history import DivergedError, prefilled_by
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from turnkeep_client.messages import Change, Chunk, Request, Result
+    from turnkeep_client.messages import Change, Request, Result
     from worker.observe.traces import Phase
     from worker.wire.consistent_reads import Entry
 
@@ -55,36 +55,30 @@ log = structlog.get_logger()
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A request without a result.
-
-    `request` is None if the body is invalid; then `invalid` says why, and has the body's id, if any. If
-    the request repeats an answered id, `first` is the body of that id's first result. `stored` is the time at
-    which the log stored the request. `held` is the unpublished end of an answer that was ended early.
-    When the request was begun, `after` was the sequence of the session's last known result, `base` the
-    digest of its history, and `server` the NATS server process that it was read from. `change` has its
-    tokens, once they may have KV. `given_up` says why the answer ends with its published part, if it does.
-    Three fields are for spans: `parent` names the publisher's span, `phases` are the parts of the turn's
-    time, and the first `num_resumed` tokens of the answer come from another worker.
-    """
+    """A request without a result."""
 
     seq: int
+    #: None if the body is invalid; then `invalid` says why, and has the body's id, if any.
     request: Request | None
     invalid: InvalidMessageError | None
+    #: When the log stored the request.
     stored: datetime
     received_s: float = field(default_factory=monotonic)
-    cancelled: bool = False
-    expired: bool = False
-    held: Chunk | None = None
-    first: bytes = b""
+    #: Names the publisher's span.
     parent: Mapping[str, str] = field(default_factory=dict)
-    phases: list[Phase] = field(default_factory=list)
-    num_resumed: int = 0
-    given_up: str = ""
-    after: int = 0
-    base: str = ""
-    server: str = ""
-    change: Change | None = None
+    #: Set once the request has a result, or was read again.
     done: Event = field(default_factory=Event)
+    # Written by `cancel`.
+    cancelled: bool = False
+    # Written by the session, the last two when it begins the request: the sequence of its last known result,
+    # and the NATS server process that it was read from.
+    expired: bool = False
+    after: int = 0
+    server: str = ""
+    #: Written by the execution: the request's tokens, once they may have KV.
+    change: Change | None = None
+    #: Written by the engine: the parts of the turn's time, for its span.
+    phases: list[Phase] = field(default_factory=list)
 
     @property
     def id(self) -> str | None:
@@ -92,6 +86,10 @@ class Pending:
         if self.invalid is not None:
             return self.invalid.request_id
         return self.request.id if self.request else None
+
+    def cancel(self) -> None:
+        """Mark the request as cancelled: it is not begun any more, and one that runs is to be ended."""
+        self.cancelled = True
 
     @property
     def stopped(self) -> bool:
@@ -174,8 +172,9 @@ class Record:
         #: These tokens, in order, as histories, or as histories and the requests that would have extended
         #: them; None if they are not all known. Only reading a log with `whole` collects them.
         self.branches: list[tuple[History, Append | Generate | None]] | None = [] if whole else None
-        #: The last result's sequence, its request, and the result.
-        self.last: tuple[int, Pending, Result] | None = None
+        self._last: tuple[int, Pending, Result] | None = (
+            None  # the last result's sequence, request and result
+        )
         self._last_out = 0  # sequence of the entry of `out` that was read or stored last; 0 if unknown
         self._is_begun = False  # whether a result was read that changed the session
         self._is_unreadable = False  # whether `mark_diverged` was called before the first reading
@@ -220,6 +219,11 @@ class Record:
             return None
         self._num_since_checkpoint = 0
         return Checkpoint(in_seq, self.history, self.answered_ids.copy())
+
+    def take_last(self) -> tuple[Pending, Result] | None:
+        """Return the request and the result that was read last, once."""
+        last, self._last = self._last, None
+        return last[1:] if last else None
 
     @property
     def unread_seq(self) -> int:
@@ -340,7 +344,7 @@ class Record:
 
     def _cancel_early(self, pending: Pending) -> None:
         if pending.seq < self._cancelled_before and isinstance(pending.request, Append | Generate):
-            pending.cancelled = True
+            pending.cancel()
 
     def _add_request(self, entry: Entry, recorded: _EarlyResult | None, parts: History | str | None) -> None:
         if recorded is not None and self.pending and not changes_nothing(recorded.result):
@@ -366,8 +370,8 @@ class Record:
             self._last_position = 0 if isinstance(result, Closed) else result.position or 0
         self.proven_seq = entry.seq if proves else self.proven_seq
         self._num_since_checkpoint += 1
-        if self.last is None or self.last[0] < out.seq:
-            self.last = (out.seq, pending, result)
+        if self._last is None or self._last[0] < out.seq:
+            self._last = (out.seq, pending, result)
         if request is not None and _is_first(result):
             self.answered_ids.add(request.id, AnsweredAt(entry.seq, out.seq))
         before = self.history

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import structs
 
 from turnkeep_client.messages import (
     Appended,
-    Called,
-    Chunk,
+    Closed,
     Failed,
     Generate,
     Generated,
-    Open,
     Opened,
     Seconds,
     Usage,
@@ -25,14 +23,30 @@ from .history import digests_of, seen
 
 if TYPE_CHECKING:
     from turnkeep_client.errors import ErrorCode
-    from turnkeep_client.messages import (
-        Result,
-    )
+    from turnkeep_client.messages import Called, Chunk, Open, Result
     from worker.engine.port import TurnResult
     from worker.text.answer import Answer
 
     from .history import History, Input
     from .record import Pending
+
+
+class Outcome(NamedTuple):
+    """What a request comes to: its result and the history after it, both not stored yet.
+
+    `held` is the unpublished end of an answer that was ended early. If the request repeats an answered id,
+    `first` is the body of that id's first result.
+    """
+
+    result: Result
+    history: History
+    held: Chunk | None = None
+    first: bytes = b""
+
+
+def is_close(result: Result) -> bool:
+    """Whether a result closes the session, and does not only repeat that of an earlier close."""
+    return isinstance(result, Closed) and result.repeat_of is None
 
 
 def failed(pending: Pending, position: int, code: ErrorCode, message: str, **fields: Any) -> Failed:
@@ -77,30 +91,39 @@ def withdrawn(pending: Pending, history: History, position: int, turn: TurnResul
         return failed(pending, position, "expired", "its deadline passed; nothing was added")
     if not isinstance(pending.request, Generate):
         return failed(pending, position, "expired", "cancelled before it was carried out; nothing was added")
-    waited_s = monotonic() - pending.received_s
-    cached, prefilled = (turn.num_cached, turn.num_prefilled) if turn else (0, 0)
+    num_prompt = turn.num_cached + turn.num_prefilled if turn else 0
     return Generated(
-        id=pending.request.id,
-        seq=pending.seq,
         position=position,
         text="",
         tokens=(),
         finish_reason="cancelled",
-        usage=Usage(
-            prompt_tokens=cached + prefilled,
-            cached_tokens=cached,
-            prefilled_tokens=prefilled,
-            completion_tokens=0,
-        ),
-        seconds=Seconds(
-            queued=turn.started_s - pending.received_s if turn else waited_s,
-            prefill=turn.prefill_s if turn else 0.0,
-            first_token=waited_s,
-            total=waited_s,
-        ),
         kv_live_bytes=0,
+        **_costs(pending, turn, num_prompt, 0),
         **seen(history),
     )
+
+
+def _costs(
+    pending: Pending, turn: TurnResult | None, num_prompt: int, num_new: int, num_thought: int = 0
+) -> dict[str, Any]:
+    """Return the fields of a generate's result that name it, and say what it took until now."""
+    begun_s = pending.received_s
+    now_s = monotonic() - begun_s
+    num_cached = min(turn.num_cached, num_prompt) if turn else 0
+    usage = Usage(
+        prompt_tokens=num_prompt,
+        cached_tokens=num_cached,
+        prefilled_tokens=num_prompt - num_cached,
+        completion_tokens=num_new,
+        reasoning_tokens=num_thought,
+    )
+    seconds = Seconds(
+        queued=turn.started_s - begun_s if turn else now_s,
+        prefill=turn.prefill_s if turn else 0.0,
+        first_token=turn.first_token_s - begun_s if turn and num_new else now_s,
+        total=now_s,
+    )
+    return {"id": pending.id or "", "seq": pending.seq, "usage": usage, "seconds": seconds}
 
 
 def appended(
@@ -127,10 +150,7 @@ def begun_elsewhere(
     pending: Pending, chunk: Chunk, calls: tuple[Called, ...], before: History, extended: Input
 ) -> Generated:
     """Build the result of an answer begun with another tokenizer; `chunk` has its published part."""
-    now_s = monotonic() - pending.received_s
     return Generated(
-        id=pending.id or "",
-        seq=pending.seq,
         position=extended.history.position,
         text=chunk.text,
         tokens=chunk.tokens,
@@ -138,13 +158,10 @@ def begun_elsewhere(
         reasoning=chunk.reasoning,
         tool_calls=calls,
         finish_reason="model_changed",
-        usage=Usage(
-            prompt_tokens=0, cached_tokens=0, prefilled_tokens=0, completion_tokens=len(chunk.tokens)
-        ),
-        seconds=Seconds(queued=now_s, prefill=0.0, first_token=now_s, total=now_s),
         kv_live_bytes=0,
         resumed_tokens=len(chunk.tokens),
         warnings=extended.warnings,
+        **_costs(pending, None, 0, len(chunk.tokens)),
         **turned(before, extended, holds_answer=True),
         **seen(extended.history),
     )
@@ -157,16 +174,11 @@ def generated(
     before: History,
     extended: Input,
     after: History,
-    live_bytes: int,
 ) -> Generated:
     """Build the result of a generate; `extended` has the prompt, `after` also the answer."""
-    now_s, begun_s = monotonic(), pending.received_s
     # The tokens of an interrupted answer are part of the context, but not of the prompt.
     num_prompt = extended.history.position if turn else 0
-    num_cached = min(turn.num_cached, num_prompt) if turn else 0
     return Generated(
-        id=pending.id or "",
-        seq=pending.seq,
         position=after.position,
         text=answer.text,
         tokens=tuple(answer.tokens),
@@ -175,22 +187,9 @@ def generated(
         tool_calls=answer.calls,
         finish_reason=answer.finish_reason or "cancelled",
         stop=answer.stop,
-        usage=Usage(
-            prompt_tokens=num_prompt,
-            cached_tokens=num_cached,
-            prefilled_tokens=num_prompt - num_cached,
-            completion_tokens=len(answer.tokens),
-            reasoning_tokens=answer.num_thought,
-        ),
-        seconds=Seconds(
-            queued=(turn.started_s if turn else now_s) - begun_s,
-            prefill=turn.prefill_s if turn else 0.0,
-            first_token=(turn.first_token_s if turn else now_s) - begun_s,
-            total=now_s - begun_s,
-        ),
-        kv_live_bytes=live_bytes,
+        kv_live_bytes=turn.live_bytes if turn else 0,
         prefix_tokens=extended.num_given,
-        resumed_tokens=pending.num_resumed,
+        **_costs(pending, turn, num_prompt, len(answer.tokens), answer.num_thought),
         **turned(before, extended),
         **seen(after),
     )

@@ -20,6 +20,7 @@ from turnkeep_client.log import BUILD_HEADER, CHECKPOINT_HEADER, HISTORY_HEADER,
 from turnkeep_client.messages import (
     Appended,
     Failed,
+    Generate,
     Generated,
     Open,
     Opened,
@@ -28,23 +29,23 @@ from turnkeep_client.messages import (
     encode_repeat,
 )
 from worker.process.concurrency import in_thread
+from worker.wire.chunks import Published
+from worker.wire.consistent_reads import Entry
 from worker.wire.fence import FencedError
 from worker.wire.journal import TooLargeError
 
 from .attachments import SessionAttachments
 from .history import RefusedError
 from .record import Record, changes_nothing, pending_at
-from .results import failed, withdrawn
+from .results import Outcome, failed, is_close, withdrawn
 
 if TYPE_CHECKING:
     from cache.names.tokens import Tokens
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
-    from worker.wire.consistent_reads import Entry
     from worker.wire.intake import Delivery
 
     from .answered_ids import AnsweredAt
-    from .attempts import Doubt
     from .history import History
     from .record import Pending
     from .services import Services
@@ -57,27 +58,21 @@ class AnsweredRequest(NamedTuple):
     at: AnsweredAt
 
 
-class Committed(NamedTuple):
-    """A stored result and its sequence. If the given result was too large, a failure was stored instead."""
-
-    result: Result
-    out_seq: int
-
-
 class SessionLog:
     """Reads and extends one session's log. Event loop only; reads and commits exclude each other.
 
     `record` is the state read so far. After a `FencedError` it is stale: `reset` it, then read the log again.
     """
 
-    def __init__(self, key: SessionKey, services: Services, doubt: Doubt) -> None:
-        """`doubt` says whether the session may have crashed a worker; reading the log may set that."""
+    def __init__(self, key: SessionKey, services: Services) -> None:
         self.key = key
         self.record = Record(services.fold)
         self.server = services.journal.server  # the server process that the record was read from
-        self.delivered: Delivery | None = None  # the first delivery since the log was read
+        self.is_doubted = False  # whether the session may have crashed a worker
+        self.first_seq = 0  # all requests below this sequence were delivered before
+        self.num_failures = 0  # consecutive failures to read the log or answer, for unknown reasons
+        self._delivered: Delivery | None = None  # the first delivery since the log was read
         self._services = services
-        self._doubt = doubt
         self._attachments = SessionAttachments(key, services.attachments)
         self._rung_seq = 0  # the newest request that is known to be in the log
         self._rung_server = self.server  # the server process that has that request
@@ -87,7 +82,7 @@ class SessionLog:
     def has_work(self) -> bool:
         """Whether there are requests without a result, or entries to read."""
         record = self.record
-        behind = self.delivered is not None or self._rung_seq > record.in_seq
+        behind = self._delivered is not None or self._rung_seq > record.in_seq
         return bool(record.pending) or record.has_more or behind
 
     @property
@@ -95,8 +90,16 @@ class SessionLog:
         """The sequence of the first request without a result, as far as it is known; None without one."""
         if self.record.pending:
             return self.record.pending[0].seq
-        known = (self.delivered.seq if self.delivered else 0, self._rung_seq)
+        known = (self._delivered.seq if self._delivered else 0, self._rung_seq)
         return next((seq for seq in known if seq > self.record.in_seq), None)
+
+    @property
+    def next_request(self) -> Pending | None:
+        """The first request without a result that was read, else the delivered one; None without any."""
+        if self.record.pending or self._delivered is None:
+            return next(iter(self.record.pending), None)
+        one = self._delivered
+        return pending_at(Entry(one.seq, "in", one.stored, one.body, {}))
 
     @property
     def is_stale(self) -> bool:
@@ -109,13 +112,15 @@ class SessionLog:
             raise FencedError("a result is not this worker's, or the server has restarted")
 
     def ring(self, delivery: Delivery) -> None:
-        """Record that the log has a request at the delivery's sequence."""
+        """Record that the log has a request, and whether an earlier delivery may have crashed a worker."""
         self._note_rung(delivery.seq)
-        self.delivered = self.delivered or delivery
+        self._delivered = self._delivered or delivery
+        self.first_seq = delivery.first_seq
+        self.is_doubted = self.is_doubted or delivery.again
 
     def unring(self) -> None:
         """Forget the deliveries, since another worker has the session now."""
-        self.delivered, self._rung_seq = None, 0
+        self._delivered, self._rung_seq = None, 0
 
     def _note_rung(self, seq: int) -> None:
         server = self._services.journal.server
@@ -129,88 +134,94 @@ class SessionLog:
         With `beyond_bell`, or if the log was not read before, also read requests that were not delivered yet.
         Raises `FencedError` if another worker has continued the session.
         """
+        if not beyond_bell:
+            self._delivered = None
         async with self._lock:
             record = self.record  # the pages read belong to this record, not to its replacement
             self.check_fresh()
             num_foreign = record.num_foreign
             if not record.folded:
-                services, key = self._services, self.key
-                async with services.reading.enter(key.tenant), services.retention.lock(key):
-                    try:
-                        try:
-                            await self._fold(record)
-                        except CutOffError:
-                            record = self.reset(whole=True)
-                            await self._fold(record)
-                    except BaseException:
-                        self.reset()  # in a half-read record, answered requests would seem pending
-                        raise
+                record = await self._fold()
             elif beyond_bell or (not record.pending and self.has_work):
                 await self._read_on(record)
             self._services.telemetry.ignored["result"] += record.num_foreign - num_foreign
 
-    async def _fold(self, record: Record) -> None:
+    async def _fold(self) -> Record:
         """Read requests with their results, page by page, up to the first request without a result."""
-        doubt = self._doubt
-        if doubt.num_failures >= self._services.attempts.max_attempts:
-            record.mark_diverged("its log cannot be read, this worker's log says why")
-        if doubt.is_raised:
-            await doubt.begin()
-            await self._read_log(record)
-            return
-        await self._read_log(record)
-        if not record.pending or record.pending[0].seq >= doubt.first_seq:
-            record.last = None
-        else:  # a new request came before the redelivery of the old one, which may have crashed a worker
-            await doubt.begin()
+        services, key = self._services, self.key
+        async with services.reading.enter(key.tenant), services.retention.lock(key):
+            record = self.record
+            try:
+                try:
+                    await self._read_log(record)
+                except CutOffError:
+                    record = self.reset(whole=True)
+                    await self._read_log(record)
+            except BaseException:
+                self.reset()  # in a half-read record, answered requests would seem pending
+                raise
+        if record.pending and record.pending[0].seq < self.first_seq:
+            self.is_doubted = True  # a new request came before the redelivery of one that may end workers
+        elif not self.is_doubted:
+            record.take_last()
+        return record
 
     async def _read_log(self, record: Record) -> None:
         """Read the log into an empty record: from a checkpoint, else from the beginning of the log."""
-        journal, rung_seq = self._services.journal, self._rung_seq
         if record.diverged is None and not record.whole and (found := await self._attachments.find()):
             record.resume(found.checkpoint)
             record.add_results(found.results)
-        more_results, read_seq = 1, -1
+        rung_seq, more_results, read_seq = self._rung_seq, True, -1
         # The last results may belong to requests that came while the log was read.
         while not record.pending and read_seq < record.in_seq:
             read_seq, record.has_more = record.in_seq, True
             while record.has_more and not record.pending:
-                requests, num_more = await journal.page(self.key, "in", record.in_seq)
-                record.has_more = num_more > 0
+                requests = await self._next_requests(record)
                 while more_results and not all(record.has_result(entry.seq) for entry in requests):
-                    results, more_results = await journal.page(self.key, "out", record.out_seq)
-                    record.add_results(results)
+                    more_results = await self._add_results(record)
                 record.add_requests(requests, await self._parts(record, requests))
             while more_results:
-                results, more_results = await journal.page(self.key, "out", record.out_seq)
-                record.add_results(results)
+                more_results = await self._add_results(record)
             if record.unread_seq <= record.in_seq:
                 break
+        await self._end_fold(record)
+        if not record.has_more:
+            record.in_seq = max(record.in_seq, rung_seq)  # also if the entry was removed by now
+
+    async def _next_requests(self, record: Record) -> list[Entry]:
+        requests, num_more = await self._services.journal.page(self.key, "in", record.in_seq)
+        record.has_more = num_more > 0
+        return requests
+
+    async def _add_results(self, record: Record) -> bool:
+        """Read the next results; return whether the log has more of them."""
+        results, num_more = await self._services.journal.page(self.key, "out", record.out_seq)
+        record.add_results(results)
+        return num_more > 0
+
+    async def _end_fold(self, record: Record) -> None:
         # Another worker may have removed the session meanwhile: removals begin with the first request.
         for seq in (record.first_in, record.pending[0].seq if record.pending else 0):
-            if seq and not await journal.is_there(seq):
+            if seq and not await self._services.journal.is_there(seq):
                 raise FencedError(f"the request at sequence {seq} has left the log")
         record.end_fold()
         if record.proven_seq and (checkpoint := record.next_checkpoint(record.proven_seq)):
             self._attachments.add(checkpoint)
             # The next result must name it: a session that is evicted after each result would read ever more.
             await self._attachments.stored()
-        if not record.has_more:
-            record.in_seq = max(record.in_seq, rung_seq)  # also if the entry was removed by now
 
     async def _read_on(self, record: Record) -> None:
         """Read the next requests, unless some are pending.
 
         Raises `FencedError` if another worker has continued the session.
         """
-        journal, rung_seq = self._services.journal, self._rung_seq
-        results, _ = await journal.page(self.key, "out", record.out_seq)
+        rung_seq = self._rung_seq
+        results, _ = await self._services.journal.page(self.key, "out", record.out_seq)
         if record.add_results(results):
             raise FencedError(f"a result up to sequence {record.out_seq} is not this worker's")
         if record.pending:
             return
-        requests, num_more = await journal.page(self.key, "in", record.in_seq)
-        record.has_more = num_more > 0
+        requests = await self._next_requests(record)
         record.add_requests(requests, await self._parts(record, requests))
         if not record.has_more:
             record.in_seq = max(record.in_seq, rung_seq)
@@ -227,8 +238,13 @@ class SessionLog:
         return found
 
     def reset(self, *, whole: bool = False) -> Record:
-        """Replace the record by an empty one; `whole` makes it keep the whole conversation."""
+        """Replace the record by an empty one; `whole` makes it keep the whole conversation.
+
+        After `max_attempts` failures, the next reading finds out no more than answered ids and positions.
+        """
         record, self.record = self.record, Record(self._services.fold, whole=whole)
+        if self.num_failures >= self._services.attempts.max_attempts:
+            self.record.mark_diverged("its log cannot be read, this worker's log says why")
         self._attachments.end()
         self._attachments = SessionAttachments(self.key, self._services.attachments)
         server = self._services.journal.server
@@ -278,7 +294,7 @@ class SessionLog:
         for history, request in record.branches or ():
             if request is None:
                 found.append(history.tokens)
-            elif not self._doubt.is_raised:
+            elif not self.is_doubted:
                 with suppress(RefusedError):
                     extended = await in_thread(self._services.fold.extend, history, request)
                     found.append(extended.history.tokens)
@@ -349,14 +365,9 @@ class SessionLog:
         return None
 
     async def commit(
-        self,
-        pending: Pending,
-        outcome: tuple[Result, History] | None,
-        *,
-        closes: bool,
-        waits: bool = False,
-    ) -> Committed | None:
-        """Store a result and the history after it; `closes` says that the result closes the session.
+        self, pending: Pending, outcome: Outcome | None, *, waits: bool = False
+    ) -> Result | None:
+        """Store a result and the history after it; return what was stored, a failure if it was too large.
 
         Without an `outcome`, the request was cancelled while it waited: its result changes nothing, and may
         be stored out of order. With `waits`, it is stored only if the request still waits behind another one,
@@ -365,6 +376,7 @@ class SessionLog:
         `FencedError` if the log has a result that this worker did not know.
         """
         record = self.record
+        closes = outcome is not None and is_close(outcome.result)
         if closes:
             await self._attachments.finish()  # no checkpoint may be stored after the session was removed
         # If the ack of a close is late, the log must still have its result to show that it was stored.
@@ -377,49 +389,57 @@ class SessionLog:
             if waits and record.is_next(pending):
                 return None
             self.check_fresh()
-            # A withdrawal is not built earlier, as the result of another request may just have been stored.
-            result, history = outcome or (withdrawn(pending, record.history, record.position), record.history)
+            if is_withdrawal := outcome is None:
+                # Not built earlier, as the result of another request may just have been stored.
+                outcome = Outcome(withdrawn(pending, record.history, record.position), record.history)
             try:
-                out_seq = await self._store(pending, result, history)
+                out_seq = await self._store(pending, outcome)
             except TooLargeError as error:
-                history = self.record.history
                 message = f"the result is larger than the log takes ({error}); ask for fewer tokens at a time"
                 result = failed(pending, record.position, "invalid_request", message)
-                out_seq = await self._store(pending, result, history)
-            record.committed(pending, result, out_seq, history)
-            if outcome is not None and not isinstance(result, Failed):
+                outcome = Outcome(result, self.record.history)
+                out_seq = await self._store(pending, outcome)
+            record.committed(pending, outcome.result, out_seq, outcome.history)
+            pending.done.set()
+            if not is_withdrawal and not isinstance(outcome.result, Failed):
                 record.proven_seq = pending.seq
                 if checkpoint := record.next_checkpoint(pending.seq):
                     self._attachments.add(checkpoint)
-            return Committed(result, out_seq)
+            return outcome.result
 
-    async def _store(self, pending: Pending, result: Result, history: History) -> int:
+    async def survived(self) -> None:
+        """Remove the session's attempt notes from the log, since this worker has survived the request."""
+        if self.is_doubted:
+            await self._services.journal.purge(self.key, "attempt")
+            self.is_doubted = False
+
+    async def published(self, pending: Pending) -> Published:
+        """Read a request's published chunks, which clients may have seen; only a generate has any."""
+        request = pending.request
+        if not isinstance(request, Generate):
+            return Published([])
+        return await self._services.journal.chunks.read(self.key, request.id, pending.seq, pending.stored)
+
+    async def is_streamed(self, pending: Pending) -> bool:
+        """Return whether clients may have seen tokens of a request; if not, seal its token stream.
+
+        After the seal no worker can publish any. Raises `FencedError` if another worker does so meanwhile.
+        """
+        published, request = await self.published(pending), pending.request
+        if isinstance(request, Generate) and not published.chunks:
+            await self._services.journal.chunks.seal(
+                self.key, request.id, pending.seq, published.last_seq, server=self.server
+            )
+        return bool(published.chunks)
+
+    async def _store(self, pending: Pending, outcome: Outcome) -> int:
         """Commit a result directly after the last known one.
 
         If the commit is refused only because of newer messages on `out` that are not valid results of this
         session, it skips them and tries again; otherwise it raises `FencedError`.
         """
         journal, record, server = self._services.journal, self.record, self.server
-        if result.repeat_of is None or not pending.first:
-            body = encode(result)
-        else:
-            body = encode_repeat(pending.first, seq=pending.seq, repeat_of=result.repeat_of)
-        headers = {MODEL_HEADER: self._services.model, BUILD_HEADER: self._services.build}
-        if not isinstance(result, Failed):
-            headers[HISTORY_HEADER] = history.digest()
-        if self._attachments.link is not None:
-            headers[CHECKPOINT_HEADER] = str(self._attachments.link)
-        if isinstance(result, Opened) and result.parent and result.repeat_of is None:
-            headers[PARTS_HEADER] = str(await self._attachments.store_base(pending.seq, history))
-        elif changes_nothing(result):
-            if pending.change is not None and result.repeat_of is None:  # so that any model can forget it
-                change = msgspec.json.encode(pending.change)
-                headers[PARTS_HEADER] = str(await self._attachments.store(change))
-        elif isinstance(result, Appended | Generated) and result.change and result.repeat_of is None:
-            packed = result.change.input
-            if len(packed) > self._services.execution.most_input:
-                headers[PARTS_HEADER] = str(await self._attachments.store(packed.encode()))
-                body = encode(replace(result, change=replace(result.change, input="")))
+        body, headers = await self._message(pending, outcome)
         while True:
             try:
                 return await journal.commit(self.key, body, record.out_seq, headers, server=server)
@@ -429,3 +449,26 @@ class SessionLog:
                 if not entries or record.add_results(entries) or self.is_stale or is_reset:
                     raise
                 self._services.telemetry.ignored["result"] += len(entries)
+
+    async def _message(self, pending: Pending, outcome: Outcome) -> tuple[bytes, dict[str, str]]:
+        """Return the body and the headers of a result; first store what is too long for them."""
+        result, history = outcome.result, outcome.history
+        headers = {MODEL_HEADER: self._services.model, BUILD_HEADER: self._services.build}
+        if not isinstance(result, Failed):
+            headers[HISTORY_HEADER] = history.digest()
+        if self._attachments.link is not None:
+            headers[CHECKPOINT_HEADER] = str(self._attachments.link)
+        if result.repeat_of is not None:
+            if outcome.first:
+                return encode_repeat(outcome.first, seq=pending.seq, repeat_of=result.repeat_of), headers
+        elif isinstance(result, Opened) and result.parent:
+            headers[PARTS_HEADER] = str(await self._attachments.store_base(pending.seq, history))
+        elif changes_nothing(result) and pending.change is not None:  # so that any model can forget it
+            change = msgspec.json.encode(pending.change)
+            headers[PARTS_HEADER] = str(await self._attachments.store(change))
+        elif isinstance(result, Appended | Generated) and result.change:
+            packed = result.change.input
+            if len(packed) > self._services.most_input:
+                headers[PARTS_HEADER] = str(await self._attachments.store(packed.encode()))
+                result = replace(result, change=replace(result.change, input=""))
+        return encode(result), headers

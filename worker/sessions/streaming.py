@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Final
 from anyio import Lock, sleep
 from msgspec.structs import replace
 
-from turnkeep_client.messages import encode, joined
+from turnkeep_client.messages import Chunk, Generated, encode, joined
 from worker.process.clock import time
 from worker.process.concurrency import task_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
-    from turnkeep_client.messages import Chunk
+    from turnkeep_client.messages import Result
     from turnkeep_client.subjects import SessionKey
-    from worker.wire.chunks import AnswerChunks, Published
+    from worker.wire.chunks import Published
 
     from .record import Pending
+    from .services import Services
 
 #: Chunks are published again after this fraction of the time for which the token stream keeps them.
 _COPY_AT: Final = 0.5
@@ -38,13 +39,24 @@ class AnswerStream:
     """
 
     def __init__(
-        self, chunks: AnswerChunks, key: SessionKey, pending: Pending, published: Published, *, ttl_s: float
+        self,
+        services: Services,
+        key: SessionKey,
+        pending: Pending,
+        published: Published,
+        base: str,
+        warnings: tuple[str, ...],
     ) -> None:
-        """`published` has the chunks that are in the token stream already, which keeps chunks for `ttl_s`."""
-        self._chunks = chunks
+        """`published` has the chunks that are in the token stream already.
+
+        The first chunk names `base`, the digest of the session before the answer, and has the `warnings`.
+        """
+        self._chunks = services.journal.chunks
+        self._ttl_s = services.token_ttl_s
         self._key = key
         self._pending = pending
-        self._ttl_s = ttl_s
+        self._base = base
+        self._warnings = warnings
         self._said = list(published.chunks)
         # By the wall clock, as the server's: the monotonic one stands still while a machine sleeps.
         # No chunk is older than the request.
@@ -53,13 +65,13 @@ class AnswerStream:
         self._is_heard = True
         self._lock = Lock(fast_acquire=True)
 
-    async def publish(self, chunk: Chunk, warnings: tuple[str, ...]) -> None:
-        """Publish the next chunk; the first one gets the `warnings`. Raises `FencedError`."""
+    async def publish(self, chunk: Chunk) -> None:
+        """Publish the next chunk. Raises `FencedError`."""
         async with self._lock:
             await self._copy_old()
             if not self._said:
                 self._said_s = time()
-            chunk = replace(chunk, seq=self._pending.seq, warnings=() if chunk.i else warnings)
+            chunk = replace(chunk, seq=self._pending.seq, warnings=() if chunk.i else self._warnings)
             await self._publish(chunk)
             self._said.append(chunk)
 
@@ -101,10 +113,21 @@ class AnswerStream:
         if self._is_heard:
             pending = self._pending
             seq = await self._chunks.publish(
-                self._key, pending.id or "", chunk, self._last_seq, server=pending.server, base=pending.base
+                self._key, pending.id or "", chunk, self._last_seq, server=pending.server, base=self._base
             )
             self._is_heard, self._last_seq = seq > 0, seq or self._last_seq
             self._first_seq = self._first_seq if chunk.i else seq
+
+
+def unpublished(result: Result, published: Published) -> Chunk | None:
+    """Return the end of an answer's text that was not published, although all of its tokens were."""
+    chunks, tokens = published.chunks, result.tokens if isinstance(result, Generated) else ()
+    # Only if all chunks before it are there: a client that misses chunks reads the result instead.
+    if not isinstance(result, Generated) or published.num_tokens != len(tokens):
+        return None
+    text = result.text[sum(len(chunk.text) for chunk in chunks) :]
+    reasoning = result.reasoning[sum(len(chunk.reasoning) for chunk in chunks) :]
+    return Chunk(len(tokens), (), text, reasoning=reasoning)
 
 
 def _batches(chunks: Sequence[Chunk]) -> Iterator[Chunk]:

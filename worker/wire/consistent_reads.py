@@ -85,11 +85,14 @@ class ConsistentReads:
             self._replicated[stream] = until_s, is_replicated
         return is_replicated
 
-    async def get(self, stream: str, seq: int) -> RawStreamMsg | None:
-        """Read a stream's message at a sequence; None if it was removed."""
+    async def get(self, stream: str, seq: int, subject: str | None = None) -> RawStreamMsg | None:
+        """Read a stream's message at a sequence; None if it was removed.
+
+        With `subject`, read the first message of the subject at this sequence or later.
+        """
         while True:
             try:
-                return await self._js.get_msg(stream, seq)
+                return await self._js.get_msg(stream, seq, subject, next=subject is not None)
             except NotFoundError:
                 return None
             except (nats.errors.Error, APIError, OSError) as error:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from anyio import sleep
 
+from cache.names.errors import InterruptionError
 from turnkeep_client.nats_client import server_id
 
 from .consistent_reads import RACE_S
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 WRONG_LAST_SEQUENCE: Final = 10071
 
 
-class FencedError(Exception):
+class FencedError(InterruptionError):
     """Another worker has continued the session, or the server restarted: the state in memory is stale."""
 
 

@@ -7,8 +7,7 @@ without a result. Older deliveries are acknowledged when newer ones come; the an
 requests are answered. So memory grows with the number of sessions, not of requests.
 
 The number of sessions is limited, also per tenant. A delivery above the limit is returned to the server
-(nak), which delivers it again later. A delivery whose session belongs to another worker is passed on (see
-`owners`).
+(nak), which delivers it again later.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import nats.errors
@@ -31,7 +30,7 @@ from turnkeep_client.messages import decode_request
 from turnkeep_client.subjects import ID_RULE, SessionKey
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, KeysView, Mapping
     from datetime import datetime
 
     from nats.aio.client import Client
@@ -147,16 +146,13 @@ class Intake:
         telemetry: Telemetry,
         journal: Journal,
         *,
-        accepts: Callable[[SessionKey, Msg], bool],
-        route: Callable[[SessionKey, Msg, Callable[[], Awaitable[None]]], None],
         ack_wait_s: float,
         max_sessions: int,
         max_sessions_per_tenant: int,
         max_message_bytes: int,
     ) -> None:
-        """`accepts` says whether a delivery is this worker's; else `route` passes it on, or accepts it later.
+        """The server redelivers a message to another worker `ack_wait_s` after the last `keep_alive` for it.
 
-        The server redelivers a message to another worker `ack_wait_s` after the last `keep_alive` for it.
         `max_sessions` limits the sessions with an anchor, `max_sessions_per_tenant` those of one tenant. At
         the first limit, only tenants with less than an equal share of it may have more sessions.
         """
@@ -164,13 +160,11 @@ class Intake:
         self._names = names
         self._telemetry = telemetry
         self._journal = journal
-        self._accepts = accepts
-        self._route = route
         self._ack_wait_s = ack_wait_s
         self._max_sessions = max_sessions
         self._max_per_tenant = max_sessions_per_tenant
         self._fetch_bytes = max(_FETCH_BYTES, 2 * max_message_bytes)  # at least the largest message
-        self._anchors: dict[SessionKey, Msg] = {}
+        self._anchors: dict[SessionKey, Msg | None] = {}  # None: another worker had the delivery, and ended
         self._tenants: Counter[str] = Counter()
         self._returned: dict[int, _Returned] = {}  # by the sequence of the request
         self._dues: dict[str, float] = {}  # by tenant: when the last delivery returned for it comes again
@@ -194,21 +188,21 @@ class Intake:
         return self._tenants
 
     @property
-    def at_work(self) -> tuple[SessionKey, ...]:
+    def at_work(self) -> KeysView[SessionKey]:
         """The sessions with requests that wait or run here."""
-        return tuple(self._anchors)
+        return self._anchors.keys()
 
     @property
     def num_returned(self) -> int:
         """Number of requests returned to the server because their tenants had too many sessions here."""
         return len(self._returned)
 
-    async def pull(self, ring: Ring) -> None:
-        """Pull deliveries until cancelled; call `ring`, which must not block, for each accepted one."""
+    async def pull(self, receive: Callable[[Msg], Awaitable[None]]) -> None:
+        """Pull deliveries until cancelled, and give each to `receive`, which may call `deliver`."""
         while True:
             try:
                 inbox = self._nc.new_inbox()
-                subscription = await self._nc.subscribe(f"{inbox}.*", cb=self._arrival(ring))
+                subscription = await self._nc.subscribe(f"{inbox}.*", cb=self._arrival(receive))
                 try:
                     for number in itertools.count():
                         await self._pull_some(f"{inbox}.{number}")
@@ -238,7 +232,7 @@ class Intake:
         if self._fault:
             raise nats.errors.Error(self._fault)
 
-    def _arrival(self, ring: Ring) -> Callable[[Msg], Awaitable[None]]:
+    def _arrival(self, receive: Callable[[Msg], Awaitable[None]]) -> Callable[[Msg], Awaitable[None]]:
         async def arrived(message: Msg) -> None:
             if message.subject.startswith("_INBOX."):  # a status; requests have their own subjects
                 if message.subject != self._inbox:
@@ -253,15 +247,18 @@ class Intake:
             self._num_to_come -= 1
             if self._num_to_come <= 0:
                 self._pull_over.set()
-            key = session_of(message.subject)
-            if key is None or self._accepts(key, message) or self._returns_again(key, message):
-                await self.deliver(message, ring)
-            else:
-                self._route(key, message, partial(self._deliver_late, self._journal.server, message, ring))
+            await receive(message)
 
         return arrived
 
-    async def _deliver_late(self, server: str, message: Msg, ring: Ring) -> None:
+    def take(self, delivery: Delivery, ring: Ring) -> None:
+        """Wake a session for a request whose delivery another worker had: there is none to acknowledge."""
+        if delivery.key not in self._anchors:
+            self._keep(delivery.key, None)
+        ring(delivery)
+
+    async def deliver_late(self, message: Msg, ring: Ring, server: str) -> None:
+        """Accept a delivery from the server process `server`, unless a later process has lost it."""
         if server == self._journal.server or await self._is_stored(message):
             await self.deliver(message, ring)
 
@@ -280,19 +277,18 @@ class Intake:
         if key is None:
             await self._refuse(message, seq)
             return
-        anchor = self._anchors.get(key)
-        if anchor is None and not self.room(key.tenant):
+        is_new, anchor = key not in self._anchors, self._anchors.get(key)
+        if is_new and not self.room(key.tenant):
             delay_s = self._next_return_s(key.tenant)
             self._returned[seq] = _Returned(key, again, current_time() + delay_s)
             with contextlib.suppress(nats.errors.Error, OSError):
                 await message.nak(delay=delay_s)
             return
-        again = again and anchor is None  # with an anchor, the session is at work here
+        again = again and is_new  # else the session is at work here
         ring(Delivery(key, seq, metadata.timestamp, message.data, again, self._first_seq))
         message.data = b""  # frees memory: the anchor may stay for long
         if anchor is None:
-            self._tenants[key.tenant] += 1
-            self._anchors[key] = message
+            self._keep(key, message)
             return
         # The newest request is the anchor: a close removes older ones from the log, and what has left the log
         # is not redelivered. Of several deliveries of one request only the last can be acknowledged.
@@ -301,6 +297,11 @@ class Intake:
         if older.metadata.sequence.stream != newer.metadata.sequence.stream:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await older.ack()
+
+    def _keep(self, key: SessionKey, message: Msg | None) -> None:
+        if key not in self._anchors:
+            self._tenants[key.tenant] += 1
+        self._anchors[key] = message
 
     def _next_return_s(self, tenant: str) -> float:
         """Return the seconds after which a delivery that is returned now is to come again.
@@ -344,13 +345,14 @@ class Intake:
             most = min(self._max_sessions // (len(self._tenants) or 1), most)
         return max(most - self._tenants[tenant], 0)
 
-    def _returns_again(self, key: SessionKey, message: Msg) -> bool:
+    def returns_again(self, key: SessionKey, message: Msg) -> bool:
         """Whether to return a request again, for lack of room, without looking up its session's owner."""
         return message.metadata.sequence.stream in self._returned and not self.room(key.tenant)
 
-    def note_unbegun(self, key: SessionKey, seqs: Iterable[int]) -> None:
-        """Note that no worker has begun these requests, although they were delivered before."""
-        self._returned |= {seq: _Returned(key, again=False, due_s=current_time()) for seq in seqs}
+    def note_unbegun(self, requests: Mapping[int, SessionKey]) -> None:
+        """Note that no worker has begun these requests, by sequence, although they were delivered before."""
+        now_s = current_time()
+        self._returned |= {seq: _Returned(key, again=False, due_s=now_s) for seq, key in requests.items()}
 
     def first_returned(self) -> dict[SessionKey, int]:
         """Return, by session, the first request returned to the server, if no other worker got it."""
@@ -377,7 +379,7 @@ class Intake:
         while True:
             await sleep(self._ack_wait_s / 3)
             await self._drop_lost()
-            for message in list(self._anchors.values()):
+            for message in [one for one in self._anchors.values() if one is not None]:
                 with contextlib.suppress(nats.errors.Error, OSError):
                     await message.in_progress()
             now_s = current_time()
@@ -405,11 +407,12 @@ class Intake:
                 await message.nak()
 
     def _drop(self, key: SessionKey) -> Msg | None:
-        message = self._anchors.pop(key, None)
-        if message is not None:
-            self._tenants[key.tenant] -= 1
-            if not self._tenants[key.tenant]:
-                del self._tenants[key.tenant]
+        if key not in self._anchors:
+            return None
+        message = self._anchors.pop(key)
+        self._tenants[key.tenant] -= 1
+        if not self._tenants[key.tenant]:
+            del self._tenants[key.tenant]
         return message
 
     @property
@@ -427,7 +430,8 @@ class Intake:
             while self._server != (server := self._journal.server):
                 self._refused.clear()
                 for key, message in list(self._anchors.items()):
-                    if not await self._is_stored(message) and self._anchors.get(key) is message:
+                    is_lost = message is not None and not await self._is_stored(message)
+                    if is_lost and self._anchors.get(key) is message:
                         self._drop(key)
                 self._server = server
 
@@ -435,7 +439,7 @@ class Intake:
         return is_of(message, await self._journal.entry(message.metadata.sequence.stream))
 
     def expects(self, key: SessionKey, seq: int = 0) -> bool:
-        """Whether a session has an unacknowledged delivery, or its request at `seq` will be redelivered."""
+        """Whether a session is at work here, or its request at `seq` will be redelivered."""
         return key in self._anchors or seq in self._returned
 
     async def return_anchors(self) -> None:
@@ -443,7 +447,8 @@ class Intake:
 
         A server that has just restarted delivers them again by itself, after `ack_wait_s`.
         """
-        for message in list(self._anchors.values()) if self._is_checked else []:
+        messages = [one for one in self._anchors.values() if one is not None]
+        for message in messages if self._is_checked else []:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await message.nak()
         self._anchors.clear()

@@ -113,6 +113,11 @@ class Journal:
         message = await self._reads.get(self._subjects.log_stream, seq)
         return single(message, "in") if message else None
 
+    async def first_request(self, key: SessionKey) -> Entry | None:
+        """Read the first request of a session that the log still has; None if there is none."""
+        message = await self._reads.get(self._subjects.log_stream, 1, self._subjects.of(key, "in"))
+        return single(message, "in") if message else None
+
     async def store_checkpoint(self, key: SessionKey, body: bytes) -> int | None:
         """Store a checkpoint message; return its sequence, None on failure. Does not retry."""
         subject = self._subjects.of(key, "checkpoint")

@@ -368,6 +368,7 @@ export interface Generate {
   deadline_s?: number | null;
   /** among waiting requests, higher first */
   priority?: number;
+  /** Maximum tokens of one answer. */
   max_tokens?: number;
   /** the answer's first text, given */
   prefix?: string;
@@ -376,19 +377,31 @@ export interface Generate {
   tool_choice?: "auto" | "none" | "required" | NamedTool;
   parallel_tool_calls?: boolean;
   reasoning?: Reasoning;
+  /** 0 always takes the most likely token. */
   temperature?: number;
+  /** Only the likeliest tokens with this total probability. */
   top_p?: number;
+  /** Only the N most likely tokens; 0 is all. */
   top_k?: number;
+  /** Only tokens at least X times as likely as the likeliest. */
   min_p?: number;
+  /** Above 1: repeat fewer tokens. */
   repetition_penalty?: number;
+  /** Above 0: repeat fewer of the answer's tokens. */
   presence_penalty?: number;
+  /** The same, times how often a token occurs. */
   frequency_penalty?: number;
+  /** Add a number from -100 to 100 to the logit of a token id. */
   logit_bias?: Record<string, number>;
+  /** No end of the answer before N tokens. */
   min_tokens?: number;
+  /** Go on behind the model's end of the answer. */
   ignore_eos?: boolean;
   logprobs?: boolean;
   top_logprobs?: number;
+  /** Seed of the sampling. */
   seed?: number | null;
+  /** End before one of these texts. */
   stop?: readonly string[] | string;
   raw?: boolean;
   response_format?: JsonSchemaFormat | JsonObjectFormat | RegexFormat | LarkFormat | ChoiceFormat | TextFormat | null;

@@ -8,7 +8,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import Struct
 
-from .turn import ALL_THAT_FITS, Whole, as_whole, decoded, refused
+from gateway.turn import ALL_THAT_FITS, Whole, as_whole, decoded, refused
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client

@@ -86,7 +86,7 @@ def server(gateway: Gateway) -> uvicorn.Server:
             timeout_graceful_shutdown=_DRAIN_S,
         )
     )
-    gateway.is_stopping = lambda: made.should_exit
+    gateway.connections.is_stopping = lambda: made.should_exit
     return made
 
 

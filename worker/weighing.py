@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Final
 
-import click
-
-from worker.process.constants import CONSTANTS
-from worker.process.settings import SettingsError
-
-from .progress import terminal_progress
+from .observe.progress import terminal_progress
+from .process.constants import CONSTANTS
+from .process.settings import SettingsError
 
 if TYPE_CHECKING:
-    from worker.models.model import LoadedModel
-    from worker.process.settings import Settings
-    from worker.reports import Needs
+    from .models.model import LoadedModel
+    from .process.settings import Settings
+    from .reports import Needs
 
 #: A supervisor gives each model enough memory for one session of this length.
 _USUAL_TOKENS: Final = 32_768
@@ -22,8 +20,8 @@ _USUAL_TOKENS: Final = 32_768
 
 def weigh(settings: Settings) -> Needs:
     """Return the memory that a model needs with its draft model. Raises `ModelError`, `SettingsError`."""
-    from worker.reports import Needs
-    from worker.sizing import device_bytes, measure
+    from .reports import Needs
+    from .sizing import device_bytes, measure
 
     loaded, draft = _loaded(settings)
     max_context = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
@@ -53,12 +51,12 @@ def weigh(settings: Settings) -> Needs:
 
 def _loaded(settings: Settings) -> tuple[LoadedModel, LoadedModel | None]:
     """Load the model and the draft model, without their weights."""
-    from worker.models import model as models
+    from .models import model as models
 
     dtype = settings.dtype if settings.dtype != "auto" else models.default_dtype()
 
     def load(spec: str | None, kv_bits: int | None) -> LoadedModel:
-        with terminal_progress(lambda what: click.echo(what, err=True)) as progress:
+        with terminal_progress(lambda what: sys.stderr.write(f"{what}\n")) as progress:
             folder = models.resolve(spec, settings.data_dir, dtype=dtype, progress=progress)
         return models.load(folder, dtype=dtype, kv_bits=kv_bits, lazy=True)
 

@@ -1,4 +1,4 @@
-"""The process of one worker, which `turnkeep serve` starts: `python -m commands.worker SPARE_BYTES`.
+"""The process of one worker, which `turnkeep serve` starts: `python -m worker.main SPARE_BYTES`.
 
 Imports everything, then reads its order from standard input (`worker.reports`), so that the supervisor can
 keep such a process ready. If the supervisor dies, standard input ends, and this process ends at once.
@@ -6,7 +6,6 @@ keep such a process ready. If the supervisor dies, standard input ends, and this
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import os
@@ -16,26 +15,30 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 import anyio
+from anyio import from_thread
+from anyio.lowlevel import current_token
 
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import redact
-from worker.models.blas import preload
-from worker.observe.bare_structlog import structlog
-from worker.observe.logs import configure
-from worker.process.concurrency import task_group
-from worker.process.heap import Spare
-from worker.process.installed import as_installed
-from worker.process.open_files import raise_limit
-from worker.process.settings import SettingsError
 
-from .progress import terminal_progress
+from .models.blas import preload
+from .observe.bare_structlog import structlog
+from .observe.logs import configure
+from .observe.progress import terminal_progress
+from .process.concurrency import task_group
+from .process.heap import Spare
+from .process.installed import as_installed
+from .process.open_files import raise_limit
+from .process.settings import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from io import RawIOBase
 
-    from worker.app import App
-    from worker.reports import Order, Report
+    from anyio.lowlevel import EventLoopToken
+
+    from .app import App
+    from .reports import Order, Report
 
 #: The device thread holds the interpreter lock while it builds a step's graph; at the default of 5 ms the
 #: event loop would wait that long each time that it wants to run.
@@ -46,7 +49,7 @@ _STATE_S: Final = 0.5
 
 def main() -> None:
     """Wait for an order and carry it out; then end this process."""
-    from worker.reports import Refused
+    from .reports import Refused
 
     raise_limit()
     reporting = Reporting()
@@ -58,7 +61,7 @@ def main() -> None:
 
 
 def _work(reporting: Reporting) -> None:
-    from worker.reports import decode_order
+    from .reports import decode_order
 
     spare = Spare(int(sys.argv[1]))
     preload()  # before anything imports MLX
@@ -78,7 +81,7 @@ def _work(reporting: Reporting) -> None:
 
 def _import_all() -> None:
     """Import what a worker needs, so that a process that waits for its order has done so already."""
-    from worker.models.partial_import import import_mlx_lm
+    from .models.partial_import import import_mlx_lm
 
     import_mlx_lm()
     import worker.app
@@ -97,7 +100,7 @@ class Reporting:
 
     def send(self, report: Report) -> None:
         """Write one report; without a supervisor that reads it do nothing."""
-        from worker.reports import encode
+        from .reports import encode
 
         if self.is_over:
             return
@@ -107,13 +110,13 @@ class Reporting:
 
     def line(self, line: str) -> None:
         """Report a line of the log."""
-        from worker.reports import Line
+        from .reports import Line
 
         self.send(Line(line))
 
     def step(self, what: str) -> None:
         """Report a step of the start."""
-        from worker.reports import Line
+        from .reports import Line
 
         self.send(Line(what, is_step=True))
 
@@ -126,8 +129,8 @@ def _weigh(order: Order, reporting: Reporting) -> None:
 
 
 def _serve(order: Order, lines: RawIOBase, reporting: Reporting, spare: Spare) -> None:
-    from worker.app import App
-    from worker.process.datadir import DataDir
+    from .app import App
+    from .process.datadir import DataDir
 
     settings = order.settings
     keep = {"keep": reporting.line} if order.tells_log else {}
@@ -153,7 +156,7 @@ def _serve(order: Order, lines: RawIOBase, reporting: Reporting, spare: Spare) -
                     # A thread, as a step of the device must not delay the end of an orphan.
                     hear = threading.Thread(
                         target=_hear,
-                        args=(lines, app, asyncio.get_running_loop()),
+                        args=(lines, app, current_token()),
                         name="orders",
                         daemon=True,
                     )
@@ -167,12 +170,12 @@ def _serve(order: Order, lines: RawIOBase, reporting: Reporting, spare: Spare) -
     anyio.run(run)
 
 
-def _hear(lines: RawIOBase, app: App, loop: asyncio.AbstractEventLoop) -> None:
+def _hear(lines: RawIOBase, app: App, token: EventLoopToken) -> None:
     """Apply settings that have changed; end this process at the end of standard input."""
-    from worker.reports import decode_settings
+    from .reports import decode_settings
 
     for line in lines:
-        loop.call_soon_threadsafe(app.reload, decode_settings(line))
+        from_thread.run_sync(app.reload, decode_settings(line), token=token)
     os._exit(1)
 
 

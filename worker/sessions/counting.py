@@ -1,10 +1,13 @@
-"""Builds the attributes of a turn's span from its request and result: numbers and names, no text. Pure."""
+"""Counts stored results in metrics, the program's log and traces: numbers and names, no text."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from turnkeep_client.messages import Appended, Failed, Generate, Generated
+import structlog
+
+from turnkeep_client.errors import ERROR_CODES
+from turnkeep_client.messages import Append, Appended, Failed, Generate, Generated
 from worker.observe.traces import Phase, TurnTimes
 from worker.process.clock import monotonic
 
@@ -13,6 +16,35 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
 
     from .record import Pending
+    from .services import Services
+
+log = structlog.get_logger()
+
+
+def count_result(
+    services: Services, key: SessionKey, pending: Pending, result: Result, position: int
+) -> None:
+    """Count a stored result, which left the session at `position`, and hand its turn to tracing."""
+    telemetry = services.telemetry
+    is_given_up = isinstance(result, Generated) and result.finish_reason == "given_up"
+    outcome = result.code if isinstance(result, Failed) else "internal" if is_given_up else "ok"
+    counted = outcome if outcome in ("ok", *ERROR_CODES) else "other"  # a repeat may have an unknown code
+    telemetry.requests[pending.type][counted] += 1
+    telemetry.tenants.count_request(key.tenant, counted)
+    seconds = pending.waited_s(monotonic())
+    if isinstance(result, Appended | Generated) and result.repeat_of is None:
+        telemetry.request_duration.observe(seconds)
+    if services.traces is not None and isinstance(pending.request, Append | Generate):
+        services.traces.add(turn_times(key, pending, result, services.model))
+    log.info(
+        "answered",
+        type=pending.type,
+        outcome=outcome,
+        seq=pending.seq,
+        position=position,
+        seconds=round(seconds, 2),
+        **({"tokens": result.usage.completion_tokens} if isinstance(result, Generated) else {}),
+    )
 
 
 def turn_times(key: SessionKey, pending: Pending, result: Result, model: str) -> TurnTimes:
@@ -34,11 +66,11 @@ def turn_times(key: SessionKey, pending: Pending, result: Result, model: str) ->
         attributes["gen_ai.usage.output_tokens"] = result.usage.completion_tokens
         attributes["gen_ai.usage.cache_read.input_tokens"] = result.usage.cached_tokens
         attributes["gen_ai.response.finish_reasons"] = (result.finish_reason,)
+        if result.resumed_tokens:
+            attributes["turnkeep.resumed_tokens"] = result.resumed_tokens
     elif isinstance(result, Appended):
         attributes["gen_ai.usage.input_tokens"] = result.tokens
         attributes["gen_ai.usage.cache_read.input_tokens"] = result.cached_tokens
-    if pending.num_resumed:
-        attributes["turnkeep.resumed_tokens"] = pending.num_resumed
     if result.repeat_of is not None:
         attributes["turnkeep.repeat_of"] = result.repeat_of
     end_s = monotonic()

@@ -16,9 +16,10 @@ from turnkeep_client.messages import Chunk
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gateway.dialect import Events
-    from gateway.turn import Fault
     from turnkeep_client.messages import Generated
+
+    from .form import Events
+    from .turn import Fault
 
 _ID: Final = re.compile(r"([0-9a-f]{48})\.(\d{1,15})(?:\.(\d{1,15})\.(\d{1,15})\.(\d{1,15})\.(\d{1,15}))?")
 _END: Final = b"\n\n"

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from rich.progress import Progress as Bars
 
-    from worker.models.model import Progress
-
 #: The pause between two lines about one step.
 _EVERY_S: Final = 5.0
 
@@ -23,7 +21,7 @@ _EVERY_S: Final = 5.0
 @contextlib.contextmanager
 def terminal_progress(
     begins: Callable[[str], object] = lambda _: None, *, of_bytes: bool = True
-) -> Iterator[Progress]:
+) -> Iterator[Callable[[int, int, str], None]]:
     """Yield a callback `(done, total, what)` that shows progress; any thread may call it.
 
     The numbers are bytes if `of_bytes`. Calls `begins(what)` once per step; without a terminal also with how

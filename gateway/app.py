@@ -1,0 +1,185 @@
+"""The HTTP application: the routes of all dialects, and the gateway's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from starlette import routing
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+
+from turnkeep_client.errors import TurnkeepError
+
+from .anthropic.routes import DIALECT as ANTHROPIC
+from .cohere.routes import DIALECT as COHERE
+from .connections import Connections
+from .http import guide
+from .http.access import Access, is_from_here
+from .http.durable import HEADERS
+from .http.errors import Errors
+from .http.handlers import Handlers, Route
+from .http.replies import as_json
+from .http.sending import SHOWN
+from .metrics import Counters
+from .ollama.routes import DIALECT as OLLAMA
+from .openai.routes import DIALECT as OPENAI
+from .responses.routes import DIALECT as RESPONSES
+from .turn import WARNINGS, Fault
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+
+    from starlette.requests import Request
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from turnkeep_client.client import Client
+
+    from .http.handlers import Dialect
+    from .keys import Keys
+
+#: All dialects. The first one's errors answer requests that are no other's.
+DIALECTS: Final = (OPENAI, ANTHROPIC, RESPONSES, OLLAMA, COHERE)
+MAX_BODY_BYTES: Final = 32 * 2**20
+_PUBLISH_S: Final = 5.0
+
+#: The page has no scripts, and loads nothing.
+_PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
+
+
+class Gateway:
+    """Serves HTTP for all tenants, with one model or several. Event loop only."""
+
+    def __init__(
+        self,
+        connect: Callable[[str, str], Awaitable[Client]],
+        keys: Keys,
+        *,
+        models: Sequence[str] = (),
+        idle_s: float,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        patience_s: float = 15.0,
+        cors: Collection[str] = (),
+        explain: bool = False,
+        name: str = "gateway",
+        dialects: Sequence[Dialect] = DIALECTS,
+    ) -> None:
+        """`connect`, `models` and `idle_s` are those of `Connections`.
+
+        Metrics are published under the id `name`. Web pages of this machine and of origins in `cors` may send
+        requests. `Handlers` describes the others.
+        """
+        self.connections = Connections(connect, models, idle_s=idle_s)
+        self.access = Access(keys, cors, [one.key_header for one in dialects if one.key_header])
+        self.counters = Counters()
+        self._name = name
+        handlers = Handlers(
+            self.access,
+            self.connections,
+            self.counters,
+            explain=explain,
+            max_body_bytes=max_body_bytes,
+            patience_s=patience_s,
+        )
+        self._listing = handlers.listing
+        self.routes = [*(route for one in dialects for route in one.routes), *self._own_routes()]
+        self.app = self._application(handlers, Errors(dialects))
+
+    def _own_routes(self) -> list[Route]:
+        counts = "Counts for Prometheus, for programs of this machine"
+        return [
+            Route("/health", ["GET"], _own, self._health, "Whether a worker answers"),
+            Route("/metrics", ["GET"], _own, self._metrics, counts),
+            Route("/openapi.json", ["GET"], _own, self._openapi, "This document"),
+            Route("/", ["GET"], _own, self._root, "Where to go"),
+        ]
+
+    def _application(self, handlers: Handlers, errors: Errors) -> ASGIApp:
+        app = Starlette(
+            routes=[
+                routing.Route(one.path, partial(one.handler, handlers, one.of), methods=[*one.methods])
+                for one in self.routes
+            ],
+            exception_handlers={
+                Fault: errors.on_fault,
+                TurnkeepError: errors.on_error,
+                HTTPException: errors.on_http,
+            },
+            middleware=[Middleware(_Cors, may_ask=self.access.may_ask)],
+        )
+        return _without_slash(self.counters.counting(app, [one.path for one in self.routes]))
+
+    async def publish(self) -> None:
+        """Publish metrics now and every few seconds, until cancelled."""
+        while True:
+            message = self.counters.message(self._name, self.connections.num_sessions, _PUBLISH_S)
+            for model in self.connections.models:
+                with contextlib.suppress(TurnkeepError):  # the next ones follow soon
+                    conversations = await self.connections.of(self.access.keys.tenant, model)
+                    await conversations.client.publish_gateway(message)
+            await asyncio.sleep(_PUBLISH_S)
+
+    async def close(self) -> None:
+        """Close all connections. Answers that run go on in the worker."""
+        await self.connections.close()
+
+    async def _root(self, request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return HTMLResponse(guide.page(str(request.base_url), self.routes), headers=_PAGE_HEADERS)
+        return PlainTextResponse(guide.GREETING)
+
+    async def _openapi(self, _: Request) -> Response:
+        return as_json(guide.openapi(self.routes))
+
+    async def _health(self, _: Request) -> Response:
+        ids = [one.name for one in await self._listing.all(self.access.keys.tenant, now=True)]
+        return as_json(
+            {"status": "ok"} | ({"models": ids} if self._listing.are_several else {"model": ids[0]})
+        )
+
+    async def _metrics(self, request: Request) -> Response:
+        if not is_from_here(request):
+            raise Fault(403, "only programs of this machine, asking for localhost, may read the metrics")
+        page = self.counters.page(self.connections.num_sessions)
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _own(
+    _: Handlers, answer: Callable[[Request], Coroutine[Any, Any, Response]], request: Request
+) -> Response:
+    """Serve a path that is no dialect's."""
+    return await answer(request)
+
+
+def _without_slash(app: ASGIApp) -> ASGIApp:
+    """Wrap an application so that it ignores a slash at the end of a path."""
+
+    async def stripped(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path.endswith("/") and path.strip("/"):
+            scope = {**scope, "path": path.rstrip("/")}
+        await app(scope, receive, send)
+
+    return stripped
+
+
+class _Cors(CORSMiddleware):
+    """Lets web pages of allowed origins send requests and read the headers of answers."""
+
+    def __init__(self, app: ASGIApp, may_ask: Callable[[str], bool]) -> None:
+        super().__init__(
+            app,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            allow_private_network=True,
+            expose_headers=[*SHOWN, WARNINGS, "retry-after", *HEADERS],
+        )
+        self._may_ask = may_ask
+
+    def is_allowed_origin(self, origin: str) -> bool:
+        return self._may_ask(origin)

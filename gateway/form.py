@@ -1,0 +1,98 @@
+"""Defines `Form`: how requests are read, and answers, events and errors are written. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeAlias
+
+    from turnkeep_client.messages import Chunk, Failed, Generated
+
+    from .recorded import Recorded
+    from .turn import Fault, Turn
+
+    Body: TypeAlias = dict[str, Any]
+
+EVENT_STREAM: Final = "text/event-stream"
+
+
+class Events(Protocol):
+    """Encodes the events, or lines, of one streamed response. By default, nothing opens or closes it."""
+
+    @property
+    def heartbeat(self) -> bytes:
+        """Bytes to send while there is no event; clients ignore them, but know that the stream is alive."""
+
+    def start(self, index: int) -> bytes:  # noqa: ARG002  # the number of the answer, for several
+        """Encode the events that open answer number `index`."""
+        return b""
+
+    def chunk(self, index: int, chunk: Chunk) -> bytes:
+        """Encode the events for a chunk of an answer; return empty bytes if the chunk adds nothing."""
+
+    def finish(self, index: int, result: Generated) -> bytes:
+        """Encode the events that close an answer."""
+
+    def end(self, results: Sequence[Generated]) -> bytes:  # noqa: ARG002  # for the usage of all answers
+        """Encode the events that close the stream."""
+        return b""
+
+    def error(self, fault: Fault) -> bytes:
+        """Encode the error event that ends the stream."""
+
+
+class Loading(NamedTuple):
+    """A request that only loads or, if `unloads`, unloads a model, and the JSON body of its response."""
+
+    body: Body
+    unloads: bool
+
+
+class AnswerObject(NamedTuple):
+    """How an API writes answers as objects with a status, which other requests refer to.
+
+    `write` returns the JSON body of an answer with a result, a failure or, while it runs, neither. `named`
+    returns the ids of answers whose parts a request names; `read` parses such a request with these answers.
+    """
+
+    write: Callable[[Turn, str, int, Generated | Failed | None], Body]
+    named: Callable[[bytes], set[str]]
+    read: Callable[[bytes, Mapping[str, Recorded]], Turn]
+
+
+def _as_sent(body: bytes, _path: Mapping[str, str]) -> bytes:
+    """Return a request's body unchanged: the default for `complete` in a `Form`."""
+    return body
+
+
+def _never(_body: bytes) -> None:
+    """Return None: the default for `loading` in a `Form` whose requests all need an answer."""
+
+
+class Form(NamedTuple):
+    """How the requests of some paths are read, and their answers, events and errors are written.
+
+    `names` maps the protocol's field names to this API's, where they differ. `counted` has fields that go
+    beside a count of tokens. `complete` adds to a request's
+    body what the parameters of its path say, such as the model. `loading` returns None for a request that
+    needs an answer.
+    """
+
+    name: str
+    read: Callable[[bytes], Turn]
+    whole: Callable[[Turn, str, int, Sequence[Generated]], Body]
+    events: Callable[[Turn, str, int], Events]
+    error: Callable[[Fault], Body]
+    names: Mapping[str, str] = {}
+    media_type: str = EVENT_STREAM
+    object: AnswerObject | None = None
+    counted: Mapping[str, str] = {}
+    complete: Callable[[bytes, Mapping[str, str]], bytes] = _as_sent
+    loading: Callable[[bytes], Loading | None] = _never
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether events have ids, by which a client can resume the stream."""
+        return self.media_type == EVENT_STREAM

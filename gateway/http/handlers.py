@@ -1,0 +1,268 @@
+"""Serves the routes of all dialects, and defines what a dialect is: a folder whose `routes` has a `Dialect`.
+
+`Handlers` uses dialects only through `Form`, and sessions only through `Conversations`. `app` lists the
+dialects; nothing else imports them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
+
+import msgspec
+from starlette.exceptions import HTTPException
+
+from gateway import following, models, recorded
+from gateway.form import EVENT_STREAM
+from gateway.lookups import Lookups, after, own_id
+from gateway.models import Models
+from gateway.turn import refused, told
+from turnkeep_client.errors import NoWorkerError
+
+from . import bodies
+from .durable import Reading
+from .replies import as_json
+from .sending import Answer, Asker, unless_left
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from gateway.connections import Connections
+    from gateway.event_ids import Place
+    from gateway.form import Body, Form
+    from gateway.keys import Key
+    from gateway.lookups import Kept
+    from gateway.metrics import Counters
+    from gateway.models import Model
+    from gateway.recorded import Recorded
+    from gateway.turn import Fault, Turn
+    from turnkeep_client.client import Client
+
+    from .access import Access
+
+
+class Handlers:
+    """The handlers of all dialects' routes. All raise `Fault` and `TurnkeepError`. Event loop only."""
+
+    def __init__(
+        self,
+        access: Access,
+        connections: Connections,
+        counters: Counters,
+        *,
+        explain: bool,
+        max_body_bytes: int,
+        patience_s: float,
+    ) -> None:
+        """Requests wait up to `patience_s` for a worker that restarts.
+
+        With `explain`, a header says how much of a conversation was found.
+        """
+        self._access = access
+        self._connections = connections
+        self._counters = counters
+        self._explain = explain
+        self._max_body_bytes = max_body_bytes
+        self._patience_s = patience_s
+        self.listing = Models(connections.of, connections.models)
+        self._lookups = Lookups(connections.of, connections.models)
+
+    async def answer(self, form: Form, request: Request) -> Response:
+        """Create an answer, or join one."""
+        key = self._access.key(request)
+        with contextlib.ExitStack() as running:
+            running.enter_context(key.one_request())
+            body = form.complete(await self._body(request), request.path_params)
+            model, digest = self.listing.chosen(body), recorded.digest(form.name, body)
+            if (loading := form.loading(body)) is not None:
+                await self._load(key, model, unloads=loading.unloads)
+                return as_json(loading.body)
+            if cut := await self._lookups.cut(key.tenant, request.headers, digest):
+                turn = form.read(body)
+                return self._followed(form, *cut, key, running, stream=turn.stream)
+            key_id = await self._lookups.key_id(key.tenant, request.headers, model)
+            turn = await self._turn(key.tenant, form, body)
+            if key_id and turn.n > 1:
+                raise refused("n must be 1 with an Idempotency-Key", "n")
+            conversations = await self._connections.of(key.tenant, model)
+            worker = await conversations.presence.worker(patience_s=self._patience_s)
+            turn = turn if turn.model else msgspec.structs.replace(turn, model=worker.model)
+            await conversations.start()
+            note = recorded.new_note(key_id or uuid4().hex, int(time.time()), turn, form.name, digest)
+            asker = Asker(key, self._counters, self._explain, running.pop_all())
+            stays = bool(turn.asked.get("background"))
+            begin = partial(conversations.answer, turn, asker.note, note, key_id, stays=stays)
+            return Answer(form, turn, conversations, asker, begin)
+
+    async def stored(self, form: Form, request: Request) -> Response:
+        """Show the answer `{id}` of the log, whole or as a stream; for DELETE, remove its session."""
+        key, wanted, found = await self._found(request, form)
+        if request.method == "DELETE":
+            await found.conversations.forget(found.answer.session)
+            kind = form.name if form.object else f"{form.name}.deleted"
+            return as_json({"id": wanted, "object": kind, "deleted": True})
+        place = after(found.answer, request.headers, request.query_params)
+        is_stream = EVENT_STREAM in request.headers.get("accept", "") or place is not None
+        is_stream = is_stream or request.query_params.get("stream") == "true"
+        if form.object and not is_stream:
+            return as_json(_described(form, wanted, found.answer))
+        return self._followed(form, found, place, key, contextlib.ExitStack(), stream=is_stream)
+
+    async def cancel(self, form: Form, request: Request) -> Response:
+        """End the answer `{id}`, which runs."""
+        _, wanted, (conversations, answer) = await self._found(request, form)
+        answer = await following.cancel(conversations.client, answer.id) or answer
+        return as_json(_described(form, wanted, answer))
+
+    async def durable(self, form: Form, request: Request) -> Response:
+        """Show the events of the answer `{id}` by the Durable Streams protocol."""
+        _, _, found = await self._found(request, form)
+        return Reading(form, found, request.query_params)
+
+    async def part(
+        self, of: tuple[Form, Callable[[Recorded, Mapping[str, str]], Body]], request: Request
+    ) -> Response:
+        """Show what a function returns for the answer `{id}` and the query."""
+        form, write = of
+        _, _, found = await self._found(request, form)
+        return as_json(write(found.answer, request.query_params))
+
+    async def count(self, form: Form, request: Request) -> Response:
+        """Count a request's tokens."""
+        key = self._access.key(request)
+        with key.one_request():
+            body = form.complete(await self._body(request), request.path_params)
+            conversations = await self._connections.of(key.tenant, self.listing.chosen(body))
+            turn = await self._turn(key.tenant, form, body)
+            counted = {**form.counted, "input_tokens": await conversations.count(turn)}
+            return as_json(counted, more=told(turn.warnings))
+
+    async def ask(
+        self, ask: Callable[[Client, bytes], Coroutine[Any, Any, tuple[Body, int]]], request: Request
+    ) -> Response:
+        """Answer a body by `ask`, which returns the response and how many tokens it took."""
+        key = self._access.key(request)
+        with key.one_request():
+            body = await self._body(request)
+            conversations = await self._connections.of(key.tenant, self.listing.chosen(body))
+            await conversations.presence.worker(patience_s=self._patience_s)
+            reply, num_tokens = await unless_left(request, ask(conversations.client, body))
+            key.spend(num_tokens)
+            return as_json(reply)
+
+    async def models(self, write: Callable[[Sequence[Model]], Body], request: Request) -> Response:
+        """Show what `write` returns for all models."""
+        return as_json(write(await self.listing.all(self._access.key(request).tenant)))
+
+    async def model(self, write: Callable[[Model], Body], request: Request) -> Response:
+        """Show what `write` returns for the model that the path names as `{model}`, or else the body."""
+        key, named = self._access.key(request), request.path_params.get("model")
+        if named is None:
+            named = models.wanted(await self._body(request))
+        return as_json(write(await self.listing.one(key.tenant, named)))
+
+    async def fixed(self, write: Callable[[Mapping[str, str]], Body], request: Request) -> Response:
+        """Show what `write` returns for the parameters of the path; it may raise a `Fault`."""
+        self._access.key(request)
+        return as_json(write(request.path_params))
+
+    async def absent(self, _of: None, _: Request) -> Response:
+        """Say that the path is not served, as of an unknown path."""
+        raise HTTPException(404)
+
+    async def _body(self, request: Request) -> bytes:
+        return await bodies.read(request, self._max_body_bytes)
+
+    async def _turn(self, tenant: str, form: Form, body: bytes) -> Turn:
+        """Parse a request into a `Turn`, preceded by the conversation that it continues. Raises `Fault`."""
+        named = form.object.named(body) if form.object else set()
+        answers = await self._lookups.answers(tenant, named) if named else {}
+        turn = form.object.read(body, answers) if form.object and answers else form.read(body)
+        if not turn.previous:
+            return turn
+        found = await self._lookups.find(tenant, turn.previous)
+        return recorded.continued(turn, found and found.answer)
+
+    async def _load(self, key: Key, model: str, *, unloads: bool) -> None:
+        """Load or unload a model; with API keys do neither, as the model is not one tenant's."""
+        if self._access.keys.are_needed:
+            return
+        client = (await self._connections.of(key.tenant, model)).client
+        if unloads:
+            await client.unload()
+        else:
+            with contextlib.suppress(NoWorkerError):  # the first request with a prompt says so
+                await client.load()
+
+    async def _found(self, request: Request, form: Form) -> tuple[Key, str, Kept]:
+        """Return a request's key, the id in its path, and the answer of the log that has it."""
+        key, wanted = self._access.key(request), request.path_params["id"]
+        kept = self._lookups.kept(key.tenant, wanted, form.name, conversation=form.object is not None)
+        return key, wanted, await kept
+
+    def _followed(
+        self,
+        form: Form,
+        found: Kept,
+        after: Place | None,
+        key: Key,
+        running: contextlib.ExitStack,
+        *,
+        stream: bool,
+    ) -> Response:
+        conversations, answer = found
+        turn = msgspec.structs.replace(answer.turn, stream=stream)
+        asker = Asker(key, self._counters, self._explain, running.pop_all())
+        return Answer(form, turn, conversations, asker, partial(conversations.follow, answer), after)
+
+
+def _described(form: Form, wanted: str, answer: Recorded) -> dict[str, Any]:
+    """Describe the answer with the id `wanted`: as the API's object, or whether it runs."""
+    if form.object is None:
+        return {"id": wanted, "object": form.name, "is_running": answer.result is None}
+    return form.object.write(answer.turn, own_id(wanted), answer.note.created, answer.result)
+
+
+class Route(NamedTuple):
+    """One path: its methods, a method of `Handlers` and what that is to serve, and words for the guide.
+
+    `request` is the type of the request's body, if it has one.
+    """
+
+    path: str
+    methods: Sequence[str]
+    handler: Callable[[Handlers, Any, Request], Coroutine[Any, Any, Response]]
+    of: Any
+    summary: str
+    request: type | None = None
+
+
+class Dialect(NamedTuple):
+    """One HTTP API: its form of errors, which paths these errors are for, and its routes.
+
+    These are the paths that begin with `prefix`, served or not, and any path in a request that has the header
+    `header`. Clients may send their API key in the header `key_header`.
+    """
+
+    error: Callable[[Fault], Body]
+    prefix: str
+    routes: Sequence[Route]
+    header: str = ""
+    key_header: str = ""
+
+
+def routes_of_answers(path: str, form: Form, summary: str, request: type) -> list[Route]:
+    """Return the routes that create an answer, show or delete it later by its id, and cancel it."""
+    named = f"{path}/{{id}}"
+    shown = "An answer that is in the log, whole or as a stream"
+    return [
+        Route(path, ["POST"], Handlers.answer, form, summary, request),
+        Route(named, ["GET", "DELETE"], Handlers.stored, form, shown),
+        Route(f"{named}/cancel", ["POST"], Handlers.cancel, form, "End an answer that runs"),
+    ]
