@@ -17,7 +17,7 @@ import numpy as np
 import structlog
 
 from cache.kv import layers
-from cache.names.errors import CutOffError, LostPastError
+from cache.names.errors import LostPastError
 from cache.names.policy import FULL
 from worker.batch.lookup import MOST_SEEN
 from worker.batch.row_sampler import RowSampler
@@ -344,7 +344,7 @@ class Runner:
         self._turns.pop(turn, None)
         if isinstance(error, LostPastError):
             log.warning("a turn lacks KV on disk", session=str(turn.key), error=str(error))
-        elif not isinstance(error, NoRoomError | CutOffError | LostKvError):
+        elif not isinstance(error, NoRoomError | LostKvError):
             log.error("a turn failed on the device", session=str(turn.key), exc_info=error)
         self._scheduler.remove(turn)
         self._paging.discard(turn)

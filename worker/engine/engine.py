@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cache.names.errors import CutOffError, LostPastError
+from cache.names.errors import LostPastError
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
 from cache.store import ErasureResult
@@ -429,8 +429,6 @@ class Engine(EnginePort):
                     raise NoMemoryError(str(error)) from error
                 case Faulted(_, LostPastError() | LostKvError()) if run.admitted is not None:
                     return False
-                case Faulted(_, CutOffError() as error):
-                    raise error
                 case Faulted(_, error):
                     raise DeviceFaultError(repr(error)) from error
                 case Finished(_, num_cached, live_bytes):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from cache.names.errors import CutOffError, InterruptionError
+from cache.names.errors import InterruptionError
 from turnkeep_client.messages import DeadLetter, Generate, Open, encode
 from worker.engine.port import StoppingError
 
@@ -76,11 +76,8 @@ class Doubt:
                     await self._store(note)
                 self._begun_seq = pending.seq
                 return await answer(pending)
-        except (StoppingError, CutOffError) as error:  # this worker has survived it
-            if self._log.is_doubted or isinstance(
-                error, StoppingError
-            ):  # else it goes on here, without a note
-                await self._uncount(pending, note)
+        except StoppingError:  # this worker has survived it
+            await self._uncount(pending, note)
             raise
 
     async def _next(self, note: AttemptNote, pending: Pending) -> AttemptNote:

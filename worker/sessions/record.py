@@ -124,6 +124,8 @@ class Pending:
 
 #: Number of results between two checkpoints; opening a session replays about as many.
 _CHECKPOINT_EVERY: Final = 512
+#: In a longer session, the part of its results after which the next checkpoint is due.
+_CHECKPOINT_SHARE: Final = 8
 #: Codes of failures that may follow a prefill. A request that ended with `internal` may crash a worker again.
 _AFTER_PREFILL: Final = {"expired", "memory_exceeded"}
 
@@ -143,10 +145,10 @@ class Record:
     stay in the log, so a long queue takes no memory.
     """
 
-    def __init__(self, fold: Fold, *, whole: bool = False) -> None:
-        """With `whole`, the history is never shortened, since a request needs early parts of the session."""
+    def __init__(self, fold: Fold, *, notes_branches: bool = False) -> None:
+        """Collect `branches` only with `notes_branches`: only a removal of KV needs them."""
         self._fold = fold
-        self.whole = whole
+        self._notes_branches = notes_branches
         self.history: History = fold.begin(datetime.fromtimestamp(0, UTC))
         self.answered_ids = AnsweredIds()
         self.pending: deque[Pending] = deque()
@@ -170,8 +172,8 @@ class Record:
         #: of an earlier session of this name, or of a request that then changed nothing.
         self.has_branched = False
         #: These tokens, in order, as histories, or as histories and the requests that would have extended
-        #: them; None if they are not all known. Only reading a log with `whole` collects them.
-        self.branches: list[tuple[History, Append | Generate | None]] | None = [] if whole else None
+        #: them; collected only with `notes_branches`.
+        self.branches: list[tuple[History, Append | Generate | None]] = []
         self._last: tuple[int, Pending, Result] | None = (
             None  # the last result's sequence, request and result
         )
@@ -215,7 +217,9 @@ class Record:
         request is pending.
         """
         waits = self.pending[0].seq < in_seq if self.pending else False
-        if self._num_since_checkpoint < _CHECKPOINT_EVERY or self.diverged or waits or in_seq > self.in_seq:
+        # A checkpoint holds the whole session: its part of the log shall not grow with the square of that.
+        num_due = max(_CHECKPOINT_EVERY, len(self.answered_ids) // _CHECKPOINT_SHARE)
+        if self._num_since_checkpoint < num_due or self.diverged or waits or in_seq > self.in_seq:
             return None
         self._num_since_checkpoint = 0
         return Checkpoint(in_seq, self.history, self.answered_ids.copy())
@@ -383,7 +387,7 @@ class Record:
         """Ignore what is before a close that forgets the session: it is being removed, and may have holes."""
         self.history, self.first_in = self._fold.begin(_began(close)), close.seq
         self.answered_ids, self.proven_seq = AnsweredIds(), 0
-        self.branches = None if self.branches is None else []
+        self.branches = []
         if not self._is_unreadable:
             self.diverged = None
 
@@ -397,9 +401,7 @@ class Record:
         if result.repeat_of is not None or (asked is None and _kept(result, before) == before.position):
             return
         self.has_branched = True
-        if self.folded:
-            self.branches = None
-        elif self.branches is not None:
+        if self._notes_branches:
             if asked is not None and prefilled is not None:
                 before, asked = before.changed(prefilled), None
             self.branches.append((before, asked))

@@ -13,7 +13,7 @@ import structlog
 from anyio import sleep
 from msgspec import structs
 
-from cache.names.errors import CutOffError, InterruptionError
+from cache.names.errors import InterruptionError
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Close, Generate, Open, decode_result
 from turnkeep_client.subjects import session_key
@@ -48,9 +48,10 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Approximate bytes of a session, and of each token (its id, and its text in the conversation).
+#: Approximate bytes of a session, of each token (its id, and its text twice), and of each prompt or answer.
 _SIZE_BYTES: Final = 12_000
-_TOKEN_BYTES: Final = 8
+_TOKEN_BYTES: Final = 16
+_SEGMENT_BYTES: Final = 1_000
 #: How often to look at the wall clock while waiting for a deadline.
 _LOOK_S: Final = 1.0
 
@@ -140,7 +141,9 @@ class Session:
     @property
     def size_bytes(self) -> int:
         """The memory that the session takes, approximately."""
-        return _SIZE_BYTES + _TOKEN_BYTES * self.history.position + self.log.record.answered_ids.size_bytes
+        history = self.history
+        num_bytes = _TOKEN_BYTES * history.position + _SEGMENT_BYTES * history.conversation.num_segments
+        return _SIZE_BYTES + num_bytes + self.log.record.answered_ids.size_bytes
 
     @property
     def first_waiting(self) -> int | None:
@@ -193,8 +196,6 @@ class Session:
                 else:
                     log.warning("this session was changed elsewhere; reading its log anew", why=str(error))
                     self.forget()
-            except CutOffError:
-                self.log.reset(whole=True)  # a request needs an early part of the session
 
     def _share(self) -> AbstractAsyncContextManager[None]:
         """Return the place among its tenant's sessions at work that the next request needs."""

@@ -102,6 +102,11 @@ class Segments:
         return self._segments[-1].end if self._segments else 0
 
     @property
+    def num_segments(self) -> int:
+        """Number of prompts, answers and raw parts; what is kept of each takes memory."""
+        return len(self._segments)
+
+    @property
     def _base(self) -> int:
         """Number of tokens before the conversation that messages continue."""
         return self._segments[self._first - 1].end if self._first else 0
